@@ -22,6 +22,8 @@ from typing import Final
 
 import torch
 
+from vescale_parallel._check.report import Report
+from vescale_parallel._common.messages import human_bytes, table
 from vescale_parallel._cost import (
     CLUSTERS,
     Cluster,
@@ -33,8 +35,6 @@ from vescale_parallel._cost import (
     Workload,
     collective_seconds,
 )
-from vescale_parallel._messages import human_bytes, table
-from vescale_parallel._report import Report
 from vescale_parallel.train.model import Decoder, ModelConfig
 from vescale_parallel.train.plan import PLAN
 

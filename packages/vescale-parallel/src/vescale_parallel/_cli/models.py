@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._plan import Plan
-from vescale_parallel._plans.declared import model_of
+from vescale_parallel._plan.declared import model_of
+from vescale_parallel._plan.plan import Plan
 
 PRESETS: Final = ("auto", "hf", "decoder", "encoder", "vit", "data")
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from vescale_parallel._check.report import Report
 from vescale_parallel._cost import Cluster, Cost
 from vescale_parallel._cost.links import named_cluster
-from vescale_parallel._plan import Plan
-from vescale_parallel._plans.layers import looked_up
-from vescale_parallel._report import Report
+from vescale_parallel._plan.layers import looked_up
+from vescale_parallel._plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vescale_parallel._cli.priced import Priced
+from vescale_parallel._common.messages import count, human_bytes, listed, table
 from vescale_parallel._cost import Cost
-from vescale_parallel._messages import count, human_bytes, listed, table
 
 
 def as_text(one: Priced) -> str:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from vescale_parallel._common.messages import did_you_mean, listed
 from vescale_parallel._errors import PlanError
-from vescale_parallel._messages import did_you_mean, listed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vescale_parallel._cost.settings import Workload
-from vescale_parallel._glob import matches
+from vescale_parallel._notation.glob import matches
 
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vescale_parallel._common.messages import human_bytes, table
 from vescale_parallel._cost.compute import hardware_flops, model_flops, update_bytes
 from vescale_parallel._cost.links import Cluster, collective_seconds
 from vescale_parallel._cost.memory import Memory, memory_of
@@ -15,7 +16,6 @@ from vescale_parallel._cost.traffic import (
     parameter_transfers,
     replica_transfers,
 )
-from vescale_parallel._messages import human_bytes, table
 
 
 @dataclass(frozen=True, kw_only=True)

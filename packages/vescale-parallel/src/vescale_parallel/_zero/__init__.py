@@ -13,5 +13,5 @@
 - `owners`: which rank owns a tensor in full; `owner_steps`: how Muon steps those.
 - `schedule`: when all that happens; the only place with module hooks.
 
-`_zero_install`, beside this package, makes a model's stored parameters, units and schedule.
+`_apply.zero_install` makes a model's stored parameters, units and schedule of these.
 """

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from vescale_parallel._glob import first_match
-from vescale_parallel._messages import listed
-from vescale_parallel._report_rows import ParameterRow
+from vescale_parallel._common.messages import listed
+from vescale_parallel._notation.glob import first_match
+from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero.precision import Dtypes
 from vescale_parallel._zero.rules import ZeroRules
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vescale_parallel._torch_compat import after_backward, in_backward
+from vescale_parallel._common.torch_compat import after_backward, in_backward
 
 
 class EndOfBackward:

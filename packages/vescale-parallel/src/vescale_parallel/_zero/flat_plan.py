@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from vescale_parallel._messages import table
+from vescale_parallel._common.messages import table
 
 Range = tuple[int, int]
 

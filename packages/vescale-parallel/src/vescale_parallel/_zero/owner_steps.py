@@ -17,8 +17,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from vescale_dtensor import DTensor, distribute_tensor, gradient_total, local_leaf
 
+from vescale_parallel._common.torch_compat import has_step_hooks
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._torch_compat import has_step_hooks
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 
 _MUON: Any = getattr(torch.optim, "Muon", None)

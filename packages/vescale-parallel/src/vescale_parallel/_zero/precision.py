@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import torch
 
+from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._errors import PlanError
-from vescale_parallel._glob import expand_braces
-from vescale_parallel._messages import did_you_mean
+from vescale_parallel._notation.glob import expand_braces
 
 DTYPES: Final = {
     "float64": torch.float64,

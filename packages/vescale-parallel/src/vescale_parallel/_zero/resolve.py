@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_parallel._glob import first_match, matches
-from vescale_parallel._messages import count, dtype_name, human_bytes, listed, table
-from vescale_parallel._report_rows import ParameterRow
+from vescale_parallel._common.messages import count, dtype_name, human_bytes, listed, table
+from vescale_parallel._notation.glob import first_match, matches
+from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero.flat_plan import FlatPlan, Wanted, plan_flat
 from vescale_parallel._zero.owners import balanced_owners, plan_owned
 from vescale_parallel._zero.rules import LEVELS, ZeroRules

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._glob import expand_braces
+from vescale_parallel._notation.glob import expand_braces
 from vescale_parallel._zero.precision import Dtypes, parse_precision
 
 LEVELS: Final = {

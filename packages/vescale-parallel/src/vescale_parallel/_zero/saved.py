@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._torch_compat import saved_tensors_hooks_now
+from vescale_parallel._common.torch_compat import saved_tensors_hooks_now
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 
 _CHANGED = (

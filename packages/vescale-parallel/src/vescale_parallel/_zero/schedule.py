@@ -23,12 +23,12 @@ from torch.optim.optimizer import (
 )
 from vescale_dtensor import before_backward, gradient_total
 
-from vescale_parallel._agreement import require_same
+from vescale_parallel._common.agreement import require_same
+from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.messages import listed
+from vescale_parallel._common.pytree import named_tensors_within
+from vescale_parallel._common.torch_compat import in_backward, no_torch_function
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._mesh import mesh_ranks
-from vescale_parallel._messages import listed
-from vescale_parallel._pytree import named_tensors_within
-from vescale_parallel._torch_compat import in_backward, no_torch_function
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from vescale_parallel._glob import matches
+from vescale_parallel._notation.glob import matches
 
 ROOT = ""
 """The name of the unit that holds what no other does: the model itself."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from vescale_parallel._agreement import broadcast_text, gather_flags, several_ranks
+from vescale_parallel._common.agreement import broadcast_text, gather_flags, several_ranks
 from vescale_parallel._errors import ParallelError, TrainError
 
 T = TypeVar("T")

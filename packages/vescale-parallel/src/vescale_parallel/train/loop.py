@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._common.mesh import mesh as make_mesh
+from vescale_parallel._common.mesh import mesh_sizes, world_size
+from vescale_parallel._common.messages import did_you_mean, listed
 from vescale_parallel._errors import TrainError
-from vescale_parallel._mesh import mesh as make_mesh
-from vescale_parallel._mesh import mesh_sizes, world_size
-from vescale_parallel._messages import did_you_mean, listed
 from vescale_parallel.train.all_or_none import all_or_none
 from vescale_parallel.train.checkpoint import (
     checkpoint_package,

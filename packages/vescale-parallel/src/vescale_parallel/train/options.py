@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any, NoReturn
 
+from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._errors import TrainError
-from vescale_parallel._messages import did_you_mean
 from vescale_parallel.train.model import ModelConfig
 
 DESCRIPTION = """\

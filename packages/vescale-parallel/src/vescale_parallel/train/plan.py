@@ -1,6 +1,6 @@
 """The plan of the example model: data, tensor and sequence parallel. All of it."""
 
-from vescale_parallel._plan import Plan
+from vescale_parallel._plan.plan import Plan
 
 PLAN = Plan(
     axes=("dp", "tp"),

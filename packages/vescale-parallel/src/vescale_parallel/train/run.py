@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
+from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._errors import TrainError
-from vescale_parallel._parallelize import parallelize
 from vescale_parallel.train.data import Corpus, training_batch, validation_batches
 from vescale_parallel.train.model import Decoder
 from vescale_parallel.train.options import Options

@@ -1,0 +1,129 @@
+"""`parallelize(model, mesh, plan)`: the same model object, distributed over a mesh."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer
+
+from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
+from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
+from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
+from vescale_parallel._apply.preflight import preflight
+from vescale_parallel._apply.replaced import retire
+from vescale_parallel._apply.zero_install import Storage, install_zero, storage
+from vescale_parallel._check.report import Report
+from vescale_parallel._notation.rows import ParameterRow
+from vescale_parallel._plan.data import device_memory
+from vescale_parallel._plan.plan import Plan
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> nn.Module:
+    """Distribute a model over a mesh, in place, and return it.
+
+    Every rank passes the global model with the same values, as after `torch.manual_seed` with one
+    seed. Parameters become distributed parameters (those that modules share stay shared), buffers
+    stay plain and count as replicated, hooks redistribute activations to the plan's layouts, and
+    the gradients of a backward are summed in buckets.
+
+    Parameters become other objects. Optimizers that exist already are given the new ones, and
+    their state, if they have made steps, is distributed alike. Any other use of an old object
+    raises `StaleParameterError`.
+
+    Args:
+        model: any module; nothing of it is edited.
+        mesh: a named mesh over all ranks.
+        plan: the rules; see `Plan`. None: `Plan.data_parallel`, which is right for every model.
+        bucket_bytes: cap of a gradient bucket.
+
+    Raises:
+        PlanError: on every rank, before anything is changed: the plan does not fit, or the model is
+            parallelised already, holds gradients, parameters without values, or hooks of
+            parameters.
+        DisagreementError: on every rank, before anything is changed: ranks pass another plan, mesh
+            or model (names, shapes, values, train mode), or their random generators differ. It
+            names what differs and on which ranks.
+    """
+    if plan is None:
+        plan = Plan.data_parallel(model, mesh, memory=device_memory(mesh.device_type))
+    optimizers = optimizers_of(model)
+    report = preflight(model, mesh, plan, bucket_bytes, optimizers)
+    where = storage(mesh, report)
+    made = _distribute_parameters(model, where, report)
+    # Before the plain parameters are retired: state is looked up under them, and as large as they.
+    take_over(optimizers, {id(one.plain): (one.parameter, one.distribute) for one in made})
+    for one in made:
+        retire(one.plain, one.name)
+    _install_hooks(model, mesh, report)
+    install_zero(model, report, where, plan.prefetch)
+    set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
+    return model
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A plain parameter, the distributed one in its place, and how tensors like it are made."""
+
+    name: str
+    plain: nn.Parameter
+    parameter: nn.Parameter
+    distribute: Distribute
+
+
+def _distribute_parameters(model: nn.Module, where: Storage, report: Report) -> list[_Made]:
+    """Replace every parameter by its distributed self, once for all modules that share it."""
+    rows = {name: row for row in report.parameters for name in row.names}
+    made: dict[str, _Made] = {}
+    # A list: registering parameters while walking over them would change what is walked over.
+    for module, name, full_name in list(_parameter_places(model)):
+        row = rows[full_name]
+        if row.name not in made:
+            made[row.name] = _make(module.get_parameter(name), *where.of(row), row)
+        # By assignment, as users do it: a module that keeps parameters elsewhere too (an LSTM its
+        # list of weights) learns of the new one that way, and not by `register_parameter`.
+        setattr(module, name, made[row.name].parameter)
+    return list(made.values())
+
+
+def _make(
+    plain: nn.Parameter, mesh: DeviceMesh, where: tuple[Placement, ...], row: ParameterRow
+) -> _Made:
+    built = plain.dtype
+
+    def distribute(tensor: Tensor) -> Tensor:
+        # No source rank: that all ranks hold the same values has been checked, nothing is sent.
+        given = tensor.detach()
+        # A parameter in a flat buffer is row-major there, whatever strides it had before.
+        given = given.contiguous() if row.zero else given
+        # States of an optimizer that has made steps go along; those in a dtype of their own stay.
+        given = given.to(row.dtype) if given.dtype == built else given
+        return distribute_tensor(given, mesh, where, src_data_rank=None)
+
+    parameter = nn.Parameter(distribute(plain), requires_grad=plain.requires_grad)
+    for attribute, value in vars(plain).items():
+        # What users hang on parameters (groups for weight decay, say) goes along.
+        setattr(parameter, attribute, value)
+    return _Made(row.name, plain, parameter, distribute)
+
+
+def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield every place of a parameter: its module, its name there, its full name."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, name, f"{prefix}.{name}" if prefix else name
+
+
+def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
+    # The batch first: a rule about the root's inputs then sees distributed tensors.
+    if report.batch is not None:
+        model.register_forward_pre_hook(DistributeBatch(report.batch, mesh), with_kwargs=True)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for row in report.boundaries:
+        install_boundary(modules[row.module], row, mesh)

@@ -1,0 +1,139 @@
+"""Everything that is asked before `parallelize` changes anything, and agreed upon by all ranks.
+
+A rank that found a problem does not raise at once: the others would wait for it in the comparison
+for ever. It takes part in the comparison, and then all ranks raise.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from vescale_dtensor import DTensor
+
+from vescale_parallel._apply.facts import ADVICE, Given, facts_of, mesh_facts
+from vescale_parallel._apply.gradients import BucketedReducer
+from vescale_parallel._check.report import Report
+from vescale_parallel._common.agreement import (
+    gather_flags,
+    ranks_that_hold,
+    require_same,
+    several_ranks,
+    world_ranks,
+)
+from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.messages import listed, numbers
+from vescale_parallel._common.torch_compat import hooks_of
+from vescale_parallel._errors import DisagreementError, PlanError
+from vescale_parallel._plan.plan import Plan
+
+_HEAD = "parallelize was not given the same on all ranks, and has changed nothing:"
+
+
+def preflight(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    bucket_bytes: int,
+    optimizers: list[Optimizer],
+) -> Report:
+    """Return the plan resolved, if all ranks pass the same and it can be done; changes nothing.
+
+    Raises:
+        PlanError: on every rank: the plan does not fit, or the model cannot be distributed.
+        DisagreementError: on every rank: what differs, and on which ranks.
+    """
+    report, problem = None, None
+    try:
+        BucketedReducer(bucket_bytes)  # for its check only
+        # Before the plan is resolved, which reads shapes that lazy parameters do not have.
+        _require_plain(model)
+        report = plan.check(model, mesh)
+        _require_fresh(model, mesh)
+    except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
+        problem = error
+    # The mesh first: it says which ranks the rest is compared among.
+    _require_same_mesh(mesh)
+    given = Given(model, mesh, plan, {"bucket_bytes": bucket_bytes}, optimizers, problem)
+    # The ranks of one mesh hold one model; several meshes side by side may hold several.
+    peers = mesh_ranks(mesh) if isinstance(mesh, DeviceMesh) else world_ranks()
+    require_same(facts_of(given), peers=peers, head=_HEAD, advice=ADVICE)
+    # The same on all ranks, or the comparison would have raised: each can use its own words.
+    if problem is not None:
+        raise problem
+    assert report is not None
+    return report
+
+
+def _require_same_mesh(mesh: object) -> None:
+    """Every rank passes a mesh that it is part of, and that exactly the ranks of it pass."""
+    if not several_ranks():
+        return
+    said = mesh_facts(mesh)
+    passed_by = ranks_that_hold(said)
+    # Ranks of one mesh can still be in order while those of another are not: all have to know.
+    if all(gather_flags(isinstance(mesh, DeviceMesh) and passed_by == sorted(mesh_ranks(mesh)))):
+        return
+    require_same({"mesh": said}, peers=world_ranks(), head=_HEAD, advice=ADVICE)
+    raise DisagreementError(
+        f"{_HEAD}\n  - mesh: {said['mesh']} is passed by ranks {numbers(passed_by)}\n"
+        f"{ADVICE['mesh']}"
+    )
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Refuse parameters that are more than a tensor: lazy, distributed, computing by themselves."""
+    parameters = dict(model.named_parameters())
+    done = [name for name, p in parameters.items() if isinstance(p, DTensor)]
+    if done:
+        raise PlanError(
+            f"{type(model).__name__} is parallelised already ({listed(done, 3)} are distributed). "
+            "Call parallelize once, on the plain model."
+        )
+    lazy = [name for name, p in parameters.items() if is_lazy(p)]
+    if lazy:
+        raise PlanError(
+            f"parameters without a shape cannot be distributed: {listed(lazy)} are lazy. Run the "
+            "model once before parallelize."
+        )
+    # Quantized weights and the like override what torch functions do with them; a slice of their
+    # storage would not be a slice of the tensor that they stand for.
+    ordinary = nn.Parameter.__torch_function__
+    special = {n: p for n, p in parameters.items() if type(p).__torch_function__ is not ordinary}
+    if special:
+        kinds = dict.fromkeys(type(p).__name__ for p in special.values())
+        raise PlanError(
+            f"parameters of type {listed(kinds)} compute by themselves and cannot be distributed: "
+            f"{listed(special)}. Parallelize the model with plain parameters."
+        )
+
+
+def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse models whose tensors have no values here, and what would be left behind."""
+    parameters = dict(model.named_parameters())
+    tensors = parameters | dict(model.named_buffers())
+    empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    if empty:
+        raise PlanError(
+            f"tensors without values cannot be distributed: {listed(empty)} are on the meta "
+            "device. Build the model on a real device, or load its weights first."
+        )
+    elsewhere = [name for name, p in parameters.items() if p.device.type != mesh.device_type]
+    if elsewhere:
+        raise PlanError(
+            f"the mesh is of {mesh.device_type} devices, and {listed(elsewhere)} are elsewhere. "
+            f"Call model.to('{mesh.device_type}') first."
+        )
+    # Dropping them would lose a step; distributing them would need to know how they were summed.
+    with_gradient = [name for name, p in parameters.items() if p.grad is not None]
+    if with_gradient:
+        raise PlanError(
+            f"parameters hold gradients of a plain backward: {listed(with_gradient)}. Call "
+            "model.zero_grad() before parallelize."
+        )
+    hooked = {name: hooks_of(p) for name, p in parameters.items() if hooks_of(p)}
+    if hooked:
+        methods = dict.fromkeys(method for of_one in hooked.values() for method in of_one)
+        raise PlanError(
+            f"parameters have hooks ({', '.join(methods)}), which would stay behind on the plain "
+            f"tensors: {listed(hooked)}. Register them after parallelize, on model.parameters()."
+        )

@@ -1,0 +1,153 @@
+"""From a report to a model whose parameters are stored as shards: the steps of `parallelize`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import group_of
+from vescale_dtensor import Placement, RaggedShard
+
+from vescale_parallel._apply.placements import placements
+from vescale_parallel._check.report import Report
+from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._notation.layout import Layout
+from vescale_parallel._notation.rows import ParameterRow
+from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.resolve import BufferRow
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.told import Told
+from vescale_parallel._zero.unit import Held, Unit
+from vescale_parallel._zero.units import ROOT
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where parameters are stored.
+
+    Attributes:
+        mesh: that of the activations.
+        stored: the same ranks with the axis `over` last: a parameter is sharded by the other axes
+            first, and their shards are sharded flat. The same object where it is last already.
+        shares: by the name of a parameter in a buffer, the elements of each rank of `over`.
+        over: the axis.
+    """
+
+    mesh: DeviceMesh
+    stored: DeviceMesh
+    shares: Mapping[str, tuple[int, ...]]
+    over: str
+
+    def of(self, row: ParameterRow) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Mesh and placements of a stored parameter."""
+        ndim = len(row.global_shape)
+        where = placements(row.layout, self.stored, ndim)
+        if row.name in self.shares:
+            flat = RaggedShard(tuple(range(ndim)), self.shares[row.name])
+            where = (*where[:-1], flat)
+        return self.stored, where
+
+
+def storage(mesh: DeviceMesh, report: Report) -> Storage:
+    """Where the parameters of a report are stored. Collective where a mesh has to be made."""
+    shares = {
+        slot.names[0]: row.plan.shares(index)
+        for row in report.buffers
+        for index, slot in enumerate(row.plan.slots)
+    }
+    # One mesh for all stored parameters, also those that are not sharded: norms of all of them are
+    # stacked, for example.
+    stored = _with_last(mesh, report.over) if report.buffers else mesh
+    return Storage(mesh, stored, shares, report.over)
+
+
+def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    names = list(mesh_sizes(mesh))
+    order = [*(i for i, name in enumerate(names) if name != axis), names.index(axis)]
+    if order == list(range(len(names))):
+        return mesh
+    ranks = mesh.mesh.permute(order).contiguous()
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(names[i] for i in order))
+
+
+def install_zero(model: nn.Module, report: Report, where: Storage, ahead: int) -> None:
+    """Put the stored parameters into buffers, and register the hooks that gather them."""
+    _cast_buffers(model, report)
+    # Parameters that are not sharded take part only to change their mesh, or their dtype.
+    moved = where.stored is not where.mesh
+    kept = [r for r in report.parameters if not r.zero and (moved or r.compute != r.dtype)]
+    if not (report.buffers or kept):
+        return
+    rows = {row.name: row for row in report.parameters}
+    names = dict.fromkeys([ROOT, *(one.unit for one in report.buffers), *(r.unit for r in kept)])
+    told = Told(where.mesh)
+    units = [
+        _make_unit(
+            model,
+            name,
+            [one for one in report.buffers if one.unit == name],
+            [row for row in kept if row.unit == name],
+            rows,
+            where,
+            told,
+        )
+        for name in names
+    ]
+    schedule = Schedule(units, ahead, told)
+    setattr(model, SCHEDULE, schedule)
+    schedule.install([model.get_submodule(unit.name) for unit in units])
+
+
+def _make_unit(
+    model: nn.Module,
+    name: str,
+    buffers: list[BufferRow],
+    kept: list[ParameterRow],
+    rows: Mapping[str, ParameterRow],
+    where: Storage,
+    told: Told,
+) -> Unit:
+    made = []
+    for buffer in buffers:
+        own = [rows[slot.names[0]] for slot in buffer.plan.slots]
+        parameters = [model.get_parameter(row.name) for row in own]
+        shapes = [own_shape(row.layout, row.global_shape, where.mesh) for row in own]
+        group = group_of(where.mesh, where.over)
+        made.append(FlatBuffer(buffer, group, parameters, shapes, told))
+    held_rows = [rows[slot.names[0]] for buffer in buffers for slot in buffer.plan.slots] + kept
+    held = [_held(model, row, where.mesh) for row in held_rows]
+    return Unit(name, made, held, where.mesh)
+
+
+def _cast_buffers(model: nn.Module, report: Report) -> None:
+    """Store buffers of modules in the dtypes of the report."""
+    buffers = dict(model.named_buffers())
+    for name, dtype in report.cast_buffers:
+        # The object stays: modules may hold it under several names.
+        buffers[name].data = buffers[name].data.to(dtype)
+
+
+def _held(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
+    places = tuple(
+        (model.get_submodule(prefix), name)
+        for prefix, _, name in (full.rpartition(".") for full in row.names)
+    )
+    where = placements(row.layout, mesh, len(row.global_shape))
+    # Where the plan says nothing, values keep the dtype of what is stored, also after `.double()`.
+    compute = row.compute if row.compute != row.dtype else None
+    return Held(row.name, model.get_parameter(row.name), places, where, compute)
+
+
+def own_shape(layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's local shape in a layout; extents follow `torch.chunk`, axis after axis."""
+    extents = list(shape)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for at, (axis, size) in zip(coordinate, mesh_sizes(mesh).items(), strict=True):
+        dim = layout.dim_of(axis, len(shape))
+        if dim is not None:
+            extent = -(-extents[dim] // size)
+            extents[dim] = max(0, min(extent, extents[dim] - at * extent))
+    return tuple(extents)

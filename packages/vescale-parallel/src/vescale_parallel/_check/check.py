@@ -1,0 +1,237 @@
+"""Resolve a plan's rules against a model and mesh sizes: a `Report`, or every problem.
+
+All problems are collected before anything is raised: a plan for a new model is wrong in several
+places at once, and one error per run would take one run each.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_parallel._check.parsed_rules import Rules
+from vescale_parallel._check.report import Report
+from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.messages import count, did_you_mean, listed
+from vescale_parallel._errors import PlanError
+from vescale_parallel._notation.arguments import unknown_arguments
+from vescale_parallel._notation.glob import dead_alternatives, first_match, matches, nearest_names
+from vescale_parallel._notation.layout import Chosen, Layout, local_shape, some_rank_is_empty
+from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
+from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
+from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
+
+_CATCH_ALL = "*"
+
+
+def check_rules(
+    rules: Rules, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh
+) -> Report:
+    """The rules resolved, or one `PlanError` that lists every problem."""
+    sizes = mesh_sizes(mesh_shape)
+    problems = _unknown_axes(rules, list(sizes))
+    parameters, parameter_problems = _parameter_rows(rules, model, sizes)
+    boundaries, boundary_problems = _boundary_rows(rules, model)
+    problems += parameter_problems + boundary_problems
+    parameters, zero_problems = _with_levels(rules, model, parameters, sizes)
+    problems += zero_problems
+    if problems:
+        head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
+        raise PlanError("\n  - ".join([head, *problems]))
+    return Report(
+        mesh=tuple(sizes.items()),
+        parameters=tuple(parameters),
+        boundaries=tuple(boundaries),
+        batch=rules.batch,
+        # `parameters()` yields a shared one once, as the rows do.
+        total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        notes=tuple(
+            _notes(rules, parameters, sizes)
+            + notes_of(parameters, rules.zero)
+            + dtype_notes(parameters, rules.zero)
+        ),
+        buffers=buffers_of(rules.zero, model, parameters, sizes),
+        over=rules.zero.over,
+        cast_buffers=cast_buffers_of(rules.zero, model),
+    )
+
+
+def _with_levels(
+    rules: Rules, model: nn.Module, rows: list[ParameterRow], sizes: Mapping[str, int]
+) -> tuple[list[ParameterRow], list[str]]:
+    """The rows with their ZeRO levels, and what is wrong with the rules about those."""
+    levels, problems = levels_of(rules.zero, rows, sizes)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if rules.zero.is_used:
+        problems += _dead_rules("parameter", rules.zero.levels, names)
+        problems += _dead_rules("parameter", dict.fromkeys(rules.zero.owned), names)
+        units = dict.fromkeys(rules.zero.units, None)
+        problems += _dead_rules("module", units, [name for name, _ in model.named_modules()])
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    problems += _dead_rules("parameter or buffer", rules.zero.precision, [*names, *buffers])
+    levelled = [replace(row, zero=levels.get(row.name, 0)) for row in rows]
+    cast, dtype_problems = with_dtypes(rules.zero, levelled)
+    return with_units(rules.zero, model, cast), problems + dtype_problems
+
+
+def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
+    # An axis that the plan is written for may be missing from the mesh at hand: one plan serves any
+    # mesh. A name that is in neither list can only be a typing error.
+    known = list(dict.fromkeys([*mesh_axes, *rules.axes]))
+    return [
+        f"{rule}: no axis '{axis}'.{did_you_mean(axis, known)} The mesh has {listed(mesh_axes)}, "
+        f"the plan is written for {listed(rules.axes)}."
+        for rule, axes in rules.axes_by_rule().items()
+        for axis in axes
+        if axis not in known
+    ]
+
+
+def _dead_rules(what: str, rules: Mapping[str, object], names: Sequence[str]) -> list[str]:
+    """Rules that can never apply: they match no name, or earlier rules take all they match."""
+    problems = []
+    first = {name: first_match(rules, name) for name in names}
+    for glob in rules:
+        # Each alternative on its own: `{gate,upp}` would else hide its typing error behind `gate`.
+        for alternative in dead_alternatives(glob, names):
+            of = f" (of '{glob}')" if alternative != glob else ""
+            near = nearest_names(alternative, names) or list(names)[:3]
+            problems.append(
+                f"rule '{alternative}'{of} matches no {what}. Nearest names: {listed(near)}."
+            )
+        mine = [name for name in names if matches(glob, name)]
+        # The catch-all is there for whatever is left, which may be nothing.
+        if mine and glob != _CATCH_ALL and all(first[name] != glob for name in mine):
+            takers = dict.fromkeys(str(first[name]) for name in mine)
+            problems.append(
+                f"rule '{glob}' never applies: earlier rules ({listed(takers)}) take every {what} "
+                "that it matches. Put it before them, or remove it."
+            )
+    return problems
+
+
+def _parameter_rows(
+    rules: Rules, model: nn.Module, sizes: Mapping[str, int]
+) -> tuple[list[ParameterRow], list[str]]:
+    # All names of shared parameters: a rule may be written for any of them.
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    problems = _dead_rules("parameter", rules.parameters, names)
+    uncovered = [name for name in names if first_match(rules.parameters, name) is None]
+    if uncovered:
+        problems.append(
+            f"no rule covers {count(len(uncovered), 'parameter')}: {listed(uncovered)}. Add rules, "
+            "or end with '*': 'replicate'."
+        )
+    rows = []
+    for shared, parameter in _names_by_parameter(model).items():
+        placed = _place(rules, shared, parameter, sizes)
+        if isinstance(placed, str):
+            problems.append(placed)
+        elif placed is not None:
+            rows.append(placed)
+    return rows, problems
+
+
+def _place(
+    rules: Rules, names: tuple[str, ...], parameter: torch.Tensor, sizes: Mapping[str, int]
+) -> ParameterRow | str | None:
+    """The row of one parameter, what is wrong with it, or None where no rule covers it."""
+    # Every name of a shared parameter has a rule of its own, and they may contradict each other.
+    globs = [glob for name in names if (glob := first_match(rules.parameters, name)) is not None]
+    layouts = {rules.parameters[glob] for glob in globs}
+    if len(layouts) > 1:
+        return (
+            f"{listed(names)} are one parameter, and rules {listed(globs)} give it different "
+            f"layouts ({listed(layouts)}). Give its names one layout."
+        )
+    if not layouts:
+        return None
+    layout = layouts.pop()
+    if layout.least_ndim > parameter.ndim:
+        return (
+            f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{globs[0]}' "
+            f"shards a dim that it lacks ('{layout}'). Put a rule for it before that one."
+        )
+    return _parameter_row(names, parameter, globs[0], layout, sizes)
+
+
+def _names_by_parameter(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
+    """Every parameter once, under all the names it has."""
+    # By identity: tensors compare by value, and `named_parameters` would leave out the other names.
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return {tuple(names[key]): parameter for key, parameter in parameters.items()}
+
+
+def _parameter_row(
+    names: tuple[str, ...],
+    parameter: torch.Tensor,
+    rule: str,
+    layout: Layout,
+    sizes: Mapping[str, int],
+) -> ParameterRow:
+    # The ranks at coordinate 0 hold the most; what others lack shows as `uneven`.
+    shard = local_shape(layout, parameter.shape, tuple(sizes.items()))
+    sharding = [n for axis, n in sizes.items() if layout.dim_of(axis, parameter.ndim) is not None]
+    numel = torch.Size(shard).numel()
+    return ParameterRow(
+        names=names,
+        rule=rule,
+        layout=layout,
+        global_shape=tuple(parameter.shape),
+        local_shape=shard,
+        local_bytes=numel * parameter.element_size(),
+        uneven=numel * math.prod(sharding) != parameter.numel(),
+        dtype=parameter.dtype,
+        compute=parameter.dtype,
+        reduce=parameter.dtype,
+    )
+
+
+def _boundary_rows(rules: Rules, model: nn.Module) -> tuple[list[BoundaryRow], list[str]]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    problems = _dead_rules("module", rules.activations, list(modules))
+    rows: dict[int, BoundaryRow] = {}
+    for name, module in modules.items():
+        rule = first_match(rules.activations, name)
+        if rule is None:
+            continue
+        row = BoundaryRow(name, rule, rules.activations[rule])
+        if isinstance(row.boundary.inputs, Chosen):
+            wrong = unknown_arguments(module, row.boundary.inputs)
+            problems += [f"activation rule '{rule}' at '{name}': {one}" for one in wrong]
+        # One module object runs one set of hooks, under however many names it can be reached.
+        earlier = rows.setdefault(id(module), row)
+        if earlier.boundary != row.boundary:
+            problems.append(
+                f"'{earlier.module}' and '{name}' are one module, and rules '{earlier.rule}' and "
+                f"'{rule}' treat it differently. Give its names one rule."
+            )
+    return list(rows.values()), problems
+
+
+def _notes(rules: Rules, rows: Sequence[ParameterRow], sizes: Mapping[str, int]) -> list[str]:
+    named = {axis for axes in rules.axes_by_rule().values() for axis in axes}
+    absent = sorted(named - set(sizes))
+    # Legal, as one rank of two that do the same is right; but hardly what was meant.
+    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in named]
+    notes = []
+    if absent:
+        notes.append(f"the mesh has no axis {listed(absent)}; what the plan says of it is left out")
+    if idle:
+        notes.append(f"the plan does not use mesh axis {listed(idle)}: its ranks repeat each other")
+    in_order = tuple(sizes.items())
+    thin = [r.name for r in rows if some_rank_is_empty(r.layout, r.global_shape, in_order)]
+    # Right all the same; but views by heads, say, may have to send what even shards would not.
+    uneven = [r.name for r in rows if r.uneven and r.name not in thin]
+    if uneven:
+        notes.append(f"dims that do not divide, some ranks hold less of {listed(uneven)}")
+    if thin:
+        notes.append(f"too few rows for every rank, some hold nothing of {listed(thin)}")
+    return notes

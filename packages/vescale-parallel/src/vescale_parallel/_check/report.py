@@ -1,0 +1,158 @@
+"""What `plan.check` returns: the plan, resolved for one model and one mesh."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vescale_parallel._common.messages import dtype_name, human_bytes, table
+from vescale_parallel._cost import (
+    Cluster,
+    Cost,
+    Piece,
+    Precision,
+    Scene,
+    Workload,
+    estimate,
+    piece_of,
+)
+from vescale_parallel._cost.links import named_cluster
+from vescale_parallel._notation.layout import Layout
+from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
+from vescale_parallel._zero.resolve import BufferRow, buffer_table
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan resolved for a model and a mesh; `str(report)` is the table.
+
+    Attributes:
+        mesh: axis and size, in mesh order.
+        parameters: one row per parameter (shared ones once), in the order of the model.
+        boundaries: one row per module that an activation rule matches.
+        batch: layout of the batch, or None.
+        total_bytes: bytes of all parameters on one device.
+        notes: what is legal but may surprise.
+        buffers: the flat buffers that hold the parameters with a `zero` level.
+        over: the axis that those are sharded over.
+        cast_buffers: buffers of modules that are stored in another dtype, by name.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    parameters: tuple[ParameterRow, ...]
+    boundaries: tuple[BoundaryRow, ...]
+    batch: Layout | None
+    total_bytes: int
+    notes: tuple[str, ...]
+    buffers: tuple[BufferRow, ...] = ()
+    over: str = ""
+    cast_buffers: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Bytes of parameters, between steps, on the rank that holds most."""
+        kept = sum(row.local_bytes for row in self.parameters if not row.zero)
+        ranks = range(self.buffers[0].plan.shards if self.buffers else 1)
+        # By rank: the one with most of one buffer need not be that with most of another.
+        return kept + max(sum(row.stored_on(rank) for row in self.buffers) for rank in ranks)
+
+    def cost(
+        self,
+        tokens: int,
+        *,
+        sequence: int = 0,
+        zero: int | None = None,
+        cluster: str | Cluster = "h100",
+        precision: Precision | None = None,
+        **workload: Any,
+    ) -> Cost:
+        """What a training step would cost on a cluster, by the model of `vescale_parallel.cost`.
+
+        Needs no processes; the model may be on the meta device.
+
+        Args:
+            tokens: of the global batch.
+            sequence: tokens that attend to each other; 0 leaves attention's products out.
+            zero: ZeRO level of all parameters, over the axis of the plan; None: what the plan says.
+            cluster: a name in `cost.CLUSTERS`, or one of your own.
+            precision: bytes of an element by its use; by default bf16 with float32 masters.
+            workload: `recompute`, `sequence_parallel`, `queries`, `lookups`; see `cost.Workload`.
+
+        Raises:
+            PlanError: there is no cluster of that name.
+        """
+        work = Workload(tokens=tokens, sequence=sequence, **workload)
+        sizes = dict(self.mesh)
+        scene = Scene(
+            mesh=sizes,
+            batch=self.batch.axes if self.batch else (),
+            over=self.over or "dp",  # a plan without levels has no axis
+            cluster=named_cluster(cluster),
+        )
+        pieces = [_piece(row, sizes, zero, work) for row in self.parameters]
+        return estimate(pieces, scene, work, precision)
+
+    def __str__(self) -> str:
+        """The table that `explain` prints."""
+        # A table for people: whoever computes with a report reads its rows.
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
+        # Ranks at coordinate 0 hold the largest shard of everything, so sums of rows are theirs.
+        summary = (
+            f"{human_bytes(self.bytes_per_rank)} of parameters per rank at most, "
+            f"{human_bytes(self.total_bytes)} on one device"
+        )
+        parts = [f"plan on mesh({sizes}), batch {self.batch or 'left alone'}", self._parameters()]
+        if self.buffers:
+            parts.append(buffer_table(self.buffers, self.over))
+        if self.cast_buffers:
+            parts.append(_buffers(self.cast_buffers))
+        if self.boundaries:
+            parts.append(_boundaries(self.boundaries))
+        return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])
+
+    def _parameters(self) -> str:
+        casts = any(row.compute != row.dtype for row in self.parameters)
+        rows = [
+            (
+                " = ".join(row.names),
+                row.rule,
+                row.layout,
+                _shape(row.global_shape),
+                _shape(row.local_shape) + (" at most" if row.uneven else ""),
+                human_bytes(row.local_bytes),
+                *([_dtypes(row)] if casts else []),
+            )
+            for row in self.parameters
+        ]
+        header = ["parameter", "rule", "layout", "global", "local", "bytes"]
+        return table(header + ["dtype"] * casts, rows, right=["bytes"])
+
+
+def _piece(row: ParameterRow, mesh: Iterable[str], zero: int | None, work: Workload) -> Piece:
+    """A parameter as the cost model sees it."""
+    where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis in mesh)
+    dims = tuple((axis, dim) for axis, dim in where if dim is not None)
+    level = row.zero if zero is None else zero
+    return piece_of(row.names, row.global_shape, row.local_shape, dims, zero=level, work=work)
+
+
+def _boundaries(rows: Sequence[BoundaryRow]) -> str:
+    return table(
+        ["module", "rule", "in -> out"],
+        [(row.module or "(the model)", row.rule, row.boundary.text) for row in rows],
+    )
+
+
+def _buffers(rows: Sequence[tuple[str, torch.dtype]]) -> str:
+    return table(["buffer of a module", "dtype"], [(name, dtype_name(one)) for name, one in rows])
+
+
+def _dtypes(row: ParameterRow) -> str:
+    stored = dtype_name(row.dtype)
+    as_well = f", computes in {dtype_name(row.compute)}" if row.compute != row.dtype else ""
+    return stored + as_well
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

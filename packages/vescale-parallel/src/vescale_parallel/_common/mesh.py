@@ -1,0 +1,196 @@
+"""`mesh(dp=2, tp=2)`: named sizes in, a `torch.distributed.DeviceMesh` out."""
+
+import atexit
+import math
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from vescale_comm import DEFAULT_TIMEOUT, bound_waits
+
+from vescale_parallel._common.agreement import require_same, world_ranks
+from vescale_parallel._errors import MeshError
+
+AXES: Final = ("pp", "dp", "cp", "ep", "tp")
+"""The axes the field knows, outermost first: neighbours on `tp` talk most and sit closest."""
+
+
+def mesh(
+    *, device_type: str | None = None, timeout: float | None = None, **sizes: int
+) -> DeviceMesh:
+    """Make a mesh with named axes over all processes.
+
+    Axes are ordered `pp, dp, cp, ep, tp` (outermost first) whatever the order of the keywords; as
+    soon as one has another name, the order of the keywords is kept. Without sizes: `dp` over all.
+    The process group is made when there is none: from torchrun's environment, or one process.
+
+    Args:
+        device_type: `"cpu"` or `"cuda"`; by default CUDA where it is available.
+        timeout: seconds after which a rank that waits for others raises an error that says for
+            whom, and what those do; it is logged after 30 seconds already. Holds for all process
+            groups of this process. By default ten minutes where `mesh` makes the process group;
+            groups that exist keep theirs. See `vescale_comm.bound_waits` for both times.
+        **sizes: the extent of each axis; one may be -1 and takes what is left.
+
+    Raises:
+        MeshError: on every rank, before anything is communicated, when the sizes do not fit, or
+            the timeout is no time.
+        DisagreementError: on every rank, before any group is made: ranks ask for other meshes.
+
+    Example:
+        >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
+        ('dp', 'tp')
+    """
+    ordered, problem = _resolved(sizes or {"dp": -1}, timeout)
+    if problem is not None and not dist.is_initialized():
+        # At once: joining a group first would wait for ranks that have raised already.
+        raise problem
+    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    bounded = timeout is not None or not dist.is_initialized()
+    seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    _ensure_process_group(device, seconds)
+    _require_same_call(ordered, device, problem)
+    made = init_device_mesh(device, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+    if bounded:
+        # Afterwards: torch gives the groups of the axes its own timeout, not that of the world.
+        bound_waits(timeout=seconds)
+    return made
+
+
+def _resolved(
+    sizes: Mapping[str, int], timeout: float | None
+) -> tuple[dict[str, int], MeshError | None]:
+    try:
+        _check_timeout(timeout)
+        return resolve_sizes(sizes, world_size()), None
+    except MeshError as error:
+        return {}, error
+
+
+def _require_same_call(sizes: dict[str, int], device: str, problem: MeshError | None) -> None:
+    """All ranks make one mesh, or all raise: groups of other ranks would wait for each other."""
+    said = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    facts = {"mesh": {"sizes": said or str(problem), "device type": device}}
+    require_same(
+        facts,
+        peers=world_ranks(),
+        head="mesh was not called with the same on all ranks:",
+        advice={"mesh": "Ask for the same sizes, in the same order, on every rank."},
+    )
+    if problem is not None:
+        raise problem
+
+
+def world_size() -> int:
+    """Return how many processes there are: of the process group, else as torchrun says, else 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def resolve_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    """Sizes in mesh order with the -1 filled in.
+
+    Raises:
+        MeshError: a size is not a positive number or -1, two are -1, or the product is not `world`.
+    """
+    for axis, size in sizes.items():
+        if size != -1:
+            _check_size(axis, size)
+    order = sorted(sizes, key=AXES.index) if set(sizes) <= set(AXES) else list(sizes)
+    unknown = [axis for axis in order if sizes[axis] == -1]
+    asked = ", ".join(f"{axis}={sizes[axis]}" for axis in order)
+    if len(unknown) > 1:
+        raise MeshError(f"mesh({asked}): only one size may be -1, and {len(unknown)} are.")
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if unknown and world % product == 0:
+        return {axis: world // product if axis in unknown else sizes[axis] for axis in order}
+    if unknown or product != world:
+        raise MeshError(_does_not_fit(asked, product, world, bool(unknown)))
+    return {axis: sizes[axis] for axis in order}
+
+
+def _check_timeout(timeout: object) -> None:
+    if timeout is None:
+        return
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    # Above a thousand years torch's milliseconds overflow; NaN is not between anything.
+    if not number or not 0 < timeout < 3e10:  # type: ignore[operator]
+        raise MeshError(f"mesh(timeout={timeout!r}): a number of seconds above 0 is needed.")
+
+
+def _check_size(axis: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise MeshError(
+            f"mesh axis {axis}={size!r}: a size is a positive integer (for a mesh over processes, "
+            "one may be -1 and takes what is left)."
+        )
+
+
+def _does_not_fit(asked: str, product: int, world: int, has_unknown: bool) -> str:
+    if has_unknown:
+        return (
+            f"mesh({asked}): the given sizes make {product}, which does not divide the "
+            f"{world} process(es) that run. Start a multiple of {product}, or change a size."
+        )
+    return (
+        f"mesh({asked}) needs {product} process(es) and {world} run(s). Start it with "
+        f"'torchrun --nproc-per-node {product} ...', or choose sizes whose product is {world} "
+        "(one size may be -1 and takes what is left)."
+    )
+
+
+def mesh_sizes(mesh_shape: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
+    """Axis name to size, in mesh order, of a mesh or of a plain mapping.
+
+    Raises:
+        MeshError: the mesh has no axis names, or a size is not a positive integer.
+    """
+    if not isinstance(mesh_shape, DeviceMesh):
+        for axis, size in mesh_shape.items():
+            _check_size(axis, size)
+        return dict(mesh_shape)
+    names = mesh_shape.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            f"{mesh_shape} has no axis names, and plans speak of axes by name. Make it with "
+            "vescale_parallel.mesh(dp=..., tp=...) or init_device_mesh(..., mesh_dim_names=...)."
+        )
+    return dict(zip(names, mesh_shape.shape, strict=True))
+
+
+def mesh_ranks(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of a mesh in the order of its coordinates."""
+    return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def _ensure_process_group(device: str, timeout: float) -> None:
+    """Join torchrun's processes, or be a group of one; leave an existing group alone."""
+    if device == "cuda":
+        # NCCL binds a communicator to the current device, so it must be set before the first use.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():
+        return
+    # Small facts on the host (errors, digests) travel by gloo also where tensors travel by NCCL.
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    seconds = timedelta(seconds=timeout)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=seconds)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=seconds)
+    atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    """Destroy what `mesh` set up, for scripts that do not."""
+    # gloo's threads abort a process that ends with its group alive: not always, but about one in
+    # ten under load, after all work is done. After an error others may still wait in a
+    # collective, where taking the group down could wait for them in turn.
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()

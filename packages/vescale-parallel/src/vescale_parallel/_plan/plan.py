@@ -1,0 +1,446 @@
+"""`Plan`: how a model lies over a mesh, as data.
+
+A plan keeps the text that a user wrote. What the text means is parsed and resolved against a model
+and a mesh in `_check`; nothing of a model or a process is needed to make a plan.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_parallel._check.check import check_rules
+from vescale_parallel._check.parsed_rules import Rules, parse_rules
+from vescale_parallel._check.report import Report
+from vescale_parallel._common.mesh import AXES, mesh_sizes
+from vescale_parallel._common.messages import did_you_mean
+from vescale_parallel._cost import Cluster
+from vescale_parallel._cost.links import named_cluster
+from vescale_parallel._errors import PlanError
+from vescale_parallel._plan import presets
+from vescale_parallel._plan.data import data_parallel
+from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
+from vescale_parallel._plan.picture import report_json, report_svg
+from vescale_parallel._plan.search import Candidate, Question, search
+from vescale_parallel._plan.toml import read_toml, toml_of
+from vescale_parallel._zero.precision import spelled
+from vescale_parallel._zero.rules import parse_zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Glob rules that say how parameters and activations lie over named mesh axes.
+
+    A plan is data: it can be printed, compared, and stored as JSON. Rules are tried in the order
+    they are written and the first match wins. The same plan runs on any mesh: what it says about
+    an axis that the mesh does not have is left out, so `dp=4`, `tp=4` and one process share it. A
+    typing error in an axis is still found: an axis must be one of `axes`, or of the mesh.
+
+    Attributes:
+        parameters: glob over parameter names to layout, as `{"*.{q,k,v}.weight": "tp:0"}`. Axes
+            that a layout does not name are replicated. Every parameter must match a rule; end
+            with `"*": "replicate"` where the rest may be replicated. By default that is all.
+        activations: glob over module names to `"in -> out"`, as `{"*.mlp": "tp:full -> tp:1"}`.
+            Distributed tensors that enter the module are redistributed to `in`, those that leave
+            it to `out`; an empty side, and axes that are not named, stay as they are. A side may
+            name arguments by position or name, and results by position or key, and leaves the
+            others alone: `"hidden_states = tp:full; 1 = tp:0 -> logits = tp:1"`; `*`: the rest.
+        batch: layout of the plain tensors that enter the root module; every rank passes the whole
+            batch and keeps its shard. Tensors without that dim stay replicated. None: leave alone.
+        axes: the axes the plan is written for, beyond those of the mesh at hand.
+        zero: what is sharded over the axis `over` besides: 0 nothing, 1 optimizer states, 2 and
+            gradients, 3 and parameters. Or glob over parameter names to such a level, as
+            `{"embed*": 1, "*": 3}`.
+        over: the axis that `zero` shards over. Another axis that the batch is sharded over then
+            only replicates (HSDP): `Plan(batch="replica:0, dp:0", zero=3, over="dp", ...)`.
+        units: glob, or globs, over names of modules whose parameters are gathered as one. None: the
+            repeated blocks of the model (the members of a list of one type), and the rest.
+        prefetch: how many units are gathered ahead of the one that computes.
+        precision: dtypes by their use, as `{"compute": "bfloat16", "reduce": "float32"}`, or glob
+            over names of parameters and buffers to such a mapping. Parameters are cast to `compute`
+            before they are sent, and modules compute with them in it; `zero` sums gradients in
+            `reduce` (as `compute` where it is left out); parameters, their gradients and the states
+            of optimizers are stored in `master`, and buffers of modules in `buffers`. What is left
+            out keeps the dtype in which the model was built.
+        owned: glob, or globs, over names of parameters that `zero` does not shard: one rank of
+            `over` stores each in full, and steps it, as an optimizer of matrices (Muon, Shampoo)
+            needs. Owners are balanced by what such a step costs, over all units.
+        block: so many elements in a row of a local parameter stay on one rank, as the blocks of an
+            optimizer with quantised states; or the extents of tiles of its matrices, as (128, 128).
+
+    Raises:
+        PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
+
+    Example:
+        >>> plan = Plan(parameters={"*.up.weight": "tp:0", "*": "replicate"})
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    parameters: Mapping[str, str] = field(default_factory=lambda: {"*": "replicate"})
+    activations: Mapping[str, str] = field(default_factory=dict)
+    batch: str | None = "dp:0"
+    axes: tuple[str, ...] = AXES
+    zero: int | Mapping[str, int] = 0
+    over: str = "dp"
+    units: str | tuple[str, ...] | None = None
+    prefetch: int = 1
+    precision: Mapping[str, Any] | None = None
+    owned: str | tuple[str, ...] | None = None
+    block: int | tuple[int, int] = 1
+
+    def __post_init__(self) -> None:
+        """Read every rule once, so that a plan that exists is a plan that can be read."""
+        # The class is frozen: fields are set here only, before anyone has seen the plan.
+        object.__setattr__(self, "parameters", _rules("parameters", self.parameters))
+        object.__setattr__(self, "activations", _rules("activations", self.activations))
+        # A list, as JSON has it, and a tuple make the same plan; a lone string would make letters.
+        axes: object = self.axes
+        if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
+            raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
+        object.__setattr__(self, "axes", tuple(self.axes))
+        if isinstance(self.zero, Mapping):
+            object.__setattr__(self, "zero", dict(self.zero))
+        object.__setattr__(self, "precision", spelled(self.precision))
+        # As for `axes`: JSON has lists, and a list makes the same plan.
+        for name in ("units", "owned", "block"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        # Reading is all that happens here; what it means for a model is for `check` to find out.
+        self._parsed()
+
+    def _parsed(self) -> Rules:
+        # Not kept in a field: fields are what is compared, printed and stored. Reading is cached.
+        zero = parse_zero(self)
+        return parse_rules(self.parameters, self.activations, self.batch, self.axes, zero)
+
+    def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
+        """Resolve the plan for a model and a mesh; needs no processes and reads only shapes.
+
+        Args:
+            model: the model; its parameters may be on the meta device.
+            mesh_shape: a mesh, or its sizes by axis in mesh order, as `{"dp": 2, "tp": 2}`.
+
+        Raises:
+            PlanError: with every problem that was found, not only the first.
+        """
+        return check_rules(self._parsed(), model, mesh_shape)
+
+    def explain(
+        self,
+        model: nn.Module,
+        mesh_shape: Mapping[str, int] | DeviceMesh,
+        *,
+        form: Literal["table", "json", "svg"] = "table",
+    ) -> str:
+        """Print `check`: parameter, rule, layout, shapes, bytes; and return what was printed.
+
+        Args:
+            model: as for `check`.
+            mesh_shape: as for `check`.
+            form: a table, JSON for programs, or a picture of which coordinates hold which shards.
+        """
+        forms: dict[str, Callable[[Report], str]] = {
+            "table": str,
+            "json": report_json,
+            "svg": report_svg,
+        }
+        if form not in forms:
+            raise PlanError(f"form {form!r}: a plan is explained as one of {list(forms)}.")
+        text = forms[form](self.check(model, mesh_shape))
+        print(text)
+        return text
+
+    @classmethod
+    def from_hf(
+        cls,
+        model_or_config: Any,
+        *,
+        mesh: Mapping[str, int] | DeviceMesh | None = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+        styles: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> "Plan":
+        """Return the plan that a Hugging Face model declares, completed where it says nothing.
+
+        What its `tp_plan` (`base_model_tp_plan` of the configuration) declares becomes rules.
+        Tables of the vocabulary and heads over it are added, biases follow their weights, tied
+        weights agree, and the rest is replicated. A model that declares nothing is read by the
+        names and shapes of its layers, as by `for_decoder`. Logits stay sharded over the
+        vocabulary, and so does the loss: `out.logits.full_tensor()` gathers them.
+
+        Args:
+            model_or_config: the model, on any device, also "meta"; or its configuration, of which
+                a model without values is built.
+            mesh: where it will run; keys and values with fewer heads than `axis` has ranks are
+                replicated then. Without it the plan is the same for every mesh, and right.
+            axis: the axis for tensor parallelism.
+            sequence_parallel: whether activations between the layers are sharded over `axis` along
+                dim 1; for models whose activations are (batch, sequence, features).
+            styles: styles beside, or in place of, what the model declares, by its names with `*`
+                for indices, as `{"model.layers.*.mlp.gate_proj": "colwise"}`.
+            **fields: of the plan, as `zero=3`.
+
+        Raises:
+            PlanError: a style that is declared is not known, or no model can be built.
+        """
+        ranks = None if mesh is None else mesh_sizes(mesh).get(axis, 1)
+        draft = presets.from_hf(
+            model_or_config,
+            axis=axis,
+            ranks=ranks,
+            sequence_parallel=sequence_parallel,
+            styles=styles,
+        )
+        return cls(**(draft._asdict() | fields))
+
+    @classmethod
+    def for_decoder(
+        cls, model: nn.Module, *, axis: str = "tp", sequence_parallel: bool = False, **fields: Any
+    ) -> "Plan":
+        """Return the plan of a decoder, by the names and shapes of its layers.
+
+        In each block (a member of an `nn.ModuleList`), matrices that lead away
+        from the width of the model (q, k, v, gate, up, fc1, ...) are sharded by their outputs, and
+        those that lead back (o, out, down, fc2, ...) by their inputs. The vocabulary's table and
+        the head over it are sharded by rows. What is not recognised is replicated.
+
+        Args:
+            model: on any device, also "meta".
+            axis: the axis for tensor parallelism.
+            sequence_parallel: as for `from_hf`.
+            **fields: of the plan, as `zero=3`.
+
+        Raises:
+            PlanError: there are no such blocks, layers or tables.
+        """
+        return cls._by_shape(model, "for_decoder", axis, sequence_parallel, fields)
+
+    @classmethod
+    def for_encoder(
+        cls, model: nn.Module, *, axis: str = "tp", sequence_parallel: bool = False, **fields: Any
+    ) -> "Plan":
+        """Do as `for_decoder`, for encoders: a table of a vocabulary is not required."""
+        return cls._by_shape(model, "for_encoder", axis, sequence_parallel, fields)
+
+    @classmethod
+    def for_vit(
+        cls, model: nn.Module, *, axis: str = "tp", sequence_parallel: bool = False, **fields: Any
+    ) -> "Plan":
+        """Do as `for_encoder`, for models of patches; their embedding and classifier are whole."""
+        return cls._by_shape(model, "for_vit", axis, sequence_parallel, fields)
+
+    @classmethod
+    def _by_shape(
+        cls, model: nn.Module, what: str, axis: str, sequence_parallel: bool, given: dict[str, Any]
+    ) -> "Plan":
+        draft = presets.by_shape(model, what=what, axis=axis, sequence_parallel=sequence_parallel)
+        return cls(**(draft._asdict() | given))
+
+    @classmethod
+    def data_parallel(
+        cls,
+        model: nn.Module,
+        mesh: Mapping[str, int] | DeviceMesh,
+        *,
+        memory: float | None = None,
+        **fields: Any,
+    ) -> "Plan":
+        """Return what is right for every model: the batch is sharded over all axes of the mesh.
+
+        Args:
+            model: on any device, also "meta".
+            mesh: a mesh, or its sizes by axis in mesh order.
+            memory: bytes of a device. Parameters, gradients and Adam's states are sharded (`zero`)
+                as far as they have to be to fit into 60 % of it. None: not at all.
+            **fields: of the plan, as `prefetch=2`.
+        """
+        return cls(**(data_parallel(model, mesh_sizes(mesh), memory) | fields))
+
+    @classmethod
+    def search(
+        cls,
+        model: nn.Module,
+        mesh: Mapping[str, int] | DeviceMesh,
+        *,
+        memory: float | None = None,
+        batch: int | None = None,
+        sequence: int = 4096,
+        recompute: bool = False,
+        cluster: str | Cluster = "h100",
+        axis: str = "tp",
+        say: Callable[[str], None] | None = None,
+    ) -> "Plan":
+        """Return the fastest plan that fits, by the cost model; nothing is run.
+
+        Compared are data parallelism over all axes, and where the mesh has `axis` the layouts of
+        `from_hf` (or of `for_encoder`) with and without sequence parallelism, each with ZeRO 0 to
+        3. Data parallelism is among them, so nothing is chosen that is estimated to be slower.
+
+        Args:
+            model: on any device, also "meta".
+            mesh: a mesh, or its sizes by axis in mesh order.
+            memory: bytes of a device; None: that of the cluster.
+            batch: sequences of the global batch; None: one for each rank.
+            sequence: tokens of a sequence.
+            recompute: whether the model computes its blocks again in backward.
+            cluster: a name in `cost.CLUSTERS`, or one of your own.
+            axis: the axis for tensor parallelism.
+            say: is given the table of all candidates, as by `say=print`.
+
+        Raises:
+            PlanError: none fits; the message has the table.
+        """
+        sizes = mesh_sizes(mesh)
+        where = named_cluster(cluster)
+        question = Question(
+            sizes=sizes,
+            batch=math.prod(sizes.values()) if batch is None else batch,
+            sequence=sequence,
+            recompute=recompute,
+            cluster=where if memory is None else replace(where, memory=memory),
+        )
+        plan, text = search(model, cls._layouts(model, sizes, axis), question)
+        if say is not None:
+            say(text)
+        return plan
+
+    @classmethod
+    def _layouts(
+        cls, model: nn.Module, sizes: Mapping[str, int], axis: str
+    ) -> "list[Candidate[Plan]]":
+        found = [Candidate("data parallel", cls.data_parallel(model, sizes))]
+        if sizes.get(axis, 1) == 1:
+            return found
+        make: Any = cls.from_hf if hasattr(model, "config") else cls.for_encoder
+        with suppress(PlanError):  # a model that no preset recognises is data parallel
+            for sequence_parallel in (False, True):
+                plan = make(model, axis=axis, sequence_parallel=sequence_parallel)
+                name = f"{axis} + sequence parallel" if sequence_parallel else axis
+                found.append(Candidate(name, plan, sequence_parallel))
+        return found
+
+    def with_(self, **fields: Any) -> "Plan":
+        """Return the plan with other values of these fields; `|` merges rules instead."""
+        return replace(self, **fields)
+
+    def __or__(self, other: "Plan") -> "Plan":
+        """Return both plans' rules, those of `other` first, so that they win; `"*"` stays the last.
+
+        Of the other fields, those of `other` that are not the default win.
+        """
+        if not isinstance(other, Plan):
+            return NotImplemented
+        changed = {
+            one.name: value
+            for one in fields(self)
+            if (value := getattr(other, one.name)) != _default(one)
+        }
+        for name in {"parameters", "activations"} & set(changed):
+            changed[name] = merged(getattr(self, name), changed[name])
+        return replace(self, **changed)
+
+    def shard(
+        self,
+        pattern: str,
+        placement: object,
+        axis: str,
+        *,
+        phase: Literal["init", "run"] = "init",
+    ) -> "Plan":
+        """Return the plan with one rule more, before the others: a placement over one axis.
+
+        Args:
+            pattern: glob over names of parameters, or in phase "run" an activation as `annotate`
+                takes it.
+            placement: a dim, `Shard(dim)` or `Replicate()`.
+            axis: the mesh axis.
+            phase: "init" places parameters, "run" activations.
+        """
+        layout = layout_text(placement, axis)
+        if phase == "run":
+            return self.annotate(pattern, layout)
+        if phase != "init":
+            raise PlanError(f"phase {phase!r}: 'init' places parameters, 'run' activations.")
+        return replace(self, parameters=merged(self.parameters, {pattern: layout}))
+
+    def annotate(self, point: str, placement: str) -> "Plan":
+        """Return a plan with an activation's layout: `"*.mlp:in"`, `"*.mlp:out"`, `"*.mlp"`.
+
+        Without `:in` it is what leaves the module. A rule about the other side of it is kept.
+        """
+        module, rule = point_rule(point, placement)
+        text = joined(self.activations.get(module), rule)
+        return replace(self, activations=merged(self.activations, {module: text}))
+
+    def redistribute(self, point: str, src: str, dst: str) -> "Plan":
+        """Return the plan in which the module `point` is entered as `src` and left as `dst`."""
+        rule = {point: f"{src} -> {dst}"}
+        return replace(self, activations=merged(self.activations, rule))
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text; the order of the rules is kept."""
+        return json.dumps(asdict(self), indent=2)
+
+    def to_toml(self) -> str:
+        """Return the plan as TOML text; the order of the rules is kept, and None is `false`."""
+        content = asdict(self)
+        # TOML has no word for nothing: what is not said, and need not be, is left out.
+        idle = {one.name for one in fields(self) if content[one.name] is None is _default(one)}
+        return toml_of({name: one for name, one in content.items() if name not in idle})
+
+    @classmethod
+    def from_toml(cls, text: str) -> "Plan":
+        """Read what `to_toml` wrote.
+
+        Raises:
+            PlanError: the text is not TOML, or holds something that is not part of a plan.
+        """
+        return cls._from(read_toml(text), "TOML")
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: the text is not JSON, or holds something that is not part of a plan.
+        """
+        try:
+            content: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"a plan as JSON cannot be read: {error}") from error
+        return cls._from(content, "JSON")
+
+    @classmethod
+    def _from(cls, content: Any, what: str) -> "Plan":
+        known = [one.name for one in fields(cls)]
+        if not isinstance(content, dict) or "parameters" not in content:
+            raise PlanError(f"a plan as {what} is an object with the keys {known}.")
+        for name in content:
+            if name not in known:
+                raise PlanError(
+                    f"a plan has no '{name}'.{did_you_mean(name, known)} It has {known}."
+                )
+        return cls(**content)
+
+
+def _default(one: Any) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def _rules(what: str, rules: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of the rules, so that editing the caller's mapping does not edit the plan."""
+    if not isinstance(rules, Mapping):
+        raise PlanError(
+            f"plan {what}: expected a mapping of glob to layout, got {type(rules).__name__}."
+        )
+    for glob in rules:
+        if not isinstance(glob, str):
+            raise PlanError(f"plan {what}: a glob is a string, got {glob!r}.")
+    return dict(rules)

@@ -1,0 +1,40 @@
+"""Nested arguments keep their structure and types while their tensors are replaced."""
+
+from collections import OrderedDict, UserDict, namedtuple
+
+import torch
+from vescale_parallel._common.pytree import map_tensors, named_tensors_within
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def test_every_tensor_and_nothing_else():
+    value = (torch.ones(1), [Pair(torch.ones(2), "text")], {"a": torch.ones(3), "b": None}, 5)
+    mapped = map_tensors(lambda t: t * 2, value)
+    assert mapped[1][0].right == "text"
+    assert isinstance(mapped[1][0], Pair)
+    assert mapped[2]["b"] is None
+    assert mapped[3] == 5
+    assert [t.sum().item() for t in named_tensors_within(mapped).values()] == [2.0, 4.0, 6.0]
+    assert value[2]["a"].sum().item() == 3.0
+
+
+def test_dict_subclasses_keep_their_type():
+    mapped = map_tensors(torch.neg, OrderedDict(x=torch.ones(1)))
+    assert type(mapped) is OrderedDict
+    assert mapped["x"].item() == -1.0
+
+
+def test_what_behaves_like_a_dict_is_one():
+    # As Hugging Face's BatchEncoding, which is no dict.
+    batch = UserDict(x=torch.ones(1), words=["a"])
+    mapped = map_tensors(torch.neg, batch)
+    assert type(mapped) is UserDict
+    assert mapped["x"].item() == -1.0
+    assert mapped["words"] == ["a"]
+    assert batch["x"].item() == 1.0
+    assert list(named_tensors_within(batch, "batch")) == ["batch['x']"]
+
+
+def test_paths_are_readable():
+    assert list(named_tensors_within(({"x": [torch.ones(1)]},), "args")) == ["args[0]['x'][0]"]

@@ -1,0 +1,107 @@
+"""Layouts are read exactly or refused with the wrong part quoted; pieces are torch.chunk's."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vescale_parallel import PlanError
+from vescale_parallel._notation.layout import (
+    local_shape,
+    parse_boundary,
+    parse_layout,
+    some_rank_is_empty,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "dims", "everywhere"),
+    [
+        ("tp:0", (("tp", 0),), False),
+        ("dp:0, tp:1", (("dp", 0), ("tp", 1)), False),
+        (" tp : -1 ", (("tp", -1),), False),
+        ("tp:full", (("tp", None),), False),
+        ("replicate", (), True),
+    ],
+)
+def test_reads_layouts(text: str, dims: tuple[tuple[str, int | None], ...], everywhere: bool):
+    layout = parse_layout(text)
+    assert (layout.dims, layout.everywhere) == (dims, everywhere)
+    assert parse_layout(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        ("", "empty"),
+        ("tp", "'tp'"),
+        ("tp:", "'tp:'"),
+        ("tp:x", "'tp:x'"),
+        ("tp:0,", "empty"),
+        ("tp:0 dp:1", "'tp:0 dp:1'"),
+        ("tp:0, tp:1", "'tp' is named twice"),
+        ("tp:0 -> tp:1", "'->'"),
+        ("replicate, tp:0", "'replicate'"),
+        ("0:tp", "'0:tp'"),
+        ("tp:1.5", "'tp:1.5'"),
+    ],
+)
+def test_refuses_what_is_no_layout(text: str, quoted: str):
+    with pytest.raises(PlanError, match="layout") as caught:
+        parse_layout(text)
+    assert quoted in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [0, None, ("tp", 0)])
+def test_refuses_what_is_no_text(wrong: object):
+    with pytest.raises(PlanError, match="a layout is a string"):
+        parse_layout(wrong)  # type: ignore[arg-type]
+
+
+@given(st.text(alphabet="tdp:01,-> \nfulreica{}*", max_size=24))
+def test_any_text_is_a_layout_or_a_plan_error(text: str):
+    for parse in (parse_layout, parse_boundary):
+        with contextlib.suppress(PlanError):
+            parsed = parse(text)
+            assert parse(parsed.text) == parsed
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs", "outputs"),
+    [
+        ("tp:full -> tp:1", "tp:full", "tp:1"),
+        ("-> tp:1", None, "tp:1"),
+        ("tp:full ->", "tp:full", None),
+        ("replicate -> dp:0, tp:-1", "replicate", "dp:0, tp:-1"),
+    ],
+)
+def test_reads_boundaries(text: str, inputs: str | None, outputs: str | None):
+    boundary = parse_boundary(text)
+    sides = [side and str(side) for side in (boundary.inputs, boundary.outputs)]
+    assert sides == [inputs, outputs]
+
+
+@pytest.mark.parametrize("text", ["->", "tp:0", "", "tp:0 -> tp:1 -> tp:0", "tp:0 => tp:1"])
+def test_refuses_what_is_no_boundary(text: str):
+    with pytest.raises(PlanError, match="layout"):
+        parse_boundary(text)
+
+
+@given(
+    extent=st.integers(0, 40),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+)
+def test_local_shape_is_the_first_chunk_of_chunks(extent: int, sizes: list[int]):
+    axes = [(f"a{i}", size) for i, size in enumerate(sizes)]
+    layout = parse_layout(", ".join(f"{axis}:0" for axis, _ in axes))
+    piece = torch.zeros(extent, 3)
+    for size in sizes:
+        piece = piece.chunk(size)[0]
+    assert local_shape(layout, (extent, 3), axes) == tuple(piece.shape)
+
+
+@given(extent=st.integers(1, 40), size=st.integers(1, 8))
+def test_knows_when_a_rank_holds_nothing(extent: int, size: int):
+    chunks = len(torch.zeros(extent).chunk(size))
+    assert some_rank_is_empty(parse_layout("tp:0"), (extent,), [("tp", size)]) == (chunks < size)

@@ -1,0 +1,173 @@
+"""A plan is edited into another plan, which is stored and read back as one written by hand."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+from vescale_dtensor import Partial, Replicate, Shard
+from vescale_parallel import Plan, PlanError
+from vescale_parallel._plan.toml import read_toml, toml_of
+
+BASE = Plan(
+    parameters={"up.weight": "tp:0", "down.weight": "tp:1", "*": "replicate"},
+    activations={"up": "tp:full ->"},
+)
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "head": nn.Linear(4, 9)})
+
+
+def layouts(plan: Plan) -> dict[str, str]:
+    return {row.name: str(row.layout) for row in plan.check(model(), {"tp": 2}).parameters}
+
+
+def test_a_plan_without_rules_replicates():
+    assert dict(Plan().parameters) == {"*": "replicate"}
+    assert Plan(zero=3).zero == 3
+
+
+def test_rules_of_the_later_plan_win_and_the_catch_all_stays_last():
+    both = BASE | Plan(parameters={"up.*": "tp:0", "head.weight": "tp:0", "*": "replicate"})
+    assert list(both.parameters) == ["up.*", "head.weight", "up.weight", "down.weight", "*"]
+    assert both.activations == BASE.activations
+    both = both.with_(parameters={k: v for k, v in both.parameters.items() if k != "up.weight"})
+    assert layouts(both) == {
+        "up.weight": "tp:0",
+        "up.bias": "tp:0",
+        "down.weight": "tp:1",
+        "down.bias": "replicate",
+        "head.weight": "tp:0",
+        "head.bias": "replicate",
+    }
+
+
+def test_a_rule_that_both_have_is_the_later_one():
+    both = BASE | Plan(parameters={"up.weight": "tp:1", "*": "tp:full"})
+    assert both.parameters["up.weight"] == "tp:1"
+    assert list(both.parameters.items())[-1] == ("*", "tp:full")
+
+
+@pytest.mark.parametrize(
+    ("later", "field", "value"),
+    [
+        (Plan(zero=3), "zero", 3),
+        (Plan(batch=None), "batch", None),
+        (Plan(prefetch=2), "prefetch", 2),
+        (Plan(axes=("tp",)), "axes", ("tp",)),
+    ],
+    ids=str,
+)
+def test_other_fields_of_the_later_plan_win_where_they_are_said(
+    later: Plan, field: str, value: Any
+):
+    both = BASE | later
+    assert getattr(both, field) == value
+    assert both.parameters == BASE.parameters
+    assert getattr(BASE | Plan(), field) == getattr(BASE, field)
+
+
+def test_a_merge_keeps_what_the_first_said_and_the_second_did_not():
+    assert (BASE.with_(zero=2, batch=None) | Plan()).with_(zero=0, batch="dp:0") == BASE
+    with pytest.raises(TypeError):
+        BASE | {"up.weight": "tp:0"}  # type: ignore[operator]
+
+
+def test_with_replaces_fields():
+    assert BASE.with_(zero=1).zero == 1
+    assert BASE.zero == 0
+    with pytest.raises(TypeError, match="zerro"):
+        BASE.with_(zerro=1)
+    with pytest.raises(PlanError, match="no level 9"):
+        BASE.with_(zero=9)
+
+
+@pytest.mark.parametrize("placement", [0, Shard(0), "Shard(0)", "Shard(dim=0)", "S(0)"], ids=str)
+def test_shard_takes_dims_and_placements(placement: object):
+    plan = BASE.shard("head.weight", placement, "tp")
+    assert next(iter(plan.parameters.items())) == ("head.weight", "tp:0")
+    assert layouts(plan)["head.weight"] == "tp:0"
+
+
+@pytest.mark.parametrize("placement", [Replicate(), "Replicate()", "replicate", "R"], ids=str)
+def test_replicated_over_one_axis(placement: object):
+    assert BASE.shard("up.weight", placement, "tp").parameters["up.weight"] == "tp:full"
+
+
+@pytest.mark.parametrize("placement", [Partial(), None, True, "0:tp"], ids=str)
+def test_what_is_no_placement_is_refused(placement: object):
+    with pytest.raises(PlanError, match="expected a dim"):
+        BASE.shard("up.weight", placement, "tp")
+
+
+def test_phases():
+    plan = BASE.shard("down:out", 1, "tp", phase="run")
+    assert plan.activations["down"] == "-> tp:1"
+    assert plan.parameters == BASE.parameters
+    with pytest.raises(PlanError, match="phase 'later'"):
+        BASE.shard("up", 0, "tp", phase="later")  # type: ignore[arg-type]
+
+
+def test_annotations_of_both_sides_of_a_module():
+    plan = BASE.annotate("up", "tp:1").annotate("down:in", "tp:full").annotate("up:out", "tp:2")
+    assert plan.activations == {"down": "tp:full ->", "up": "tp:full -> tp:2"}
+    with pytest.raises(PlanError, match="write 'module:in' or 'module:out'"):
+        BASE.annotate("up:between", "tp:1")
+
+
+def test_redistribute_is_the_rule_with_both_sides():
+    assert BASE.redistribute("up", "tp:1", "tp:full").activations == {"up": "tp:1 -> tp:full"}
+    with pytest.raises(PlanError):
+        BASE.redistribute("up", "nowhere", "tp:full")
+
+
+PLANS = {
+    "rules": BASE,
+    "everything": BASE.with_(
+        zero={"up*": 1, "*": 3}, over="data", units=("up", "down"), prefetch=0, batch=None
+    ),
+    "unit": BASE.with_(units="*.layers.*", axes=("x", "tp")),
+    "odd names": Plan(parameters={'a"b\\c.é': "tp:0", "[ab].w ": "tp:-1", "*": "replicate"}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_toml_and_json_round_trips_keep_the_order_of_rules(name: str):
+    plan = PLANS[name]
+    for again in (Plan.from_toml(plan.to_toml()), Plan.from_json(plan.to_json())):
+        assert again == plan
+        assert list(again.parameters) == list(plan.parameters)
+
+
+def test_toml_by_hand():
+    text = """
+    batch = "dp:0"
+    zero = 3
+    [parameters]
+    "*.up.weight" = "tp:0"
+    "*" = "replicate"
+    """
+    plan = Plan.from_toml(text)
+    assert plan == Plan(parameters={"*.up.weight": "tp:0", "*": "replicate"}, zero=3)
+
+
+def test_toml_leaves_out_what_need_not_be_said_and_nests():
+    assert "units" not in BASE.to_toml()
+    content = {"batch": None, "p": {"*.a": {"x": "y", "n": [1, 2]}, "z": {}}}
+    assert read_toml(toml_of(content)) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "cannot be read"),
+        ("zero = 3", "an object with the keys"),
+        ("zerro = 3\n[parameters]", "Did you mean 'zero'?"),
+        ('[parameters]\n"*" = "tp"', "'tp'"),
+        ('[parameters]\n"*" = 0', "a layout is a string"),
+    ],
+)
+def test_toml_that_is_no_plan(text: str, message: str):
+    with pytest.raises(PlanError) as caught:
+        Plan.from_toml(text)
+    assert message in str(caught.value)
