@@ -2,109 +2,26 @@
 
 A case builds a step of a model and an optimizer. It is built twice from one seed; one copy runs in
 eager, the other captured; losses, parameters and the states of optimizers are compared after every
-step. Optimizers that count their steps in Python are one step of the program.
+step.
 """
-
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-import vescale_dtensor as vd
-from capture_guards import line, rows, spread
+from captured_training import (
+    Training,
+    adam,
+    losses,
+    network,
+    plain_step,
+    sgd,
+    trains,
+    with_optimizer,
+)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_dtensor import Shard
-
-STEPS = 10
-# They read a step count, or a value, into Python numbers: called again at each replay.
-LIVE = {
-    *("ASGD foreach", "ASGD for-loop", "Adafactor for-loop"),
-    *("Adafactor foreach", "Adagrad foreach", "Adagrad for-loop", "Adam foreach", "Adam for-loop"),
-    *("AdamW foreach", "AdamW for-loop", "Adamax foreach", "Adamax for-loop"),
-    *("NAdam foreach", "NAdam for-loop", "RAdam foreach", "RAdam for-loop"),
-}
-NEEDS_MORE = {"Optimizer", "SparseAdam", "LBFGS"}  # sparse gradients; a closure
-
-
-def implementations():
-    """Every optimizer of torch in each of its implementations, by name."""
-    found = {}
-    for name, cls in sorted(vars(torch.optim).items()):
-        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            continue
-        if name in NEEDS_MORE:
-            continue
-        known = inspect.signature(cls.__init__).parameters
-        ways = {"for-loop": {}}
-        if "foreach" in known:
-            ways = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
-        if "fused" in known:
-            ways["fused"] = {"fused": True}
-        found |= {f"{name} {way}": (cls, options) for way, options in ways.items()}
-    return found
-
-
-OPTIMIZERS = implementations()
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)
-        self.up.weight = nn.Parameter(spread(self.up.weight.detach(), Shard(0)))
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x):
-        return self.down(self.drop(self.up(x).relu()))
-
-
-@dataclass
-class Training:
-    """One copy of what a case trains."""
-
-    model: nn.Module
-    optimizer: Any
-    step: Callable[[Any], Any]
-    after: Callable[[], None] = lambda: None
-    more: tuple = ()
-
-
-def network():
-    torch.manual_seed(0)
-    return vd.distribute_module(Net(), line())
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def losses(model, x):
-    return (model(x) - x).square().mean()
-
-
-def plain_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = losses(model, x)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def with_optimizer(name):
-    def build(wrap):
-        cls, options = OPTIMIZERS[name]
-        model = network()
-        optimizer = cls(model.parameters(), lr=0.01, **options)
-        return Training(model, optimizer, wrap(lambda x: plain_step(model, optimizer, x)))
-
-    return build
-
 
 CASES = {}
 
@@ -238,10 +155,6 @@ def checkpoint_around(wrap):
     return Training(model, optimizer, step)
 
 
-def adam(model, **options):
-    return torch.optim.Adam(model.parameters(), lr=0.01, **options)
-
-
 class Trainer:
     """Reaches its optimizer by an attribute, and has hooks on it."""
 
@@ -263,14 +176,6 @@ def an_optimizer_with_hooks(wrap):
     model = network()
     trainer = Trainer(model, adam(model, foreach=True))
     return Training(model, trainer.optimizer, wrap(trainer.step), more=(trainer.steps,))
-
-
-def a_scheduler_of_each_step(wrap):
-    model = network()
-    optimizer = adam(model, foreach=False)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-    step = wrap(lambda x: plain_step(model, optimizer, x))
-    return Training(model, optimizer, step, after=scheduler.step)
 
 
 @case
@@ -409,95 +314,6 @@ def a_custom_operator(wrap):
         return loss.detach()
 
     return Training(model, optimizer, wrap(step))
-
-
-def state_of(training):
-    values = [*training.model.state_dict().values(), *training.more]
-    for state in training.optimizer.state.values():
-        values += [v for v in state.values() if isinstance(v, torch.Tensor)]
-    for module in training.more:
-        if isinstance(module, nn.Module):
-            values += list(module.state_dict().values())
-    values = [v for v in values if isinstance(v, torch.Tensor)]
-    return [(v.to_local() if isinstance(v, vd.DTensor) else v).detach().clone() for v in values]
-
-
-def trains(build, steps=STEPS, check=False):
-    """Train both copies; the captured function is made by the case."""
-    made = []
-
-    def captured(function):
-        made.append(vd.capture(function, check=check))
-        return made[-1]
-
-    eager, twin = build(lambda function: function), build(captured)
-    for step in range(steps):
-        found = []
-        for training in (eager, twin):
-            torch.manual_seed(step)
-            loss = training.step(spread(rows(5, 4, seed=step)))
-            training.after()
-            found.append((loss, state_of(training), torch.get_rng_state()))
-        (loss, states, random), (other, others, its) = found
-        assert torch.equal(loss.full_tensor(), other.full_tensor()), step
-        assert len(states) == len(others)
-        assert all(map(torch.equal, states, others)), step
-        assert torch.equal(random, its), step
-    (function,) = made
-    return function
-
-
-def verdict(build):
-    function = trains(build)
-    # What the optimizer makes at its first step is there before the second.
-    assert 1 <= len(function.programs) <= 2
-    assert function._misses.replays >= STEPS - 2
-    return "live" if function.programs[0].live else "recorded"
-
-
-def optimizer_table(rank, world_size, names):
-    return {name: verdict(with_optimizer(name)) for name in names}
-
-
-def outside_table(rank, world_size, names):
-    for name in names:
-        cls, options = OPTIMIZERS[name]
-
-        def build(wrap, cls=cls, options=options):
-            model = network()
-            optimizer = cls(model.parameters(), lr=0.01, **options)
-            forward = wrap(lambda x: losses(model, x))
-
-            def step(x):
-                optimizer.zero_grad()
-                loss = forward(x)
-                loss.backward()
-                optimizer.step()
-                return loss.detach()
-
-            return Training(model, optimizer, step)
-
-        assert len(trains(build).programs) == 1
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_optimizers_inside(name):
-    (found, *others) = run(optimizer_table, 2, [name])
-    assert others == [found]
-    assert found[name] == ("live" if name in LIVE else "recorded")
-
-
-def test_optimizers_outside():
-    run(outside_table, 2, list(OPTIMIZERS), timeout=200)
-
-
-def rate_of_each_step(rank, world_size):
-    with pytest.warns(UserWarning, match=r"another value of .*param_groups\[0\]\['lr'\]"):
-        trains(a_scheduler_of_each_step)
-
-
-def test_a_rate_of_each_step_is_right_and_named():
-    run(rate_of_each_step, 2)
 
 
 # What hooks of a step that is called again do cannot be undone, so checks refuse it.

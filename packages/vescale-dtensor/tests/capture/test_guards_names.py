@@ -11,11 +11,22 @@ import torch
 import vescale_dtensor as vd
 from capture_guards import Recorded, linear, rows, same, spread
 from torch import nn
+from torch.distributed import tensor as torch_tensor
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate
 
 CASES = {}
 FACTOR = 2.0
+EVERYWHERE = torch_tensor.Replicate()
+
+
+class NamedShard(torch_tensor.Shard):
+    """A placement of torch's with an attribute that code may read."""
+
+    factor = 1.0
+
+
+ROWS = NamedShard(0)
 
 
 def case(function):
@@ -279,6 +290,27 @@ def a_name_of_something_else():
 
 
 step = 0
+
+
+@case
+def placements_of_torch():
+    """Those of torch count as constants, those of a user's class with their attributes."""
+    global EVERYWHERE
+    seen, x = Recorded(lambda x: x.redistribute(placements=[EVERYWHERE]) * 2), spread(rows())
+    seen(x)
+    EVERYWHERE = torch_tensor.Shard(1)
+    seen(x)
+    EVERYWHERE = torch_tensor.Replicate()
+    seen.again(x)
+
+    def factor(x):
+        return x.redistribute(placements=[torch_tensor.Shard(ROWS.dim)]) * ROWS.factor
+
+    seen = Recorded(factor)
+    seen(x)
+    ROWS.factor = 3.0
+    seen(x)
+    del ROWS.factor
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -12,7 +12,6 @@ import threading
 import time
 import uuid
 import weakref
-from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,15 @@ import torch.distributed as dist
 import vescale_dtensor as vd
 from capture_guards import rows, spread
 from custom_functions import Doubled
+from state_keepers import (
+    KEEPERS,
+    Keeper,
+    keep_buffer,
+    keep_count,
+    keep_global,
+    keep_nonlocal,
+    keeping,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm.testing import run
@@ -46,120 +54,6 @@ class Built:
 
     def __init__(self, make):
         self.make = make
-
-
-class Keeper:
-    shared = None
-
-    def __init__(self):
-        self.last, self.log, self.calls, self.average = None, [], 0, torch.zeros(())
-        self.table, self.slots, self.recent = {}, [None], deque(maxlen=2)
-        self.hidden, self.seen = torch.zeros(()), set()
-
-
-def keeping(body):
-    keeper = Keeper()
-    return lambda x: body(x, keeper)
-
-
-def keep_last(x, keeper):
-    keeper.last = x.sum()
-    return keeper.last
-
-
-def keep_log(x, keeper):
-    keeper.log.append(x.sum())
-    return x
-
-
-def keep_count(x, keeper):
-    keeper.calls += 1
-    return x * 2
-
-
-def keep_average(x, keeper):
-    keeper.average = keeper.average * 0.9 + x.sum() * 0.1
-    return x
-
-
-def keep_entry(x, keeper):
-    keeper.table["last"] = x.sum()
-    return keeper.table["last"]
-
-
-def keep_item(x, keeper):
-    keeper.slots[0] = x.sum()
-    return keeper.slots[0]
-
-
-def keep_recent(x, keeper):
-    keeper.recent.append(x.sum())
-    return x
-
-
-def keep_of_class(x, keeper):
-    type(keeper).shared = x.sum()
-    return Keeper.shared
-
-
-def keep_recurrent(x, keeper):
-    keeper.hidden = torch.tanh(x.sum() + keeper.hidden)
-    return keeper.hidden
-
-
-def keep_set(x, keeper):
-    keeper.seen.add(x.sum())
-    return x
-
-
-def keep_on_a_tensor(x, keeper):
-    keeper.average.last = x.sum()
-    return x
-
-
-def keep_on_a_function(x, keeper):
-    keep_on_a_function.last = x.sum()
-    return x
-
-
-KEEPERS = (
-    *(keep_last, keep_log, keep_count, keep_average, keep_entry, keep_item, keep_recent),
-    *(keep_of_class, keep_recurrent, keep_set, keep_on_a_tensor, keep_on_a_function),
-)
-
-
-def keep_nonlocal():
-    last = None
-
-    def function(x):
-        nonlocal last
-        last = x.sum()
-        return last
-
-    return function
-
-
-class Buffered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("last", torch.zeros(()))
-
-    def forward(self, x):
-        self.last = x.sum()
-        return self.last
-
-
-def keep_buffer():
-    return Buffered()
-
-
-LAST = None
-
-
-def keep_global(x):
-    global LAST
-    LAST = x.sum()
-    return LAST
 
 
 def reading(iterator):

@@ -239,7 +239,7 @@ def _is_of_torch(node: Any) -> bool:
 def _saved(nodes: list[Any]) -> tuple[tuple[Tensor, int], ...]:
     """Local tensors of the DTensors that Functions have saved, with their present versions."""
     # A checkpoint would run its part again to hand them out, and torch counts no versions there.
-    if saved_tensor_hooks():
+    if saved_tensor_hooks() is not None:
         return ()
     # Unpacking a saved tensor makes an alias of it: see `answer_below_overrides`. Tensors made in
     # inference mode have no version counter.

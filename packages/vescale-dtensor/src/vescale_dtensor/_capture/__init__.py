@@ -10,7 +10,8 @@ How it works, in the order in which it happens:
   `outside` which tensors were there before. `own_state` refuses what cannot be compared, or done
   again.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
-  cannot record, `constants` which tensors Python may read.
+  cannot record, `constants` which tensors Python may read. `running_on` is what runs after a
+  refusal, where that ends the recording and not the function (`refused="run"`).
 - `graph` is the graph as it grows, and where its arguments come from; `outputs` how to return;
   `passes` removes what is not needed, `fx_compile` makes Python of it.
 - `program` is the finished program: its guards (`free_tensors`, `module_guards`, `state_guard`,

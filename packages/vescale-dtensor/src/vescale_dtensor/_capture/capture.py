@@ -30,6 +30,7 @@ from vescale_dtensor._capture.replay_check import SeenLayouts, agreed, compared,
 from vescale_dtensor._capture.state_guard import StateGuard, own_changes
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
+from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import pause
@@ -37,6 +38,7 @@ from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes, jit_traces
 
 Check = bool | Literal["sampled"]
+Refused = Literal["raise", "run"]
 is_compiling = torch.compiler.is_compiling
 
 # When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
@@ -68,6 +70,8 @@ class Captured:
     Attributes:
         function: the function or module itself.
         programs: what was recorded, the last used first.
+        refusal: with `refused="run"`, why nothing is recorded any more: the words of the error that
+            would have been raised. None while calls are recorded.
     """
 
     def __init__(
@@ -77,9 +81,12 @@ class Captured:
         check: Check,
         transform: Transform | None,
         unguarded: frozenset[str],
+        refused: Refused,
     ) -> None:
         self.function = function
         self.programs: list[Program] = []
+        self.refusal: str | None = None
+        self._runs_on = refused == "run"
         self._check = check
         self._transform = transform
         self._misses = Misses(getattr(function, "__qualname__", type(function).__name__))
@@ -106,6 +113,8 @@ class Captured:
             if due:
                 agreed(self._layouts, False)
             return self._run(args, kwargs)  # somebody wants to see every op
+        if self.refusal is not None and not self.programs and not due:
+            return self._run(args, kwargs, inside=False)
         # Before the function runs, which may change its arguments.
         call = KeyedCall(args, kwargs)
         # Never changed in place: another thread may be in this loop.
@@ -144,17 +153,23 @@ class Captured:
             yield
         self._layouts = in_order(seen.found)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function itself, where other ranks may replay: leave no trace that they miss."""
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: bool = True) -> Any:
+        """Run the function itself, where other ranks may replay: leave no trace that they miss.
+
+        `inside`: captured functions that it calls just run as well.
+        """
         first, self._started = not self._started, True
         # What the first call executes is compared over ranks, also where some of them record it.
-        with _running_inside(), self._noting_layouts() if first else uncompared():
+        seen = self._noting_layouts() if first else uncompared()
+        with _running_inside() if inside else _without_lineage(), seen:
             outputs = self.function(*args, **kwargs)
         _drop_lineage(outputs, tensors_in((args, kwargs)))
         return outputs
 
     def _miss(self, call: KeyedCall) -> Any:
         """A call that no program stands for: record it, or run it if that is not worth it."""
+        if self.refusal is not None:
+            return self._run(call.args, call.kwargs, inside=False)
         with self._lock:
             if self.programs:
                 self._misses.explain(self.programs[0].why_not(call))
@@ -169,10 +184,13 @@ class Captured:
 
     def _record(self, call: KeyedCall) -> Any:
         """Run the function for one call, and keep a program of it if that is sound."""
-        # Before anything runs, so that a refusal leaves no side effects.
-        check_arguments(call.flat)
-        reads = Reads(self._unguarded)
-        given = Given(call)
+        reads, given = Reads(self._unguarded), Given(call)
+        try:
+            # Before anything runs, so that a refusal leaves no side effects.
+            check_arguments(call.flat)
+        except CaptureError as error:
+            self._refuse(error)
+            return self._run(call.args, call.kwargs, inside=False)
         # All that the call begins with is remembered before the function can change any of it.
         reads.start([(self.function, None), *_arguments(call)])
         watch = Watch(reads, self._unguarded)
@@ -181,7 +199,8 @@ class Captured:
         self._started = True
         self._misses.recordings += 1
         with traced() as collectives, quiet, _running_inside():
-            recorder = Recorder(reads, watch, GlobalState(*call.key[-1]), collectives)
+            start = GlobalState(*call.key[-1])
+            recorder = Recorder(reads, watch, start, collectives, runs_on=self._runs_on)
             for index, value in enumerate(call.flat):
                 if isinstance(value, Tensor):
                     # Before any step: `Trace.node_of` asks for known nodes first, so an argument
@@ -191,17 +210,39 @@ class Captured:
             # wrappers are restored whatever happens.
             with recorder.trace.snapshot, recorder, watch.running():
                 outputs = self.function(*call.args, **call.kwargs)
+        try:
+            self._keep(call, reads, recorder, given, outputs)
+        except CaptureError as error:
+            # The function has run: its outputs are those of this call.
+            self._refuse(error)
+            _drop_lineage(outputs, call.flat)
+        return outputs
+
+    def _refuse(self, error: CaptureError) -> None:
+        """Record nothing from now on, if the function is to run then; else raise."""
+        if not self._runs_on:
+            raise error
+        self.refusal = str(error)
+
+    def _keep(
+        self, call: KeyedCall, reads: Reads, recorder: Recorder, given: Given, outputs: Any
+    ) -> None:
+        """Make a program of a call that was recorded, if that is sound.
+
+        Raises:
+            CaptureError: a replay could not do again what the function has done.
+        """
+        if self._layouts is None:  # also of a refused call: other ranks may go on comparing
+            self._layouts = in_order(recorder.layouts)
         # Outside of the mode, and before anything is concluded: it raises what the function
         # swallowed.
         modes = recorder.finish()
-        if self._layouts is None:
-            self._layouts = in_order(recorder.layouts)
         _drop_lineage(outputs, call.flat)
         # After the run: what cannot be guarded matters only if code could read it.
         check_visible(reads)
         # The caller gets what the run gave; the next call of this kind is recorded again.
         if self._has_changes(call, reads):
-            return outputs
+            return
         # May refuse, though the function has run: only now is it known what it returns.
         made, results = plan_outputs(outputs, call.flat, recorder.trace)
         recorder.trace.graph.output(tuple(results))
@@ -220,7 +261,6 @@ class Captured:
         )
         program = Program(parts, self._transform)
         self.programs = [program, *self.programs][:MOST_PROGRAMS]
-        return outputs
 
     def _has_changes(self, call: KeyedCall, reads: Reads) -> bool:
         """Whether the function changed Python state, which a replay would not do again.
@@ -258,12 +298,21 @@ def _running_inside() -> Iterator[None]:
     Other ranks may replay what runs in it, and a replay notes none.
     """
     token = _inside.set(True)
+    try:
+        with _without_lineage():
+            yield
+    finally:
+        _inside.reset(token)
+
+
+@contextmanager
+def _without_lineage() -> Iterator[None]:
+    """Note no lineage of writes in the block."""
     pause.depth += 1
     try:
         yield
     finally:
         pause.depth -= 1
-        _inside.reset(token)
 
 
 def _drop_lineage(outputs: Any, given: Iterable[Any]) -> None:
@@ -281,6 +330,7 @@ def capture(
     check: Check = False,
     transform: Transform | None = None,
     unguarded: Iterable[str] = (),
+    refused: Refused = "raise",
 ) -> Captured:
     """Record a function, or module, on DTensors once, and replay it without DTensors.
 
@@ -309,16 +359,23 @@ def capture(
             in its place (`torch.compile`, say).
         unguarded: names of attributes, globals, closure variables and functions that replays may
             ignore: what they hold is neither followed nor compared.
+        refused: what to do where a call cannot be recorded. "raise" an error; or "run" the function
+            as it is, then and from then on, while programs of other calls stay. Nothing runs twice:
+            the call in which it is found goes on from there. `Captured.refusal` says why, and
+            captured functions that the function calls are recorded and replayed as ever.
 
     Returns:
         A callable of the same arguments and results; see `Captured`.
 
     Raises:
+        ValueError: `refused` is something else.
         CaptureError: when recording, with the line of code, if values of tensors reach Python or
             decide shapes, if state is read that cannot be compared (an iterator), or if the
             function changes Python state in call after call; with `check`, if a replay differs.
 
     Under `explain()` and `strict()`, which want to see every op, the function itself runs.
     """
+    if refused not in ("raise", "run"):
+        raise ValueError(f"capture: refused is 'raise' or 'run', not {refused!r}")
     names = frozenset(unguarded)
-    return Captured(function, check=check, transform=transform, unguarded=names)
+    return Captured(function, check=check, transform=transform, unguarded=names, refused=refused)

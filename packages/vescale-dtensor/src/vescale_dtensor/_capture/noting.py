@@ -56,6 +56,7 @@ class Watch:
         self.live: LiveCall | None = None
         self.ended: list[tuple[LiveCall, str, GlobalState]] = []
         self._frame: FrameType | None = None
+        self._stopped = False
         self._line = ""
         # By id, with the scaler: whether its methods are live.
         self._scalers: dict[int, tuple[Any, bool]] = {}
@@ -71,9 +72,11 @@ class Watch:
             if draws != numpy_draws():
                 self._refuse("numpy.random", "random")
         finally:
-            if sys.getprofile() != self._event:
+            if sys.getprofile() == self._event:
+                sys.setprofile(None)
+            elif not self._stopped:
+                # Another one that is on stays on: it is the user's.
                 self.failure = self.failure or _displaced()
-            sys.setprofile(None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -85,7 +88,13 @@ class Watch:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(None if self._stopped else before)
+
+    def stop(self) -> None:
+        """Watch nothing from now on: a refusal has ended the recording."""
+        self._stopped = True
+        if sys.getprofile() == self._event:
+            sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         """Called by Python at each call and return in this thread."""

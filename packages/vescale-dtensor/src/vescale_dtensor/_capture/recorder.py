@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from vescale_comm import Trace as Collectives
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
-from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.constants import Constants, is_readable
 from vescale_dtensor._capture.global_state import (
     GlobalState,
@@ -32,6 +30,7 @@ from vescale_dtensor._capture.graph import Trace
 from vescale_dtensor._capture.live_calls import Kept, call_again
 from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.running_on import Done, replaced_method, run_plainly
 from vescale_dtensor._capture.step_arguments import is_in_place, written_by_name
 from vescale_dtensor._capture.unsupported import (
     ASKED,
@@ -69,6 +68,13 @@ _RAW = "torch.distributed.distributed_c10d"
 class Recorder(TorchFunctionMode):
     """Records what runs under it.
 
+    Args:
+        reads: what code could read so far.
+        watch: of the functions that run.
+        start: the modes in which the call begins.
+        collectives: those that the call has made so far.
+        runs_on: whether what follows a refusal runs unrecorded; else the refusal is raised.
+
     Attributes:
         trace: the graph.
         gradients: whether gradients are read, set or accumulated.
@@ -78,9 +84,16 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(
-        self, reads: Reads, watch: Watch, start: GlobalState, collectives: Collectives
+        self,
+        reads: Reads,
+        watch: Watch,
+        start: GlobalState,
+        collectives: Collectives,
+        *,
+        runs_on: bool,
     ) -> None:
         super().__init__()
+        self._runs_on = runs_on
         self.trace = Trace(reads.tensors, reads.has_met)
         self._watch = watch
         self.gradients = False
@@ -109,29 +122,43 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not overrides_enabled():
             return func(*args, **kwargs)  # a wrapper is asked about itself
+        if self._runs_on and self.failure is not None:
+            self._note_meshes((args, kwargs))
+            return run_plainly(func, types, args, kwargs)  # nothing is recorded any more
+        done = Done()
         try:
             with self._watch.paused():  # gradient hooks inside run at every replay, too
-                if self._watch.failure is not None:
-                    raise self._watch.failure
-                if self._watch.live is not None:
-                    return func(*args, **kwargs)  # a part of one step
-                self._note_live_calls()
-                if isinstance(func, FunctionType):
-                    self._check_replaced(func)
-                if any([issubclass(kind, DTensor) for kind in types]):
-                    return self._through(func, types, args, kwargs)
-                return self._local(func, args, kwargs)
+                return self._recorded(func, types, args, kwargs, done)
         except CaptureError as error:
+            # One that the call itself raises is the function's own.
+            if done.started and not done.results:
+                self.failure = self.failure or (None if self._runs_on else error)
+                raise
             # Remembered: a `try` in the function may swallow the error, and the run then continues
             # with a program that lacks this step.
             self.failure = self.failure or error
-            raise
+            if not self._runs_on:
+                raise
+            self._watch.stop()
+        return done.results[0] if done.results else run_plainly(func, types, args, kwargs)
 
-    def _check_replaced(self, func: FunctionType) -> None:
+    def _recorded(
+        self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any], done: Done
+    ) -> Any:
+        """Run a call and record it."""
+        if self._watch.failure is not None:
+            raise self._watch.failure
+        if self._watch.live is not None:
+            return done.run(func, *args, **kwargs)  # a part of one step
+        self._note_live_calls()
+        self._check_replaced(func)
+        if any([issubclass(kind, DTensor) for kind in types]):
+            return self._through(func, types, args, kwargs, done)
+        return self._local(func, args, kwargs, done)
+
+    def _check_replaced(self, func: Callable[..., Any]) -> None:
         """Refuse a method of tensors that is the user's: torch calls it inside of itself, too."""
-        if kind_of_code(func.__code__) != USER:
-            return
-        name = next((name for name, one in vars(torch.Tensor).items() if one is func), None)
+        name = replaced_method(func)
         if name is not None:
             raise refused(
                 f"torch.Tensor.{name} has been replaced, and torch calls the replacement twice "
@@ -141,7 +168,7 @@ class Recorder(TorchFunctionMode):
     # --- calls with DTensors
 
     def _through(
-        self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]
+        self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any], done: Done
     ) -> Any:
         """Dispatch a call with DTensors; its calls on local tensors are seen, too."""
         name = name_of(func)
@@ -157,22 +184,26 @@ class Recorder(TorchFunctionMode):
                 )
             self._call = public_name(func), user_line()
         # Before dispatch leaves caches on them, which the snapshot has to take off again.
-        for wrapper in tensors_within((args, kwargs)):
-            if isinstance(wrapper, DTensor):
-                self.trace.meet(wrapper)
-                layout = wrapper._spec.layout
-                self.layouts.setdefault(id(layout.mesh), layout)
+        for wrapper in self._note_meshes((args, kwargs)):
+            self.trace.meet(wrapper)
         try:
             # torch switches the mode off while it handles a call; entered again, it sees the local
             # calls that dispatch makes.
             with self:
-                result = DTensor.__torch_function__(func, types, args, kwargs)
+                result = done.run(DTensor.__torch_function__, func, types, args, kwargs)
         finally:
             if outermost:
                 self._call = None
-        for wrapper in tensors_within(result):
-            self._note_layout(wrapper)
+        for made in tensors_within(result):
+            self._note_layout(made)
         return result
+
+    def _note_meshes(self, given: Any) -> list[DTensor]:
+        """The DTensors of a call, whose meshes are noted."""
+        found = [value for value in tensors_within(given) if isinstance(value, DTensor)]
+        for wrapper in found:
+            self.layouts.setdefault(id(wrapper._spec.layout.mesh), wrapper._spec.layout)
+        return found
 
     def _note_layout(self, wrapper: Tensor) -> None:
         """Keep the layout of a result, for the listing."""
@@ -183,27 +214,29 @@ class Recorder(TorchFunctionMode):
 
     # --- calls on plain tensors
 
-    def _local(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _local(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], done: Done
+    ) -> Any:
         """Run a call on plain tensors, and make a node of it if it is a step."""
         name = name_of(func)
         # Modes are sampled at each step instead; metadata is fixed by guards.
         self.offsets |= name == "storage_offset" and not called_by_us()
         if name in _MODES or name in METADATA or (name in ASKED and called_by_us()):
-            return func(*args, **kwargs)
+            return done.run(func, *args, **kwargs)
         getter = getattr(func, "__name__", "") == _GETTER
-        if getter and not isinstance(value := func(*args, **kwargs), Tensor):
+        if getter and not isinstance(value := done.run(func, *args, **kwargs), Tensor):
             return self._python_value(func, name, value)
         given = list(tensors_within((args, kwargs)))
         constant = self._constants.holds(given)
         # The value follows from Python values that are guarded, so every replay would read the
         # same.
         if constant and given and is_readable(name):
-            return func(*args, **kwargs)
+            return done.run(func, *args, **kwargs)
         if not constant or name in READERS:
             check_recordable(name, args, kwargs)
         self._check_surroundings(func, name)
         if func is leaf_for_use:
-            return self._leaf_for_use(*args)
+            return self._leaf_for_use(done, *args)
         # Before the call, which may change what the tensors are.
         nodes = self.trace.argument(args), self.trace.argument(kwargs)
         # Compared after the call, these show what it wrote to, whatever its name.
@@ -212,7 +245,7 @@ class Recorder(TorchFunctionMode):
         # Grad mode makes a difference only where an operand requires grad, or a result does.
         sensitive = name != "detach" and any([t.requires_grad for t in given])
         sent = len(self._collectives.records)
-        result = func(*args, **kwargs)
+        result = done.run(func, *args, **kwargs)
         made = list(tensors_within(result))
         if not given and isinstance(result, torch.device):
             return result  # torch.device("cpu"), which follows from Python values alone
@@ -250,10 +283,12 @@ class Recorder(TorchFunctionMode):
         self._notice(name, args, result)
         return result
 
-    def _leaf_for_use(self, leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
+    def _leaf_for_use(
+        self, done: Done, leaf: LeafGradient, local: Tensor, varying: int, shape: Any
+    ) -> Tensor:
         """A use of a leaf: no step where it takes the local tensor as it is."""
         node = self.trace.node_of(local)
-        result = leaf_for_use(leaf, local, varying, shape)
+        result: Tensor = done.run(leaf_for_use, leaf, local, varying, shape)
         outside = self.trace.leaf_used(leaf, varying)
         # All that happens here is that the use is noted, and a program notes all uses at once.
         if result is local and outside:
@@ -273,8 +308,8 @@ class Recorder(TorchFunctionMode):
                 f"torch.distributed.{name}: raw collectives write where they like. Use "
                 "vescale_comm's, or DTensor.redistribute"
             )
-        if saved_tensor_hooks() and not self._saved_hooks:
-            # Those that were active before are at a replay, too: around checkpoint(capture(f), x).
+        # Those that were active before are at a replay, too: around checkpoint(capture(f), x).
+        if saved_tensor_hooks() != self._saved_hooks:
             raise refused(
                 "saved-tensor hooks are active (activation checkpointing, offloading), which a "
                 "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"

@@ -292,11 +292,11 @@ any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """Whether autocast may be on for some device type."""
 
 
-def saved_tensor_hooks() -> bool:
-    """Whether tensors that autograd saves pass through hooks here: checkpointing, offloading."""
+def saved_tensor_hooks() -> Any:
+    """The hooks that tensors pass through which autograd saves here (checkpointing); None: none."""
     # True: also the hooks that torch ignores while it traces.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
+    return None if top is None else top(True)
 
 
 def generator_states() -> tuple[bytes, ...]:

@@ -1,0 +1,55 @@
+"""Goes on where a recording stops: what a refused call has run already is not run again.
+
+With `capture(..., refused="run")` a refusal ends the recording and not the function, which may have
+written, drawn random numbers and communicated by then: its remaining calls run as in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from vescale_dtensor._capture.code_files import USER, kind_of_code
+from vescale_dtensor._tensor.dtensor import DTensor
+
+
+class Done:
+    """What a call under the recorder has run so far.
+
+    Attributes:
+        started: whether the function was called.
+        results: what it returned; empty before it did.
+    """
+
+    __slots__ = ("results", "started")
+
+    def __init__(self) -> None:
+        self.started = False
+        self.results: list[Any] = []
+
+    def run(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and keep its result."""
+        self.started = True
+        result = func(*args, **kwargs)
+        self.results.append(result)
+        return result
+
+
+def replaced_method(func: Callable[..., Any]) -> str | None:
+    """The name of the method of tensors that a function of the user's has replaced, if it did."""
+    if not isinstance(func, FunctionType) or kind_of_code(func.__code__) != USER:
+        return None
+    return next((name for name, one in vars(torch.Tensor).items() if one is func), None)
+
+
+def run_plainly(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a call that a mode got as eager mode runs it, where no mode stands in between."""
+    if any(issubclass(kind, DTensor) for kind in types):
+        return DTensor.__torch_function__(func, types, args, kwargs)
+    # torch looks up by name what it hands to a mode. The replacement is what calls this method.
+    name = replaced_method(func)
+    original = None if name is None else getattr(torch._C.TensorBase, name, None)
+    return (original or func)(*args, **kwargs)

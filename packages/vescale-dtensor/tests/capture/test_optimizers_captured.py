@@ -1,0 +1,89 @@
+"""Every optimizer of torch, captured in each of its implementations, trains as in eager mode.
+
+Those that count their steps in Python are one step of the program; losses, parameters and states
+are compared after every step, bit for bit.
+"""
+
+import pytest
+import torch
+from captured_training import (
+    OPTIMIZERS,
+    STEPS,
+    Training,
+    adam,
+    losses,
+    network,
+    plain_step,
+    trains,
+    with_optimizer,
+)
+from vescale_comm.testing import run
+
+# They read a step count, or a value, into Python numbers: called again at each replay.
+LIVE = {
+    *("ASGD foreach", "ASGD for-loop", "Adafactor for-loop"),
+    *("Adafactor foreach", "Adagrad foreach", "Adagrad for-loop", "Adam foreach", "Adam for-loop"),
+    *("AdamW foreach", "AdamW for-loop", "Adamax foreach", "Adamax for-loop"),
+    *("NAdam foreach", "NAdam for-loop", "RAdam foreach", "RAdam for-loop"),
+}
+
+
+def a_scheduler_of_each_step(wrap):
+    model = network()
+    optimizer = adam(model, foreach=False)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    step = wrap(lambda x: plain_step(model, optimizer, x))
+    return Training(model, optimizer, step, after=scheduler.step)
+
+
+def verdict(build):
+    function = trains(build)
+    # What the optimizer makes at its first step is there before the second.
+    assert 1 <= len(function.programs) <= 2
+    assert function._misses.replays >= STEPS - 2
+    return "live" if function.programs[0].live else "recorded"
+
+
+def optimizer_table(rank, world_size, names):
+    return {name: verdict(with_optimizer(name)) for name in names}
+
+
+def outside_table(rank, world_size, names):
+    for name in names:
+        cls, options = OPTIMIZERS[name]
+
+        def build(wrap, cls=cls, options=options):
+            model = network()
+            optimizer = cls(model.parameters(), lr=0.01, **options)
+            forward = wrap(lambda x: losses(model, x))
+
+            def step(x):
+                optimizer.zero_grad()
+                loss = forward(x)
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            return Training(model, optimizer, step)
+
+        assert len(trains(build).programs) == 1
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_optimizers_inside(name):
+    (found, *others) = run(optimizer_table, 2, [name])
+    assert others == [found]
+    assert found[name] == ("live" if name in LIVE else "recorded")
+
+
+def test_optimizers_outside():
+    run(outside_table, 2, list(OPTIMIZERS), timeout=200)
+
+
+def rate_of_each_step(rank, world_size):
+    with pytest.warns(UserWarning, match=r"another value of .*param_groups\[0\]\['lr'\]"):
+        trains(a_scheduler_of_each_step)
+
+
+def test_a_rate_of_each_step_is_right_and_named():
+    run(rate_of_each_step, 2)
