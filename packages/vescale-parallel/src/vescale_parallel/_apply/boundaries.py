@@ -17,7 +17,7 @@ from vescale_parallel._common.pytree import map_tensors, named_tensors_within
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
-from vescale_parallel._notation.layout import Chosen, Layout
+from vescale_parallel._notation.layout import Chosen, RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow
 
 _CHECKED_BATCHES: Final = 2
@@ -54,7 +54,7 @@ class _Redistribute:
         self,
         module: nn.Module,
         row: BoundaryRow,
-        side: Layout | Chosen,
+        side: RuleLayout | Chosen,
         mesh: DeviceMesh,
         verb: str,
     ) -> None:
@@ -76,10 +76,10 @@ class _Redistribute:
             return place_results(self.row.rule, self.row.module, self.side, self._place, output)
         return self._place(self.side, output)
 
-    def _place(self, layout: Layout, value: Any) -> Any:
+    def _place(self, layout: RuleLayout, value: Any) -> Any:
         return map_tensors(lambda tensor: self._tensor(layout, tensor), value)
 
-    def _tensor(self, layout: Layout, tensor: Tensor) -> Tensor:
+    def _tensor(self, layout: RuleLayout, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if tensor.ndim < layout.least_ndim:
@@ -106,7 +106,7 @@ class DistributeBatch:
     without a collective: a loader or an augmentation may drift.
     """
 
-    def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
+    def __init__(self, layout: RuleLayout, mesh: DeviceMesh) -> None:
         self.layout, self.mesh = layout, mesh
         self._unchecked = _CHECKED_BATCHES
 

@@ -12,7 +12,7 @@ from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
 from vescale_parallel._apply.preflight import preflight
 from vescale_parallel._apply.replaced import retire
-from vescale_parallel._apply.zero_install import Storage, install_zero, storage
+from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
@@ -55,7 +55,7 @@ def parallelize(
         plan = Plan.data_parallel(model, mesh, memory=device_memory(mesh.device_type))
     optimizers = optimizers_of(model)
     report = preflight(model, mesh, plan, bucket_bytes, optimizers)
-    where = storage(mesh, report)
+    where = stored_placements(mesh, report)
     made = _distribute_parameters(model, where, report)
     # Before the plain parameters are retired: state is looked up under them, and as large as they.
     take_over(optimizers, {id(one.plain): (one.parameter, one.distribute) for one in made})
@@ -77,7 +77,9 @@ class _Made:
     distribute: Distribute
 
 
-def _distribute_parameters(model: nn.Module, where: Storage, report: Report) -> list[_Made]:
+def _distribute_parameters(
+    model: nn.Module, where: StoredPlacements, report: Report
+) -> list[_Made]:
     """Replace every parameter by its distributed self, once for all modules that share it."""
     rows = {name: row for row in report.parameters for name in row.names}
     made: dict[str, _Made] = {}

@@ -7,11 +7,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Replicate, Shard
 
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._notation.layout import Layout
+from vescale_parallel._notation.layout import RuleLayout
 
 
 def placements(
-    layout: Layout, mesh: DeviceMesh, ndim: int, unnamed: Sequence[Any] | None = None
+    layout: RuleLayout, mesh: DeviceMesh, ndim: int, unnamed: Sequence[Any] | None = None
 ) -> tuple[Any, ...]:
     """Return one placement per mesh axis.
 

@@ -13,7 +13,7 @@ from vescale_dtensor import Placement, RaggedShard
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._notation.layout import Layout
+from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.resolve import BufferRow
@@ -24,7 +24,7 @@ from vescale_parallel._zero.units import ROOT
 
 
 @dataclass(frozen=True)
-class Storage:
+class StoredPlacements:
     """Where parameters are stored.
 
     Attributes:
@@ -50,7 +50,7 @@ class Storage:
         return self.stored, where
 
 
-def storage(mesh: DeviceMesh, report: Report) -> Storage:
+def stored_placements(mesh: DeviceMesh, report: Report) -> StoredPlacements:
     """Where the parameters of a report are stored. Collective where a mesh has to be made."""
     shares = {
         slot.names[0]: row.plan.shares(index)
@@ -60,7 +60,7 @@ def storage(mesh: DeviceMesh, report: Report) -> Storage:
     # One mesh for all stored parameters, also those that are not sharded: norms of all of them are
     # stacked, for example.
     stored = _with_last(mesh, report.over) if report.buffers else mesh
-    return Storage(mesh, stored, shares, report.over)
+    return StoredPlacements(mesh, stored, shares, report.over)
 
 
 def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -72,7 +72,7 @@ def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(names[i] for i in order))
 
 
-def install_zero(model: nn.Module, report: Report, where: Storage, ahead: int) -> None:
+def install_zero(model: nn.Module, report: Report, where: StoredPlacements, ahead: int) -> None:
     """Put the stored parameters into buffers, and register the hooks that gather them."""
     _cast_buffers(model, report)
     # Parameters that are not sharded take part only to change their mesh, or their dtype.
@@ -106,7 +106,7 @@ def _make_unit(
     buffers: list[BufferRow],
     kept: list[ParameterRow],
     rows: Mapping[str, ParameterRow],
-    where: Storage,
+    where: StoredPlacements,
     told: Told,
 ) -> Unit:
     made = []
@@ -140,7 +140,7 @@ def _held(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
     return Held(row.name, model.get_parameter(row.name), places, where, compute)
 
 
-def own_shape(layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:
+def own_shape(layout: RuleLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:
     """This rank's local shape in a layout; extents follow `torch.chunk`, axis after axis."""
     extents = list(shape)
     coordinate = mesh.get_coordinate()

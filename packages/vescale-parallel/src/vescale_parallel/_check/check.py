@@ -19,7 +19,7 @@ from vescale_parallel._common.messages import count, did_you_mean, listed
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.arguments import unknown_arguments
 from vescale_parallel._notation.glob import dead_alternatives, first_match, matches, nearest_names
-from vescale_parallel._notation.layout import Chosen, Layout, local_shape, some_rank_is_empty
+from vescale_parallel._notation.layout import Chosen, RuleLayout, local_shape, some_rank_is_empty
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
 from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
@@ -173,7 +173,7 @@ def _parameter_row(
     names: tuple[str, ...],
     parameter: torch.Tensor,
     rule: str,
-    layout: Layout,
+    layout: RuleLayout,
     sizes: Mapping[str, int],
 ) -> ParameterRow:
     # The ranks at coordinate 0 hold the most; what others lack shows as `uneven`.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vescale_parallel._notation.glob import expand_braces
-from vescale_parallel._notation.layout import Boundary, Layout, parse_boundary, parse_layout
+from vescale_parallel._notation.layout import Boundary, RuleLayout, parse_boundary, parse_layout
 from vescale_parallel._zero.rules import ZeroRules
 
 
@@ -24,9 +24,9 @@ class Rules:
         zero: what is sharded beyond the layouts, see `ZeroRules`.
     """
 
-    parameters: Mapping[str, Layout]
+    parameters: Mapping[str, RuleLayout]
     activations: Mapping[str, Boundary]
-    batch: Layout | None
+    batch: RuleLayout | None
     axes: tuple[str, ...]
     zero: ZeroRules
 

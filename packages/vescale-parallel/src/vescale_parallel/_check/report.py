@@ -18,7 +18,7 @@ from vescale_parallel._cost import (
     piece_of,
 )
 from vescale_parallel._cost.links import named_cluster
-from vescale_parallel._notation.layout import Layout
+from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
@@ -42,7 +42,7 @@ class Report:
     mesh: tuple[tuple[str, int], ...]
     parameters: tuple[ParameterRow, ...]
     boundaries: tuple[BoundaryRow, ...]
-    batch: Layout | None
+    batch: RuleLayout | None
     total_bytes: int
     notes: tuple[str, ...]
     buffers: tuple[BufferRow, ...] = ()

@@ -9,9 +9,9 @@ from torch import nn
 
 from vescale_parallel._common.messages import did_you_mean, listed
 from vescale_parallel._errors import PlanError
-from vescale_parallel._notation.layout import Chosen, Layout
+from vescale_parallel._notation.layout import Chosen, RuleLayout
 
-Place = Callable[[Layout, Any], Any]
+Place = Callable[[RuleLayout, Any], Any]
 """Redistributes all tensors in a value."""
 
 _REST = "*"
@@ -64,7 +64,7 @@ def place_arguments(
     return tuple(placed), {key: _one(wanted, key, one, place) for key, one in kwargs.items()}
 
 
-def _one(wanted: Mapping[str, Layout], key: str, value: Any, place: Place) -> Any:
+def _one(wanted: Mapping[str, RuleLayout], key: str, value: Any, place: Place) -> Any:
     layout = wanted.get(key, wanted.get(_REST))
     return value if layout is None else place(layout, value)
 
@@ -99,7 +99,7 @@ def _parts(
 ) -> dict[Any, Any]:
     """Return the parts of a result by key, the chosen ones placed; positions count keys as well."""
     keys = list(parts)
-    wanted: dict[str, Layout] = {}
+    wanted: dict[str, RuleLayout] = {}
     for name, layout in chosen.parts:
         at = name.isdigit() and name not in parts
         if name != _REST and (int(name) >= len(keys) if at else name not in parts):

@@ -3,7 +3,7 @@
 A side of an activation rule says one layout for all tensors there, or one for each that it names:
 `"hidden_states = tp:full; 1 = tp:0 -> 0 = tp:1"`.
 
-parse -> `Layout` (immutable) -> dims per mesh axis. Nothing here knows a mesh, a model or torch.
+parse -> `RuleLayout` (immutable) -> dims per mesh axis. No mesh, model or torch is needed here.
 """
 
 import functools
@@ -25,7 +25,7 @@ _HINT = "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'rep
 
 
 @dataclass(frozen=True)
-class Layout:
+class RuleLayout:
     """Which dim of a tensor each named axis shards.
 
     Attributes:
@@ -73,7 +73,7 @@ class Chosen:
     """
 
     text: str
-    parts: tuple[tuple[str, Layout], ...]
+    parts: tuple[tuple[str, RuleLayout], ...]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -93,8 +93,8 @@ class Boundary:
     """What happens to the tensors that enter and leave a module; None leaves them as they are."""
 
     text: str
-    inputs: Layout | Chosen | None
-    outputs: Layout | Chosen | None
+    inputs: RuleLayout | Chosen | None
+    outputs: RuleLayout | Chosen | None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ class Boundary:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> RuleLayout:
     """Read one layout.
 
     Raises:
@@ -113,7 +113,7 @@ def parse_layout(text: str) -> Layout:
     if not isinstance(text, str):
         raise PlanError(f"a layout is a string, got {text!r} ({type(text).__name__}). {_HINT}")
     if text.strip() == REPLICATE:
-        return Layout(REPLICATE, (), everywhere=True)
+        return RuleLayout(REPLICATE, (), everywhere=True)
     if ARROW in text:
         raise PlanError(f"layout {text!r}: '->' belongs to activations, not here. {_HINT}")
     # Order is kept for messages only: which axis is outer follows from the mesh.
@@ -123,7 +123,7 @@ def parse_layout(text: str) -> Layout:
     for axis in axes:
         if axes.count(axis) > 1:
             raise PlanError(f"layout {text!r}: axis '{axis}' is named twice; name each axis once.")
-    return Layout(", ".join(_entry_text(*entry) for entry in dims), dims)
+    return RuleLayout(", ".join(_entry_text(*entry) for entry in dims), dims)
 
 
 def _parse_entry(text: str, part: str) -> tuple[str, int | None]:
@@ -160,7 +160,7 @@ def parse_boundary(text: str) -> Boundary:
     return Boundary(shown, inputs, outputs)
 
 
-def _parse_side(side: str) -> Layout | Chosen:
+def _parse_side(side: str) -> RuleLayout | Chosen:
     if "=" not in side:
         return parse_layout(side)
     parts = tuple(_parse_choice(side, part) for part in side.split(";"))
@@ -171,7 +171,7 @@ def _parse_side(side: str) -> Layout | Chosen:
     return Chosen("; ".join(f"{name} = {layout}" for name, layout in parts), parts)
 
 
-def _parse_choice(side: str, part: str) -> tuple[str, Layout]:
+def _parse_choice(side: str, part: str) -> tuple[str, RuleLayout]:
     name, _, layout = part.partition("=")
     if _CHOICE.fullmatch(name.strip()) is None:
         raise PlanError(
@@ -183,7 +183,7 @@ def _parse_choice(side: str, part: str) -> tuple[str, Layout]:
 
 
 def local_shape(
-    layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
+    layout: RuleLayout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
 ) -> tuple[int, ...]:
     """Return the shape of the largest shard: that of the ranks at coordinate 0.
 
@@ -200,7 +200,7 @@ def local_shape(
 
 
 def some_rank_is_empty(
-    layout: Layout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
+    layout: RuleLayout, global_shape: Sequence[int], mesh_sizes: Sequence[tuple[str, int]]
 ) -> bool:
     """Return whether shards of ceil(n / k) run out before the last rank of an axis."""
     shape = list(global_shape)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale_parallel._notation.layout import Boundary, Layout
+from vescale_parallel._notation.layout import Boundary, RuleLayout
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ParameterRow:
 
     names: tuple[str, ...]
     rule: str
-    layout: Layout
+    layout: RuleLayout
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     local_bytes: int

@@ -35,7 +35,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Slot(Wanted):
+class FlatSlot(Wanted):
     """A tensor's place in the buffer: it begins at element `offset`."""
 
     offset: int = 0
@@ -55,7 +55,7 @@ class FlatPlan:
         sizes: elements of each rank's shard, padding included.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[FlatSlot, ...]
     sizes: tuple[int, ...]
 
     @property
@@ -140,14 +140,14 @@ def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> Flat
 
 def _placed(
     wanted: Sequence[Wanted], size: int, shards: int, alignment: int
-) -> tuple[Slot, ...] | None:
+) -> tuple[FlatSlot, ...] | None:
     """The slots, one after another in shards of this size; None where they do not fit."""
     slots, at = [], 0
     for one in wanted:
         found = _offset(one, _aligned(at, alignment), size, alignment)
         if found is None or found + one.numel > size * shards:
             return None
-        slots.append(Slot(one.names, one.shape, one.granule, found))
+        slots.append(FlatSlot(one.names, one.shape, one.granule, found))
         at = found + one.numel
     return tuple(slots)
 

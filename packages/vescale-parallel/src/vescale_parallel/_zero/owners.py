@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from vescale_parallel._zero.flat_plan import FlatPlan, Slot, Wanted
+from vescale_parallel._zero.flat_plan import FlatPlan, FlatSlot, Wanted
 
 
 def step_cost(shape: Sequence[int]) -> int:
@@ -45,14 +45,14 @@ def plan_owned(
         shards: number of ranks; those that own nothing have an empty shard.
         alignment: slots and shards begin at multiples of so many elements.
     """
-    slots: list[Slot] = []
+    slots: list[FlatSlot] = []
     sizes = []
     at = 0
     for rank in range(shards):
         start = at
         for one, owner in zip(wanted, owners, strict=True):
             if owner == rank:
-                slots.append(Slot(one.names, one.shape, max(one.numel, 1), at))
+                slots.append(FlatSlot(one.names, one.shape, max(one.numel, 1), at))
                 at += -(-one.numel // alignment) * alignment
         sizes.append(at - start)
     return FlatPlan(tuple(slots), tuple(sizes))
