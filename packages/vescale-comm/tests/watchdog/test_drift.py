@@ -238,3 +238,24 @@ def test_there_is_no_log_of_one_rank_or_in_a_simulation():
         None,
         None,
     ]
+
+
+def crossed(rank, world_size):
+    """Rank 0 goes to its pair for something new, and the others go on with everybody."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pair = vescale_comm.group_of(mesh, "tp")
+    for _ in range(3):
+        all_reduce(torch.ones(4))
+        all_reduce(torch.ones(4), group=pair)
+    if rank == 0:
+        all_reduce(torch.ones(5), group=pair)  # line of rank 0
+    all_reduce(torch.ones(6))
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told():
+    for outcome in testing.outcomes(crossed, 4, timeout=60):
+        assert outcome.type_name == "CommMismatchError"
+        assert "they wait for each other at different calls" in outcome.message
+        assert "rank 0: all_reduce torch.float32 5, at " in outcome.message
+        assert "(together with ranks 0,1)" in outcome.message
+        assert "all_reduce torch.float32 6" in outcome.message

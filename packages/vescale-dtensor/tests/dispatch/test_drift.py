@@ -22,6 +22,9 @@ from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
 SIZE, GOOD, WHO = 3, 3, 1
 # Steps, of programs that end when the comparison beside them finds what is not new.
 MANY = 10_000
+# Seconds between steps in which no rank waits for others: what differs is named only while it is
+# remembered, and ranks on a busy machine would run far ahead of the comparison.
+SLOW = 0.01
 
 
 class Net(nn.Module):
@@ -149,6 +152,7 @@ def run_train_without_reductions(rank, name):
     model.drop.p = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(MANY):
+        time.sleep(SLOW)
         x = DTensor.from_local(torch.ones(6, 4), mesh, [Replicate()])
         if rank == WHO and step >= GOOD:
             CASES[name](step, model, x)
@@ -207,6 +211,7 @@ def run_norms(rank, instance):
         setattr(norm, name, distribute_tensor(getattr(norm, name), mesh, [Shard(0)]))
     x = distribute_tensor(torch.arange(96.0).reshape(4, 6, 4), mesh, [Shard(1)])
     for step in range(MANY):
+        time.sleep(SLOW)
         norm.train(step % 2 == 0 and not (rank == WHO and step >= 2 * GOOD))
         norm(x).square().sum().item()
 

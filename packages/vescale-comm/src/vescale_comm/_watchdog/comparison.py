@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from vescale_comm._errors import CommMismatchError
-from vescale_comm._watchdog.drift_report import Entry, drift_report
+from vescale_comm._watchdog.drift_report import Entry, Position, crossing, drift_report
 from vescale_comm._watchdog.execution_log import ExecutionLog
 
 _STORE_SECONDS = 10
@@ -96,6 +96,7 @@ class Comparison:
         self._alarms = 0
         self._published: dict[str, int] = {}
         self._seen: dict[str, int] = {}
+        self._told: dict[str, int] = {}
 
     def log(self, ranks: tuple[int, ...], name: str) -> ExecutionLog:
         """Return the log of these ranks, of which this one is, by that name."""
@@ -149,6 +150,8 @@ class Comparison:
             idle = idle + 1 if counts == before else 0
             # Who has stopped may be waiting for a rank that went elsewhere, and that asks about it.
             stuck = idle and any(self._published.get(k) != n for k, n in counts.items())
+            if idle and self._told != counts:
+                self._guarded(self._tell_positions)
             if stuck or now >= exchange_at:
                 self._pause = min(self._pause * _SLOWER, max(_MOST_SECONDS, self._pause))
                 exchange_at = now + self._pause
@@ -186,6 +189,14 @@ class Comparison:
         told = b"".join(_PAIR.pack(*item) for item in digests.items())
         self._set(f"state/{log.key}/{self._rank}", told)
         self._published[log.key] = max(digests, default=0)
+
+    def _tell_positions(self) -> None:
+        """Say where each log of this rank, which has stopped for now, is."""
+        with self._lock:
+            logs = self._of_now()
+            self._told = {log.key: log.count for log in logs}
+            said = {log.key: position_of(log)._asdict() for log in logs}
+            self._set(f"at/{self._rank}", json.dumps(said).encode())
 
     def _left_of(self, log: ExecutionLog) -> int:
         return log.ranks[log.ranks.index(self._rank) - 1]
@@ -249,9 +260,33 @@ class Comparison:
                 # Who is past it has passed it; who has ended is named by the collective.
                 if max(theirs, default=0) > count or self._has_ended(other):
                     return True
+                if self._is_elsewhere(log, other, count):
+                    return True
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         return True
+
+    def _is_elsewhere(self, log: ExecutionLog, other: int, count: int) -> bool:
+        """Whether the other rank has gone to an event of another log first, and tell everybody.
+
+        Both would wait for ever, or until the backend pairs what does not belong together. An old
+        position proves it as well: whatever that rank does later, it did not come here before.
+        """
+        found = self._get(f"at/{other}")
+        if found is None:
+            return False
+        theirs = {key: Position(**said) for key, said in json.loads(found).items()}
+        with self._lock:
+            ours = {each.key: each.count for each in self._of_now()}
+            there = theirs.get(log.key)
+            if there is not None and there.count >= count:
+                return False
+            for key, position in theirs.items():
+                if self._rank in position.ranks and position.count > ours.get(key, 0):
+                    report = crossing({self._rank: position_of(log), other: position})
+                    self._announce({"report": report})
+                    return True
+        return False
 
     # What became of it.
 
@@ -261,10 +296,12 @@ class Comparison:
             self._tell_everybody(log, other)
 
     def _tell_everybody(self, log: ExecutionLog, other: int) -> None:
-        number = self._add("alarms")
         tellers = [self._rank, other, *(r for r in log.ranks if r not in (self._rank, other))]
         told = {"key": log.key, "ranks": log.ranks, "tellers": sorted(tellers[:_MOST_TELLERS])}
-        self._set(f"alarm/{number}", json.dumps(told).encode())
+        self._announce(told)
+
+    def _announce(self, alarm: dict[str, object]) -> None:
+        self._set(f"alarm/{self._add('alarms')}", json.dumps(alarm).encode())
         self._hear_alarms()
 
     def _hear_alarms(self) -> None:
@@ -276,6 +313,9 @@ class Comparison:
             if alarm is None:
                 continue
             said = json.loads(alarm)
+            if "report" in said:
+                self._end(said["report"])
+                continue
             log = next((each for each in self._of_now() if each.key == said["key"]), None)
             if log is not None and self._rank in said["tellers"]:
                 told = json.dumps(entries_of(log)).encode()
@@ -285,8 +325,11 @@ class Comparison:
                 keys[key]: [Entry(*item) for item in json.loads(window)]
                 for key, window in self._awaited(keys).items()
             }
-            self.trouble = drift_report(said["ranks"], windows)
-            _LOG.error("%s", self.trouble)
+            self._end(drift_report(said["ranks"], windows))
+
+    def _end(self, report: str) -> None:
+        self.trouble = report
+        _LOG.error("%s", report)
 
     def _awaited(self, keys: Iterable[str]) -> dict[str, bytes]:
         """What ranks tell within a time; who is gone tells nothing."""
@@ -319,6 +362,13 @@ class Comparison:
     def _add(self, key: str, amount: int = 1) -> int:
         self.operations += 1
         return self._store.add(key, amount)
+
+
+def position_of(log: ExecutionLog) -> Position:
+    """Where a log is, as other ranks are told of it."""
+    last = log.events()[-1:]
+    words = f"{_text(last[0].what)}, {last[0].site}" if last else "at no event"
+    return Position(log.count, log.ranks, words)
 
 
 def entries_of(log: ExecutionLog) -> list[list[object]]:

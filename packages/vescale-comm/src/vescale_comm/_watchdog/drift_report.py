@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vescale_comm._watchdog.report import name
 
@@ -20,6 +21,33 @@ class Entry:
     what: str
     site: str
     before: Sequence[str] = ()
+
+
+class Position(NamedTuple):
+    """Where a rank is in one of its logs.
+
+    Attributes:
+        count: of the last event.
+        ranks: of the log.
+        words: the last event.
+    """
+
+    count: int
+    ranks: Sequence[int]
+    words: str
+
+
+def crossing(positions: Mapping[int, Position]) -> str:
+    """Name the events at which ranks wait for each other, each at one that the others lack."""
+    together = name(sorted({rank for position in positions.values() for rank in position.ranks}))
+    told = "\n".join(
+        f"  {name([rank])}: {position.words} (together with {name(list(position.ranks))})"
+        for rank, position in sorted(positions.items())
+    )
+    return (
+        f"the ranks have drifted apart ({together} execute one program together): "
+        f"they wait for each other at different calls.\n{told}\n{_ADVICE}"
+    )
 
 
 def drift_report(ranks: Sequence[int], windows: Mapping[int, Sequence[Entry]]) -> str:

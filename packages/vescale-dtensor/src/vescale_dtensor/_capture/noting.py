@@ -6,9 +6,11 @@ torch functions, which have no names that matter, nothing is watched.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -57,6 +59,7 @@ class Watch:
         self.ended: list[tuple[LiveCall, str, GlobalState]] = []
         self._frame: FrameType | None = None
         self._stopped = False
+        self._collects = False
         self._line = ""
         # By id, with the scaler: whether its methods are live.
         self._scalers: dict[int, tuple[Any, bool]] = {}
@@ -66,9 +69,10 @@ class Watch:
         """Watch the block, in this thread."""
         # Of this thread only: ranks of a simulation are threads that record at the same time.
         draws = numpy_draws()
-        sys.setprofile(self._event)
         try:
-            yield
+            with self._deaf_to_collections():
+                sys.setprofile(self._event)
+                yield
             if draws != numpy_draws():
                 self._refuse("numpy.random", "random")
         finally:
@@ -77,6 +81,33 @@ class Watch:
             elif not self._stopped:
                 # Another one that is on stays on: it is the user's.
                 self.failure = self.failure or _displaced()
+
+    @contextmanager
+    def _deaf_to_collections(self) -> Iterator[None]:
+        """Watch nothing while Python collects garbage.
+
+        When it does is chance. The finalizers and `gc.callbacks` that run then (hypothesis has one
+        that reads a clock) are no part of the function.
+        """
+        # A flag: whoever exchanges the profiler in a collection may end one that is running.
+        thread = get_ident()
+
+        def begins(phase: str, info: Any) -> None:
+            if get_ident() == thread:
+                self._collects = True
+
+        def has_ended(phase: str, info: Any) -> None:
+            if get_ident() == thread and phase == "stop":
+                self._collects = False
+
+        # Python calls them in this order at the start of a collection and at its end.
+        gc.callbacks.insert(0, begins)
+        gc.callbacks.append(has_ended)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(begins)
+            gc.callbacks.remove(has_ended)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -98,6 +129,8 @@ class Watch:
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         """Called by Python at each call and return in this thread."""
+        if self._collects:
+            return
         if self._frame is not None:
             # Nothing of it is watched: replays run it as it is, and it reads what it finds.
             if event == "return" and frame is self._frame:

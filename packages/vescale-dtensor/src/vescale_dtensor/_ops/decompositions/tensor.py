@@ -226,6 +226,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
     norms = tuple(n if d == dim else 1 for d, n in enumerate(v.shape))
     if g.shape != norms and (kept or g.numel() != 1):
         return NotImplemented  # torch's kernel reads other shapes in a way of its own
+    v = v.contiguous()  # as torch's kernel does, so that the result is row-major
     norm = torch.linalg.vector_norm(v, 2, others, keepdim=kept) if others else v.abs()
     # The quotient first, as torch does: the other order would round differently.
     return v * (g / norm)
@@ -278,6 +279,13 @@ def _copy_of(view: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _viewed_or_copied(input: Tensor, size: Any = None, *, dtype: Any = None) -> Any:
+    """What `view_copy` copies: unlike `view`, it takes sizes that no view could have."""
+    if dtype is not None or isinstance(size, torch.dtype):
+        return input.view(size if dtype is None else dtype)
+    return input.reshape(size)
+
+
 _TABLE: dict[str, Callable[..., Any]] = {
     "atleast_1d": atleast_1d,
     "atleast_2d": atleast_2d,
@@ -311,7 +319,7 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "expand_copy": _copy_of(torch.Tensor.expand),
     "narrow_copy": _copy_of(torch.narrow),
     "diagonal_copy": _copy_of(torch.diagonal),
-    "view_copy": _copy_of(torch.Tensor.view),
+    "view_copy": _copy_of(_viewed_or_copied),
     "alias_copy detach_copy": _copy_of(torch.clone),
     "unfold_copy": _copy_of(torch.Tensor.unfold),
     "unbind_copy": _copy_of(torch.unbind),
