@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 
 import pytest
 import torch
