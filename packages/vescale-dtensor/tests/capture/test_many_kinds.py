@@ -76,8 +76,24 @@ def changing_shapes_hold_no_memory(rank, world_size):
     assert more <= objects * 1.01  # 1,500 calls later, and any of them may have left something
     # Beyond the bound calls run eagerly: every step is one of the three.
     misses = captured._misses
-    assert recordings(captured) <= 32 + misses.replays // 64
+    assert recordings(captured) <= 32 + misses.replays // 64 + 3000 // 512
     assert recordings(captured) + misses.replays < 3000
+
+
+def state_that_changes_for_good_is_recorded_anew(rank, world_size):
+    settings = {"rate": 1.0}
+    captured = vd.capture(lambda x: x * settings["rate"])
+    batches = [spread(rows(size, 4), Replicate()) for size in range(1, 37)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(1200):
+            if step == 40:  # every program so far is of the other rate
+                settings["rate"] = 2.0
+                before = captured._misses.replays
+            x = batches[step % len(batches)]
+            assert torch.equal(captured(x).to_local(), x.to_local() * settings["rate"])
+    assert captured._misses.replays > before
+    assert recordings(captured) <= 32 + 1200 // 512 + captured._misses.replays // 64
 
 
 def sampled_checks_compare_some_calls(rank, world_size):
@@ -108,6 +124,7 @@ CHECKS = [
     used_programs_stay,
     what_changes_is_named_once,
     changing_shapes_hold_no_memory,
+    state_that_changes_for_good_is_recorded_anew,
     sampled_checks_compare_some_calls,
 ]
 

@@ -348,7 +348,7 @@ def capture(
 
     Where the function itself changes such state, a first call is run and not recorded, since it may
     make what later calls find (a cache, the state of an optimizer). After 32 programs, others are
-    recorded only as replays pay for them, and what changes again and again is named by a warning.
+    recorded only as other calls pay for them, and what keeps changing is named by a warning.
 
     Args:
         function: a function, or an `nn.Module` (its hooks are recorded with it).

@@ -16,6 +16,9 @@ MOST_PROGRAMS = 32
 # A recording runs about 22 times as many Python functions as a call does, a replay half as many,
 # and a call that is not replayed a tenth more: so 64 replays pay for one, and for what is missed.
 _REPLAYS_FOR_ONE = 64
+# And so do 512 calls that ran, at a price of 4 %: state that has changed for good (gradients that
+# are there after the first steps) may have left no program that is ever replayed.
+_RUNS_FOR_ONE = 512
 _OFTEN = 8
 _MOST_REASONS = 256
 
@@ -31,14 +34,17 @@ class Misses:
     def __init__(self, name: str) -> None:
         self.recordings = 0
         self.replays = 0
+        self._runs = 0
         self._name = name
         self._reasons: Counter[str] = Counter()
 
     def may_record(self) -> bool:
-        """Whether one more recording has been earned."""
+        """Whether one more recording has been earned; if not, count a call that runs."""
         # By counts of this rank: ranks may differ, and a replay communicates as a run does.
         beyond = self.recordings - MOST_PROGRAMS
-        return beyond < 0 or self.replays >= _REPLAYS_FOR_ONE * (beyond + 1)
+        earned = self.replays // _REPLAYS_FOR_ONE + self._runs // _RUNS_FOR_ONE
+        self._runs += beyond >= earned
+        return beyond < earned
 
     def explain(self, reason: str | None) -> None:
         """Count why a call was not replayed; warn, once, of a reason that comes often."""
