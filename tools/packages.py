@@ -193,7 +193,7 @@ PACKAGES = (
             "_apply",
             "_plan",
             "_check",
-            "_cost | _zero",
+            "_cost | _memory | _zero",
             "_notation",
             "_common",
             "_errors | _version",

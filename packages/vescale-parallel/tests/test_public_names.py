@@ -17,6 +17,7 @@ PUBLIC = {
         *("trainable", "unit", "zero"),
     ],
     "DisagreementError": [],
+    "MemoryPlanError": [],
     "MeshError": [],
     "ParallelError": [],
     "ParameterRow": [

@@ -10,6 +10,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_plan/`: `Plan`, and plans that nobody has to write: presets by declared layouts or by shapes.
 - `_check/`: text of a plan -> parsed rules -> rules resolved for a model and a mesh: a `Report`.
 - `_cost/`: what a step of a resolved plan would cost on a cluster, on paper.
+- `_memory/`: order and layout of what a torch.fx graph makes; it stands by itself.
 - `_zero/`: parameters that are stored as shards, gathered while their module runs.
 - `_notation/`: the two small languages that rules are written in, and the rows of a report.
 - `_common/`, `_errors`: what all of them stand on: the mesh, agreement between ranks, messages.
@@ -21,6 +22,7 @@ from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh
 from vescale_parallel._errors import (
     DisagreementError,
+    MemoryPlanError,
     MeshError,
     ParallelError,
     PlanError,
@@ -36,6 +38,7 @@ __all__ = [
     "BoundaryRow",
     "BufferRow",
     "DisagreementError",
+    "MemoryPlanError",
     "MeshError",
     "ParallelError",
     "ParameterRow",

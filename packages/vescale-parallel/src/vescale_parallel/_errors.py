@@ -27,3 +27,7 @@ class StaleParameterError(ParallelError, RuntimeError):
 
 class TrainError(ParallelError):
     """The trainer cannot do what its command line asks: options, data or checkpoint."""
+
+
+class MemoryPlanError(ParallelError, ValueError):
+    """A graph whose memory cannot be planned, or a run that a memory plan does not fit."""

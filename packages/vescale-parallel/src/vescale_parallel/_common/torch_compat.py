@@ -13,6 +13,8 @@
   taken to have some, and Muon orthogonalises each matrix on every rank.
 - `saved_tensors_hooks_now`: hooks that others have set on tensors that autograd saves. Without it
   ours would hide them, so activation checkpointing around a unit saves no memory.
+- `FakeTensor`, `FakeTensorMode`: tensors without values, by which memory plans see what a graph
+  makes. Documented as torch.compiler's fake tensors, imported from where torch itself has them.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "after_backward",
+    "has_step_hooks",
+    "hooks_of",
+    "in_backward",
+    "no_torch_function",
+    "saved_tensors_hooks_now",
+]
 
 no_torch_function: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
 

@@ -1,0 +1,11 @@
+"""Memory of a torch.fx graph, planned and executed: in which order, and where everything lies.
+
+How a graph goes through the files:
+
+- `traced`: the graph runs once on fake tensors; out comes a `program`: operations, the storages
+  they make, and who waits for whom (arguments, writes in place, draws, collectives).
+- `simulated`: what lives at each step of an order. Every plan is judged by it.
+- `reach`: what is the same in every order: key points, and a lower bound of the peak.
+- `orders`, `search`: orders by rules, and branch and bound over a few operations.
+- `ordered`: the best of them; program order is always among them.
+"""

@@ -1,0 +1,364 @@
+"""From a torch.fx graph to a program: run it once without values, and see who touches what.
+
+Storages, not nodes, have lives: an operation's result may look at the storage of its argument. The
+graph runs on fake tensors under a mode that sees every operator, so that a node may be an operator,
+a method, a function of torch or a module alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vescale_parallel._common.torch_compat import FakeTensor, FakeTensorMode
+from vescale_parallel._errors import MemoryPlanError
+from vescale_parallel._memory.program import Operation, Program, Storage, program
+
+_PURE: Final = ("torch", "_operator", "operator", "math", "builtins")
+_COLLECTIVES: Final = ("c10d", "_dtensor", "vescale_comm")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a node returns: what every run has to agree with.
+
+    Attributes:
+        shape: its sizes.
+        stride: its strides, in elements.
+        offset: where it begins in its storage, in elements.
+        dtype: its dtype.
+        device: where it lies.
+        storage: an index in the program's storages; None where inputs or constants hold it.
+        key: which storage it lies in, also for those of inputs and constants.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    storage: int | None
+    key: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph and its program.
+
+    Attributes:
+        module: the graph.
+        nodes: the node of each operation.
+        program: what is planned.
+        results: the tensors in the value of each node, in the order of its leaves.
+        inputs: the value of each placeholder, tensors as `Result`.
+        writes: whether some operation writes to an input or a constant.
+    """
+
+    module: fx.GraphModule
+    nodes: tuple[fx.Node, ...]
+    program: Program
+    results: Mapping[fx.Node, tuple[Result, ...]]
+    inputs: tuple[Any, ...]
+    writes: bool
+
+
+@dataclass
+class _Seen:
+    """What one node does."""
+
+    touched: set[int] = field(default_factory=set)  # keys of storages
+    written: set[int] = field(default_factory=set)
+    made: dict[int, int] = field(default_factory=dict)  # bytes by key
+    draws: bool = False
+    communicates: bool = False
+    effects: bool = False
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator below a node, and keeps all values so that storages keep their keys."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self.alive: list[Any] = []
+        self.now = _Seen()
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self.fake, (args, kwargs or {}))
+        now = self.now
+        schema = func._schema.arguments
+        given = {one.name: value for one, value in zip(schema, args, strict=False)} | kwargs
+        for one in schema:
+            tensors = self.keep(given.get(one.name))
+            now.touched |= tensors
+            if one.alias_info is not None and one.alias_info.is_write:
+                now.written |= tensors
+        now.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        now.draws |= any(isinstance(one, torch.Generator) for one in given.values())
+        now.communicates |= any(one in func.namespace for one in _COLLECTIVES)
+        made = func(*args, **kwargs)
+        for tensor in _tensors(made):
+            key = self.key(tensor)
+            if key not in self.known:
+                self.known.add(key)
+                now.made[key] = tensor.untyped_storage().nbytes()
+        now.touched |= self.keep(made)
+        return made
+
+    def fake(self, value: Any) -> Any:
+        """A tensor of the graph without its values; the same one each time."""
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            self.alive.append(value)
+            return self.mode.from_tensor(value, static_shapes=True)
+        return value
+
+    def key(self, tensor: Tensor) -> int:
+        """Which storage a tensor lies in."""
+        self.alive.append(tensor)
+        return int(tensor.untyped_storage()._cdata)
+
+    def keep(self, value: Any) -> set[int]:
+        """The storages of all tensors in a value."""
+        return {self.key(one) for one in _tensors(value)}
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs the graph and notes what each node does."""
+
+    def __init__(self, module: fx.GraphModule, recorder: _Recorder) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.recorder = recorder
+        self.seen: dict[fx.Node, _Seen] = {}
+        self.values: dict[fx.Node, Any] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        value: Any = super().fetch_attr(target)
+        return self.recorder.fake(value)
+
+    def run_node(self, n: fx.Node) -> Any:
+        recorder = self.recorder
+        recorder.now = now = _Seen()
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            raise MemoryPlanError(_why_not(n, error)) from error
+        if n.op in ("placeholder", "get_attr"):
+            recorder.known |= recorder.keep(value)
+        for given in n.all_input_nodes:
+            now.touched |= recorder.keep(self.values[given])
+        now.touched |= recorder.keep(value)
+        now.effects = n.op != "placeholder" and (n.is_impure() or not _pure(n, self.module))
+        now.effects &= not now.written  # those are ordered by what they write
+        self.seen[n], self.values[n] = now, value
+        return value
+
+
+def traced(module: fx.GraphModule, inputs: Sequence[Any] | None) -> Traced:
+    """Run a graph without values, and return what a planner needs to know of it.
+
+    Raises:
+        MemoryPlanError: shapes depend on values, inputs are missing, or a node cannot run so.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder(mode)
+    with mode, torch.no_grad():
+        if inputs is None:
+            values = _from_metadata(module)
+        else:
+            values = [recorder.fake(one) for one in _as_many(module, inputs)]
+        interpreter = _Interpreter(module, recorder)
+        with recorder:
+            interpreter.run(*values, enable_io_processing=False)
+    return _Reader(module, interpreter).traced(values)
+
+
+def placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of a graph, in order."""
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _as_many(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    names = [node.name for node in placeholders(module)]
+    flat = list(inputs)
+    if len(flat) != len(names):
+        flat = tree_leaves(flat)
+    if len(flat) != len(names):
+        raise MemoryPlanError(
+            f"the graph has {len(names)} inputs ({', '.join(names[:6])} ...), but {len(flat)} were "
+            "given: pass them flat, in the order of its placeholders."
+        )
+    return flat
+
+
+def _from_metadata(module: fx.GraphModule) -> list[Any]:
+    """Inputs like those that the graph was traced with; those that shared a storage share one."""
+    values: list[Any] = []
+    bases: dict[int, tuple[Tensor, torch.dtype]] = {}
+    for node in placeholders(module):
+        value = node.meta.get("val")
+        if value is None:
+            raise MemoryPlanError(
+                f"input '{node.name}' of the graph says nothing of its shape: pass example inputs, "
+                "plan(graph, inputs=[...])."
+            )
+        if isinstance(value, Tensor):
+            if any(not isinstance(one, int) for one in (*value.shape, *value.stride())):
+                raise MemoryPlanError(
+                    f"input '{node.name}' has the symbolic shape {tuple(value.shape)}: a plan is "
+                    "for one shape. Pass example inputs, plan(graph, inputs=[...])."
+                )
+            key, dtype = value.untyped_storage()._cdata, value.dtype
+            if key not in bases:
+                count = value.untyped_storage().nbytes() // max(1, dtype.itemsize)
+                bases[key] = torch.empty(count, dtype=dtype, device=value.device), dtype
+            base, first = bases[key]
+            if first != dtype:
+                raise MemoryPlanError(
+                    f"input '{node.name}' ({dtype}) shares memory with an input of {first}: pass "
+                    "example inputs, plan(graph, inputs=[...])."
+                )
+            value = base.as_strided(value.shape, value.stride(), value.storage_offset())
+        values.append(value)
+    return values
+
+
+def _why_not(node: fx.Node, error: Exception) -> str:
+    if isinstance(error, MemoryPlanError):
+        return str(error)
+    kind = type(error).__name__
+    line = " ".join(str(error).split())[:300]
+    if "DataDependent" in kind or "DynamicOutputShape" in kind:
+        return (
+            f"node '{node.name}' ({node.target}) needs values to know its result ({kind}): memory "
+            "can be planned only where shapes do not depend on data. Cut the graph there, and plan "
+            "the parts."
+        )
+    return f"node '{node.name}' ({node.target}) cannot run without values: {kind}: {line}"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+
+
+def _pure(node: fx.Node, module: nn.Module) -> bool:
+    """Whether all that a call does is seen in its tensors, as far as its name tells."""
+    if node.op == "call_module":
+        return type(module.get_submodule(str(node.target))).__module__.startswith("torch.")
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return str(getattr(node.target, "__module__", "")).split(".")[0] in _PURE
+
+
+class _Reader:
+    """Makes a program of what was seen."""
+
+    def __init__(self, module: fx.GraphModule, ran: _Interpreter) -> None:
+        self.module, self.ran = module, ran
+        graph = list(module.graph.nodes)
+        self.nodes = [one for one in graph if one.op not in ("placeholder", "get_attr", "output")]
+        self.step = {node: at for at, node in enumerate(self.nodes)}
+        self.kept = ran.recorder.keep(ran.values[graph[-1]])
+        self.users: dict[int, set[int]] = {}
+        for node, at in self.step.items():
+            for key in ran.seen[node].touched:
+                self.users.setdefault(key, set()).add(at)
+        self.storage: dict[int, int] = {}
+
+    def traced(self, inputs: Sequence[Any]) -> Traced:
+        """Put it together."""
+        self._until_waited()
+        operations: list[Operation] = []
+        storages: list[Storage] = []
+        for at, node in enumerate(self.nodes):
+            made, temporary = self.ran.seen[node].made, 0
+            held = self.ran.recorder.keep(self.ran.values[node])
+            for key, size in made.items():
+                # What is returned, or written to something that lives on, outlives the node.
+                if key not in held and len(self.users.get(key, ())) < 2:
+                    temporary += size
+                    continue
+                number = sum(one.maker == at for one in storages)
+                self.storage[key] = len(storages)
+                users = tuple(sorted(self.users[key] | {at}))
+                name = f"{node.name}.{number}" if number else node.name
+                device = str(self._device(key, node))
+                storages.append(Storage(name, size, at, users, key in self.kept, device))
+            operations.append(Operation(node.name, temporary))
+        results = {node: self._results(value) for node, value in self.ran.values.items()}
+        outside = set(self.users) - set(self.storage)
+        return Traced(
+            self.module,
+            tuple(self.nodes),
+            program(operations, storages, self._before()),
+            results,
+            tuple(self._results(one)[0] if isinstance(one, Tensor) else one for one in inputs),
+            any(self.ran.seen[node].written & outside for node in self.nodes),
+        )
+
+    def _device(self, key: int, node: fx.Node) -> torch.device:
+        for tensor in _tensors(self.ran.values[node]):
+            if tensor.untyped_storage()._cdata == key:
+                return tensor.device
+        return torch.device("cpu")
+
+    def _results(self, value: Any) -> tuple[Result, ...]:
+        found = []
+        for one in _tensors(value):
+            if one.layout != torch.strided:
+                raise MemoryPlanError(f"tensors of layout {one.layout} cannot be planned.")
+            key = int(one.untyped_storage()._cdata)
+            where = int(one.storage_offset())
+            found.append(
+                Result(
+                    tuple(one.shape),
+                    one.stride(),
+                    where,
+                    one.dtype,
+                    one.device,
+                    self.storage.get(key),
+                    key,
+                )
+            )
+        return tuple(found)
+
+    def _until_waited(self) -> None:
+        """What a collective reads lives until somebody has waited for the collective."""
+        seen = [self.ran.seen[node] for node in self.nodes]
+        for at, node in enumerate(self.nodes):
+            if "wait_tensor" not in str(node.target):
+                continue
+            for given in node.all_input_nodes:
+                start = self.step.get(given)
+                if start is not None and seen[start].communicates:
+                    for key in seen[start].touched:
+                        self.users[key].add(at)
+                        seen[at].touched.add(key)
+
+    def _before(self) -> list[set[int]]:
+        """What each operation waits for: arguments, writers, and the chains of the graph."""
+        before: list[set[int]] = []
+        last: dict[str, int] = {}
+        written: dict[int, int] = {}
+        readers: dict[int, list[int]] = {}
+        for at, node in enumerate(self.nodes):
+            seen = self.ran.seen[node]
+            waits = {self.step[one] for one in node.all_input_nodes if one in self.step}
+            for key in seen.touched:
+                if key in written:
+                    waits.add(written[key])
+                if key in seen.written:
+                    waits.update(readers.pop(key, ()))
+                    written[key] = at
+                else:
+                    readers.setdefault(key, []).append(at)
+            for chain in ("draws", "communicates", "effects"):
+                if getattr(seen, chain):
+                    waits |= {last[chain]} if chain in last else set()
+                    last[chain] = at
+            before.append(waits - {at})
+        return before

@@ -1,0 +1,121 @@
+"""A planned order is valid, never above program order, and optimal where it says so."""
+
+import random
+import time
+
+import pytest
+from vescale_parallel import ParallelError
+from vescale_parallel._memory.ordered import ordered
+from vescale_parallel._memory.program import Operation, Program, Storage, checked_order, program
+from vescale_parallel._memory.reach import Reach
+from vescale_parallel._memory.simulated import Running, lifetimes, profile
+
+
+def random_program(seed: int, size: int) -> Program:
+    """Operations that wait for a few before them; some results are kept, some never used."""
+    draw = random.Random(seed)
+    before = []
+    for at in range(size):
+        near = range(max(0, at - 8), at)
+        before.append(set(draw.sample(near, min(len(near), draw.choice([0, 1, 1, 2, 3])))))
+    storages = []
+    for at in range(size):
+        later = [one for one in range(at + 1, size) if at in before[one]]
+        for number in range(draw.choice([0, 1, 1, 1, 2])):
+            users = (at, *(one for one in later if draw.random() < 0.8))
+            size_of = draw.choice([0, 1, 5, 10, 100])
+            storages.append(Storage(f"{at}.{number}", size_of, at, users, draw.random() < 0.1))
+    operations = [Operation(str(at), draw.choice([0, 0, 0, 7])) for at in range(size)]
+    return program(operations, storages, before)
+
+
+def best_of_all(of: Program) -> int:
+    """The lowest peak, by trying every order."""
+
+    def below(running: list[int], done: frozenset[int]) -> int:
+        if len(running) == len(of):
+            return profile(of, running).peak
+        ready = [at for at in range(len(of)) if at not in done and of.before[at] <= done]
+        return min(below([*running, at], done | {at}) for at in ready)
+
+    return below([], frozenset())
+
+
+def naive_peak(of: Program, order: tuple[int, ...]) -> int:
+    """The peak by its definition, step by step."""
+    levels = [0]
+    for step, operation in enumerate(order):
+        gone, now = set(order[:step]), set(order[: step + 1])
+        alive = [
+            one.bytes
+            for one in of.storages
+            if one.maker in now and (one.kept or one.maker == operation or not {*one.users} <= gone)
+        ]
+        levels.append(sum(alive) + of.operations[operation].temporary)
+    return max(levels)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_small_programs_are_solved(seed: int):
+    of = random_program(seed, 6)
+    found = ordered(of, deadline=time.monotonic() + 60)
+    assert found.profile.peak == best_of_all(of) == found.lower_bound
+    assert Reach(of).lower_bound() <= found.lower_bound
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_orders_are_valid_and_never_above_program_order(seed: int):
+    of = random_program(seed, 60)
+    found = ordered(of, deadline=time.monotonic() + 0.3)
+    assert checked_order(of, found.order) == found.order
+    start = profile(of, range(len(of))).peak
+    assert found.peaks["program order"] == start >= found.profile.peak >= found.lower_bound
+    assert found.profile.peak == naive_peak(of, found.order)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0])
+def test_without_time_there_is_still_a_plan_and_it_says_so(seconds: float):
+    of = random_program(3, 80)
+    found = ordered(of, deadline=time.monotonic() + seconds)
+    assert checked_order(of, found.order)
+    assert not found.complete
+    assert found.profile.peak <= found.peaks["program order"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prefix_knows_what_the_simulator_knows(seed: int):
+    of = random_program(seed, 40)
+    running = Running(of)
+    levels = []
+    for at in range(len(of)):
+        running.run(at)
+        levels.append(running.live)
+    found = profile(of, running.order)
+    assert tuple(levels) == found.after
+    assert running.peak == found.peak
+
+
+def test_kept_storages_live_to_the_end():
+    storages = [Storage("a", 4, 0, (0,), kept=True), Storage("b", 8, 0, (0,))]
+    of = program([Operation("0"), Operation("1")], storages, [[], [0]])
+    assert lifetimes(of, (0, 1)) == [(0, 1), (0, 0)]
+    assert profile(of, (0, 1)).after == (4, 4)
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0,), (0, 0), (0, 2)])
+def test_a_wrong_order_is_told(order: tuple[int, ...]):
+    of = program([Operation("a"), Operation("b")], [], [[], [0]])
+    with pytest.raises(ParallelError, match="order"):
+        checked_order(of, order)
+
+
+def test_updates_are_pulled_forward():
+    """Gradients that all wait for the end, as updates after a backward do: one lives at a time."""
+    count = 20
+    operations = [Operation(f"gradient {at}") for at in range(count)]
+    operations += [Operation(f"update {at}") for at in range(count)]
+    storages = [Storage(str(at), 100, at, (at, count + at)) for at in range(count)]
+    chain = [[at - 1] if at else [] for at in range(count)]
+    of = program(operations, storages, [*chain, *([at] for at in range(count))])
+    found = ordered(of, deadline=time.monotonic() + 60)
+    assert (found.peaks["program order"], found.profile.peak) == (100 * count, 100)

@@ -1,0 +1,128 @@
+"""Liveness of a graph is that of its run: aliases, writes in place, draws and collectives."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from vescale_parallel import ParallelError
+from vescale_parallel._memory.program import Program
+from vescale_parallel._memory.traced import Traced, traced
+
+
+def of_function(function: Callable[..., Any], *inputs: Any) -> Traced:
+    return traced(make_fx(function, tracing_mode="fake")(*inputs), None)
+
+
+def named(found: Traced, part: str) -> list[int]:
+    return [at for at, node in enumerate(found.nodes) if part in node.name]
+
+
+def any_order(of: Program, seed: int) -> list[int]:
+    """A random order that keeps to what waits for what."""
+    draw, order = random.Random(seed), list[int]()
+    while len(order) < len(of):
+        ready = [at for at in range(len(of)) if at not in order and of.before[at] <= {*order}]
+        order.append(draw.choice(ready))
+    return order
+
+
+def test_views_keep_their_storage_alive():
+    found = of_function(lambda x: ((x * 2).t().reshape(-1)[3:] + 1, x.sum()), torch.ones(4, 1))
+    (made,) = [one for one in found.program.storages if one.name.startswith("mul")]
+    assert {found.nodes[at].name.split("_")[0] for at in made.users} >= {"mul", "t", "add"}
+    assert made.bytes == 16
+    assert [one.kept for one in found.program.storages] == [False, True, True]
+
+
+def test_inputs_and_constants_are_not_counted():
+    module = nn.Linear(4, 4)
+    found = traced(fx.symbolic_trace(module), [torch.ones(2, 4)])
+    assert [one.bytes for one in found.program.storages] == [32]
+
+
+def in_place(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    a = x * 2
+    b = a + 1
+    view = a[1:]
+    view.add_(y[1:])
+    c = a * b
+    a.zero_()
+    y.copy_(c)
+    return a + c, y * 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_allowed_order_computes_the_same(seed: int):
+    inputs = torch.arange(4.0), torch.full((4,), 3.0)
+    module = make_fx(in_place, tracing_mode="fake")(*inputs)
+    found = traced(module, None)
+    env = dict(
+        zip(module.graph.find_nodes(op="placeholder"), map(torch.clone, inputs), strict=True)
+    )
+    for at in any_order(found.program, seed):
+        node = found.nodes[at]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        env[node] = node.target(*args, **kwargs)
+    expected = in_place(*inputs)
+    results = fx.node.map_arg(module.graph.output_node().args[0], env.__getitem__)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def test_draws_keep_their_order():
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.rand_like(x), torch.randn(3), torch.bernoulli(x), torch.rand(2)
+
+    found = of_function(function, torch.full((4,), 0.5))
+    draws = [*named(found, "rand"), *named(found, "bernoulli")]
+    assert len(draws) == 4
+    for seed in range(4):
+        order = any_order(found.program, seed)
+        assert [at for at in order if at in draws] == sorted(draws)
+
+
+def test_modules_and_methods_are_seen_through():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.layers(x)
+            made.mul_(2)
+            return made.view(-1) + 1
+
+    found = traced(fx.symbolic_trace(Net()), [torch.ones(3, 4)])
+    assert found.writes  # running statistics
+    linear, norm, _ = found.program.storages
+    assert (linear.bytes, norm.bytes) == (96, 96)
+    assert {found.nodes[at].name for at in norm.users} >= {"layers_1", "layers_2", "mul_", "view"}
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "words"),
+    [
+        (lambda x: x.nonzero(), [torch.ones(3)], "shapes do not depend on data"),
+        (lambda x: x[x > 0], [torch.ones(3)], "shapes do not depend on data"),
+        (lambda x: x.item(), [torch.ones(1)], "shapes do not depend on data"),
+        (lambda x: x + 1, None, "inputs="),
+        (lambda x: x + 1, [torch.ones(1)] * 2, "1 inputs"),
+        (lambda x: x @ x, [torch.ones(2, 3)], "matmul"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(function: Any, inputs: Any, words: str):
+    with pytest.raises(ParallelError, match=words):
+        traced(fx.symbolic_trace(function), inputs)
+
+
+def test_symbolic_shapes_are_told_and_made_concrete_by_inputs():
+    module = make_fx(lambda x: x.view(x.shape[0] * 2, -1) + 1, tracing_mode="symbolic")(
+        torch.ones(4, 6)
+    )
+    with pytest.raises(ParallelError, match="symbolic shape"):
+        traced(module, None)
+    found = traced(module, [torch.ones(5, 8)])
+    assert [one.bytes for one in found.program.storages if one.bytes] == [160]
