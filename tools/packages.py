@@ -193,6 +193,7 @@ PACKAGES = (
             "_apply",
             "_plan",
             "_check",
+            "_checkpoint",
             "_cost | _memory | _zero",
             "_notation",
             "_common",

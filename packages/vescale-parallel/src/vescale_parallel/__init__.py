@@ -9,6 +9,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
   before, and what is installed: distributed parameters, hooks, the summation of gradients.
 - `_plan/`: `Plan`, and plans that nobody has to write: presets by declared layouts or by shapes.
 - `_check/`: text of a plan -> parsed rules -> rules resolved for a model and a mesh: a `Report`.
+- `_checkpoint/`: modules that are computed again in backward.
 - `_cost/`: what a step of a resolved plan would cost on a cluster, on paper.
 - `_memory/`: order and layout of what a torch.fx graph makes; it stands by itself.
 - `_zero/`: parameters that are stored as shards, gathered while their module runs.

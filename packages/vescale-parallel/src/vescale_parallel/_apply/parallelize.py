@@ -14,6 +14,7 @@ from vescale_parallel._apply.preflight import preflight
 from vescale_parallel._apply.replaced import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
 from vescale_parallel._check.report import Report
+from vescale_parallel._checkpoint.install import Budget, install_regions
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
@@ -62,6 +63,7 @@ def parallelize(
     for one in made:
         retire(one.plain, one.name)
     _install_hooks(model, mesh, report)
+    _install_checkpoint(model, mesh, report)
     install_zero(model, report, where, plan.prefetch)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     return model
@@ -129,3 +131,10 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for row in report.boundaries:
         install_boundary(modules[row.module], row, mesh)
+
+
+def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
+    regions = install_regions(model, report.regions, mesh.device_type)
+    if report.budget is not None:
+        budget = Budget(list(regions.values()), report.activations.needed)
+        model.register_forward_pre_hook(budget, with_kwargs=True)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._check.parsed_rules import Rules
 from vescale_parallel._check.report import Report
+from vescale_parallel._checkpoint.resolve import RegionRow, regions_of
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._common.messages import count, did_you_mean, listed
 from vescale_parallel._errors import PlanError
@@ -37,7 +38,8 @@ def check_rules(
     boundaries, boundary_problems = _boundary_rows(rules, model)
     problems += parameter_problems + boundary_problems
     parameters, zero_problems = _with_levels(rules, model, parameters, sizes)
-    problems += zero_problems
+    regions, region_problems = _regions(rules, model)
+    problems += zero_problems + region_problems
     if problems:
         head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
         raise PlanError("\n  - ".join([head, *problems]))
@@ -56,6 +58,8 @@ def check_rules(
         buffers=buffers_of(rules.zero, model, parameters, sizes),
         over=rules.zero.over,
         cast_buffers=cast_buffers_of(rules.zero, model),
+        regions=tuple(regions),
+        budget=rules.checkpoint.budget,
     )
 
 
@@ -75,6 +79,13 @@ def _with_levels(
     levelled = [replace(row, zero=levels.get(row.name, 0)) for row in rows]
     cast, dtype_problems = with_dtypes(rules.zero, levelled)
     return with_units(rules.zero, model, cast), problems + dtype_problems
+
+
+def _regions(rules: Rules, model: nn.Module) -> tuple[list[RegionRow], list[str]]:
+    names = [name for name, _ in model.named_modules() if name]
+    dead = _dead_rules("module", rules.checkpoint.globs, names)
+    regions, problems = regions_of(rules.checkpoint, model)
+    return regions, dead or problems
 
 
 def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:

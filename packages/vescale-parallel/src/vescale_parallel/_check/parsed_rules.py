@@ -7,6 +7,7 @@ what `check` resolves against a model. That order (text, rules, report) keeps im
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vescale_parallel._checkpoint.rules import CheckpointRules
 from vescale_parallel._notation.glob import expand_braces
 from vescale_parallel._notation.layout import Boundary, RuleLayout, parse_boundary, parse_layout
 from vescale_parallel._zero.rules import ZeroRules
@@ -22,6 +23,7 @@ class Rules:
         batch: layout of the plain tensors that enter the root module, or None.
         axes: axes that a rule may name beyond those of the mesh.
         zero: what is sharded beyond the layouts, see `ZeroRules`.
+        checkpoint: what is computed again in backward.
     """
 
     parameters: Mapping[str, RuleLayout]
@@ -29,6 +31,7 @@ class Rules:
     batch: RuleLayout | None
     axes: tuple[str, ...]
     zero: ZeroRules
+    checkpoint: CheckpointRules
 
     def axes_by_rule(self) -> dict[str, tuple[str, ...]]:
         """For each rule, in words, the axes that it names."""
@@ -48,6 +51,7 @@ def parse_rules(
     batch: str | None,
     axes: tuple[str, ...],
     zero: ZeroRules,
+    checkpoint: CheckpointRules,
 ) -> Rules:
     """Read every rule.
 
@@ -63,4 +67,5 @@ def parse_rules(
         batch=None if batch is None else parse_layout(batch),
         axes=axes,
         zero=zero,
+        checkpoint=checkpoint,
     )

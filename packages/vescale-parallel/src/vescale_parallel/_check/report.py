@@ -1,11 +1,20 @@
 """What `plan.check` returns: the plan, resolved for one model and one mesh."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vescale_parallel._check.activations import (
+    Activations,
+    item_bytes,
+    saved_by_region,
+    sequence_parallel,
+    sharing,
+)
+from vescale_parallel._checkpoint.resolve import RegionRow
 from vescale_parallel._common.messages import dtype_name, human_bytes, table
 from vescale_parallel._cost import (
     Cluster,
@@ -37,6 +46,8 @@ class Report:
         buffers: the flat buffers that hold the parameters with a `zero` level.
         over: the axis that those are sharded over.
         cast_buffers: buffers of modules that are stored in another dtype, by name.
+        regions: modules that are computed again in backward; with a budget, the first of them.
+        budget: bytes of activations of a rank, or None.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -48,6 +59,8 @@ class Report:
     buffers: tuple[BufferRow, ...] = ()
     over: str = ""
     cast_buffers: tuple[tuple[str, torch.dtype], ...] = ()
+    regions: tuple[RegionRow, ...] = ()
+    budget: float | None = None
 
     @property
     def bytes_per_rank(self) -> int:
@@ -57,6 +70,22 @@ class Report:
         # By rank: the one with most of one buffer need not be that with most of another.
         return kept + max(sum(row.stored_on(rank) for row in self.buffers) for rank in ranks)
 
+    @property
+    def activations(self) -> Activations:
+        """What forward keeps for backward, by tokens; estimates of the cost model."""
+        sizes = dict(self.mesh)
+        pieces = [_piece(row, sizes, None, Workload(tokens=0)) for row in self.parameters]
+        sharers = math.prod(sizes.get(axis, 1) for axis in (self.batch.axes if self.batch else ()))
+        return Activations(
+            pieces=pieces,
+            sharers=sharers,
+            tp=sharing(pieces, sizes),
+            item=item_bytes(self.parameters),
+            sequence_parallel=sequence_parallel(self.boundaries),
+            regions=self.regions,
+            budget=self.budget,
+        )
+
     def cost(
         self,
         tokens: int,
@@ -65,6 +94,7 @@ class Report:
         zero: int | None = None,
         cluster: str | Cluster = "h100",
         precision: Precision | None = None,
+        recompute: bool | None = None,
         **workload: Any,
     ) -> Cost:
         """What a training step would cost on a cluster, by the model of `vescale_parallel.cost`.
@@ -77,12 +107,15 @@ class Report:
             zero: ZeRO level of all parameters, over the axis of the plan; None: what the plan says.
             cluster: a name in `cost.CLUSTERS`, or one of your own.
             precision: bytes of an element by its use; by default bf16 with float32 masters.
-            workload: `recompute`, `sequence_parallel`, `queries`, `lookups`; see `cost.Workload`.
+            recompute: whether each repeated block is computed again; None: what the plan says.
+            workload: `sequence_parallel`, `queries`, `lookups`; see `cost.Workload`.
 
         Raises:
             PlanError: there is no cluster of that name.
         """
-        work = Workload(tokens=tokens, sequence=sequence, **workload)
+        if recompute is None and self.regions:
+            workload["regions"] = saved_by_region(self.activations.recomputed(tokens))
+        work = Workload(tokens=tokens, sequence=sequence, recompute=bool(recompute), **workload)
         sizes = dict(self.mesh)
         scene = Scene(
             mesh=sizes,
@@ -109,6 +142,8 @@ class Report:
             parts.append(_buffers(self.cast_buffers))
         if self.boundaries:
             parts.append(_boundaries(self.boundaries))
+        if self.regions:
+            parts.append(self.activations.text())
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])
 
     def _parameters(self) -> str:

@@ -10,6 +10,7 @@ from typing import Final
 from vescale_parallel._cli.models import PRESETS, chosen_plan, named_model, read_plan
 from vescale_parallel._cli.priced import Step, priced
 from vescale_parallel._cli.shown import as_json, as_text
+from vescale_parallel._common.messages import bytes_in
 from vescale_parallel._cost import CLUSTERS
 from vescale_parallel._errors import MeshError, ParallelError, PlanError
 
@@ -32,7 +33,6 @@ links and the efficiency that is assumed for it (vescale_parallel.cost.CLUSTERS)
 
 Exit status: 0 where it fits, 1 where it does not, 2 where the plan or the question is wrong.
 """
-_UNITS: Final = {"": 0, "K": 3, "M": 6, "G": 9, "T": 12}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +74,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
     add("--sequences", type=int, default=1, help="of each dp rank and step (default: 1)")
     add("--sequence", type=int, default=4096, help="tokens of a sequence (default: 4096)")
-    add("--recompute", action="store_true", help="compute blocks again in backward")
+    add("--checkpoint", help="full, selective, a number n (every n-th block) or bytes, as 24GB")
+    add("--recompute", action="store_true", help="the model computes its blocks again by itself")
     add("--write", type=Path, metavar="FILE", help="write the plan, as TOML or .json")
     add("--json", action="store_true", help="print JSON in place of tables")
 
@@ -89,6 +90,9 @@ def _plan(options: argparse.Namespace) -> int:
         plan = read_plan(options.plan)
     if options.zero is not None:
         plan = plan.with_(zero=options.zero)
+    if options.checkpoint is not None:
+        word = options.checkpoint
+        plan = plan.with_(checkpoint=int(word) if word.isdecimal() else word)
     step = Step(options.sequences, options.sequence, options.recompute)
     found = priced(model, plan, sizes, step, cluster=options.cluster, memory=memory)
     if options.write is not None:
@@ -119,9 +123,7 @@ def parse_bytes(text: str) -> float:
     Raises:
         PlanError: the text is no number of bytes.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    found = bytes_in(text)
     if found is None:
         raise PlanError(f"--memory {text!r}: write bytes, as 80GB or 40GiB.")
-    power = _UNITS[found[2].upper()]
-    unit: int = 2 ** (power // 3 * 10) if found[3] else 10**power
-    return float(found[1]) * unit
+    return found

@@ -19,7 +19,7 @@ class Step:
     Attributes:
         sequences: of each data-parallel rank.
         sequence: tokens of one.
-        recompute: whether blocks are computed again in backward.
+        recompute: whether the model computes its blocks again; else it is as the plan says.
     """
 
     sequences: int
@@ -34,15 +34,15 @@ class Priced:
     Attributes:
         plan: the plan.
         report: the plan resolved.
-        costs: of a step by whether blocks are recomputed.
-        chosen: which of the two is asked for.
+        costs: of a step by whether blocks are recomputed; None: those that the plan says.
+        chosen: which of them is asked for.
         memory: bytes of a device.
     """
 
     plan: Plan
     report: Report
-    costs: Mapping[bool, Cost]
-    chosen: bool
+    costs: Mapping[bool | None, Cost]
+    chosen: bool | None
     memory: float
 
     @property
@@ -86,9 +86,10 @@ def priced(
             sequence_parallel=_sequence_parallel(plan),
             lookups=looked_up(model),
         )
-        for recompute in (False, True)
+        for recompute in (False, True, None)
     }
-    return Priced(plan, report, costs, step.recompute, where.memory)
+    chosen = True if step.recompute else None
+    return Priced(plan, report, costs, chosen, where.memory)
 
 
 def _sequence_parallel(plan: Plan) -> bool:

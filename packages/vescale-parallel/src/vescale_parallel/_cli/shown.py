@@ -50,13 +50,15 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _memory(one: Priced) -> str:
-    kept, recomputed = one.costs[False], one.costs[True]
-    names = [*vars(kept.memory), "total"]
+    shown = {"all kept": one.costs[False], "blocks recomputed": one.costs[True]}
+    if one.report.regions:
+        shown["as the plan says"] = one.costs[None]
+    names = [*vars(one.cost.memory), "total"]
     rows = [
-        (name, *(human_bytes(round(getattr(cost.memory, name))) for cost in (kept, recomputed)))
+        (name, *(human_bytes(round(getattr(cost.memory, name))) for cost in shown.values()))
         for name in names
     ]
-    header = ["memory of a rank", "all kept", "blocks recomputed"]
+    header = ["memory of a rank", *shown]
     return table(header, rows, right=header[1:])
 
 
@@ -83,7 +85,8 @@ def _notes(one: Priced) -> list[str]:
 
 def _verdict(one: Priced) -> str:
     cost = one.cost
-    how = "blocks recomputed" if one.chosen else "all activations kept"
+    said = "as the plan says" if one.report.regions else "all activations kept"
+    how = "blocks recomputed" if one.chosen else said
     fits = "fits in" if one.fits else "does NOT fit in"
     step = (
         f"{1e3 * cost.seconds:.4g} ms a step on {cost.cluster.name} ({1e3 * cost.exposed:.3g} of it"
@@ -99,7 +102,7 @@ def _advice(one: Priced) -> str:
         return ""
     tried = []
     if not one.chosen and one.costs[True].memory.total < one.cost.memory.total:
-        tried.append("--recompute")
+        tried.append("--checkpoint full")
     if isinstance(one.plan.zero, int) and one.plan.zero < 3:
         tried.append("--zero 3")
     tried += ["more ranks of tp or dp", "fewer --sequences"]
@@ -115,9 +118,10 @@ def as_json(one: Priced) -> str:
         "notes": list(one.report.notes),
         "fits": one.fits,
         "memory_of_a_device": one.memory,
-        "recompute": one.chosen,
+        "recompute": bool(one.chosen),
         "all_kept": _cost(one.costs[False]),
         "blocks_recomputed": _cost(one.costs[True]),
+        "as_the_plan_says": _cost(one.costs[None]),
     }
     return json.dumps(content, indent=2)
 

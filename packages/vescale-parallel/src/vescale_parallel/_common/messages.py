@@ -1,7 +1,9 @@
 """Small helpers for messages: lists of names, and the names nearest to a wrong one."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
 
@@ -56,6 +58,20 @@ def human_bytes(number: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+_BYTES: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_POWERS: Final = {"": 0, "K": 3, "M": 6, "G": 9, "T": 12}
+
+
+def bytes_in(text: str) -> float | None:
+    """Return bytes from `80GB` (powers of ten) or `80GiB` (powers of two); None of other text."""
+    found = _BYTES.fullmatch(text)
+    if found is None:
+        return None
+    power = _POWERS[found[2].upper()]
+    unit: int = 2 ** (power // 3 * 10) if found[3] else 10**power
+    return float(found[1]) * unit
 
 
 def dtype_name(dtype: torch.dtype) -> str:

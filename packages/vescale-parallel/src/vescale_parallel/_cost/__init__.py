@@ -9,7 +9,7 @@ Pure functions of shapes: no processes, no tensors. Top to bottom (imports point
 """
 
 from vescale_parallel._cost.links import CLUSTERS, Cluster, Link, collective_seconds
-from vescale_parallel._cost.memory import Memory
+from vescale_parallel._cost.memory import Memory, activation_bytes
 from vescale_parallel._cost.pieces import Piece, piece_of
 from vescale_parallel._cost.settings import Precision, Workload
 from vescale_parallel._cost.step import Cost, Scene, estimate
@@ -26,6 +26,7 @@ __all__ = [
     "Scene",
     "Transfer",
     "Workload",
+    "activation_bytes",
     "collective_seconds",
     "estimate",
     "piece_of",

@@ -4,21 +4,23 @@ from collections.abc import Sequence
 
 from vescale_parallel._cost.memory import Memory
 from vescale_parallel._cost.pieces import Piece
+from vescale_parallel._cost.recomputed import region_of, regions_of
 from vescale_parallel._cost.settings import Workload
 
 
-def forward_flops(
-    pieces: Sequence[Piece], tokens: float, work: Workload, *, units_only: bool = False
-) -> float:
+def forward_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float:
     """Two for each element of a matrix and token, and causal attention."""
-    total = 0.0
-    for piece in pieces:
-        if not piece.multiplied or (units_only and piece.is_head):
-            continue
-        total += 2 * piece.elements * tokens
-        if piece.attends:
-            # Scores and their product with the values, 2 flops each, half of them masked.
-            total += 2 * piece.outputs * work.sequence * tokens
+    return sum(_flops(one, tokens, work) for one in pieces)
+
+
+def _flops(piece: Piece, tokens: float, work: Workload, kept: Sequence[str] = ()) -> float:
+    """Of one parameter; families of operators that are `kept` are not computed."""
+    if not piece.multiplied:
+        return 0.0
+    total = 0.0 if "matmul" in kept else 2 * piece.elements * tokens
+    if piece.attends and "attention" not in kept:
+        # Scores and their product with the values, 2 flops each, half of them masked.
+        total += 2 * piece.outputs * work.sequence * tokens
     return total
 
 
@@ -28,8 +30,10 @@ def model_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float
 
 
 def hardware_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float:
-    """What is computed: with recomputation the units' forward twice."""
-    again = forward_flops(pieces, tokens, work, units_only=True) if work.recompute else 0.0
+    """What is computed: the forward of what is recomputed twice."""
+    regions = regions_of(pieces, work)
+    placed = ((one, region_of(one.name, regions)) for one in pieces)
+    again = sum(_flops(one, tokens, work, regions[r]) for one, r in placed if r is not None)
     return model_flops(pieces, tokens, work) + again
 
 

@@ -1,9 +1,10 @@
 """Bytes that one rank holds at the peak of a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_parallel._cost.pieces import Piece, by_unit
+from vescale_parallel._cost.recomputed import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
 
 
@@ -73,25 +74,39 @@ def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
 
 
 def activation_bytes(
-    pieces: Iterable[Piece], tokens: float, tp: int, precision: Precision, work: Workload
+    pieces: Sequence[Piece], tokens: float, tp: int, precision: Precision, work: Workload
 ) -> float:
     """What forward keeps: every product its input and its output, every norm two of its size.
 
     Products that share an input are counted as if each kept its own, which stands for what
     pointwise functions between them keep. The loss keeps logits and their logarithms in float32.
     """
-    units = by_unit(pieces)
     spread = tp if work.sequence_parallel else 1
-    kept = {unit: sum(_elements(one, spread) for one in some) for unit, some in units.items()}
-    logits = sum(one.outputs for one in units.get("", ()) if one.is_head)
-    root = kept.pop("", 0.0)
-    if work.recompute and kept:
-        # Each unit keeps its input, as wide as its first norm or matrix takes it, and one of them
-        # at a time everything.
-        inside = sum(units[unit][0].shape[-1] / spread for unit in kept) + max(kept.values())
-    else:
-        inside = sum(kept.values())
-    return tokens * ((root + inside) * precision.compute + 2 * logits * 4)
+    regions = regions_of(pieces, work)
+    outside, inside = 0.0, dict[str, list[Piece]]()
+    for one in pieces:
+        region = region_of(one.name, regions)
+        if region is None:
+            outside += _elements(one, spread)
+        else:
+            inside.setdefault(region, []).append(one)
+    again = 0.0
+    for region, some in inside.items():
+        # Each region keeps its input, as wide as its first norm or matrix takes it, and what it
+        # is told to; and one of them at a time everything.
+        saved = sum(_saved(one, spread, regions[region]) for one in some)
+        outside += saved + (some[0].shape[-1] / spread if some[0].shape else 0.0)
+        again = max(again, sum(_elements(one, spread) for one in some) - saved)
+    logits = sum(one.outputs for one in pieces if one.is_head)
+    return tokens * ((outside + again) * precision.compute + 2 * logits * 4)
+
+
+def _saved(piece: Piece, spread: int, families: Sequence[str]) -> float:
+    """Elements that a token leaves behind of results that are kept."""
+    if not piece.multiplied:
+        return 0.0
+    outputs = piece.outputs / (1 if 0 in {dim for _, dim in piece.dims} else spread)
+    return outputs * (("matmul" in families) + (piece.attends and "attention" in families))
 
 
 def _elements(piece: Piece, spread: int) -> float:

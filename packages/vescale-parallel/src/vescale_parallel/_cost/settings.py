@@ -1,6 +1,7 @@
 """What is trained at once, in which precision, and what is recomputed."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Workload:
         tokens: of the global batch.
         sequence: tokens that attend to each other (causally); 0: no attention.
         recompute: whether backward computes each unit again from its input.
+        regions: modules that are computed again, and for each the families of operators whose
+            results are kept all the same; looked at where `recompute` is not set.
         sequence_parallel: whether activations outside of tensor-parallel regions are sharded too.
         queries: glob over the weights that make queries, whose output attends.
         lookups: glob over parameters that are looked up, and not multiplied with.
@@ -41,6 +44,7 @@ class Workload:
     tokens: int
     sequence: int = 0
     recompute: bool = False
+    regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence_parallel: bool = False
     queries: str = "*{q,q_proj,wq,query}.weight"
     lookups: str = "*emb*"

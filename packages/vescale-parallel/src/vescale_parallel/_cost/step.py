@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vescale_parallel._common.messages import human_bytes, table
 from vescale_parallel._cost.compute import hardware_flops, model_flops, update_bytes
 from vescale_parallel._cost.links import Cluster, collective_seconds
-from vescale_parallel._cost.memory import Memory, memory_of
+from vescale_parallel._cost.memory import Memory, activation_bytes, memory_of
 from vescale_parallel._cost.pieces import Piece
 from vescale_parallel._cost.settings import Precision, Workload
 from vescale_parallel._cost.traffic import (
@@ -57,7 +57,7 @@ class Cost:
         ranks, tokens: of the mesh and of the global batch.
         memory: bytes of one rank.
         flops: that the model needs of one rank, recomputation not counted.
-        compute, update: seconds of matrix products, and of the optimizer.
+        compute, update: seconds of matrix products and of what is recomputed, and of the optimizer.
         transfers: collectives of one rank, with the bytes that it sends and their seconds.
         exposed: seconds in which a rank waits for collectives.
         cluster: where.
@@ -164,7 +164,10 @@ def estimate(
     )
     cluster = scene.cluster
     flops = hardware_flops(pieces, tokens, work)
-    compute = flops / (cluster.flops * cluster.efficiency)
+    # What is not kept is written and read once more.
+    everything = replace(work, recompute=False, regions={})
+    dropped = activation_bytes(pieces, tokens, tp, precision, everything) - memory.activations
+    compute = flops / (cluster.flops * cluster.efficiency) + 2 * dropped / cluster.memory_bandwidth
     level = max((one.zero for one in pieces), default=0)
     return Cost(
         ranks=scene.ranks,

@@ -1,9 +1,10 @@
 """Collectives of a step, by mesh axis."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vescale_parallel._cost.pieces import Piece, by_unit
+from vescale_parallel._cost.recomputed import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
 
 
@@ -32,7 +33,7 @@ class Transfer:
 
 
 def activation_transfers(
-    pieces: Iterable[Piece], tokens: float, precision: Precision, work: Workload
+    pieces: Sequence[Piece], tokens: float, precision: Precision, work: Workload
 ) -> Iterator[Transfer]:
     """Sums over tensor-parallel axes, one forward and one backward for each region.
 
@@ -40,6 +41,7 @@ def activation_transfers(
     the gradient of what entered the region. With sequence parallelism each of these is a
     reduce-scatter and an all-gather, which together take what an all-reduce takes.
     """
+    regions = regions_of(pieces, work)
     for piece in pieces:
         for axis, dim in piece.dims:
             outputs, inputs = (tokens * piece.shape[i] * precision.compute for i in (0, -1))
@@ -48,8 +50,8 @@ def activation_transfers(
             if dim == 0 and piece.is_head:
                 yield Transfer(axis, "all_reduce", inputs)  # the gradient of what it reads
             if dim > 0 and piece.multiplied:
-                # Recomputed units sum their outputs again.
-                again = work.recompute and not piece.is_head
+                # Recomputed regions sum their outputs again.
+                again = region_of(piece.name, regions) is not None
                 yield Transfer(axis, "all_reduce", outputs, 3 if again else 2)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_parallel._check.check import check_rules
 from vescale_parallel._check.parsed_rules import Rules, parse_rules
 from vescale_parallel._check.report import Report
+from vescale_parallel._checkpoint.rules import parse_checkpoint
 from vescale_parallel._common.mesh import AXES, mesh_sizes
 from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._cost import Cluster
@@ -72,6 +73,12 @@ class Plan:
             needs. Owners are balanced by what such a step costs, over all units.
         block: so many elements in a row of a local parameter stay on one rank, as the blocks of an
             optimizer with quantised states; or the extents of tiles of its matrices, as (128, 128).
+        checkpoint: what is computed again in backward, in place of being kept from forward: "full":
+            each repeated block; a number n: every n-th of them; "selective": each, but results of
+            matrix products, attention and convolutions are kept; "save: matmul, aten::topk": as
+            that, for operators of your choice; "24GB": as many blocks as it takes for activations
+            of a rank to stay below, by the estimate of `check`. Or glob over module names to one of
+            "full", "selective", "save: ..." and "none"; of modules within others, the outermost.
 
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
@@ -93,6 +100,7 @@ class Plan:
     precision: Mapping[str, Any] | None = None
     owned: str | tuple[str, ...] | None = None
     block: int | tuple[int, int] = 1
+    checkpoint: str | int | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
@@ -104,8 +112,9 @@ class Plan:
         if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
-        if isinstance(self.zero, Mapping):
-            object.__setattr__(self, "zero", dict(self.zero))
+        for name in ("zero", "checkpoint"):
+            if isinstance(getattr(self, name), Mapping):
+                object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "precision", spelled(self.precision))
         # As for `axes`: JSON has lists, and a list makes the same plan.
         for name in ("units", "owned", "block"):
@@ -116,8 +125,14 @@ class Plan:
 
     def _parsed(self) -> Rules:
         # Not kept in a field: fields are what is compared, printed and stored. Reading is cached.
-        zero = parse_zero(self)
-        return parse_rules(self.parameters, self.activations, self.batch, self.axes, zero)
+        return parse_rules(
+            self.parameters,
+            self.activations,
+            self.batch,
+            self.axes,
+            parse_zero(self),
+            parse_checkpoint(self.checkpoint),
+        )
 
     def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
         """Resolve the plan for a model and a mesh; needs no processes and reads only shapes.
@@ -281,7 +296,8 @@ class Plan:
 
         Compared are data parallelism over all axes, and where the mesh has `axis` the layouts of
         `from_hf` (or of `for_encoder`) with and without sequence parallelism, each with ZeRO 0 to
-        3. Data parallelism is among them, so nothing is chosen that is estimated to be slower.
+        3, and each of these with `checkpoint` None, "selective" and "full". Data parallelism is
+        among them, so nothing is chosen that is estimated to be slower.
 
         Args:
             model: on any device, also "meta".
@@ -289,7 +305,7 @@ class Plan:
             memory: bytes of a device; None: that of the cluster.
             batch: sequences of the global batch; None: one for each rank.
             sequence: tokens of a sequence.
-            recompute: whether the model computes its blocks again in backward.
+            recompute: whether the model itself computes its blocks again, without `checkpoint`.
             cluster: a name in `cost.CLUSTERS`, or one of your own.
             axis: the axis for tensor parallelism.
             say: is given the table of all candidates, as by `say=print`.

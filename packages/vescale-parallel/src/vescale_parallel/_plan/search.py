@@ -13,6 +13,7 @@ from vescale_parallel._cost import Cluster, Cost
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._plan.layers import looked_up
+from vescale_parallel._zero.units import unit_names
 
 
 class Checked(Protocol):
@@ -55,7 +56,7 @@ class Question:
         sizes: of the mesh.
         batch: sequences of the global batch.
         sequence: tokens of one.
-        recompute: whether blocks are computed again in backward.
+        recompute: whether the model itself computes its blocks again in backward.
         cluster: devices, their memory and links.
     """
 
@@ -72,7 +73,7 @@ class Question:
             self.batch * self.sequence,
             sequence=self.sequence,
             cluster=self.cluster,
-            recompute=self.recompute,
+            recompute=self.recompute or None,
             sequence_parallel=one.sequence_parallel,
             lookups=looked_up(model),
         )
@@ -83,12 +84,22 @@ class Question:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
 
-def candidates(layouts: Sequence[Candidate[P]]) -> Iterator[Candidate[P]]:
-    """Return each layout with each level of ZeRO."""
+def candidates(
+    layouts: Sequence[Candidate[P]], kinds: Sequence[str | None]
+) -> Iterator[Candidate[P]]:
+    """Return each layout with each level of ZeRO and each kind of checkpointing."""
     for one in layouts:
         for level in range(4):
-            plan = one.plan.with_(zero=level)
-            yield Candidate(f"{one.name}, zero={level}", plan, one.sequence_parallel)
+            for kind in kinds:
+                plan = one.plan.with_(zero=level, checkpoint=kind)
+                name = f"{one.name}, zero={level}" + (f", checkpoint={kind}" if kind else "")
+                yield Candidate(name, plan, one.sequence_parallel)
+
+
+def _kinds(model: nn.Module, question: Question) -> list[str | None]:
+    """Return how blocks may be recomputed: by the plan, unless the model does so itself."""
+    has_blocks = len(unit_names(model, ())) > 1
+    return [None, "selective", "full"] if has_blocks and not question.recompute else [None]
 
 
 def search(model: nn.Module, layouts: Sequence[Candidate[P]], question: Question) -> tuple[P, str]:
@@ -99,7 +110,7 @@ def search(model: nn.Module, layouts: Sequence[Candidate[P]], question: Question
     """
     rows: list[tuple[str, str, str, str]] = []
     found: list[tuple[float, float, int, Candidate[P]]] = []
-    for one in candidates(layouts):
+    for one in candidates(layouts, _kinds(model, question)):
         if question.batch < question.shares(one):
             rows.append((one.name, "", "", f"{question.shares(one)} ranks share the batch"))
             continue
@@ -115,7 +126,7 @@ def search(model: nn.Module, layouts: Sequence[Candidate[P]], question: Question
     if not found:
         raise PlanError(
             f"{head}\n\n{text}\n\nno layout fits: take more ranks, a smaller batch, "
-            "recompute=True, or devices with more memory."
+            "or devices with more memory."
         )
     best = min(found)[-1]
     return best.plan, f"{head}\n\n{text}\n\nchosen, as the fastest that fits: {best.name}"
@@ -123,7 +134,7 @@ def search(model: nn.Module, layouts: Sequence[Candidate[P]], question: Question
 
 def _head(question: Question) -> str:
     sizes = ", ".join(f"{axis}={size}" for axis, size in question.sizes.items())
-    how = "recomputed" if question.recompute else "kept"
+    how = "recomputed by the model" if question.recompute else "as said"
     return (
         f"mesh({sizes}) of {question.cluster.name} with {human_bytes(int(question.cluster.memory))}"
         f", {question.batch} x {question.sequence} tokens a step, activations of blocks {how}"

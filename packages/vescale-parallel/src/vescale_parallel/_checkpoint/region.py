@@ -1,0 +1,179 @@
+"""One module whose forward is computed again in backward, bitwise the same.
+
+The random numbers are: torch restores the generators, and vescale-rng draws by them. Buffers that
+forward writes to (running statistics) are as they were for a recomputation, and untouched by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vescale_parallel._checkpoint.kept import Results
+from vescale_parallel._common.pytree import map_tensors
+from vescale_parallel._errors import ParallelError
+
+_SMALL: Final = 16_384
+"""Elements of a buffer that is kept for the recomputation, whether or not it is written to."""
+
+
+class Region:
+    """What a module has for its `forward`.
+
+    Hooks of the module run around it, once: also those by which its parameters are gathered.
+
+    Args:
+        name: of the module, for messages.
+        module: the module.
+        saved: operators whose results are kept.
+        device_type: of the mesh; the state of that generator is kept as well.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, saved: Sequence[str], device_type: str
+    ) -> None:
+        self.name, self.module, self.saved = name, module, tuple(saved)
+        self.device_type = device_type
+        self.is_on = True
+        # One that somebody has set before, as accelerate does.
+        self._own: Any = vars(module).get("forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        """That of the copied module."""
+        copied = Region.__new__(Region)
+        memo[id(self)] = copied
+        vars(copied).update(vars(self))
+        copied.module, copied._own = deepcopy(self.module, memo), deepcopy(self._own, memo)
+        return copied
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that is recomputed; `inspect.signature` asks for it."""
+        bound: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return bound if self._own is None else self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward, and keep what it takes to run it again."""
+        if not (self.is_on and torch.is_grad_enabled()):
+            return self.__wrapped__(*args, **kwargs)
+        self._require_no_cache(args, kwargs)
+        given = (args, kwargs)
+        tensors = _tensors(given)
+        # Tensors are arguments of their own, so that torch notices when one is written to in
+        # between; what is around them must not keep them alive.
+        hollow = map_tensors(lambda _: _HOLLOW, given)
+        forward = self.__wrapped__
+
+        def run(_: Tensor, *tensors: Tensor) -> Any:
+            rest = iter(tensors)
+            inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow)
+            return forward(*inner_args, **inner_kwargs)
+
+        buffers = _Buffers(self.name, self.module)
+        results = Results(self.saved) if self.saved else None
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return (nullcontext() if results is None else results.keep()), _Again(buffers, results)
+
+        # An argument on the device, whatever the others are: torch asks arguments for devices.
+        here = torch.empty(0, device=self.device_type)
+        output = checkpoint(run, here, *tensors, use_reentrant=False, context_fn=contexts)
+        buffers.require_unwritten()
+        return output
+
+    def _require_no_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for one in (*args, *kwargs.values()):
+            if hasattr(one, "get_seq_length") and hasattr(one, "update"):
+                raise ParallelError(
+                    f"checkpoint: module '{self.name}' is given a {type(one).__name__}, which its "
+                    "recomputation would fill a second time. Call the model with use_cache=False."
+                )
+
+
+_HOLLOW: Final = torch.empty(0)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors of a nesting, in the order in which `map_tensors` meets them."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+class _Again:
+    """Entered for each recomputation."""
+
+    def __init__(self, buffers: _Buffers, results: Results | None) -> None:
+        self._buffers, self._results = buffers, results
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(self._buffers.as_before())
+        if self._results is not None:
+            stack.enter_context(self._results.give())
+        self._open.append(stack)
+
+    def __exit__(self, *raised: Any) -> Any:
+        return self._open.pop().__exit__(*raised)
+
+
+class _Buffers:
+    """The buffers of a module as they are before its forward."""
+
+    def __init__(self, region: str, module: nn.Module) -> None:
+        self._region = region
+        places = [
+            (one, name, buffer)
+            for one in module.modules()
+            for name, buffer in one._buffers.items()
+            if buffer is not None
+        ]
+        self._small = [
+            (one, name, buffer.detach().clone())
+            for one, name, buffer in places
+            if buffer.numel() <= _SMALL
+        ]
+        self._large = [
+            (one, name, buffer, buffer._version)
+            for one, name, buffer in places
+            if buffer.numel() > _SMALL and not buffer.is_inference()
+        ]
+
+    def require_unwritten(self) -> None:
+        """Refuse a forward that has written to a large buffer.
+
+        Raises:
+            ParallelError: it would be written to again.
+        """
+        for module, name, buffer, version in self._large:
+            if module._buffers.get(name) is not buffer or buffer._version != version:
+                raise ParallelError(
+                    f"checkpoint: module '{self._region}' writes to its buffer '{name}' of shape "
+                    f"{tuple(buffer.shape)}, and would again when it is recomputed. Give it 'none' "
+                    "in the plan's checkpoint rules."
+                )
+        self._large = []
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Let the modules hold copies of what was there; afterwards they hold what they held."""
+        held = [(module, name, module._buffers.get(name)) for module, name, _ in self._small]
+        for module, name, value in self._small:
+            module._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for module, name, buffer in held:
+                module._buffers[name] = buffer

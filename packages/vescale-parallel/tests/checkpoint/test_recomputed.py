@@ -1,0 +1,216 @@
+"""What a plan recomputes has the bits of what it keeps: losses, gradients, generators, buffers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import vescale_comm
+import vescale_dtensor
+from torch import Tensor, nn
+from vescale_parallel import ParallelError, Plan, parallelize
+from vescale_parallel import mesh as make_mesh
+from zero_models import batch, distributed, make, whole
+
+
+def step(model: nn.Module, *inputs: Tensor) -> tuple[Any, ...]:
+    """Loss, gradients, buffers and the generator's state after a step."""
+    torch.manual_seed(5)
+    loss = model(*inputs)
+    loss.backward()
+    gradients = [whole(one.grad) for one in model.parameters()]
+    return (
+        *(whole(loss.detach()), *gradients),
+        *(one.clone() for one in model.buffers()),
+        torch.get_rng_state(),
+    )
+
+
+def same(sizes: dict[str, int], kinds: list[Any], build: Callable[[Any], nn.Module], *inputs: Any):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        expected = step(build(None), *inputs)
+        for kind in kinds:
+            for one, other in zip(step(build(kind), *inputs), expected, strict=True):
+                assert torch.equal(one, other), kind
+
+    vescale_comm.simulate(torch.Size(sizes.values()).numel())(on_a_rank)
+
+
+KINDS = ["full", "selective", 2, "2KB", {"blocks.0": "none", "blocks.*": "save: bmm, aten::addmm"}]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"tp": 3}, {"dp": 3}], ids=str)
+def test_every_kind_on_every_mesh(sizes: dict[str, int], zero: int):
+    def build(kind: Any) -> nn.Module:
+        return distributed(make(), sizes, zero, checkpoint=kind)
+
+    same(sizes, KINDS[:3] if zero else KINDS, build, *batch(0))
+
+
+class Mixed(nn.Module):
+    """Attention with dropout, statistics, results that are written to, and a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, gain: dict[str, Tensor]) -> Tensor:
+        self.seen += 1
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        p = 0.3 if self.seen < 2 else 0.0
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        y = self.out(y.transpose(1, 2).flatten(2)).relu_()
+        y = self.norm(y.transpose(1, 2)).transpose(1, 2) * gain["by"]
+        return x + nn.functional.dropout(y, 0.2)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, gain={"by": x.mean()})
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 3}], ids=str)
+def test_statistics_attention_and_results_that_are_written_to(sizes: dict[str, int]):
+    def build(kind: Any) -> nn.Module:
+        torch.manual_seed(0)
+        plan = Plan(checkpoint=kind)
+        return parallelize(Stack(), make_mesh(device_type="cpu", **sizes), plan)
+
+    same(sizes, ["full", "selective"], build, torch.randn(5, 4, 8))
+
+
+def alone(model: nn.Module, kind: Any) -> nn.Module:
+    return parallelize(model, make_mesh(device_type="cpu", dp=1), Plan(checkpoint=kind))
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Tanh(), nn.Linear(512, 8))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def held_after_forward(kind: Any) -> int:
+    """Bytes that a forward has allocated and not given back, by torch's profiler."""
+    model = alone(Wide(), kind)
+    inputs = torch.ones(64, 8)
+    model(inputs).backward()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        loss = model(inputs)
+    del loss
+    return sum(one.self_cpu_memory_usage for one in profile.events())
+
+
+def held(rank: int, world_size: int) -> list[int]:
+    return [held_after_forward(kind) for kind in (None, "selective", 2, "full", "1GB")]
+
+
+def test_fewer_activations_are_held_from_forward_to_backward():
+    everything, selective, every_other, full, ample = vescale_comm.simulate(1)(held)[0]
+    hidden = 64 * 512 * 4
+    # Of each block: the result of the first product, which is kept, and that of tanh.
+    assert everything - full == pytest.approx(8 * hidden, rel=0.1)
+    assert everything - selective == pytest.approx(4 * hidden, rel=0.1)
+    assert everything - every_other == pytest.approx(4 * hidden, rel=0.1)
+    assert ample == pytest.approx(everything, rel=0.1)
+
+
+def test_a_copy_recomputes_by_itself_and_hooks_of_the_module_run_once():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        from copy import deepcopy
+
+        model = alone(Wide(), "full")
+        copied = deepcopy(model)
+        calls = []
+        copied.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+        inner = []
+        copied.blocks[0][0].register_forward_hook(lambda *_: inner.append(1))
+        copied(torch.ones(2, 8)).backward()
+        assert len(calls) == 1
+        assert len(inner) == 2
+        assert all(one.grad is None for one in model.parameters())
+        assert all(one.grad is not None for one in copied.parameters())
+
+    vescale_comm.simulate(1)(on_a_rank)
+
+
+def test_a_second_backward_finds_what_was_kept():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model = alone(Wide(), "selective")
+        loss = model(torch.ones(2, 8))
+        loss.backward(retain_graph=True)
+        first = [whole(one.grad).clone() for one in model.parameters()]
+        loss.backward()
+        for one, two in zip(first, model.parameters(), strict=True):
+            torch.testing.assert_close(whole(two.grad), 2 * one)
+
+    vescale_comm.simulate(1)(on_a_rank)
+
+
+def test_a_recording_refuses_it_with_words():
+    def on_a_rank(rank: int, world_size: int) -> str:
+        model = alone(Wide(), "full")
+        with pytest.raises(vescale_dtensor.CaptureError) as caught:
+            vescale_dtensor.capture(model)(torch.ones(2, 8))
+        return str(caught.value)
+
+    assert "activation checkpointing" in vescale_comm.simulate(1)(on_a_rank)[0]
+
+
+class Cache:
+    def get_seq_length(self) -> int:
+        return 0
+
+    def update(self) -> None: ...
+
+
+class Writes(nn.Module):
+    """Writes to a buffer that is too large to be kept, or fills what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("table", torch.zeros(20_000))
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        if cache is None:
+            self.table += 1
+        return self.inner(x)
+
+
+class Writing(nn.Module):
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        self.part, self.cache = Writes(), cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x, cache=self.cache).sum()
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"), [(None, "writes to its buffer 'table'"), (Cache(), "use_cache=False")]
+)
+def test_what_would_happen_twice_is_refused(cache: Any, message: str):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        with pytest.raises(ParallelError, match=message):
+            alone(Writing(cache), {"part": "full"})(torch.ones(1, 2))
+
+    vescale_comm.simulate(1)(on_a_rank)
