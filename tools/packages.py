@@ -194,7 +194,7 @@ PACKAGES = (
             "_plan",
             "_check",
             "_checkpoint",
-            "_cost | _memory | _zero",
+            "_cost | _deferred | _memory | _zero",
             "_notation",
             "_common",
             "_errors | _version",

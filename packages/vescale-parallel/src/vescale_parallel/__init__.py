@@ -12,6 +12,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_checkpoint/`: modules that are computed again in backward.
 - `_cost/`: what a step of a resolved plan would cost on a cluster, on paper.
 - `_memory/`: order and layout of what a torch.fx graph makes; it stands by itself.
+- `_deferred/`: models that are built without storage, and made on each rank piece by piece.
 - `_zero/`: parameters that are stored as shards, gathered while their module runs.
 - `_notation/`: the two small languages that rules are written in, and the rows of a report.
 - `_common/`, `_errors`: what all of them stand on: the mesh, agreement between ranks, messages.
@@ -21,7 +22,9 @@ from vescale_parallel._apply.no_sync import no_sync
 from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh
+from vescale_parallel._deferred.models import deferred, materialize
 from vescale_parallel._errors import (
+    DeferredError,
     DisagreementError,
     MemoryPlanError,
     MeshError,
@@ -38,6 +41,7 @@ from vescale_parallel._zero.resolve import BufferRow
 __all__ = [
     "BoundaryRow",
     "BufferRow",
+    "DeferredError",
     "DisagreementError",
     "MemoryPlanError",
     "MeshError",
@@ -49,6 +53,8 @@ __all__ = [
     "StaleParameterError",
     "TrainError",
     "__version__",
+    "deferred",
+    "materialize",
     "mesh",
     "no_sync",
     "parallelize",

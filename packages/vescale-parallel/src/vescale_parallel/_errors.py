@@ -21,6 +21,10 @@ class DisagreementError(ParallelError, RuntimeError):
     """Ranks hold different values where the same were expected."""
 
 
+class DeferredError(ParallelError, RuntimeError):
+    """A tensor without storage cannot be made, or is asked for what only storage has."""
+
+
 class StaleParameterError(ParallelError, RuntimeError):
     """A parameter object from before `parallelize` was used; the model has another one since."""
 

@@ -20,6 +20,8 @@ from vescale_parallel._apply.optimizers import state_facts
 from vescale_parallel._common.agreement import UNDESCRIBED, checksum
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import numbers
+from vescale_parallel._deferred.described import digest_of
+from vescale_parallel._deferred.recording import DeferredTensor, value_of
 
 ADVICE: Final = {
     "mesh": "Every rank of a mesh passes that mesh, as mesh(dp=..., tp=...) makes it.",
@@ -138,7 +140,10 @@ def _tensor(tensor: Tensor) -> str:
 def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
-            if not isinstance(tensor, DTensor) and tensor.device.type != "meta":
+            if isinstance(tensor, DeferredTensor):
+                # Nothing is computed: what would be is compared.
+                yield name, f"made by {digest_of(value_of(tensor))}"
+            elif not isinstance(tensor, DTensor) and tensor.device.type != "meta":
                 yield name, f"checksum {checksum(tensor):08x}"
 
 

@@ -1,10 +1,10 @@
 """`parallelize(model, mesh, plan)`: the same model object, distributed over a mesh."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer
 
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
@@ -15,6 +15,9 @@ from vescale_parallel._apply.replaced import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.install import Budget, install_regions
+from vescale_parallel._deferred.distributed import distributed
+from vescale_parallel._deferred.models import attributes_of, materialize_rest
+from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
@@ -33,6 +36,10 @@ def parallelize(
     seed. Parameters become distributed parameters (those that modules share stay shared), buffers
     stay plain and count as replicated, hooks redistribute activations to the plan's layouts, and
     the gradients of a backward are summed in buckets.
+
+    A model that was built under `deferred()` gets its memory here, and each rank makes its own
+    elements only, bitwise those that one device has. Of any other model the plain parameters are
+    given back one after another: with the model there is one parameter more at a time.
 
     Parameters become other objects. Optimizers that exist already are given the new ones, and
     their state, if they have made steps, is distributed alike. Any other use of an old object
@@ -57,11 +64,7 @@ def parallelize(
     optimizers = optimizers_of(model)
     report = preflight(model, mesh, plan, bucket_bytes, optimizers)
     where = stored_placements(mesh, report)
-    made = _distribute_parameters(model, where, report)
-    # Before the plain parameters are retired: state is looked up under them, and as large as they.
-    take_over(optimizers, {id(one.plain): (one.parameter, one.distribute) for one in made})
-    for one in made:
-        retire(one.plain, one.name)
+    _distribute_parameters(model, where, report, optimizers)
     _install_hooks(model, mesh, report)
     _install_checkpoint(model, mesh, report)
     install_zero(model, report, where, plan.prefetch)
@@ -69,52 +72,64 @@ def parallelize(
     return model
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A plain parameter, the distributed one in its place, and how tensors like it are made."""
-
-    name: str
-    plain: nn.Parameter
-    parameter: nn.Parameter
-    distribute: Distribute
-
-
 def _distribute_parameters(
-    model: nn.Module, where: StoredPlacements, report: Report
-) -> list[_Made]:
-    """Replace every parameter by its distributed self, once for all modules that share it."""
+    model: nn.Module, where: StoredPlacements, report: Report, optimizers: list[Optimizer]
+) -> None:
+    """Replace every parameter by its distributed self, once for all modules that share it.
+
+    One after another, and each plain one gives its memory back at once: with the model there is one
+    parameter more at a time, and of a deferred model what this rank has of it.
+    """
     rows = {name: row for row in report.parameters for name in row.names}
-    made: dict[str, _Made] = {}
+    made: dict[str, nn.Parameter] = {}
+    replaced: dict[int, Tensor] = {}
+    # Alive until all are replaced: an `id` names an object only so long.
+    plain_ones: list[nn.Parameter] = []
     # A list: registering parameters while walking over them would change what is walked over.
     for module, name, full_name in list(_parameter_places(model)):
         row = rows[full_name]
         if row.name not in made:
-            made[row.name] = _make(module.get_parameter(name), *where.of(row), row)
+            plain = module.get_parameter(name)
+            distribute = _distribution(plain, *where.of(row), row)
+            parameter = made[row.name] = _make(plain, distribute)
+            # Before it is retired: state is looked up under it, and as large as it is.
+            take_over(optimizers, {id(plain): (parameter, distribute)})
+            replaced[id(plain)] = parameter
+            plain_ones.append(plain)
+            retire(plain, row.name)
         # By assignment, as users do it: a module that keeps parameters elsewhere too (an LSTM its
         # list of weights) learns of the new one that way, and not by `register_parameter`.
-        setattr(module, name, made[row.name].parameter)
-    return list(made.values())
+        setattr(module, name, made[row.name])
+    materialize_rest(model, replaced)
 
 
-def _make(
+def _distribution(
     plain: nn.Parameter, mesh: DeviceMesh, where: tuple[Placement, ...], row: ParameterRow
-) -> _Made:
+) -> Distribute:
+    """How a parameter, and what an optimizer remembers of it, is distributed."""
     built = plain.dtype
 
     def distribute(tensor: Tensor) -> Tensor:
-        # No source rank: that all ranks hold the same values has been checked, nothing is sent.
-        given = tensor.detach()
-        # A parameter in a flat buffer is row-major there, whatever strides it had before.
-        given = given.contiguous() if row.zero else given
         # States of an optimizer that has made steps go along; those in a dtype of their own stay.
-        given = given.to(row.dtype) if given.dtype == built else given
-        return distribute_tensor(given, mesh, where, src_data_rank=None)
+        dtype = row.dtype if tensor.dtype == built else tensor.dtype
+        # A parameter in a flat buffer is row-major there, whatever strides it had before.
+        row_major = row.zero > 0
+        if isinstance(tensor, DeferredTensor):
+            return distributed(tensor, mesh, where, dtype, row_major=row_major)
+        given = tensor.detach()
+        given = given.contiguous() if row_major else given
+        # No source rank: that all ranks hold the same values has been checked, nothing is sent.
+        return distribute_tensor(given.to(dtype), mesh, where, src_data_rank=None)
 
+    return distribute
+
+
+def _make(plain: nn.Parameter, distribute: Distribute) -> nn.Parameter:
     parameter = nn.Parameter(distribute(plain), requires_grad=plain.requires_grad)
-    for attribute, value in vars(plain).items():
+    for attribute, value in attributes_of(plain).items():
         # What users hang on parameters (groups for weight decay, say) goes along.
         setattr(parameter, attribute, value)
-    return _Made(row.name, plain, parameter, distribute)
+    return parameter
 
 
 def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:

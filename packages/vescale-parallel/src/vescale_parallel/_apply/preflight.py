@@ -23,6 +23,7 @@ from vescale_parallel._common.agreement import (
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed, numbers
 from vescale_parallel._common.torch_compat import hooks_of
+from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._plan.plan import Plan
 
@@ -97,8 +98,8 @@ def _require_plain(model: nn.Module) -> None:
         )
     # Quantized weights and the like override what torch functions do with them; a slice of their
     # storage would not be a slice of the tensor that they stand for.
-    ordinary = nn.Parameter.__torch_function__
-    special = {n: p for n, p in parameters.items() if type(p).__torch_function__ is not ordinary}
+    known = (nn.Parameter.__torch_function__, DeferredTensor.__torch_function__)
+    special = {n: p for n, p in parameters.items() if type(p).__torch_function__ not in known}
     if special:
         kinds = dict.fromkeys(type(p).__name__ for p in special.values())
         raise PlanError(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import resolve_name
 
 from vescale_parallel._common.pytree import named_tensors_within
+from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._errors import StaleParameterError
 
 
@@ -51,7 +52,8 @@ class ReplacedParameter(nn.Parameter):
 def retire(parameter: nn.Parameter, name: str) -> None:
     """Let a parameter that was replaced refuse its use from now on, and free its memory."""
     # What shares the storage (an earlier state_dict) keeps it, and its values.
-    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if not isinstance(parameter, DeferredTensor):
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     # Subclasses with slots of their own keep their class; being empty, they fit nothing any more.
     with contextlib.suppress(TypeError):
         parameter.__class__ = ReplacedParameter

@@ -1,0 +1,148 @@
+"""`deferred()`, `materialize(model)`, and where the deferred tensors of a model are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vescale_parallel._deferred.recording import (
+    FACTORIES,
+    DeferredTensor,
+    record,
+    value_of,
+)
+from vescale_parallel._deferred.replay import replay, replaying
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ops that make tensors make deferred ones."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not replaying.get():
+            leaves = tree_leaves((args, kwargs))
+            made = str(func._schema.name).rpartition("::")[2] in FACTORIES
+            into_real = isinstance(kwargs.get("out"), Tensor)
+            if any(isinstance(one, DeferredTensor) for one in leaves) or (made and not into_real):
+                return record(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Build models without storage, in the block of a `with` statement.
+
+    Example:
+        >>> with deferred():
+        ...     model = nn.Linear(1 << 20, 1 << 20)
+        >>> model.weight.shape
+        torch.Size([1048576, 1048576])
+
+    Every tensor that is made inside has its shape, dtype and device, and no memory. What makes its
+    values is recorded: fills, draws, arithmetic, views, `.data =`. The random generator moves as
+    one device's would, at once, without drawing. `parallelize` then makes each rank's pieces only,
+    bitwise what building the model on one device gives; `materialize` makes all of it.
+
+    Code that asks for values (`.item()`, `if tensor.sum() > 0`, `.numpy()`) gets those of one
+    device: the tensor is made on a scratch for that moment. Tensors that are made of Python's
+    numbers (`torch.tensor(...)`) or of numpy's arrays are real, as their values are there already.
+
+    Raises:
+        DeferredError: inside, what asks for memory: `data_ptr()`, pickling, `resize_`.
+    """
+    with _Deferring():  # type: ignore[no-untyped-call]
+        yield
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether some parameter or buffer of a model has no storage yet."""
+    return any(
+        isinstance(one, DeferredTensor)
+        for tensors in (model.parameters(), model.buffers())
+        for one in tensors
+    )
+
+
+def materialize(model: Model) -> Model:
+    """Give a model that was built under `deferred()` its memory, on one device, in place.
+
+    All values are bitwise those that building it without `deferred()` gives. Parameters become
+    other objects, those that modules share stay shared. A model that is not deferred stays as it
+    is. Memory: the model, and what one parameter needs to be computed.
+
+    Raises:
+        DeferredError: a value depends on a real tensor that was written to since.
+    """
+    made: dict[int, Tensor] = {}
+    for module in list(model.modules()):
+        for name, one in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not isinstance(one, DeferredTensor):
+                continue
+            if id(one) not in made:
+                made[id(one)] = parameter_of(one)
+            setattr(module, name, made[id(one)])
+    materialize_rest(model, made)
+    return model
+
+
+def parameter_of(parameter: DeferredTensor) -> nn.Parameter:
+    """A real parameter with the values and the attributes of a deferred one."""
+    made = nn.Parameter(replay(value_of(parameter)), requires_grad=parameter.requires_grad)
+    for name, value in attributes_of(parameter).items():
+        setattr(made, name, value)
+    return made
+
+
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """What users have hung on a parameter."""
+    own = {"_deferred_value", "_is_param"} if isinstance(parameter, DeferredTensor) else set()
+    return {name: value for name, value in vars(parameter).items() if name not in own}
+
+
+def materialize_rest(model: nn.Module, made: dict[int, Any]) -> None:
+    """Make what is left in a model: buffers, and tensors in attributes, lists and dicts.
+
+    Args:
+        model: the model; its parameters are real or distributed.
+        made: by the `id` of a deferred tensor, the tensor that is in its place.
+    """
+
+    def real(one: DeferredTensor) -> Any:
+        if id(one) not in made:
+            made[id(one)] = replay(value_of(one)).requires_grad_(one.requires_grad)
+        return made[id(one)]
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DeferredTensor):
+                module._buffers[name] = real(buffer)
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                vars(module)[name] = _exchanged(value, real)
+
+
+def _exchanged(value: Any, real: Any) -> Any:
+    """A value with real tensors in place of deferred ones; the same object where there are none."""
+    if isinstance(value, DeferredTensor):
+        return real(value)
+    if type(value) in (list, tuple):
+        found = [_exchanged(one, real) for one in value]
+        if all(new is old for new, old in zip(found, value, strict=True)):
+            return value
+        if type(value) is list:
+            value[:] = found
+            return value
+        return tuple(found)
+    if type(value) is dict:
+        for key, one in value.items():
+            value[key] = _exchanged(one, real)
+    return value
