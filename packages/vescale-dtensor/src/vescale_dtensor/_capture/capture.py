@@ -24,7 +24,7 @@ from vescale_dtensor._capture.outsiders import Given, Outsiders
 from vescale_dtensor._capture.own_state import changed_error, check_visible
 from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.program import Parts, Program, Transform
-from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.recorder import Recorder
 from vescale_dtensor._capture.replay_check import SeenLayouts, agreed, compared, in_order
 from vescale_dtensor._capture.state_guard import StateGuard, own_changes
@@ -184,7 +184,7 @@ class Captured:
 
     def _record(self, call: KeyedCall) -> Any:
         """Run the function for one call, and keep a program of it if that is sound."""
-        reads, given = Reads(self._unguarded), Given(call)
+        reads, given = StateReads(self._unguarded), Given(call)
         try:
             # Before anything runs, so that a refusal leaves no side effects.
             check_arguments(call.flat)
@@ -203,8 +203,8 @@ class Captured:
             recorder = Recorder(reads, watch, start, collectives, runs_on=self._runs_on)
             for index, value in enumerate(call.flat):
                 if isinstance(value, Tensor):
-                    # Before any step: `Trace.node_of` asks for known nodes first, so an argument
-                    # that is a tensor from outside as well is read from each call.
+                    # Before any step: `TracedGraph.node_of` asks for known nodes first, so an
+                    # argument that is a tensor from outside as well is read from each call.
                     recorder.trace.add_argument(value, index)
             # The watch is innermost, so it sees the function alone; the snapshot outermost, so that
             # wrappers are restored whatever happens.
@@ -225,7 +225,7 @@ class Captured:
         self.refusal = str(error)
 
     def _keep(
-        self, call: KeyedCall, reads: Reads, recorder: Recorder, given: Given, outputs: Any
+        self, call: KeyedCall, reads: StateReads, recorder: Recorder, given: Given, outputs: Any
     ) -> None:
         """Make a program of a call that was recorded, if that is sound.
 
@@ -262,7 +262,7 @@ class Captured:
         program = Program(parts, self._transform)
         self.programs = [program, *self.programs][:MOST_PROGRAMS]
 
-    def _has_changes(self, call: KeyedCall, reads: Reads) -> bool:
+    def _has_changes(self, call: KeyedCall, reads: StateReads) -> bool:
         """Whether the function changed Python state, which a replay would not do again.
 
         What is made once (the state of an optimizer, a cache) is there before the next recording.

@@ -47,7 +47,7 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """Where an argument of a program comes from.
 
     Attributes:
@@ -77,12 +77,12 @@ class LeafUse:
     """
 
     wrapper: DTensor
-    source: Source
+    source: InputSource
     varying: int = 0
     node: fx.Node | None = None
 
 
-class Trace:
+class TracedGraph:
     """The graph, and the tensors it knows.
 
     Args:
@@ -94,7 +94,7 @@ class Trace:
         self.graph = fx.Graph()
         self.outside = outside
         self.met = met
-        self.sources: dict[fx.Node, Source] = {}
+        self.sources: dict[fx.Node, InputSource] = {}
         self.constants: dict[str, object] = {}
         # Of arguments: the version when the recording met them, so that writes to them show at its
         # end. Weak, like all that knows tensors of one run.
@@ -105,12 +105,12 @@ class Trace:
         self._constant_nodes: dict[int, fx.Node] = {}
         self._known: dict[int, _Known] = {}
         # By id, with the tensor itself: held, so that no other gets its id.
-        self._cached_uses: dict[int, tuple[Tensor, Source]] = {}
+        self._cached_uses: dict[int, tuple[Tensor, InputSource]] = {}
         self.snapshot = WrapperSnapshot()
         self.uses: dict[LeafGradient, LeafUse] = {}
         self.dropped_gradients: set[LeafGradient] = set()
         self._made_leaves: dict[LeafGradient, fx.Node] = {}
-        self._wrappers: list[tuple[DTensor, Source]] = []
+        self._wrappers: list[tuple[DTensor, InputSource]] = []
         # Arguments are found as the recording goes on, and fx wants them before all steps.
         self._last_argument: fx.Node | None = None
 
@@ -120,11 +120,11 @@ class Trace:
         """Make a tensor among the arguments of the call one of the program."""
         name = f"argument_{index}"
         if not isinstance(value, DTensor):
-            self._enter(value, Source(lambda flat: flat[index], name, index=index))
+            self._enter(value, InputSource(lambda flat: flat[index], name, index=index))
             return
         # Before any step: a step may leave caches on the wrapper.
         self.snapshot.add_argument(value)
-        source = Source(lambda flat: flat[index]._local_tensor, name, index=index)
+        source = InputSource(lambda flat: flat[index]._local_tensor, name, index=index)
         self._enter(value._local_tensor, source)
         self._wrappers.append((value, source))
         self._add_cached_uses(value, index, lambda flat: flat[index], name)
@@ -141,7 +141,7 @@ class Trace:
             def remembered(flat: list[Any]) -> Any:
                 return fetch(flat)._cached_redistribution.result
 
-            source = Source(
+            source = InputSource(
                 lambda flat: remembered(flat)._local_tensor,
                 f"{name}_cached_redistribution",
                 index=index,
@@ -149,7 +149,7 @@ class Trace:
             self._cached_uses[id(local)] = local, source
             self._add_cached_uses(result, index, remembered, f"{name}_cached_redistribution")
 
-    def _enter(self, tensor: Tensor, source: Source) -> fx.Node:
+    def _enter(self, tensor: Tensor, source: InputSource) -> fx.Node:
         """Make a tensor an argument of the program; returns its node."""
         if self.has_node(tensor):
             return self._known[id(tensor)].node  # passed twice: guarded as such
@@ -162,7 +162,7 @@ class Trace:
             self.versions[node] = weakref.ref(tensor), tensor._version
         return node
 
-    def _placeholder(self, source: Source) -> fx.Node:
+    def _placeholder(self, source: InputSource) -> fx.Node:
         """Add an argument to the graph, after those that it has."""
         last = self._last_argument
         place = self.graph.inserting_after(last) if last else self.graph.inserting_before()
@@ -187,11 +187,13 @@ class Trace:
             # Taken here, where the recording first meets it: later, the program may have changed
             # it.
             states = state_of(tensor), gradient_state(tensor)
-            return self._enter(tensor, Source(lambda _: tensor, name, holder=tensor, states=states))
+            return self._enter(
+                tensor, InputSource(lambda _: tensor, name, holder=tensor, states=states)
+            )
         holder = wrapper  # which the lambda below must not see as None
         states = state_of(holder), gradient_state(holder)
         # The local tensor is read anew at each replay: `.data = ` and optimizers may replace it.
-        source = Source(lambda _: holder._local_tensor, name, holder=holder, states=states)
+        source = InputSource(lambda _: holder._local_tensor, name, holder=holder, states=states)
         self._wrappers.append((holder, source))
         return self._enter(tensor, source)
 
@@ -318,7 +320,7 @@ class Trace:
 
         name = f"argument_{index}_leaf_gradient"
         return self._placeholder(
-            Source(lambda flat: leaf_gradient_of(flat[index]), name, index=index)
+            InputSource(lambda flat: leaf_gradient_of(flat[index]), name, index=index)
         )
 
     def _made_leaf(self, leaf: LeafGradient) -> fx.Node:
@@ -398,6 +400,8 @@ def _described(tensor: Tensor) -> str:
     return f"a tensor {short_dtype(tensor.dtype)}{list(tensor.shape)}"
 
 
-def _alias_source(fetch: Fetch, mask: int, name: str, index: int) -> Source:
+def _alias_source(fetch: Fetch, mask: int, name: str, index: int) -> InputSource:
     """How a replay gets an alias that an earlier use left on an argument."""
-    return Source(lambda flat: fetch(flat)._use_aliases.known[mask], f"{name}_alias", index=index)
+    return InputSource(
+        lambda flat: fetch(flat)._use_aliases.known[mask], f"{name}_alias", index=index
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.leaf_gradient import leaf_for_use, try_never_partial
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
-from vescale_dtensor._capture.graph import Trace
+from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.overridable import implementation_of
 
@@ -23,7 +23,7 @@ from vescale_dtensor._torch.overridable import implementation_of
 class LeafUses:
     """All uses of leaves in a program."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: TracedGraph) -> None:
         uses = list(trace.uses.values())
         self._arguments = [(use.source.index, use.varying) for use in uses
                            if use.source.index is not None]  # fmt: skip
@@ -70,7 +70,7 @@ class LeafUses:
             leaf_gradient_of(flat[index]).note_use(varying)
 
 
-def _try_never_partial(trace: Trace) -> list[tuple[DTensor, int]]:
+def _try_never_partial(trace: TracedGraph) -> list[tuple[DTensor, int]]:
     """Drop the nodes of uses that need none; the leaves that are pinned for it, and how."""
     pinned = []
     step = implementation_of(leaf_for_use)

@@ -1,7 +1,7 @@
 """Watch which functions run during a recording, by `sys.setprofile`.
 
-Of each function that runs for the first time, `Reads` takes in the names before it does. Inside of
-torch functions, which have no names that matter, nothing is watched.
+Of each function that runs for the first time, `StateReads` takes in the names before it does.
+Inside of torch functions, which have no names that matter, nothing is watched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vescale_dtensor._capture.process_state import (
     reads_any_attribute,
     starts_thread,
 )
-from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.unsupported import refused, user_line
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._torch.compat import no_torch_function
@@ -40,7 +40,7 @@ def can_watch() -> bool:
 
 
 class Watch:
-    """Calls `Reads.runs` before any function runs for the first time.
+    """Calls `StateReads.runs` before any function runs for the first time.
 
     Attributes:
         failure: the first refusal.
@@ -49,7 +49,7 @@ class Watch:
             which they ran.
     """
 
-    def __init__(self, reads: Reads, unguarded: frozenset[str]) -> None:
+    def __init__(self, reads: StateReads, unguarded: frozenset[str]) -> None:
         self._reads = reads
         self._unguarded = unguarded
         self.failure: CaptureError | None = None
@@ -142,7 +142,7 @@ class Watch:
             code = frame.f_code
             if may_be_live(code) and self._begin_live(frame):
                 return
-            # Only the first time: what is met later is followed by all names so far, see `Reads`.
+            # Only the first time: what is met later is followed by all names so far.
             if not self._reads.has_run(code):
                 self._reads.runs(code, frame.f_globals)
                 look = guarded_by_code(code)

@@ -20,7 +20,7 @@ from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.code_files import USER, is_library_class, kind_of_code
 from vescale_dtensor._capture.equality import has_attributes
-from vescale_dtensor._capture.graph import Trace
+from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.places import MISSING, OF_TENSORS
 from vescale_dtensor._capture.records import Form, flatten, is_record, unflatten
@@ -70,7 +70,9 @@ def tensors_in(outputs: Any) -> list[Tensor]:
     return [value for value in flatten(outputs)[0] if isinstance(value, Tensor)]
 
 
-def plan_outputs(outputs: Any, flat: list[Any], trace: Trace) -> tuple[Outputs, list[fx.Node]]:
+def plan_outputs(
+    outputs: Any, flat: list[Any], trace: TracedGraph
+) -> tuple[Outputs, list[fx.Node]]:
     """How to make the outputs of a replay, and the nodes whose values it needs.
 
     Raises:
@@ -92,7 +94,7 @@ def plan_outputs(outputs: Any, flat: list[Any], trace: Trace) -> tuple[Outputs, 
     ), results
 
 
-def _check_containers(tree: Any, seen: dict[int, Any], trace: Trace) -> None:
+def _check_containers(tree: Any, seen: dict[int, Any], trace: TracedGraph) -> None:
     """Refuse containers of which a replay would make something else.
 
     Raises:
@@ -113,7 +115,7 @@ def _check_containers(tree: Any, seen: dict[int, Any], trace: Trace) -> None:
             _check_containers(item, seen, trace)
 
 
-def _make(value: Any, flat: list[Any], trace: Trace, results: list[fx.Node]) -> Make:
+def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node]) -> Make:
     """How one output is made at a replay; appends to `results` the nodes that it needs."""
     for index, argument in enumerate(flat):
         # Before all else: an argument may also be known from outside, and the next call brings
@@ -143,7 +145,7 @@ def _attributes(tensor: Tensor) -> set[str]:
     return tensor.__dict__.keys() - OF_TENSORS
 
 
-def _of_python(value: Any, trace: Trace) -> Make:
+def _of_python(value: Any, trace: TracedGraph) -> Make:
     """How an output that is no tensor is made."""
     if trace.met(value):
         return _Same(value)
@@ -157,7 +159,7 @@ def _of_python(value: Any, trace: Trace) -> Make:
     return _Same(value)
 
 
-def _belongs_to_one_call(value: Any, trace: Trace) -> bool:
+def _belongs_to_one_call(value: Any, trace: TracedGraph) -> bool:
     """Whether an object that the function made has state, or holds what it made."""
     kind = kind_of_class(type(value))
     if kind in _CHANGING or getattr(value, "__closure__", None):
@@ -175,7 +177,7 @@ def _belongs_to_one_call(value: Any, trace: Trace) -> bool:
     return made_inside(value, trace.outside.__contains__, trace.met) is not None
 
 
-def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:
+def _wrapped(value: DTensor, trace: TracedGraph, results: list[fx.Node]) -> _Wrapped:
     """How a new DTensor is made: its local tensor, its caches, what it is a copied view of."""
     aliases, cached = cached_uses(value)
     # With the caches that the uses inside left: a later use outside shares their node, and with it
@@ -192,7 +194,7 @@ def _wrapped(value: DTensor, trace: Trace, results: list[fx.Node]) -> _Wrapped:
     )
 
 
-def _result(tensor: Tensor, trace: Trace, results: list[fx.Node]) -> int:
+def _result(tensor: Tensor, trace: TracedGraph, results: list[fx.Node]) -> int:
     """The place of a tensor among the results of the program."""
     node = trace.node_of(tensor)
     if node not in results:

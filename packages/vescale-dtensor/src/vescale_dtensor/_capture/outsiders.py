@@ -16,7 +16,7 @@ from torch import Tensor
 from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.free_tensors import state_of
 from vescale_dtensor._capture.kinds import kind_of_class
-from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.recorder import Recorder
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -47,7 +47,7 @@ class Outsiders:
         given: the arguments of the call.
     """
 
-    def __init__(self, reads: Reads, recorder: Recorder, given: Given) -> None:
+    def __init__(self, reads: StateReads, recorder: Recorder, given: Given) -> None:
         gradients = recorder.gradients
         met = self._all = reads.tensors.holders()
         self._tensors = given.tensors

@@ -7,11 +7,11 @@ import linecache
 from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.code_names import stored_at
 from vescale_dtensor._capture.places import Origin
-from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._errors import CaptureError
 
 
-def check_visible(reads: Reads) -> None:
+def check_visible(reads: StateReads) -> None:
     """Refuse what code can read and no guard can compare.
 
     Raises:
@@ -34,7 +34,7 @@ def check_visible(reads: Reads) -> None:
         )
 
 
-def changed_error(found: list[Origin], reads: Reads) -> CaptureError:
+def changed_error(found: list[Origin], reads: StateReads) -> CaptureError:
     """The error for places that the function changes in call after call."""
     # One with a name, which the user can find in the code and list in `unguarded`.
     first = next((origin for origin in found if any(origin.names())), found[0])
@@ -56,7 +56,7 @@ def _permission(origin: Origin) -> str:
     return f"; or pass unguarded=[{name!r}] to capture, if replays may ignore it"
 
 
-def line_of(origin: Origin, reads: Reads) -> str:
+def line_of(origin: Origin, reads: StateReads) -> str:
     """The line of the user's code that writes, or names, the place."""
     for name in origin.names():
         for code in reversed(reads.codes) if name else ():

@@ -7,7 +7,7 @@ from torch import fx
 from vescale_dtensor._autograd.grad_property import drop_gradient, drop_gradients
 from vescale_dtensor._autograd.hooks import hooked_node
 from vescale_dtensor._autograd.uses import CotangentReduction, alias_for_use, fork_uses
-from vescale_dtensor._capture.graph import Source, Trace
+from vescale_dtensor._capture.graph import InputSource, TracedGraph
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.overridable import implementation_of
 
@@ -18,12 +18,12 @@ _DROP = implementation_of(drop_gradient)
 _BEFORE_CREATE_GRAPH = 3
 
 
-def is_free_local(source: Source) -> bool:
+def is_free_local(source: InputSource) -> bool:
     """Whether an argument of a program is the local tensor of a free DTensor."""
     return isinstance(source.holder, DTensor)
 
 
-def graph_module(trace: Trace) -> fx.GraphModule:
+def graph_module(trace: TracedGraph) -> fx.GraphModule:
     """The finished graph as a module; its last arguments are the local tensors of free DTensors."""
     graph = trace.graph
     _remove_dead_code(trace)
@@ -68,7 +68,7 @@ def _remove_copies(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _remove_retyping(trace: Trace) -> None:
+def _remove_retyping(trace: TracedGraph) -> None:
     """Use a tensor itself in place of an alias of its own data that only types its gradient.
 
     The type matters to second derivatives alone, so none may be asked for afterwards. Gradients
@@ -94,7 +94,7 @@ def _remove_retyping(trace: Trace) -> None:
             graph.erase_node(node)
 
 
-def _is_closed(trace: Trace) -> bool:
+def _is_closed(trace: TracedGraph) -> bool:
     """Whether no gradient graph of a program outlives it, or is built of another one."""
     nodes = list(trace.graph.nodes)
     # A hook sits on a node, which leaving out an alias would take away.
@@ -151,7 +151,7 @@ def _joined(drops: list[fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def _remove_dead_code(trace: Trace) -> None:
+def _remove_dead_code(trace: TracedGraph) -> None:
     """Drop steps without effect whose results are not used; then unused arguments."""
     graph = trace.graph
     hooked = any(node.target is _HOOKED for node in graph.nodes)

@@ -14,7 +14,7 @@ from vescale_dtensor._capture.call_key import KeyedCall, difference
 from vescale_dtensor._capture.free_tensors import FreeTensors
 from vescale_dtensor._capture.fx_compile import compilable
 from vescale_dtensor._capture.global_state import autocast_state, set_autocast
-from vescale_dtensor._capture.graph import Source, Trace
+from vescale_dtensor._capture.graph import InputSource, TracedGraph
 from vescale_dtensor._capture.leaf_uses import LeafUses
 from vescale_dtensor._capture.listing import listing
 from vescale_dtensor._capture.module_guards import ModuleGuard
@@ -46,7 +46,7 @@ class Parts:
     """
 
     key: tuple[Any, ...]
-    trace: Trace
+    trace: TracedGraph
     outputs: Outputs
     modules: ModuleGuard
     gradients: bool
@@ -76,7 +76,7 @@ class Program:
         pin(self._module)
         self._run = self._module.forward if transform is None else transform(self.graph_module)
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self.sources: tuple[Source, ...] = tuple(trace.sources[n] for n in inputs)
+        self.sources: tuple[InputSource, ...] = tuple(trace.sources[n] for n in inputs)
         self._fetches = [s.fetch for s in self.sources if not is_free_local(s)]
         free = ((s.holder, *s.states) for s in self.sources if s.holder is not None)
         self.free = FreeTensors(free, parts.gradients, trace.dropped_gradients)

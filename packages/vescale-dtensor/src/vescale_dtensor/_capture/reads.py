@@ -47,7 +47,7 @@ _REPLACEABLE = (FunctionType, BuiltinFunctionType, type, ModuleType)
 _TABLES = (dict, list, set, bool, int)  # a cache is switched on by a number
 
 
-class Reads(Walk):
+class StateReads(Walk):
     """What the code of a recording can read.
 
     Args:

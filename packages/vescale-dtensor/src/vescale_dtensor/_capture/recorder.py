@@ -26,10 +26,10 @@ from vescale_dtensor._capture.global_state import (
     leave_autocast,
     set_autocast,
 )
-from vescale_dtensor._capture.graph import Trace
+from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.live_calls import Kept, call_again
 from vescale_dtensor._capture.noting import Watch
-from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.running_on import Done, replaced_method, run_plainly
 from vescale_dtensor._capture.step_arguments import is_in_place, written_by_name
 from vescale_dtensor._capture.unsupported import (
@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(
         self,
-        reads: Reads,
+        reads: StateReads,
         watch: Watch,
         start: GlobalState,
         collectives: Collectives,
@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._runs_on = runs_on
-        self.trace = Trace(reads.tensors, reads.has_met)
+        self.trace = TracedGraph(reads.tensors, reads.has_met)
         self._watch = watch
         self.gradients = False
         self.offsets = False
@@ -276,8 +276,8 @@ class Recorder(TorchFunctionMode):
         self._constants.forget(made, given)
         self._constants.note(node, func, changed, constant and not drew and not records)
         for tensor in given:
-            # An in-place step may have given it a node; noted here, or `Trace.node_of` would take
-            # it for a change that no recorded step made.
+            # An in-place step may have given it a node; noted here, or `TracedGraph.node_of`
+            # would take it for a change that no recorded step made.
             self.trace.changed(tensor)
         self._results(result, node)
         self._notice(name, args, result)

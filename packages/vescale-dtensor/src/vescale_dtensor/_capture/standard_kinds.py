@@ -17,7 +17,7 @@ _BY_GIVEN_NAME = (getattr, hasattr, vars, dir)
 class StandardKinds:
     """The kinds of objects that lead to others, or to a value that the guard asks for again.
 
-    `Reads` is the walk itself, and has the first five methods.
+    `StateReads` is the walk itself, and has the first five methods.
     """
 
     def meet(self, value: Any, origin: Origin | None) -> None:

@@ -24,7 +24,7 @@ from vescale_dtensor._capture.places import (
     in_cell,
     in_slot,
 )
-from vescale_dtensor._capture.reads import Reads
+from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.walk import is_implicit
 
 _namespace = attrgetter("__dict__")
@@ -40,7 +40,7 @@ class StateGuard:
         reads: what the recording met; it has no changes of its own.
     """
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: StateReads) -> None:
         self._suspect: _Row | Contents | Look | None = None
         self._rows: list[_Row] = []
         self._contents: list[Contents] = []
@@ -153,7 +153,7 @@ class _Row:
         *("absent", "cls", "getter", "mapping", "names", "owner", "place", "relevant", "values"),
     )
 
-    def __init__(self, place: Namespace, reads: Reads) -> None:
+    def __init__(self, place: Namespace, reads: StateReads) -> None:
         self.place, self.mapping, self.owner = place, place.mapping, place.owner
         self.cls = type(place.owner)
         self.relevant = relevant = names_that_matter(place, reads)
@@ -203,7 +203,7 @@ def vars_of(value: Any) -> Any:
     return object.__getattribute__(value, "__dict__")
 
 
-def names_that_matter(place: Namespace, reads: Reads) -> Callable[[str], bool]:
+def names_that_matter(place: Namespace, reads: StateReads) -> Callable[[str], bool]:
     """Tells whether code may read a name in a namespace."""
     names, excluded, unguarded = place.names, place.excluded, reads.unguarded
     if names is not None:
@@ -308,7 +308,7 @@ def _same_contents(place: Contents) -> bool:
 # --- what the function itself changes
 
 
-def own_changes(reads: Reads) -> list[Origin]:
+def own_changes(reads: StateReads) -> list[Origin]:
     """The places that hold something else than when the recording met them.
 
     A container that was replaced by an equal one is no change: the new one is met in its place.
@@ -346,7 +346,7 @@ def own_changes(reads: Reads) -> list[Origin]:
 class _Comparison:
     """Compares the places of a recording with what they held when they were met."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: StateReads) -> None:
         self._reads = reads
         # Ids are unambiguous: every place holds its container.
         self._was = {id(p.container): p for p in reads.places if isinstance(p, Contents)}

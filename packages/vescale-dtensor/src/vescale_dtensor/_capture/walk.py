@@ -1,7 +1,7 @@
 """What something from outside leads to: objects, their attributes and contents, as places.
 
 `meet` takes in one value; `_walk` then follows what it leads to. Attributes that no code has named
-so far wait: `Reads` says which names the code that runs has.
+so far wait: `StateReads` says which names the code that runs has.
 """
 
 from __future__ import annotations
