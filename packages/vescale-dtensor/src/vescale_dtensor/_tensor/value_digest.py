@@ -24,6 +24,9 @@ _FIRST, _EVERY, _SOME = 256, 4096, 32
 
 def digest(tensor: Tensor) -> Tensor:
     """A 64-bit digest of a tensor's bytes, computed on its device: shape [1], int64."""
+    if not tensor.numel():
+        # Its strides may be such that torch views no words in it.
+        return torch.zeros(1, dtype=torch.int64, device=tensor.device)
     # As bytes, so that NaN equals itself and dtypes need no cases; -0.0 and 0.0 differ.
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
