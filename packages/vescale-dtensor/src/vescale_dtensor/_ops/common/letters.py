@@ -45,6 +45,18 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
     return inputs, letters(ndim)
 
 
+def added_letters(shape: Sequence[int], dims: Dims, extents: Sequence[int]) -> Dims | None:
+    """Letters of an operand that is broadcast to `dims` of these extents, from the right.
+
+    None where it has more dims than those.
+    """
+    front = len(dims) - len(shape)
+    if front < 0:
+        return None
+    pairs = zip(shape, extents[front:], dims[front:], strict=True)
+    return tuple(letter if n == extent else None for n, extent, letter in pairs)
+
+
 def drop_letter(dims: Dims, letter: int | None) -> Dims:
     """The same dims, of which the one with this letter may not be sharded."""
     return tuple(None if each == letter else each for each in dims)

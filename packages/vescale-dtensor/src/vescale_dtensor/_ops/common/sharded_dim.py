@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vescale_comm import all_gather, group_of
+from vescale_comm import Group, all_gather, group_of
 
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.local_shards import local_groups
@@ -123,11 +123,6 @@ def sum_over_axes(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
     return reduce_over(x, group_of(layout.mesh, axes))
 
 
-def is_first_coordinate(layout: Layout, axes: tuple[int, ...]) -> bool:
-    """Whether this rank is at coordinate 0 of all these axes."""
-    return all(layout.coordinate[axis] == 0 for axis in axes)
-
-
 def rank_index(layout: Layout, axes: tuple[int, ...]) -> int:
     """This rank's row in what `gather_stacked` gives."""
     # Row-major over the axes, as the communication group orders its ranks.
@@ -142,7 +137,7 @@ def as_partial_value(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor
 
     Returned replicated, its gradient would be counted once per rank.
     """
-    if is_first_coordinate(layout, axes):
+    if all(layout.coordinate[axis] == 0 for axis in axes):
         return x
     # Not `zeros_like`: the graph has to reach the operands on every rank, or a collective in
     # backward would wait for those that have none. Not `x * 0`, which is NaN where x is infinite.
@@ -182,15 +177,58 @@ def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
     return x
 
 
-def max_identity(dtype: torch.dtype) -> Any:
-    """The identity element of a maximum."""
+def extreme_identity(dtype: torch.dtype, *, largest: bool) -> Any:
+    """The identity element of a maximum, or of a minimum."""
     if dtype is torch.bool:
-        return False
-    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        return not largest
+    if dtype.is_floating_point:
+        return -torch.inf if largest else torch.inf
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
 
 
-def min_identity(dtype: torch.dtype) -> Any:
-    """The identity element of a minimum."""
-    if dtype is torch.bool:
-        return True
-    return torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+class ShardedDims:
+    """Dims of operand 0 in a local kernel, and the ranks that share them.
+
+    Attributes:
+        context: the call and its plan.
+        layout: of the operand.
+        axes: the mesh axes that shard these dims.
+    """
+
+    def __init__(self, context: LocalContext, dims: Collection[int]) -> None:
+        self.context = context
+        self.layout = context.input_layout(0)
+        self.axes = sharding_axes(self.layout, dims)
+
+    @property
+    def func(self) -> Callable[..., Any]:
+        """The torch function that was called."""
+        return self.context.call.func
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the dims."""
+        return group_of(self.layout.mesh, self.axes)
+
+    @property
+    def rank(self) -> int:
+        """This rank's row in what `gather` gives."""
+        return rank_index(self.layout, self.axes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Per dim of the operand, the global index at which this rank's shard begins."""
+        return local_offsets(self.context)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x` of all ranks that share the dims, along a new first dim. Differentiable."""
+        return gather_stacked(x, self.layout, self.axes)
+
+    def gather_sizes(self, size: int, like: Tensor) -> list[int]:
+        """A size of each of those ranks."""
+        sizes: list[int] = self.gather(torch.tensor(size, device=like.device)).tolist()
+        return sizes
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of `x` over those ranks, on each of them. Differentiable."""
+        return sum_over_axes(x, self.layout, self.axes) if self.axes else x

@@ -60,20 +60,12 @@ def _selected(shape: Sequence[int], input: Tensor, mask: Tensor, source: Tensor)
     return (places, source.reshape(-1)[:count]) if count <= source.numel() else None
 
 
-def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
-    found = _placed(input, index, source)
-    if found is None:
-        return NotImplemented
-    places, values = found
-    return input.index_put(places, values, accumulate)
+def _put_by(write: Callable[..., Any]) -> Callable[..., Any]:
+    def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+        found = _placed(input, index, source)
+        return NotImplemented if found is None else write(input, *found, accumulate)
 
-
-def _put_in_place(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
-    found = _placed(input, index, source)
-    if found is None:
-        return NotImplemented
-    places, values = found
-    return input.index_put_(places, values, accumulate)
+    return put
 
 
 def _placed(input: Tensor, index: Tensor, source: Tensor) -> Any:
@@ -213,8 +205,8 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "masked_select": _masked_select,
     "masked_scatter": _masked_scatter,
     "masked_scatter_": _masked_scatter_in_place,
-    "put": _put,
-    "put_": _put_in_place,
+    "put": _put_by(torch.Tensor.index_put),
+    "put_": _put_by(torch.Tensor.index_put_),
     "unravel_index": _unravel_index,
     "nonzero_static": _nonzero_static,
     "select_scatter": _select_scatter,

@@ -286,6 +286,10 @@ def _viewed_or_copied(input: Tensor, size: Any = None, *, dtype: Any = None) -> 
     return input.reshape(size)
 
 
+# Views with a `_copy` form.
+_VIEWS = """
+permute transpose t squeeze unsqueeze narrow diagonal unbind split split_with_sizes select
+"""
 _TABLE: dict[str, Callable[..., Any]] = {
     "atleast_1d": atleast_1d,
     "atleast_2d": atleast_2d,
@@ -311,21 +315,10 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "_is_all_true": _is_all_true,
     "block_diag": _block_diag,
     "_chunk_cat": _chunk_cat,
-    "permute_copy": _copy_of(torch.permute),
-    "transpose_copy": _copy_of(torch.transpose),
-    "t_copy": _copy_of(torch.t),
-    "squeeze_copy": _copy_of(torch.squeeze),
-    "unsqueeze_copy": _copy_of(torch.unsqueeze),
-    "expand_copy": _copy_of(torch.Tensor.expand),
-    "narrow_copy": _copy_of(torch.narrow),
-    "diagonal_copy": _copy_of(torch.diagonal),
+    **{f"{name}_copy": _copy_of(getattr(torch, name)) for name in _VIEWS.split()},
+    **{f"{name}_copy": _copy_of(getattr(Tensor, name)) for name in ("expand", "unfold")},
     "view_copy": _copy_of(_viewed_or_copied),
     "alias_copy detach_copy": _copy_of(torch.clone),
-    "unfold_copy": _copy_of(torch.Tensor.unfold),
-    "unbind_copy": _copy_of(torch.unbind),
-    "split_copy": _copy_of(torch.split),
-    "split_with_sizes_copy": _copy_of(torch.split_with_sizes),
-    "select_copy": _copy_of(torch.select),
 }
 
 

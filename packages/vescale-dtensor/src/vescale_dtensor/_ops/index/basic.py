@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters, no_letters
-from vescale_dtensor._ops.index.gather import lookup_strategy
+from vescale_dtensor._ops.index.gather import lookup_strategy, spread_out
 from vescale_dtensor._ops.index.masked_select import masked
 from vescale_dtensor._ops.view.slice_propagation import (
     DimSlice,
@@ -35,12 +35,10 @@ def _getitem(call: OpCall) -> Strategy | None:
         if len(items) == 1 and len(call.operands) == 2 and call.operands[1].dtype is torch.bool:
             return masked(call) if call.operands[0] is call.args[0] else None
         return lookup_strategy(call, items, shape)
-    if _count(items) > len(shape):
-        return None  # too many indices: the fallback raises torch's error
     spread = spread_out(items, len(shape))
-    parts = parts_of(spread, shape)
-    if parts is None:
-        return None
+    parts = None if spread is None else parts_of(spread, shape)
+    if spread is None or parts is None:
+        return None  # too many indices, or one out of range: the fallback raises torch's error
     sliced = _with_new_dims(spread, parts)
     operand = call.operands[0]
     if not (
@@ -65,19 +63,6 @@ def basic(item: Any) -> bool:
         # A bound that is a tensor is a value, which a plan must not depend on.
         return all(v is None or isinstance(v, int) for v in (item.start, item.stop, item.step))
     return item is None or item is Ellipsis or isinstance(item, int)
-
-
-def _count(items: list[Any]) -> int:
-    return sum(item is not None and item is not Ellipsis for item in items)
-
-
-def spread_out(items: list[Any], ndim: int) -> list[Any]:
-    """The index with its ellipsis, or its missing end, written out."""
-    everything = [slice(None)] * (ndim - _count(items))
-    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
-    if at is not None:
-        return [*items[:at], *everything, *items[at + 1 :]]
-    return [*items, *everything]
 
 
 def parts_of(spread: list[Any], shape: tuple[int, ...]) -> list[DimSlice] | None:

@@ -39,21 +39,35 @@ def _local_places(
 
 def lookup_strategy(call: OpCall, items: list[Any], shape: Shape) -> Strategy | None:
     """`x[items]`, where items are integer tensors or lists of numbers, or take all of a dim."""
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    ellipses = [i for i, item in enumerate(items) if item is Ellipsis]
-    if used > len(shape) or len(ellipses) > 1:
+    spread = spread_out(items, len(shape))
+    if spread is None or any(not _is_lookup(item) and item != slice(None) for item in spread):
         return None
-    if any(not _is_lookup(item) and item is not Ellipsis and item != slice(None) for item in items):
-        return None
-    at = ellipses[0] if ellipses else len(items)
-    everything = [slice(None)] * (len(shape) - used)
-    spread = [*items[:at], *everything, *items[at + 1 :]]
     dims = [d for d, item in enumerate(spread) if _is_lookup(item)]
     if not dims or call.operands[0] is not call.args[0]:
         return None
     if len(dims) > 1 and any(isinstance(spread[d], Tensor) and not spread[d].ndim for d in dims):
         return None  # torch takes it for a number, which changes where the indexed dims go
     return _indexing(call, spread, dims)
+
+
+def spread_out(items: Sequence[Any], ndim: int) -> list[Any] | None:
+    """The items of an index with its ellipsis, or its missing end, written out.
+
+    None where they do not fit so many dims: what is wrong with them, torch says.
+    """
+    used = sum(dims_taken(item) for item in items)
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    if used > ndim or len(dots) > 1:
+        return None
+    at = dots[0] if dots else len(items)
+    return [*items[:at], *[slice(None)] * (ndim - used), *items[at + 1 :]]
+
+
+def dims_taken(item: Any) -> int:
+    """How many dims an item of an index takes; a mask takes all of its own."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1
 
 
 def _is_lookup(item: Any) -> bool:

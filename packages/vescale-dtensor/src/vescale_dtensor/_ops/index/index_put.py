@@ -17,6 +17,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.common.functions import both_forms, by_name, functions
+from vescale_dtensor._ops.common.letters import added_letters
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.index.gather import broadcast_dims, common_shape
@@ -71,13 +72,10 @@ def _index_put_strategy(
     indices = [broadcast_dims(tuple(item.shape), common) for item in found]
     target: Dims = tuple(("v", d) if d in dims else ("x", d) for d in range(x.ndim))
     written, extents = _selection(target, tuple(x.shape), dims, common)
-    own = tuple(values.shape)
-    if len(own) > len(written):
+    # Values are broadcast to what is selected.
+    source = added_letters(tuple(values.shape), written, extents)
+    if source is None:
         return None
-    # Values are broadcast to what is selected, from the right.
-    front = len(written) - len(own)
-    behind = zip(own, extents[front:], written[front:], strict=True)
-    source: Dims = tuple(letter if n == extent else None for n, extent, letter in behind)
     chosen = {letter for letters in indices for letter in letters if letter is not None}
     return Signature(
         (target, *indices, source),

@@ -12,17 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from vescale_comm import all_gather, group_of
+from vescale_comm import all_gather
 
-from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.common.sharded_dim import (
-    gather_stacked,
+    ShardedDims,
     local_offsets,
     sharded_dim_strategy,
-    sharding_axes,
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
@@ -52,11 +50,9 @@ def masked(call: OpCall) -> Strategy | None:
 
 def _sharded_masked(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     x, mask = tensors_within(args)
-    layout = context.input_layout(0)
-    axes = sharding_axes(layout, range(mask.ndim))
     # Numbers are distinct, so sorting them gives the order of one device.
     own = _numbered(context, mask)
-    known = _of_all(own, layout, axes).sort().values
+    known = _of_all(own, ShardedDims(context, range(mask.ndim))).sort().values
     # Each rank writes its elements where the global order has them, and zeros elsewhere.
     nothing = x.new_zeros(len(known), *x.shape[mask.ndim :])
     return nothing.index_copy(0, torch.searchsorted(known, own), x[mask])
@@ -73,10 +69,9 @@ def _numbered(context: LocalContext, mask: Tensor) -> Tensor:
     return number
 
 
-def _of_all(x: Tensor, layout: Layout, axes: tuple[int, ...]) -> Tensor:
+def _of_all(x: Tensor, sharded: ShardedDims) -> Tensor:
     """All ranks' vectors, whose lengths differ, one after the other."""
-    sizes: list[int] = gather_stacked(torch.tensor(len(x), device=x.device), layout, axes).tolist()
-    return all_gather(x, group_of(layout.mesh, axes), sizes=sizes)
+    return all_gather(x, sharded.group, sizes=sharded.gather_sizes(len(x), x))
 
 
 def _nonzero(call: OpCall) -> Strategy | None:
@@ -94,9 +89,9 @@ def _nonzero(call: OpCall) -> Strategy | None:
 
 def _sharded_nonzero(context: LocalContext, args: Any, kwargs: Any) -> Any:
     x: Tensor = args[0]
-    axes = sharding_axes(context.input_layout(0), range(x.ndim))
+    sharded = ShardedDims(context, range(x.ndim))
     # The result is the indices themselves, so every rank has all of them: it is replicated.
-    numbers = _of_all(_numbered(context, x != 0), context.input_layout(0), axes).sort().values
+    numbers = _of_all(_numbered(context, x != 0), sharded).sort().values
     places = torch.unravel_index(numbers, context.call.operands[0].shape)
     return places if context.call.argument(1, "as_tuple", False) else torch.stack(places).t()
 

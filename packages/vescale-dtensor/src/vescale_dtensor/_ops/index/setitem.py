@@ -17,6 +17,7 @@ from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import after_mutation, refuse_view_of_leaf
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.index.basic import basic
+from vescale_dtensor._ops.index.gather import dims_taken, spread_out
 from vescale_dtensor._ops.index.index_put import without_masks
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -97,7 +98,7 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     value = _as_tensor(value, target)
     known = value.dtype == target.dtype and all(item is not NotImplemented for item in found)
     # A cast of values is left to torch, and so is an index that it would refuse.
-    spread = _spread(found, target.ndim) if known else None
+    spread = spread_out(found, target.ndim) if known else None
     if mixed or spread is None:
         return False
     everything = slice(None)
@@ -109,7 +110,7 @@ def _assign_indexed(target: DTensor, items: Sequence[Any], value: Any) -> bool:
     if not isinstance(view, DTensor) or view._view_copy_of is not None:
         return False
     indices = [i if isinstance(i, Tensor) else everything for i in spread if not isinstance(i, int)]
-    chosen = sum(len(_parts(item)) for item in tensors)
+    chosen = sum(map(dims_taken, tensors))
     # Selected elements take the place of the indexed dims: so many dims the value may have.
     width = max(1 if item.dtype is torch.bool else item.ndim for item in tensors)
     value = _without_surplus(value, view.ndim - chosen + width)
@@ -128,21 +129,9 @@ def _as_index(item: Any, target: Tensor) -> Any:
     return item if item.dtype in (torch.int64, torch.int32) else NotImplemented
 
 
-def _spread(items: list[Any], ndim: int) -> list[Any] | None:
-    """The index with its ellipsis, or its missing end, written out; None where it does not fit."""
-    used = sum(len(_parts(item)) for item in items if item is not None and item is not Ellipsis)
-    dots = [i for i, item in enumerate(items) if item is Ellipsis]
-    if used > ndim or len(dots) > 1:
-        return None
-    at = dots[0] if dots else len(items)
-    return [*items[:at], *[slice(None)] * (ndim - used), *items[at + 1 :]]
-
-
 def _parts(item: Any) -> list[Any]:
     """The items of a view in place of one item; a tensor index takes all of its dims."""
-    if isinstance(item, Tensor):
-        return [slice(None)] * (item.ndim if item.dtype is torch.bool else 1)
-    return [item]
+    return [slice(None)] * dims_taken(item) if isinstance(item, Tensor) else [item]
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {torch.Tensor.__setitem__: _assign}

@@ -6,6 +6,7 @@ rows give the loss of one device. With sharded classes the loss is a partial sum
 
 from __future__ import annotations
 
+import inspect
 from math import prod
 from typing import Any
 
@@ -29,16 +30,7 @@ from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, S
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import opmath_sum, result_dtype
 
-_NAMES = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
-    "label_smoothing",
-)
+_NAMES = tuple(inspect.signature(F.cross_entropy).parameters)
 
 
 def _cross_entropy(call: OpCall) -> Strategy | None:

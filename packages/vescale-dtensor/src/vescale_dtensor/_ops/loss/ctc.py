@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,15 +13,7 @@ from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.pytree import tensors_within
 
-_NAMES = [
-    "log_probs",
-    "targets",
-    "input_lengths",
-    "target_lengths",
-    "blank",
-    "reduction",
-    "zero_infinity",
-]
+_NAMES = tuple(inspect.signature(F.ctc_loss).parameters)
 _BATCH = "n"
 
 

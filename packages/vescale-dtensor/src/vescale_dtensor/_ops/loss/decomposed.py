@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.fallback import fallback
+from vescale_dtensor._ops.decompositions.tensor import handled_as
 from vescale_dtensor._ops.loss.elementwise import reduction_of
 from vescale_dtensor._torch.compat import lost_argument
 
@@ -58,14 +59,7 @@ def _triplet(
     """`torch.nn.functional.triplet_margin_with_distance_loss`."""
     alike = anchor.ndim == positive.ndim == negative.ndim
     if reduction not in _REDUCED or margin <= 0 or not alike:
-        named = {
-            "distance_function": distance_function,
-            "margin": margin,
-            "swap": swap,
-            "reduction": reduction,
-        }
-        function = F.triplet_margin_with_distance_loss
-        return fallback(function, (anchor, positive, negative), named)
+        return NotImplemented
     # A function of the user's is called on DTensors: its steps are planned one by one.
     apart = distance_function or torch.pairwise_distance
     near, far = apart(anchor, positive), apart(anchor, negative)
@@ -94,15 +88,7 @@ def _linear_cross_entropy(
     logits_shape = (*input.shape[:-1], *shape[:-1])
     shares = tuple(target.shape) == logits_shape
     if not fits or (input.ndim == 1 and len(shape) > 2) or (shares and ignore_index is not None):
-        named = {
-            "linear_bias": linear_bias,
-            "weight": weight,
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "options": options,
-        }
-        return fallback(_FUSED, (input, linear_weight, target), named)
+        return NotImplemented
     if len(shape) > 2:
         linear_weight = linear_weight.flatten(0, -2)
         linear_bias = None if linear_bias is None else linear_bias.flatten()
@@ -123,6 +109,6 @@ def _linear_cross_entropy(
 _FUSED: Any = getattr(F, "linear_cross_entropy", None)  # since torch 2.12
 HANDLERS: dict[Any, Callable[..., Any]] = {
     F.l1_loss: _absolute,
-    F.triplet_margin_with_distance_loss: _triplet,
-    **({} if _FUSED is None else {_FUSED: _linear_cross_entropy}),
+    **handled_as({F.triplet_margin_with_distance_loss: _triplet}),
+    **handled_as({} if _FUSED is None else {_FUSED: _linear_cross_entropy}),
 }

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import both_forms, entries
-from vescale_dtensor._ops.common.letters import broadcast_letters, drop_letter, letters
+from vescale_dtensor._ops.common.letters import (
+    added_letters,
+    broadcast_letters,
+    drop_letter,
+    letters,
+)
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import substitute, wrap_dim
 from vescale_dtensor._torch.compat import any_autocast
@@ -45,17 +50,16 @@ def _with_bias(*inputs: str, output: str) -> Rule:
     def strategy(call: OpCall) -> Strategy | None:
         shapes = call.shapes()
         ranks = [len(shape) for shape in shapes[1:]]
-        if ranks != list(map(len, inputs)) or len(shapes[0]) > len(output):
+        if ranks != list(map(len, inputs)):
             return None
         extents = {
             letter: n
             for dims, shape in zip(inputs, shapes[1:], strict=True)
             for letter, n in zip(dims, shape, strict=True)
         }
-        bias: Dims = tuple(
-            letter if n == extents[letter] else None
-            for letter, n in zip(output[len(output) - len(shapes[0]) :], shapes[0], strict=True)
-        )
+        bias = added_letters(shapes[0], tuple(output), [extents[letter] for letter in output])
+        if bias is None:
+            return None
         # Sharded on one of these, the product is a partial sum: coordinate 0 alone adds the bias.
         summed = {letter for dims in inputs for letter in dims} - set(output)
 

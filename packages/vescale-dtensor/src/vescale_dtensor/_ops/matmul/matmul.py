@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import both_forms, entries
-from vescale_dtensor._ops.common.letters import broadcast_letters, letters
+from vescale_dtensor._ops.common.letters import added_letters, broadcast_letters, letters
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _CONTRACTED = "k"
@@ -82,14 +82,9 @@ def _addmm(call: OpCall) -> Strategy | None:
         return None
     # The bias is broadcast to the product: it has the letters of the dims whose extents it has.
     a, b, out = product_letters(shapes[1], shapes[2])
-    extents = [*shapes[1][:-1], shapes[2][-1]]
-    own = len(shapes[0])
-    if own > len(out):
+    bias = added_letters(shapes[0], out, [*shapes[1][:-1], shapes[2][-1]])
+    if bias is None:
         return None
-    offset = len(out) - own
-    bias = tuple(
-        out[offset + d] if shapes[0][d] == extents[offset + d] else None for d in range(own)
-    )
     return Signature(
         (bias, a, b), (out,), {_CONTRACTED: "sum"}, linear=((1,), (2,)), bias_operands=(0,)
     ).strategy()

@@ -51,11 +51,11 @@ def _embedding(call: OpCall) -> Strategy | None:
         linear=((1,),),
         contiguous_only=frozenset(_VOCABULARY),  # rows are counted from where the shard begins
         local=_look_up,
-        specialize=_specialized,
+        specialize=unless_rows_sharded,
     ).strategy()
 
 
-def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
+def unless_rows_sharded(context: LocalContext) -> Callable[..., Tensor] | None:
     """Torch's own look-up, where rows are not sharded."""
     return context.call.func if interval_of_shard(context, 0, 1) is None else None
 

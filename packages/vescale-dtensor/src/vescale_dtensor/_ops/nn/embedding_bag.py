@@ -16,7 +16,7 @@ from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
-from vescale_dtensor._ops.nn.embedding import renormalise
+from vescale_dtensor._ops.nn.embedding import renormalise, unless_rows_sharded
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import opmath_dtype
 
@@ -55,12 +55,8 @@ def _bags(call: OpCall) -> Strategy | None:
         unshardable=frozenset(fixed),
         contiguous_only=frozenset(_ROWS),
         local=_summed,
-        specialize=_specialized,
+        specialize=unless_rows_sharded,
     ).strategy()
-
-
-def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
-    return context.call.func if interval_of_shard(context, 0, 1) is None else None
 
 
 def _summed(context: LocalContext, args: Any, kwargs: Any) -> Tensor:

@@ -92,23 +92,13 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
         # Kernels of accelerators draw the masks of all layers in an order of their own.
         if not fits or args[0].device.type != "cpu":
             return fallback(func, args, kwargs)
-        return _layer_by_layer(func, *args)
+        return _layer_by_layer(func, args)
 
     return run
 
 
-def _layer_by_layer(
-    func: Callable[..., Any],
-    input: Tensor,
-    hx: Any,
-    weights: Any,
-    biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    both: bool,
-    first: bool,
-) -> Any:
+def _layer_by_layer(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    input, hx, weights, biases, layers, dropout, train, both, first = args
     # Time first, as torch stacks its layers: dropout in between draws by position in that order.
     x = input.transpose(0, 1) if first else input
     each = len(weights) // layers

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._ops.common.empty_shards import pads_empty
-from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
@@ -72,15 +72,8 @@ def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 _PLACES = (torch, torch.Tensor, torch.functional)
-_TABLE: dict[str, Any] = {
-    "stft istft": _transform,
-    "segment_reduce": _segments,
-    "gradient": _slopes,
-}
 RULES = {
-    **{
-        f: Rule(names.split()[0], strategy, _READS)
-        for names, strategy in _TABLE.items()
-        for f in functions(names, _PLACES)
-    },
+    **entries("stft istft", Rule("stft", _transform, _READS), _PLACES),
+    **entries("segment_reduce", Rule("segment_reduce", _segments, _READS), _PLACES),
+    **entries("gradient", Rule("gradient", _slopes, _READS), _PLACES),
 }

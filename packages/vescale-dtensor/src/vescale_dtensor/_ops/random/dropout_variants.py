@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.fallback import fallback
-from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
+from vescale_dtensor._ops.random.sampling import draw_layout
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -27,10 +27,7 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
         # Drawn by the global index of each element: no rank has to know what others drew, and the
         # mask is the same however the tensor is sharded.
-        rng_layout = random_layout(
-            context.input_layout(0), tuple(context.call.operands[0].shape), args[0]
-        )
-        return drop(*args, rng_layout)
+        return drop(*args, draw_layout(context, args[0]))
 
     def strategy(call: OpCall) -> Strategy | None:
         dims = letters(call.operands[0].ndim)

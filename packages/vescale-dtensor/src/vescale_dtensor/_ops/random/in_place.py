@@ -12,25 +12,18 @@ from torch import Tensor
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._layout.executed import record_draw
-from vescale_dtensor._layout.rng_layout import random_layout, rng_layout_of
+from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
-from vescale_dtensor._ops.random.sampling import bernoulli_each_, unexpanded
+from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
 
 
-def _rng_layout(
-    context: LocalContext, local: Tensor, generator: torch.Generator | None = None
-) -> vescale_rng.ShardLayout:
-    shape = tuple(context.call.operands[0].shape)
-    return random_layout(context.input_layout(0), shape, local, generator)
-
-
 def _dropped(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = unexpanded(args[0])
     return vescale_rng.dropout(
-        local, context.call.argument(1, "p", 0.5), _rng_layout(context, local)
+        local, context.call.argument(1, "p", 0.5), draw_layout(context, local)
     )
 
 
@@ -88,7 +81,7 @@ def _filler(distribution: Any) -> Rule:
             filled: Tensor = vescale_rng.fill_(
                 args[0],
                 distribution(*args[1:], **own),
-                _rng_layout(context, args[0], generator),
+                draw_layout(context, args[0], generator),
                 generator=generator,
             )
         return filled
@@ -119,30 +112,6 @@ def _uniform(from_: float = 0.0, to: float = 1.0, **named: float) -> Any:
     return vescale_rng.Uniform(named.get("from", from_), to)
 
 
-def _normal(mean: float = 0.0, std: float = 1.0) -> Any:
-    return vescale_rng.Normal(mean, std)
-
-
-def _bernoulli(p: float = 0.5) -> Any:
-    return vescale_rng.Bernoulli(p)
-
-
-def _log_normal(mean: float = 1.0, std: float = 2.0) -> Any:
-    return vescale_rng.LogNormal(mean, std)
-
-
-def _exponential(lambd: float = 1.0) -> Any:
-    return vescale_rng.Exponential(lambd)
-
-
-def _geometric(p: float) -> Any:
-    return vescale_rng.Geometric(p)
-
-
-def _cauchy(median: float = 0.0, sigma: float = 1.0) -> Any:
-    return vescale_rng.Cauchy(median, sigma)
-
-
 def _random(*bounds: int | None, to: int | None = None, **named: int) -> Any:
     """`random_()`, `random_(to)` and `random_(from, to)`, where `to` may be None."""
     if not bounds and to is None and not named:
@@ -153,17 +122,17 @@ def _random(*bounds: int | None, to: int | None = None, **named: int) -> Any:
     return vescale_rng.RandInt(low or 0, bounds[1] if len(bounds) > 1 else to)
 
 
-_ONE_PROBABILITY = _filler(_bernoulli)
+_ONE_PROBABILITY = _filler(lambda p=0.5: vescale_rng.Bernoulli(p))
 
 
 RULES = {
     torch.Tensor.uniform_: _filler(_uniform),
-    torch.Tensor.normal_: _filler(_normal),
+    torch.Tensor.normal_: _filler(lambda mean=0.0, std=1.0: vescale_rng.Normal(mean, std)),
     torch.Tensor.bernoulli_: Rule("random in place", _bernoulli_strategy, Reads.SHAPES, writes=0),
-    torch.Tensor.log_normal_: _filler(_log_normal),
-    torch.Tensor.exponential_: _filler(_exponential),
-    torch.Tensor.geometric_: _filler(_geometric),
-    torch.Tensor.cauchy_: _filler(_cauchy),
+    torch.Tensor.log_normal_: _filler(lambda mean=1.0, std=2.0: vescale_rng.LogNormal(mean, std)),
+    torch.Tensor.exponential_: _filler(lambda lambd=1.0: vescale_rng.Exponential(lambd)),
+    torch.Tensor.geometric_: _filler(lambda p: vescale_rng.Geometric(p)),
+    torch.Tensor.cauchy_: _filler(lambda median=0.0, sigma=1.0: vescale_rng.Cauchy(median, sigma)),
     torch.Tensor.random_: _filler(_random),
 }
 

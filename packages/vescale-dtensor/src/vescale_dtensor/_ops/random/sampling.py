@@ -16,9 +16,10 @@ from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 
-def _rng_layout(
-    context: LocalContext, local: Tensor, generator: torch.Generator | None
+def draw_layout(
+    context: LocalContext, local: Tensor, generator: torch.Generator | None = None
 ) -> vescale_rng.ShardLayout:
+    """The layout by which this rank draws its shard of operand 0: see `random_layout`."""
     shape = tuple(context.call.operands[0].shape)
     return random_layout(context.input_layout(0), shape, local, generator)
 
@@ -38,7 +39,7 @@ def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         filled: Tensor = vescale_rng.bernoulli_(
             args[0],
             p,
-            _rng_layout(context, args[0], kwargs.get("generator")),
+            draw_layout(context, args[0], kwargs.get("generator")),
             kwargs.get("generator"),
         )
     return filled
@@ -48,7 +49,7 @@ def _bernoulli(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     p = args[1] if len(args) > 1 else kwargs.get("p")
     local = unexpanded(args[0])
     generator = kwargs.get("generator")
-    layout = _rng_layout(context, local, generator)
+    layout = draw_layout(context, local, generator)
     # One number per global element: a shard takes those of its own indices, without communication.
     drawn = vescale_rng.bernoulli(local, layout, generator, p=p)
     return drawn.contiguous()
@@ -100,7 +101,7 @@ def _is_positional(call: OpCall) -> bool:
 def _multinomial(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local = unexpanded(args[0])
     own = by_name(("num_samples", "replacement"), args[1:], kwargs)
-    rng_layout = _rng_layout(context, local, own.get("generator"))
+    rng_layout = draw_layout(context, local, own.get("generator"))
     return vescale_rng.multinomial(local, **own, layout=rng_layout)
 
 

@@ -16,11 +16,9 @@ from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.sharded_dim import (
-    gather_stacked,
-    max_identity,
-    min_identity,
+    ShardedDims,
+    extreme_identity,
     pad_empty_dims,
-    sharding_axes,
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import (
@@ -86,13 +84,11 @@ def _bincount(call: OpCall) -> Strategy | None:
 
 
 def _sharded_bincount(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-    layout = context.input_layout(0)
-    axes = sharding_axes(layout, (0,))
     x, *others = tensors_within((args, kwargs))
     # The length follows from the largest value on any rank: all ranks need the same shape. And all
     # have to hear of a negative one, which torch refuses: they would wait for its rank otherwise.
     bounds = torch.stack(pad_empty_dims(x.long(), (0,), 0).aminmax())
-    found = gather_stacked(bounds, layout, axes)
+    found = ShardedDims(context, (0,)).gather(bounds)
     if int(found.amin()) < 0:
         raise RuntimeError(
             "bincount only supports 1-d non-negative integral inputs: found "
@@ -169,14 +165,14 @@ def _sharded_histogram(context: LocalContext, args: Any, kwargs: Any) -> Any:
 
 def _extremes(context: LocalContext, x: Tensor) -> tuple[float, float]:
     """The smallest and the largest element of the global tensor."""
-    x, layout, dims = x.detach(), context.input_layout(0), range(x.ndim)
+    x, dims = x.detach(), range(x.ndim)
     # Two gathers in this order on every rank. An empty shard sends the identity, which loses to
     # every element; a NaN on any rank reaches all of them, so that all refuse the range.
-    axes = sharding_axes(layout, dims)
-    low = gather_stacked(pad_empty_dims(x, dims, min_identity(x.dtype)).amin(), layout, axes).amin()
-    high = gather_stacked(
-        pad_empty_dims(x, dims, max_identity(x.dtype)).amax(), layout, axes
-    ).amax()
+    every = ShardedDims(context, dims)
+    padded = [
+        pad_empty_dims(x, dims, extreme_identity(x.dtype, largest=one)) for one in (False, True)
+    ]
+    low, high = every.gather(padded[0].amin()).amin(), every.gather(padded[1].amax()).amax()
     return float(low), float(high)
 
 

@@ -13,21 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.sharded_dim import (
+    ShardedDims,
     as_partial_value,
-    gather_stacked,
-    local_offsets,
-    max_identity,
-    min_identity,
+    extreme_identity,
     pad_empty_dims,
-    rank_index,
     sharded_dim_strategy,
-    sharding_axes,
     straight_through,
-    sum_over_axes,
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.reduce.linear import partial_norm, reduced_dims, reduction_letters
@@ -38,38 +32,35 @@ from vescale_dtensor._torch.opmath import opmath_dtype, to_opmath
 Axes = tuple[int, ...]
 
 
-class ShardedReduction:
+class ShardedReduction(ShardedDims):
     """One reduction over sharded dims, as this rank sees it.
 
     Attributes:
         x: the local tensor.
         dims: the dims that are reduced.
         keepdim: whether the results keep them.
-        layout: of the operand.
-        axes: mesh axes that shard these dims.
-        context, args, kwargs: the call.
+        args, kwargs: local arguments of the call.
     """
 
     def __init__(
         self, context: LocalContext, dims: tuple[int, ...], keepdim: bool, args: Any, kwargs: Any
     ) -> None:
         self.x: Tensor = args[0]
-        self.context, self.dims, self.keepdim = context, dims, keepdim
+        self.dims, self.keepdim = dims, keepdim
         self.args, self.kwargs = args, kwargs
-        self.layout: Layout = context.input_layout(0)
-        self.axes = sharding_axes(self.layout, dims)
+        super().__init__(context, dims)
 
     def local_result(self, x: Tensor | None = None) -> Any:
         """The function's own result for the local tensor, or for `x` in its place."""
-        return self.context.call.func(self.x if x is None else x, *self.args[1:], **self.kwargs)
+        return self.func(self.x if x is None else x, *self.args[1:], **self.kwargs)
 
-    def gather_stacked(self, x: Tensor) -> Tensor:
-        """`x` of all ranks that share the dims, along a new first dim."""
-        return gather_stacked(x, self.layout, self.axes)
+    def padded(self, largest: bool) -> Tensor:
+        """The local tensor, with the identity of an extreme where the shard is empty.
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of `x` over those ranks, on each of them."""
-        return sum_over_axes(x, self.layout, self.axes) if self.axes else x
+        Torch refuses the extreme of an empty dim: right for a global one, wrong for a shard.
+        """
+        identity = extreme_identity(self.x.dtype, largest=largest)
+        return pad_empty_dims(self.x, self.dims, identity) if self.element_count() else self.x
 
     def as_output(self, x: Tensor) -> Tensor:
         """A value that all ranks have, as the plan wants it: replicated, or as a partial sum."""
@@ -129,36 +120,30 @@ def _prod(reduction: ShardedReduction) -> Tensor:
         # The product of a shard may be too large for a half where that of all is not.
         reduction.kwargs = {**reduction.kwargs, "dtype": opmath_dtype(own)}
     # Gathered and not all-reduced: torch's derivative of `prod` handles zeros among the factors.
-    total = torch.prod(reduction.gather_stacked(reduction.local_result()), 0)
+    total = torch.prod(reduction.gather(reduction.local_result()), 0)
     return reduction.as_output(total.to(own) if narrow else total)
 
 
 def _logical(reduction: ShardedReduction) -> Tensor:
-    stack = reduction.gather_stacked(reduction.local_result())
-    return stack.any(0) if reduction.context.call.func.__name__ == "any" else stack.all(0)
+    stack = reduction.gather(reduction.local_result())
+    return stack.any(0) if reduction.func.__name__ == "any" else stack.all(0)
 
 
 def _logsumexp(reduction: ShardedReduction) -> Tensor:
-    return reduction.as_output(
-        torch.logsumexp(reduction.gather_stacked(reduction.local_result()), 0)
-    )
+    return reduction.as_output(reduction.gather(reduction.local_result()).logsumexp(0))
 
 
 def _extreme(reduction: ShardedReduction) -> Tensor:
     """`amax`, `amin`, and `max()`, `min()` of everything: ties share the gradient."""
-    return _largest(reduction, reduction.context.call.func.__name__ in ("amax", "max"))
+    return _largest(reduction, reduction.func.__name__ in ("amax", "max"))
 
 
 def _largest(reduction: ShardedReduction, largest: bool) -> Tensor:
     x = reduction.x
-    # Torch refuses the extreme of an empty dim: right for a global one, wrong for an empty shard.
-    identity = (max_identity if largest else min_identity)(x.dtype)
     reduce = torch.amax if largest else torch.amin
     with torch.no_grad():
-        padded = pad_empty_dims(x, reduction.dims, identity) if reduction.element_count() else x
-        best = reduce(
-            reduction.gather_stacked(reduce(padded, reduction.dims, reduction.keepdim)), 0
-        )
+        own = reduce(reduction.padded(largest), reduction.dims, reduction.keepdim)
+        best = reduce(reduction.gather(own), 0)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return reduction.as_output(best)
     wide = best if reduction.keepdim else _restore_dims(best, reduction.dims, x.ndim)
@@ -182,17 +167,13 @@ def _aminmax(reduction: ShardedReduction) -> Any:
 
 def _with_index(reduction: ShardedReduction) -> Any:
     """`max(dim)`, `min(dim)`: the first of the best, and where it is."""
-    name = reduction.context.call.func.__name__
+    name = reduction.func.__name__
     (dim,) = reduction.dims
-    identity = (max_identity if name == "max" else min_identity)(reduction.x.dtype)
-    padded = (
-        pad_empty_dims(reduction.x, (dim,), identity) if reduction.element_count() else reduction.x
-    )
-    values, indices = reduction.local_result(padded)
+    values, indices = reduction.local_result(reduction.padded(name == "max"))
     # Candidates of all ranks, with global indices: each rank finds the same winner.
     with torch.no_grad():
-        indices = indices + local_offsets(reduction.context)[dim]
-        stack, where = reduction.gather_stacked(values), reduction.gather_stacked(indices)
+        indices = indices + reduction.offsets[dim]
+        stack, where = reduction.gather(values), reduction.gather(indices)
         winner = _winner(stack, where, name == "max", reduction.context.call.operands[0].shape[dim])
         best = stack.gather(0, winner)[0]
         index = where.gather(0, winner)[0]
@@ -200,7 +181,7 @@ def _with_index(reduction: ShardedReduction) -> Any:
     if not (torch.is_grad_enabled() and reduction.x.requires_grad):
         return types((reduction.as_output(best), index))
     # Only the rank that has the chosen element passes the gradient on.
-    mine = winner[0] == rank_index(reduction.layout, reduction.axes)
+    mine = winner[0] == reduction.rank
     return types((straight_through(reduction.as_output(best), torch.where(mine, values, 0)), index))
 
 
@@ -215,12 +196,11 @@ def _winner(stack: Tensor, where: Tensor, largest: bool, extent: int) -> Tensor:
 
 def _arg(reduction: ShardedReduction) -> Tensor:
     """`argmax`, `argmin`: along one dim, or of everything, flattened."""
-    largest = reduction.context.call.func.__name__ == "argmax"
+    largest = reduction.func.__name__ == "argmax"
     x = reduction.x
-    identity = (max_identity if largest else min_identity)(x.dtype)
     everything = len(reduction.dims) != 1 or reduction.context.call.argument(1, "dim") is None
     # An empty global tensor stays empty, so that torch refuses it on every rank.
-    padded = pad_empty_dims(x, reduction.dims, identity) if reduction.element_count() else x
+    padded = reduction.padded(largest)
     at = reduction.local_result(padded)
     flat = padded.flatten() if everything else padded
     dim = 0 if everything else reduction.dims[0]
@@ -231,14 +211,14 @@ def _arg(reduction: ShardedReduction) -> Tensor:
         # From the flat local index to the flat global one, by the global place in each dim.
         places = torch.unravel_index(index, padded.shape)
         index = torch.zeros_like(index)
-        for extent, begin, own in zip(shape, local_offsets(reduction.context), places, strict=True):
+        for extent, begin, own in zip(shape, reduction.offsets, places, strict=True):
             index = index * extent + begin + own
     else:
-        index = index + local_offsets(reduction.context)[dim]
+        index = index + reduction.offsets[dim]
     if x.numel() == 0:
         # The index into the padding means nothing: an empty shard must not win a tie.
         index = torch.full_like(index, torch.iinfo(torch.int64).max - 1)
-    stack, where = reduction.gather_stacked(values), reduction.gather_stacked(index)
+    stack, where = reduction.gather(values), reduction.gather(index)
     found = where.gather(0, _winner(stack, where, largest, 0))[0]
     return found.reshape(at.shape)
 
@@ -246,22 +226,20 @@ def _arg(reduction: ShardedReduction) -> Tensor:
 def _vector_norm(reduction: ShardedReduction) -> Tensor:
     """The norm of the ranks' norms; for order zero, which counts, their sum."""
     order = reduction.context.call.argument(1, "ord", 2)
+    dtype = reduction.context.call.kwargs.get("dtype")
     # An extreme of absolute values, so that its gradient is shared among ties.
     if order in (torch.inf, -torch.inf):
         reduction.x = reduction.x.abs()
-        dtype = reduction.context.call.kwargs.get("dtype")
         reduction.x = reduction.x if dtype is None else reduction.x.to(dtype)
         return _largest(reduction, order > 0)
     if order < 0 and reduction.element_count():
         # Torch refuses this norm of an empty tensor: right for a global one, wrong for a shard.
         padded = pad_empty_dims(reduction.x, reduction.dims, torch.inf)
-        dtype = reduction.context.call.kwargs.get("dtype")
-        norm = torch.linalg.vector_norm(
-            padded, order, reduction.dims, reduction.keepdim, dtype=dtype
-        )
+        how = (order, reduction.dims, reduction.keepdim)
+        norm = torch.linalg.vector_norm(padded, *how, dtype=dtype)
     else:
         norm = reduction.local_result()
-    norms = reduction.gather_stacked(norm)
+    norms = reduction.gather(norm)
     total = norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
     return reduction.as_output(total)
 
@@ -308,7 +286,7 @@ def _variance(reduction: ShardedReduction) -> Any:
     degrees = max(0.0, count - _correction(reduction.context.call))
     squares = reduction.total(away.sum(dims, keepdim=reduction.keepdim))
     spread = squares / degrees if degrees else squares * torch.inf
-    name = reduction.context.call.func.__name__
+    name = reduction.func.__name__
     if name.startswith("std"):
         constant = spread == 0
         # The derivative of the root is infinite at zero, and torch's gradient is 0 there; the inner

@@ -12,46 +12,39 @@ from vescale_dtensor._layout.local_shards import box_of
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
-    gather_stacked,
-    local_offsets,
-    max_identity,
-    min_identity,
+    ShardedDims,
+    extreme_identity,
     pad_empty_dims,
-    rank_index,
     sharded_dim_strategy,
-    sharding_axes,
-    sum_over_axes,
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Strategy
 from vescale_dtensor._torch.opmath import opmath_dtype, result_dtype
 
 
-class ShardedScan:
+class ShardedScan(ShardedDims):
     """One scan along a sharded dim, as this rank sees it.
 
     Attributes:
         x: the local tensor.
         dim: the dim that is scanned.
-        context, args, kwargs: the call.
+        args, kwargs: local arguments of the call.
     """
 
     def __init__(self, context: LocalContext, dim: int, args: Any, kwargs: Any) -> None:
         self.x: Tensor = args[0]
-        self.context, self.dim, self.args, self.kwargs = context, dim, args, kwargs
-        self.layout = context.input_layout(0)
-        self.axes = sharding_axes(self.layout, (dim,))
+        self.dim, self.args, self.kwargs = dim, args, kwargs
+        super().__init__(context, (dim,))
 
     def local_result(self) -> Any:
         """The out-of-place function's result for the local tensor alone."""
-        func = self.context.call.func
-        if func.__name__.endswith("_"):
-            func = getattr(torch, func.__name__[:-1])
+        name = self.func.__name__
+        func = getattr(torch, name[:-1]) if name.endswith("_") else self.func
         return func(*self.args, **self.kwargs)
 
     def preceding_totals(self, total: Tensor) -> Tensor:
         """The totals of the shards before this one, along a new first dim, which may be empty."""
-        return gather_stacked(total, self.layout, self.axes)[: rank_index(self.layout, self.axes)]
+        return self.gather(total)[: self.rank]
 
     def dtype(self) -> torch.dtype | None:
         """The dtype that was asked for."""
@@ -123,17 +116,17 @@ def _log_sum(scan: ShardedScan) -> Tensor:
 
 def _running_extreme(scan: ShardedScan) -> Any:
     """`cummax`, `cummin`: the last of equal elements counts, and NaN beats everything."""
-    largest = scan.context.call.func.__name__ == "cummax"
+    largest = scan.func.__name__ == "cummax"
     values, indices = scan.local_result()
-    indices = indices + local_offsets(scan.context)[scan.dim]
-    inert = (max_identity if largest else min_identity)(values.dtype)
+    indices = indices + scan.offsets[scan.dim]
+    inert = extreme_identity(values.dtype, largest=largest)
     last = values.shape[scan.dim] - 1 if values.shape[scan.dim] else 0
     top = pad_empty_dims(values, (scan.dim,), inert).narrow(scan.dim, last, 1)
     at = pad_empty_dims(indices, (scan.dim,), -1).narrow(scan.dim, last, 1)
     # `padded` are rows of what is gathered: the collective is the same on every rank.
     padded = _nonempty_preceding(scan)
     tops, places = scan.preceding_totals(top)[padded], scan.preceding_totals(at)[padded]
-    kind = getattr(torch.return_types, scan.context.call.func.__name__)
+    kind = getattr(torch.return_types, scan.func.__name__)
     if not len(padded):
         # The sum of nothing keeps what was sent in the graph: backward asks every rank.
         return kind((values + tops.sum(0).to(values.dtype), indices))
@@ -152,7 +145,7 @@ def _nonempty_preceding(scan: ShardedScan) -> list[int]:
     """
     layout, shape = scan.layout, tuple(scan.context.call.operands[0].shape)
     found = []
-    for row in range(rank_index(layout, scan.axes)):
+    for row in range(scan.rank):
         coordinate, rest = list(layout.coordinate), row
         for axis in reversed(scan.axes):
             rest, coordinate[axis] = divmod(rest, layout.sizes[axis])
@@ -164,17 +157,17 @@ def _nonempty_preceding(scan: ShardedScan) -> list[int]:
 
 def _softmax(scan: ShardedScan) -> Tensor:
     """Softmax with the maximum and the sum of all ranks; the result is sharded as the operand."""
-    name = scan.context.call.func.__name__  # torch.special calls these by longer names
+    name = scan.func.__name__  # torch.special calls these by longer names
     wanted = scan.dtype() or scan.x.dtype
     x = scan.x.to(torch.promote_types(wanted, torch.float32))  # as torch's own kernels do
     x = -x if name.endswith("softmin") else x
     with torch.no_grad():  # softmax does not depend on the shift
-        padded = pad_empty_dims(x, (scan.dim,), max_identity(x.dtype))
-        peak = gather_stacked(padded.amax(scan.dim, keepdim=True), scan.layout, scan.axes).amax(0)
+        padded = pad_empty_dims(x, (scan.dim,), extreme_identity(x.dtype, largest=True))
+        peak = scan.gather(padded.amax(scan.dim, keepdim=True)).amax(0)
     shifted = x - peak
     # Shifted by the largest element on any rank, so that no power overflows.
     powers = shifted.exp()
-    total = sum_over_axes(powers.sum(scan.dim, keepdim=True), scan.layout, scan.axes)
+    total = scan.total(powers.sum(scan.dim, keepdim=True))
     result = shifted - total.log() if name.endswith("log_softmax") else powers / total
     return result.to(wanted)
 

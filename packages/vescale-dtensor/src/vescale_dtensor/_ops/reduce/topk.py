@@ -14,10 +14,8 @@ from torch import Tensor
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import drop_letter, letters
 from vescale_dtensor._ops.common.sharded_dim import (
-    gather_stacked,
-    local_offsets,
-    max_identity,
-    min_identity,
+    ShardedDims,
+    extreme_identity,
     pad_dim,
     pad_empty_dims,
     sharded_dim_strategy,
@@ -65,18 +63,17 @@ def _shard_count(operand: Tensor, dim: int) -> int:
 
 
 def _of_all(context: LocalContext, x: Tensor, count: int, dim: int, largest: bool) -> Any:
-    layout, extent = context.input_layout(0), context.call.operands[0].shape[dim]
-    axes, begin = sharding_axes(layout, (dim,)), local_offsets(context)[dim]
+    sharded, extent = ShardedDims(context, (dim,)), context.call.operands[0].shape[dim]
+    begin = sharded.offsets[dim]
     with torch.no_grad():
         # Each of the global top k is among the top k of its own shard; a shard may have fewer.
         values, indices = x.topk(min(count, x.shape[dim]), dim, largest)
         missing = count - values.shape[dim]
-        identity = (max_identity if largest else min_identity)(x.dtype)
+        identity = extreme_identity(x.dtype, largest=largest)
         values = pad_dim(values, dim, missing, identity)
         indices = pad_dim(indices + begin, dim, missing, extent)
         values, indices = (
-            gather_stacked(part, layout, axes).movedim(0, dim).flatten(dim, dim + 1)
-            for part in (values, indices)
+            sharded.gather(part).movedim(0, dim).flatten(dim, dim + 1) for part in (values, indices)
         )
         # Shards shorter than k were padded. Padding is sorted behind real elements, and then all
         # stably by value: padding loses ties, and real elements keep the tensor's order.

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vescale_comm import all_gather, group_of
+from vescale_comm import all_gather
 
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
-    gather_stacked,
-    rank_index,
+    ShardedDims,
     sharded_dim_strategy,
-    sharding_axes,
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Strategy
@@ -92,8 +90,7 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
 def _of_all(
     context: LocalContext, x: Tensor, looked: Sequence[int], request: _UniqueRequest
 ) -> Any:
-    layout, dim = context.input_layout(0), request.dim or 0
-    axes = sharding_axes(layout, looked)
+    sharded, dim = ShardedDims(context, looked), request.dim or 0
     # Only this local step differs where the shard is empty: all ranks call the gathers below.
     if x.numel():
         own, within, often = request(x)
@@ -101,21 +98,19 @@ def _of_all(
         own = x if request.dim is not None else x.reshape(-1)
         often = torch.zeros(0, dtype=torch.int64, device=x.device)
         within = often if request.dim is not None else torch.zeros_like(x, dtype=torch.int64)
-    count = torch.tensor(own.shape[dim], device=x.device)
     # First how many each rank found: the gather of uneven shards needs all sizes on every rank.
-    sizes: list[int] = gather_stacked(count, layout, axes).tolist()
-    group = group_of(layout.mesh, axes)
+    sizes = sharded.gather_sizes(own.shape[dim], x)
     # Distinct values of distinct values; `where` says where each rank's values are among them.
-    values, where, _ = request(all_gather(own, group, dim=dim, sizes=sizes))
+    values, where, _ = request(all_gather(own, sharded.group, dim=dim, sizes=sizes))
     if not (request.inverse or request.counts):
         return values
     results = [values]
     if request.inverse:
         # This rank's values stand behind those of the ranks before it.
-        begin = sum(sizes[: rank_index(layout, axes)])
+        begin = sum(sizes[: sharded.rank])
         results.append(where[begin + within])
     if request.counts:
-        each = all_gather(often, group, sizes=sizes)
+        each = all_gather(often, sharded.group, sizes=sizes)
         # A value that several ranks hold occurs once for each in `where`: its counts add up.
         total = torch.zeros(values.shape[dim], dtype=torch.int64, device=x.device)
         results.append(total.index_add(0, where, each))

@@ -8,22 +8,37 @@ from typing import Any
 import torch
 
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._ops.common.functions import entries, functions
 
 
-def _refused(what: str) -> Callable[..., Any]:
+def _refused(message: str) -> Callable[..., Any]:
     def run(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            f"{what} with a DTensor. Run it on local tensors: x.to_local() for this rank's piece, "
-            "x.full_tensor() for the whole."
-        )
+        raise UnsupportedError(message)
 
     return run
 
 
-_FORWARD_AD = ("_make_dual", "_unpack_dual", "_fw_primal")
+_FORWARD_MODE = (
+    "forward-mode differentiation (torch.func.jvp, make_dual) with a DTensor. Run it on local "
+    "tensors: x.to_local() for this rank's piece, x.full_tensor() for the whole."
+)
+_NO_MEMORY = (
+    "{} of a DTensor: it has no memory of its own. Use x.to_local() for this rank's piece or "
+    "x.full_tensor() for the whole; vescale_ckpt.save writes sharded tensors."
+)
+_FORWARD_AD = "_make_dual _unpack_dual _fw_primal"
+_DOORS = """
+mutable_data_ptr untyped_storage storage storage_type storage_offset
+__reduce_ex__ __reduce__ __setstate__ __dlpack__ __dlpack_device__
+share_memory_ is_shared set_ resize_ resize_as_ as_strided_ _typed_storage
+"""
+# Of a view this reads memory around it, which only one device has.
+_BEYOND = "as_strided_scatter"
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    getattr(torch, name): _refused("forward-mode differentiation (torch.func.jvp, make_dual)")
-    for name in _FORWARD_AD
-    if hasattr(torch, name)
+    **entries(_FORWARD_AD, _refused(_FORWARD_MODE), (torch,)),
+    **{
+        func: _refused(_NO_MEMORY.format(func.__name__))
+        for func in functions(_DOORS, (torch.Tensor,)) + functions(_BEYOND, (torch, torch.Tensor))
+    },
 }

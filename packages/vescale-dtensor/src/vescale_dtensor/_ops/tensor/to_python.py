@@ -11,7 +11,6 @@ from torch import Tensor
 from vescale_dtensor._autograd.function_results import note_plain
 from vescale_dtensor._autograd.local_use import local_outside_autograd
 from vescale_dtensor._autograd.redistribute import replicated
-from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 
 
@@ -41,22 +40,7 @@ def _numpy(self: DTensor, *, force: bool = False) -> Any:
     return _replicated_local(self).numpy(force=force)
 
 
-def _refused(what: str) -> Callable[..., Any]:
-    def run(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            f"{what} of a DTensor: it has no memory of its own. Use x.to_local() for this rank's "
-            "piece or x.full_tensor() for the whole; vescale_ckpt.save writes sharded tensors."
-        )
-
-    return run
-
-
 _VALUES = "item tolist __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__"
-_DOORS = """
-mutable_data_ptr untyped_storage storage storage_type storage_offset
-__reduce_ex__ __reduce__ __setstate__ __dlpack__ __dlpack_device__
-share_memory_ is_shared set_ resize_ resize_as_ as_strided_ _typed_storage
-"""
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{
@@ -64,17 +48,5 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         for name in _VALUES.split()
         if hasattr(torch.Tensor, name)
     },
-    **{
-        getattr(torch.Tensor, name): _refused(name)
-        for name in _DOORS.split()
-        if hasattr(torch.Tensor, name)
-    },
     torch.Tensor.numpy: _numpy,
-    # Of a view these read memory around it, which only one device has.
-    **{
-        getattr(place, name): _refused(name)
-        for name in ("as_strided_scatter",)
-        for place in (torch, torch.Tensor)
-        if hasattr(place, name)
-    },
 }

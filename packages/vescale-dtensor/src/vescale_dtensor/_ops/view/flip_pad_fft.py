@@ -24,7 +24,7 @@ Parse = Callable[[OpCall], Iterable[int] | int | None]
 _PLACES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.fft, torch.functional)
 
 
-def dim_at(position: int, default: int | None, name: str = "dim") -> Parse:
+def dim_at(position: int, default: int | tuple[int, ...] | None, name: str = "dim") -> Parse:
     """The dim, or the dims, at a position or by name."""
 
     def parse(call: OpCall) -> Any:
@@ -304,27 +304,25 @@ def _repeated(call: OpCall) -> Strategy | None:
 
 _SAME, _PAIR = ("same",), ("same", "same")
 _LAST = dim_at(1, -1)
-# Names → which dims are not sharded, the dims of the results, and whether partials stay partial.
-_TABLE: dict[str, tuple[Parse, tuple[str, ...], bool]] = {
-    "flip": (_flipped, _SAME, True),
-    "fliplr": (lambda _: 1, _SAME, True),
-    "flipud": (lambda _: 0, _SAME, True),
-    "roll": (_rolled, _SAME, True),
-    "rot90": (dim_at(2, (0, 1), "dims"), _SAME, True),  # type: ignore[arg-type]
-    "msort": (lambda _: 0, _SAME, False),
-    "sort": (_sorted, _PAIR, False),
-    "argsort": (_sorted, _SAME, False),
-    "renorm renorm_": (_all_dims_but, _SAME, False),
-    "unfold": (dim_at(1, None, "dimension"), ("same back",), True),
+# Names -> their strategy: of most, which dims are not sharded, the dims of the results, and whether
+# partials stay partial.
+_TABLE: dict[str, Callable[[OpCall], Strategy | None]] = {
+    "flip": _strategy(_flipped, _SAME, linear=True),
+    "fliplr": _strategy(lambda _: 1, _SAME, linear=True),
+    "flipud": _strategy(lambda _: 0, _SAME, linear=True),
+    "roll": _strategy(_rolled, _SAME, linear=True),
+    "rot90": _strategy(dim_at(2, (0, 1), "dims"), _SAME, linear=True),
+    "msort": _strategy(lambda _: 0, _SAME),
+    "sort": _strategy(_sorted, _PAIR),
+    "argsort": _strategy(_sorted, _SAME),
+    "renorm renorm_": _strategy(_all_dims_but, _SAME),
     # Not linear: partial sums would each be padded, and the padding value be added once per rank.
-    "pad constant_pad_nd": (_padded, _SAME, False),
-    "vander": (lambda _: -1, ("same back",), False),
-    "fft ifft rfft irfft hfft ihfft": (dim_at(2, -1), _SAME, True),
-    "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2": (dim_at(2, (-2, -1)), _SAME, True),  # type: ignore[arg-type]
-    "fftn ifftn rfftn irfftn hfftn ihfftn": (_of_fourier, _SAME, True),
-    "fftshift ifftshift": (_all_if_none(1), _SAME, True),
-}
-_OWN: dict[str, Callable[[OpCall], Strategy | None]] = {
+    "pad constant_pad_nd": _strategy(_padded, _SAME),
+    "vander": _strategy(lambda _: -1, ("same back",)),
+    "fft ifft rfft irfft hfft ihfft": _strategy(dim_at(2, -1), _SAME, linear=True),
+    "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2": _strategy(dim_at(2, (-2, -1)), _SAME, linear=True),
+    "fftn ifftn rfftn irfftn hfftn ihfftn": _strategy(_of_fourier, _SAME, linear=True),
+    "fftshift ifftshift": _strategy(_all_if_none(1), _SAME, linear=True),
     "diff": _difference,
     "trapezoid trapz cumulative_trapezoid": _trapezoid,
     "kthvalue": _dropping_dim(dim_at(2, -1), 3, 2),
@@ -358,7 +356,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 """Functions this module answers for."""
 
-_VIEWS = {"diagonal": _diagonal, "unfold": _strategy(*_TABLE.pop("unfold"))}
+_unfold = _strategy(dim_at(1, None, "dimension"), ("same back",), linear=True)
+_VIEWS = {"diagonal": _diagonal, "unfold": _unfold}
 
 
 def _writes(func: Any) -> int | None:
@@ -367,13 +366,8 @@ def _writes(func: Any) -> int | None:
 
 RULES = {
     **{
-        f: Rule(names.split()[0], _strategy(*row), _READS, writes=_writes(f))
-        for names, row in _TABLE.items()
-        for f in functions(names, _PLACES)
-    },
-    **{
         f: Rule(names.split()[0], strategy, _READS, writes=_writes(f))
-        for names, strategy in _OWN.items()
+        for names, strategy in _TABLE.items()
         for f in functions(names, _PLACES)
     },
     **{

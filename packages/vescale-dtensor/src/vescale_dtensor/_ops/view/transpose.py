@@ -27,22 +27,20 @@ def _permuted(call: OpCall, source: Sequence[int]) -> Strategy:
     return Strategy(base.candidates, extents=base.extents, output_orders=(order,))
 
 
-def _transpose(call: OpCall) -> Strategy:
-    ndim = call.operands[0].ndim
-    source = list(range(ndim))
-    first = call.argument(1, "dim0", call.kwargs.get("axis0"))
-    second = call.argument(2, "dim1", call.kwargs.get("axis1"))
-    if ndim:
+def _swapped(call: OpCall, first: int, second: int, least_ndim: int) -> Strategy:
+    source = list(range(call.operands[0].ndim))
+    if len(source) >= least_ndim:
         source[first], source[second] = source[second], source[first]
     return _permuted(call, source)
 
 
+def _transpose(call: OpCall) -> Strategy:
+    first = call.argument(1, "dim0", call.kwargs.get("axis0"))
+    return _swapped(call, first, call.argument(2, "dim1", call.kwargs.get("axis1")), 1)
+
+
 def _matrix_transpose(call: OpCall) -> Strategy:
-    ndim = call.operands[0].ndim
-    source = list(range(ndim))
-    if ndim >= 2:
-        source[-1], source[-2] = source[-2], source[-1]
-    return _permuted(call, source)
+    return _swapped(call, -1, -2, 2)
 
 
 def _reversed(call: OpCall) -> Strategy:
