@@ -183,12 +183,12 @@ PACKAGES = (
     Package(
         "vescale-parallel",
         requires=(TORCH, RNG, COMM, DTENSOR),
-        extras={"train": (CKPT, "rich>=13.7", "tensorboard>=2.16")},
+        extras={"memory": ("scipy>=1.11",), "train": (CKPT, "rich>=13.7", "tensorboard>=2.16")},
         test_requires=(NUMPY,),
         layers=(
             "__main__",
             "_cli",
-            "cost",
+            "cost | memory",
             "train",
             "_apply",
             "_plan",

@@ -8,4 +8,8 @@ How a graph goes through the files:
 - `reach`: what is the same in every order: key points, and a lower bound of the peak.
 - `orders`, `search`: orders by rules, and branch and bound over a few operations.
 - `ordered`: the best of them; program order is always among them.
+- `layout`: offsets of storages in one block of memory. `highs`: both questions, asked of scipy.
+- `places`: which operators can be told where to write; `arena`: the plan executed.
+- `planned`: what all this is to a user. `measured` counts what a run really takes; `caching` is
+  what torch's own allocator would have reserved.
 """

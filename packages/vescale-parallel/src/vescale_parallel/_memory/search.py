@@ -110,6 +110,26 @@ class Items:
                     live -= freed
         return rise, live
 
+    def grows(self, at: int) -> tuple[int, int]:
+        """Bytes that the operations of an item make, and their temporary bytes."""
+        made = sum(self.of.made[one] for one in self.groups[at])
+        return made, max(self.of.operations[one].temporary for one in self.groups[at])
+
+    def freed(self) -> Iterator[tuple[list[int], int]]:
+        """Items after which a storage is freed, and its bytes."""
+        for storage, mask in self._users.items():
+            yield list(members(mask)), self.of.storages[storage].bytes
+
+    def peak(self, order: Sequence[int]) -> int | None:
+        """The peak of the items in an order; None if it is no order of them."""
+        done, live, peak = 0, self.live, self.live
+        for at in order:
+            if self.needs[at] & ~done or done >> at & 1:
+                return None
+            rise, net = self.cost(at, done)
+            peak, live, done = max(peak, live + rise), live + net, done | 1 << at
+        return peak
+
     def first(self) -> int:
         """A mask of the items that can run at once."""
         return sum(1 << at for at, needs in enumerate(self.needs) if not needs)

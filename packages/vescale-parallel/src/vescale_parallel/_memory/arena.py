@@ -1,0 +1,216 @@
+"""A plan executed: operations in their order, storages at their offsets in one block of memory.
+
+What cannot lie in the arena (results of the graph, and of operators that cannot be told where to
+write) is allocated as ever, and is freed after its last user. The first run is checked node by
+node against what was planned: shapes, strides and which tensors share a storage.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from vescale_parallel._errors import MemoryPlanError
+from vescale_parallel._memory.places import Place
+from vescale_parallel._memory.traced import Result, Traced, placeholders
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation: how it runs, where it writes, and which values nobody needs after it."""
+
+    node: fx.Node
+    place: Place | None
+    outs: tuple[tuple[Result, int], ...]  # what it writes, and at which offset
+    drops: tuple[fx.Node, ...]
+
+
+class Arena:
+    """Runs a graph in an order, with the storages of some operations in one block of memory."""
+
+    def __init__(
+        self,
+        of: Traced,
+        order: Sequence[int],
+        places: Mapping[int, Place],
+        offsets: Mapping[int, int],
+        size: int,
+        device: torch.device,
+    ) -> None:
+        self.of, self.size, self.device = of, size, device
+        self.checked = False
+        last: dict[fx.Node, int] = {}
+        for step, at in enumerate(order):
+            last.update(dict.fromkeys([of.nodes[at], *of.nodes[at].all_input_nodes], step))
+        result = of.module.graph.output_node()
+        for node in result.all_input_nodes:
+            last.pop(node, None)
+        drops: dict[int, list[fx.Node]] = {}
+        for node, step in last.items():
+            if node.op != "get_attr":
+                drops.setdefault(step, []).append(node)
+        self.steps = []
+        for step, at in enumerate(order):
+            node, place = of.nodes[at], places.get(at)
+            outs = [
+                (one, offsets[one.storage])
+                for one in (of.results[node] if place else ())
+                if one.storage is not None
+            ]
+            self.steps.append(_Step(node, place, tuple(outs), tuple(drops.get(step, ()))))
+
+    def block(self) -> Tensor:
+        """Memory of the arena's size, uninitialised."""
+        return torch.empty(self.size, dtype=torch.uint8, device=self.device)
+
+    def run(self, inputs: Sequence[Any], block: Tensor | None) -> Any:
+        """Run the graph; returns what it returns, outside of the arena.
+
+        Raises:
+            MemoryPlanError: inputs or arena do not fit, or the run is not what was planned.
+        """
+        block = self.block() if block is None else self._fitting(block)
+        values = self._inputs(inputs)
+        check = None if self.checked else _Check(self.of, values)
+        with torch.no_grad():
+            for step in self.steps:
+                values[step.node] = self._value(step, values, block)
+                if check is not None:
+                    check.ran(step.node, values[step.node])
+                for node in step.drops:
+                    values.pop(node, None)
+            result = self.of.module.graph.output_node()
+            found = fx.node.map_arg(result.args[0], lambda one: self._given(one, values))
+        self.checked = True
+        return found
+
+    def _value(self, step: _Step, values: dict[fx.Node, Any], block: Tensor) -> Any:
+        node = step.node
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda one: self._given(one, values)
+        )
+        if step.place is not None:
+            outs = tuple(_view(block, one, at) for one, at in step.outs)
+            step.place.write(args, kwargs, outs)
+            return outs[0] if step.place.single else outs
+        if node.op == "call_function":
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return self.of.module.get_submodule(str(node.target))(*args, **kwargs)
+
+    def _given(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return constant(self.of.module, str(node.target))
+        return values[node]
+
+    def _fitting(self, block: Tensor) -> Tensor:
+        flat = block.dtype == torch.uint8 and block.dim() == 1 and block.is_contiguous()
+        if not flat or block.device.type != self.device.type:
+            raise MemoryPlanError(
+                f"an arena is a contiguous 1-d uint8 tensor on {self.device}, not {block.dtype} of "
+                f"shape {tuple(block.shape)} on {block.device}."
+            )
+        if block.numel() < self.size:
+            raise MemoryPlanError(
+                f"the arena has {block.numel()} bytes, but this plan needs {self.size}."
+            )
+        if block.data_ptr() % 64 and self.size:
+            raise MemoryPlanError("the arena has to begin at an address that 64 divides.")
+        return block
+
+    def _inputs(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+        nodes = placeholders(self.of.module)
+        flat = list(inputs)
+        if len(flat) != len(nodes):
+            flat = tree_leaves(flat)
+        if len(flat) != len(nodes):
+            raise MemoryPlanError(f"{len(flat)} inputs were given to a graph of {len(nodes)}.")
+        storages: dict[int, int] = {}
+        for node, value, planned in zip(nodes, flat, self.of.inputs, strict=True):
+            fault = _fault(value, planned)
+            if fault:
+                raise MemoryPlanError(f"input '{node.name}' {fault}; plan again for such inputs.")
+            if self.of.writes and isinstance(value, Tensor):
+                where = value.untyped_storage().data_ptr()
+                if where and storages.setdefault(where, planned.key) != planned.key:
+                    raise MemoryPlanError(
+                        f"input '{node.name}' shares memory with another one, which it did not "
+                        "when the graph, which writes to its inputs, was planned."
+                    )
+        return dict(zip(nodes, flat, strict=True))
+
+
+def constant(module: Any, target: str) -> Any:
+    """The value of a get_attr node."""
+    for part in target.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _view(block: Tensor, result: Result, offset: int) -> Tensor:
+    size = result.dtype.itemsize
+    for one in result.shape:
+        size *= one
+    flat = block[offset : offset + size].view(result.dtype)
+    # An offset of as_strided counts from the start of the storage, which is the whole arena.
+    return flat.as_strided(result.shape, result.stride, flat.storage_offset())
+
+
+def _fault(value: Any, planned: Any) -> str:
+    """What is wrong with a value, in words; nothing if it is what was planned."""
+    if not isinstance(planned, Result):
+        same = type(value) is type(planned) and value == planned
+        return "" if same else f"is {value!r}, but was planned as {planned!r}"
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__name__}, but was planned as a tensor"
+    found = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
+    wanted = (planned.shape, planned.stride, planned.dtype, planned.device.type)
+    if _canonical(found) == _canonical(wanted):
+        return ""
+    return f"has (shape, strides, dtype, device) {found}, but was planned with {wanted}"
+
+
+def _canonical(one: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Strides of dims of one element, and of nothing at all, say nothing."""
+    shape, stride, *rest = one
+    if 0 in shape:
+        return (shape, (), *rest)
+    return (shape, tuple(s for s, n in zip(stride, shape, strict=True) if n > 1), *rest)
+
+
+class _Check:
+    """Compares a run with its plan: shapes, and which tensors share memory."""
+
+    def __init__(self, of: Traced, values: Mapping[fx.Node, Any]) -> None:
+        self.of = of
+        self.where: dict[int, int] = {}  # the address of each planned storage
+        for node in of.module.graph.nodes:
+            if node.op == "get_attr":
+                self.ran(node, constant(of.module, str(node.target)))
+        for node, value in values.items():
+            self.ran(node, value)
+
+    def ran(self, node: fx.Node, value: Any) -> None:
+        """Compare the value of a node."""
+        tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+        planned = self.of.results[node]
+        if len(tensors) != len(planned):
+            raise MemoryPlanError(
+                f"node '{node.name}' made {len(tensors)} tensors, but {len(planned)} were planned."
+            )
+        for tensor, one in zip(tensors, planned, strict=True):
+            fault = _fault(tensor, one)
+            if fault:
+                raise MemoryPlanError(f"node '{node.name}' {fault}: its plan is of no use.")
+            if not tensor.numel():
+                continue
+            # Inside the arena all share a storage: the address without the tensor's own offset.
+            address = tensor.data_ptr() - one.offset * one.dtype.itemsize
+            if self.where.setdefault(one.key, address) != address:
+                raise MemoryPlanError(
+                    f"node '{node.name}' returns a tensor in another storage than was planned."
+                )

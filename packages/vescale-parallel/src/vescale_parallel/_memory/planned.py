@@ -1,0 +1,238 @@
+"""A plan of the memory of a graph: what it says, and what can be done with it."""
+
+import copy
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal
+
+from torch import Tensor, export, fx
+
+from vescale_parallel._common.messages import did_you_mean
+from vescale_parallel._errors import MemoryPlanError
+from vescale_parallel._memory.arena import Arena
+from vescale_parallel._memory.caching import reserved
+from vescale_parallel._memory.highs import by_highs, has_highs
+from vescale_parallel._memory.layout import Block, Layout, aligned, laid_out, most_at_once
+from vescale_parallel._memory.ordered import Ordered, by_search, ordered
+from vescale_parallel._memory.places import Place, arena_device, places
+from vescale_parallel._memory.simulated import lifetimes
+from vescale_parallel._memory.traced import Traced, traced
+
+Solver = Literal["auto", "search", "highs", "rules"]
+SOLVERS: Final = ("auto", "search", "highs", "rules")
+ALIGNMENT: Final = 64  # bytes: what vector instructions want, and torch's CPU allocator gives
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """In which order a graph runs, and where everything that it makes lies.
+
+    All sizes are bytes of what the graph makes; its inputs and constants are not counted, nor is
+    what a kernel takes for itself (a convolution's workspace).
+
+    Attributes:
+        solver: how it was asked for.
+        seconds: that planning took.
+        complete: whether every search ended by itself; else this is the best within the time.
+    """
+
+    solver: str
+    seconds: float
+    complete: bool
+    _traced: Traced
+    _ordered: Ordered
+    _layout: Layout
+    _places: Mapping[int, Place]
+    _placed: tuple[int, ...]  # storages in the arena
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names of the nodes that compute, in the order in which they run."""
+        return tuple(self._traced.nodes[at].name for at in self._ordered.order)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each storage of the arena begins, by the name of the node that makes it."""
+        names = (self._traced.program.storages[at].name for at in self._placed)
+        return dict(zip(names, self._layout.offsets, strict=True))
+
+    @property
+    def peak(self) -> int:
+        """The most that lives at once in the planned order."""
+        return self._ordered.profile.peak
+
+    @property
+    def program_peak(self) -> int:
+        """The most that lives at once in the order of the graph as it was given."""
+        return self._ordered.peaks["program order"]
+
+    @property
+    def lower_bound(self) -> int:
+        """Bytes below which no order of the graph is."""
+        return self._ordered.lower_bound
+
+    @property
+    def gap(self) -> float:
+        """How far the peak is above the lower bound: 0 is proven best, 0.1 at most 10 % above."""
+        return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The peak of each way that was tried to find an order."""
+        return dict(self._ordered.peaks)
+
+    @property
+    def arena(self) -> int:
+        """Size of the one block that holds all that can be placed in it."""
+        return self._layout.size
+
+    @property
+    def arena_lower_bound(self) -> int:
+        """What lives at once of what is placed: no layout is smaller."""
+        return self._layout.lower_bound
+
+    @cached_property
+    def outside(self) -> int:
+        """The most that lives at once outside of the arena.
+
+        Those are the results of the graph, and what operators make that cannot be told where.
+        """
+        of, inside = self._traced.program, {*self._placed}
+        lives = lifetimes(of, self._ordered.order)
+        blocks = [
+            Block(one.bytes, *lives[at]) for at, one in enumerate(of.storages) if at not in inside
+        ]
+        for step, operation in enumerate(self._ordered.order):
+            temporary = of.operations[operation].temporary
+            blocks += [Block(temporary, step, step)] if temporary else []
+        return most_at_once(blocks)
+
+    @property
+    def executed_peak(self) -> int:
+        """What `run` holds at most: the arena, and what lies outside of it."""
+        return self.arena + self.outside
+
+    @cached_property
+    def reserved(self) -> dict[str, int]:
+        """What torch's caching allocator would reserve, simulated, for both orders."""
+        of = self._traced.program
+        return {
+            "program order": reserved(of, range(len(of))),
+            "planned order": reserved(of, self._ordered.order),
+        }
+
+    @cached_property
+    def _arena(self) -> Arena:
+        offsets = dict(zip(self._placed, self._layout.offsets, strict=True))
+        return Arena(
+            self._traced,
+            self._ordered.order,
+            self._places,
+            offsets,
+            self._layout.size,
+            arena_device(self._traced),
+        )
+
+    def run(self, *inputs: Any, arena: Tensor | None = None) -> Any:
+        """Run the graph in the planned order and layout, to the same bits.
+
+        Nothing is recorded for autograd: trace the backward into the graph. Results never lie in
+        the arena, so it can be used again.
+
+        Args:
+            inputs: as the graph takes them, of the shapes, strides and dtypes that were planned.
+            arena: a contiguous uint8 tensor of at least `arena` bytes; else a new one.
+
+        Raises:
+            MemoryPlanError: inputs or arena do not fit the plan.
+        """
+        graph = self._traced.module.graph
+        flat = graph.process_inputs(*inputs)
+        return graph.process_outputs(self._arena.run(flat, arena))
+
+    def apply(self) -> fx.GraphModule:
+        """Return the graph with its nodes in the planned order, on the parameters of the given one.
+
+        It is an ordinary module, for any allocator and any compiler, and computes the same bits.
+        """
+        module = self._traced.module
+        with warnings.catch_warnings():  # torch's own copy of how inputs are nested is deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            graph = copy.deepcopy(module.graph)
+        copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
+        end = graph.output_node()
+        for at in self._ordered.order:
+            end.prepend(copies[self._traced.nodes[at]])
+        graph.lint()
+        made = fx.GraphModule(module, graph)
+        made.meta.update(module.meta)
+        made.train(module.training)
+        return made
+
+
+def plan(
+    graph: fx.GraphModule | export.ExportedProgram,
+    *,
+    inputs: Sequence[Any] | None = None,
+    solver: Solver = "auto",
+    seconds: float = 10.0,
+    alignment: int = ALIGNMENT,
+) -> MemoryPlan:
+    """Plan the memory of a torch.fx graph: the order of its nodes, and where their results lie.
+
+    The peak is never above that of the graph's own order. Writes in place, collectives, and the
+    random draws of the graph keep their order. No process group, mesh or device is needed.
+
+    Args:
+        graph: of `make_fx`, `torch.export`, `torch.fx.symbolic_trace` or anything else.
+        inputs: examples for it, where its placeholders do not say what they are.
+        solver: `"search"`: rules, then branch and bound; `"auto"`: the same, with HiGHS for small
+            layouts where scipy is installed; `"highs"`: HiGHS in place of branch and bound;
+            `"rules"`: no search.
+        seconds: for all searches together; when they are over, the best so far is the plan.
+        alignment: of each storage in the arena, in bytes, a power of two.
+
+    Raises:
+        MemoryPlanError: shapes depend on data, inputs are missing, or scipy is.
+    """
+    start = time.monotonic()
+    solver = _known(solver)
+    if alignment < 1 or alignment & (alignment - 1) or alignment < ALIGNMENT:
+        raise MemoryPlanError(f"alignment {alignment}: a power of two from {ALIGNMENT} on.")
+    if not seconds >= 0:
+        raise MemoryPlanError(f"seconds {seconds}: no time to plan in; 0 leaves out searches.")
+    module = graph.module() if isinstance(graph, export.ExportedProgram) else graph
+    if not isinstance(module, fx.GraphModule):
+        raise MemoryPlanError(
+            f"a {type(graph).__name__} is no torch.fx graph: trace it with "
+            "torch.fx.experimental.proxy_tensor.make_fx, or with torch.export.export."
+        )
+    of = traced(module, inputs)
+    # Two thirds of the time are for the order, as layouts hardly ever need any.
+    solve = {"rules": None, "highs": by_highs}.get(solver, by_search)
+    found = ordered(of.program, deadline=start + seconds * 2 / 3, solve=solve)
+    ways = places(of)
+    placed = [at for at, one in enumerate(of.program.storages) if one.maker in ways]
+    lives = lifetimes(of.program, found.order)
+    layout = laid_out(
+        [Block(aligned(of.program.storages[at].bytes, alignment), *lives[at]) for at in placed],
+        deadline=start + seconds,
+        highs=solver in ("auto", "highs") and has_highs(),
+    )
+    took = time.monotonic() - start
+    return MemoryPlan(solver, took, found.complete, of, found, layout, ways, tuple(placed))
+
+
+def _known(solver: str) -> Any:
+    if solver not in SOLVERS:
+        raise MemoryPlanError(
+            f"solver {solver!r}: there are {', '.join(SOLVERS)}.{did_you_mean(solver, SOLVERS)}"
+        )
+    if solver == "highs" and not has_highs():
+        raise MemoryPlanError(
+            "solver 'highs' needs scipy: pip install vescale-parallel[memory], or solver='search'."
+        )
+    return solver
