@@ -74,7 +74,7 @@ _HEADER: Final = [
 
 
 def llama3(name: str, *, dp: int, tp: int) -> Report:
-    """The trainer's plan for a decoder of that size, on a mesh that nobody has to start.
+    """Return the trainer's plan for a decoder of that size, on a mesh that nobody has to start.
 
     Raises:
         KeyError: no such size; see `LLAMA3`.
@@ -84,7 +84,7 @@ def llama3(name: str, *, dp: int, tp: int) -> Report:
 
 @functools.cache
 def _on_meta(name: str) -> Decoder:
-    """The model without values; made once, as a table asks for it again and again."""
+    """Return the model without values; made once, as a table asks for it again and again."""
     with torch.device("meta"):
         return Decoder(LLAMA3[name])
 
@@ -165,7 +165,7 @@ def _row(name: str, dp: int, tp: int, zero: int, cost: Cost) -> list[object]:
 
 
 def _footer(options: argparse.Namespace, cluster: Cluster) -> str:
-    """The assumptions, in one sentence each."""
+    """Return the assumptions, in one sentence each."""
     inside, between = cluster.inside, cluster.between
     return (
         f"{options.sequences} x {options.sequence} tokens for each dp rank; bf16, float32 masters, "

@@ -65,13 +65,13 @@ class _Redistribute:
     def arguments(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The forward pre-hook."""
+        """Return the forward pre-hook."""
         if isinstance(self.side, Chosen):
             return place_arguments(self.names, self.side, self._place, args, kwargs)
         return self._place(self.side, args), self._place(self.side, kwargs)
 
     def result(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The forward hook."""
+        """Return the forward hook."""
         if isinstance(self.side, Chosen):
             return place_results(self.row.rule, self.row.module, self.side, self._place, output)
         return self._place(self.side, output)

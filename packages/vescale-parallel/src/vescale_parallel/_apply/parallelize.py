@@ -106,7 +106,7 @@ def _distribute_parameters(
 def _distribution(
     plain: nn.Parameter, mesh: DeviceMesh, where: tuple[Placement, ...], row: ParameterRow
 ) -> Distribute:
-    """How a parameter, and what an optimizer remembers of it, is distributed."""
+    """Return how a parameter, and what an optimizer remembers of it, is distributed."""
     built = plain.dtype
 
     def distribute(tensor: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class StoredPlacements:
 
 
 def stored_placements(mesh: DeviceMesh, report: Report) -> StoredPlacements:
-    """Where the parameters of a report are stored. Collective where a mesh has to be made."""
+    """Return where a report's parameters are stored. Collective where a mesh has to be made."""
     shares = {
         slot.names[0]: row.plan.shares(index)
         for row in report.buffers
@@ -141,7 +141,7 @@ def _held(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
 
 
 def own_shape(layout: RuleLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:
-    """This rank's local shape in a layout; extents follow `torch.chunk`, axis after axis."""
+    """Return this rank's local shape in a layout; extents follow `torch.chunk`, axis after axis."""
     extents = list(shape)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

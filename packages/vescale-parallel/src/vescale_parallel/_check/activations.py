@@ -43,7 +43,7 @@ class Activations:
         return activation_bytes(self.pieces, tokens / self.sharers, self.tp, precision, work)
 
     def needed(self, tokens: float) -> int:
-        """How many regions, the first ones, have to be recomputed to stay in the budget."""
+        """Return how many regions, the first ones, have to be recomputed to stay in the budget."""
         if self.budget is None:
             return len(self.regions)
         numbers = range(len(self.regions) + 1)
@@ -58,7 +58,7 @@ class Activations:
         )
 
     def recomputed(self, tokens: float) -> Sequence[RegionRow]:
-        """The regions that are recomputed for so many tokens of the global batch."""
+        """Return the regions that are recomputed for so many tokens of the global batch."""
         return self.regions[: self.needed(tokens)]
 
     def text(self) -> str:

@@ -31,7 +31,7 @@ _CATCH_ALL = "*"
 def check_rules(
     rules: Rules, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh
 ) -> Report:
-    """The rules resolved, or one `PlanError` that lists every problem."""
+    """Return the rules resolved, or one `PlanError` that lists every problem."""
     sizes = mesh_sizes(mesh_shape)
     problems = _unknown_axes(rules, list(sizes))
     parameters, parameter_problems = _parameter_rows(rules, model, sizes)
@@ -66,7 +66,7 @@ def check_rules(
 def _with_levels(
     rules: Rules, model: nn.Module, rows: list[ParameterRow], sizes: Mapping[str, int]
 ) -> tuple[list[ParameterRow], list[str]]:
-    """The rows with their ZeRO levels, and what is wrong with the rules about those."""
+    """Return the rows with their ZeRO levels, and what is wrong with the rules about those."""
     levels, problems = levels_of(rules.zero, rows, sizes)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if rules.zero.is_used:
@@ -102,7 +102,7 @@ def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
 
 
 def _dead_rules(what: str, rules: Mapping[str, object], names: Sequence[str]) -> list[str]:
-    """Rules that can never apply: they match no name, or earlier rules take all they match."""
+    """Return rules that never apply: they match no name, or earlier rules take all they match."""
     problems = []
     first = {name: first_match(rules, name) for name in names}
     for glob in rules:
@@ -149,7 +149,7 @@ def _parameter_rows(
 def _place(
     rules: Rules, names: tuple[str, ...], parameter: torch.Tensor, sizes: Mapping[str, int]
 ) -> ParameterRow | str | None:
-    """The row of one parameter, what is wrong with it, or None where no rule covers it."""
+    """Return the row of one parameter, what is wrong with it, or None where no rule covers it."""
     # Every name of a shared parameter has a rule of its own, and they may contradict each other.
     globs = [glob for name in names if (glob := first_match(rules.parameters, name)) is not None]
     layouts = {rules.parameters[glob] for glob in globs}
@@ -170,7 +170,7 @@ def _place(
 
 
 def _names_by_parameter(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
-    """Every parameter once, under all the names it has."""
+    """Return every parameter once, under all the names it has."""
     # By identity: tensors compare by value, and `named_parameters` would leave out the other names.
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}

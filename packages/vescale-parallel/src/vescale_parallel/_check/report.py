@@ -97,7 +97,7 @@ class Report:
         recompute: bool | None = None,
         **workload: Any,
     ) -> Cost:
-        """What a training step would cost on a cluster, by the model of `vescale_parallel.cost`.
+        """Return what a training step would cost on a cluster, as `vescale_parallel.cost` does.
 
         Needs no processes; the model may be on the meta device.
 
@@ -165,7 +165,7 @@ class Report:
 
 
 def _piece(row: ParameterRow, mesh: Iterable[str], zero: int | None, work: Workload) -> Piece:
-    """A parameter as the cost model sees it."""
+    """Return a parameter as the cost model sees it."""
     where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis in mesh)
     dims = tuple((axis, dim) for axis, dim in where if dim is not None)
     level = row.zero if zero is None else zero

@@ -75,14 +75,14 @@ def bytes_in(text: str) -> float | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as a plan names it: `float32`."""
+    """Return a dtype as a plan names it: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def table(
     header: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
 ) -> str:
-    """Rows in aligned columns under a header; `right` names the columns to align right."""
+    """Return rows in aligned columns under a header; `right` names the columns to align right."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     # Widths from the header too: a column of short cells under a long title stays aligned.
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

@@ -66,7 +66,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks run before the step of this optimizer, beside those of all optimizers."""
+    """Return whether hooks run before this optimizer's step, beside those of all optimizers."""
     return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
 
 

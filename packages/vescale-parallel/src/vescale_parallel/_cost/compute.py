@@ -9,7 +9,7 @@ from vescale_parallel._cost.settings import Workload
 
 
 def forward_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float:
-    """Two for each element of a matrix and token, and causal attention."""
+    """Return two for each element of a matrix and token, and causal attention."""
     return sum(_flops(one, tokens, work) for one in pieces)
 
 
@@ -30,7 +30,7 @@ def model_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float
 
 
 def hardware_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float:
-    """What is computed: the forward of what is recomputed twice."""
+    """Return what is computed: the forward of what is recomputed twice."""
     regions = regions_of(pieces, work)
     placed = ((one, region_of(one.name, regions)) for one in pieces)
     again = sum(_flops(one, tokens, work, regions[r]) for one, r in placed if r is not None)
@@ -38,6 +38,6 @@ def hardware_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> fl
 
 
 def update_bytes(memory: Memory, dp: int, zero: int) -> float:
-    """Bytes that an optimizer reads and writes: parameters and states both ways, gradients once."""
+    """Return what an optimizer reads and writes: parameters and states twice, gradients once."""
     share = dp if zero in (1, 2) else 1  # states say what is updated here
     return 2 * memory.states + 2 * memory.parameters / share + memory.gradients

@@ -54,7 +54,7 @@ class Cluster:
     overlap: float
 
     def link(self, stride: int, members: int) -> Link:
-        """The link of a group of ranks that are `stride` apart.
+        """Return the link of a group of ranks that are `stride` apart.
 
         A group with several members in each node sends to the next node over the network cards of
         all of these at once, up to what the link inside carries.
@@ -68,7 +68,7 @@ class Cluster:
 
 
 def collective_seconds(kind: str, size: float, members: int, link: Link) -> float:
-    """Seconds of a collective of the whole tensor's `size` bytes among `members`.
+    """Return the seconds of a collective of the whole tensor's `size` bytes among `members`.
 
     An all-gather or a reduce-scatter sends `(n - 1) / n` of the tensor from each rank; an
     all-reduce is one of each.
@@ -111,7 +111,7 @@ CLUSTERS: Final = {
 
 
 def named_cluster(cluster: str | Cluster) -> Cluster:
-    """The cluster of that name, or the one that is given.
+    """Return the cluster of that name, or the one that is given.
 
     Raises:
         PlanError: there is none of that name.

@@ -35,7 +35,7 @@ class Memory:
 def memory_of(
     pieces: Sequence[Piece], tokens: float, dp: int, tp: int, precision: Precision, work: Workload
 ) -> Memory:
-    """The bytes of a rank.
+    """Return the bytes of a rank.
 
     Args:
         pieces: all parameters.
@@ -47,7 +47,7 @@ def memory_of(
     """
 
     def held(least: int, size: int) -> float:
-        """Bytes of all pieces; those with at least that ZeRO level are sharded."""
+        """Return the bytes of all pieces; those with at least that ZeRO level are sharded."""
         return sum(one.elements * size / (dp if one.zero >= least else 1) for one in pieces)
 
     return Memory(
@@ -60,7 +60,7 @@ def memory_of(
 
 
 def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
-    """Parameters in the compute dtype beside those that are stored."""
+    """Return the parameters in the compute dtype beside those that are stored."""
     units = {
         unit: sum(one.elements for one in some if one.zero >= 3)
         for unit, some in by_unit(pieces).items()
@@ -76,7 +76,7 @@ def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
 def activation_bytes(
     pieces: Sequence[Piece], tokens: float, tp: int, precision: Precision, work: Workload
 ) -> float:
-    """What forward keeps: every product its input and its output, every norm two of its size.
+    """Return what forward keeps: of a product input and output, of a norm two of its size.
 
     Products that share an input are counted as if each kept its own, which stands for what
     pointwise functions between them keep. The loss keeps logits and their logarithms in float32.
@@ -102,7 +102,7 @@ def activation_bytes(
 
 
 def _saved(piece: Piece, spread: int, families: Sequence[str]) -> float:
-    """Elements that a token leaves behind of results that are kept."""
+    """Return the elements that a token leaves behind of results that are kept."""
     if not piece.multiplied:
         return 0.0
     outputs = piece.outputs / (1 if 0 in {dim for _, dim in piece.dims} else spread)
@@ -110,7 +110,7 @@ def _saved(piece: Piece, spread: int, families: Sequence[str]) -> float:
 
 
 def _elements(piece: Piece, spread: int) -> float:
-    """Elements that a token leaves behind at this parameter."""
+    """Return the elements that a token leaves behind at this parameter."""
     if not piece.looked_up and not piece.multiplied:
         return 2 * piece.shape[0] / spread if piece.shape else 0.0
     rows = piece.shape[-1] / spread if piece.looked_up else 0.0

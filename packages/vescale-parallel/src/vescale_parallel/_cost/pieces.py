@@ -64,7 +64,7 @@ def piece_of(
     zero: int = 0,
     work: Workload,
 ) -> Piece:
-    """A parameter under all its names, with its uses as the globs of `work` tell them."""
+    """Return a parameter under all its names, with its uses as the globs of `work` tell them."""
     looked_up = [name for name in names if matches(work.lookups, name)]
     matrix = len(shape) > 1
     return Piece(
@@ -76,7 +76,7 @@ def piece_of(
 
 
 def unit_of(name: str) -> str:
-    """The repeated block that a parameter is in, as `blocks.3`; the rest is one unit, ``."""
+    """Return the repeated block that a parameter is in, as `blocks.3`; the rest is one unit, ``."""
     found = _UNIT.match(name)
     return found[1] if found else ""
 

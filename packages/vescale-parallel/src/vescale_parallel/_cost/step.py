@@ -140,7 +140,7 @@ def _merged(
 def estimate(
     pieces: Sequence[Piece], scene: Scene, work: Workload, precision: Precision | None = None
 ) -> Cost:
-    """The cost of a step.
+    """Return the cost of a step.
 
     Tokens are shared evenly by the ranks that the batch is sharded over; all ranks of other axes
     compute with the same tokens. Gathers and reductions over data-parallel axes hide behind
@@ -183,7 +183,7 @@ def estimate(
 
 
 def _exposed(transfers: Sequence[tuple[Transfer, float, float]], cover: float) -> float:
-    """Seconds of waiting: what cannot hide, and of the rest what is longer than its cover."""
+    """Return the seconds waited: what cannot hide, and of the rest what outlasts its cover."""
     waiting = sum(seconds for one, _, seconds in transfers if not one.hides)
     hidden = sum(seconds for one, _, seconds in transfers if one.hides)
     first = next((s / one.count for one, _, s in transfers if one.kind == "all_gather"), 0.0)

@@ -27,7 +27,7 @@ class Transfer:
     hides: bool = False
 
     def sent(self, members: int) -> float:
-        """Bytes that one of `members` ranks sends in all of them."""
+        """Return the bytes that one of `members` ranks sends in all of them."""
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * self.count * self.size * (members - 1) / members
 

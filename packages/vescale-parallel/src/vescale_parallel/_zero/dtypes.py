@@ -16,7 +16,7 @@ from vescale_parallel._zero.rules import ZeroRules
 def with_dtypes(
     rules: ZeroRules, rows: Sequence[ParameterRow]
 ) -> tuple[list[ParameterRow], list[str]]:
-    """The rows with their dtypes, and what is wrong with the rules."""
+    """Return the rows with their dtypes, and what is wrong with the rules."""
     if not rules.precision:
         return list(rows), []
     found, problems = [], []
@@ -55,7 +55,7 @@ def cast_buffers_of(rules: ZeroRules, model: nn.Module) -> tuple[tuple[str, torc
 
 
 def dtype_notes(rows: Sequence[ParameterRow], rules: ZeroRules) -> list[str]:
-    """What is legal and may surprise."""
+    """Return what is legal and may surprise."""
     other = [row.name for row in rows if not row.zero and _wanted_reduce(row, rules) != row.reduce]
     if not other:
         return []

@@ -156,7 +156,7 @@ class FlatBuffer:
             self.full = None
 
     def views(self) -> list[Tensor]:
-        """The gathered values of each slot, as views of `full` without a history."""
+        """Return the gathered values of each slot, as views of `full` without a history."""
         assert self.full is not None
         base = self.full.detach()
         slots = zip(self.row.plan.slots, self.shapes, strict=True)
@@ -167,7 +167,7 @@ class FlatBuffer:
         ]
 
     def slot_at(self, offset: int) -> int:
-        """The slot in which an element of `full` is."""
+        """Return the slot in which an element of `full` is."""
         starts = [slot.offset for slot in self.row.plan.slots]
         return max(bisect_right(starts, offset) - 1, 0)
 
@@ -195,7 +195,7 @@ class FlatBuffer:
         return packed
 
     def reduced(self) -> list[Tensor | None]:
-        """The totals of the shards of all contributions; None for what got none. Collective."""
+        """Return the totals of all contributions' shards; None for what got none. Collective."""
         packed, arrived = self.unreduced, self.arrived
         self.unreduced, self.arrived = None, set()
         if packed is None:

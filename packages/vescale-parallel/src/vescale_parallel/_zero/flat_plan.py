@@ -79,7 +79,7 @@ class FlatPlan:
         return sum(self.sizes)
 
     def start(self, rank: int) -> int:
-        """The first element of a rank's shard."""
+        """Return the first element of a rank's shard."""
         return sum(self.sizes[:rank])
 
     @property
@@ -101,7 +101,7 @@ class FlatPlan:
         )
 
     def shares(self, position: int) -> tuple[int, ...]:
-        """How many elements of one slot each rank owns."""
+        """Return how many elements of one slot each rank owns."""
         owned = (self.ranges(rank)[position] for rank in range(self.shards))
         return tuple(high - low for low, high in owned)
 
@@ -141,7 +141,7 @@ def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> Flat
 def _placed(
     wanted: Sequence[Wanted], size: int, shards: int, alignment: int
 ) -> tuple[FlatSlot, ...] | None:
-    """The slots, one after another in shards of this size; None where they do not fit."""
+    """Return the slots, one after another in shards of this size; None where they do not fit."""
     slots, at = [], 0
     for one in wanted:
         found = _offset(one, _aligned(at, alignment), size, alignment)
@@ -153,7 +153,7 @@ def _placed(
 
 
 def _offset(one: Wanted, at: int, size: int, alignment: int) -> int | None:
-    """The first offset from `at` on where no shard ends inside a granule; None if there is none."""
+    """Return the first offset from `at` on where no shard ends inside a granule, if any."""
     if one.granule <= 1 or not one.numel:
         return at
     boundary = -(-at // size) * size if size else at

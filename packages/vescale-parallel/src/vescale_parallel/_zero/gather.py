@@ -15,7 +15,7 @@ class Gathers(Protocol):
     """What the node needs of a unit."""
 
     def views(self) -> list[Tensor]:
-        """The gathered values, one per stored parameter, without a history."""
+        """Return the gathered values, one per stored parameter, without a history."""
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """From contributions to full parameters to gradients of what is stored. Collective."""
@@ -57,6 +57,6 @@ class GatherUnit(torch.autograd.Function):
 
 
 def gather_unit(unit: Gathers, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gathered values of a unit, recorded where a gradient is wanted."""
+    """Return the gathered values of a unit, recorded where a gradient is wanted."""
     apply: Callable[..., tuple[Tensor, ...]] = GatherUnit.apply
     return apply(unit, *leaves)

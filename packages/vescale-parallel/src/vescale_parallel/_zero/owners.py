@@ -7,7 +7,7 @@ from vescale_parallel._zero.flat_plan import FlatPlan, FlatSlot, Wanted
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """How an optimizer's step of a tensor grows with its shape.
+    """Return how an optimizer's step of a tensor grows with its shape.
 
     That of a matrix is the products of its orthogonalisation (Newton-Schulz: its Gram matrix, that
     squared, and back); of anything else it is its elements.
@@ -19,7 +19,7 @@ def step_cost(shape: Sequence[int]) -> int:
 
 
 def balanced_owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """The owner of each tensor: the most expensive first, to whoever has least to do by then.
+    """Return each tensor's owner: the most expensive first, to whoever has least to do by then.
 
     At most 4/3 of the best possible (Graham, 1969). Elements decide where costs are equal.
     """

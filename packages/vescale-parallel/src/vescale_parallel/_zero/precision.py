@@ -53,7 +53,7 @@ WORDS: Final = tuple(one.name for one in fields(Dtypes))
 
 
 def spelled(precision: object) -> Any:
-    """What a user wrote, with dtypes as text, which JSON can hold; anything else as it is."""
+    """Return what a user wrote, dtypes as text, which JSON can hold; anything else as it is."""
     if isinstance(precision, Mapping):
         return {key: spelled(value) for key, value in precision.items()}
     if isinstance(precision, torch.dtype):

@@ -74,7 +74,7 @@ class BufferRow:
         return max(self.stored_on(rank) for rank in range(self.plan.shards))
 
     def stored_on(self, rank: int) -> int:
-        """Bytes that stay between steps on one rank of the axis that shards."""
+        """Return the bytes that stay between steps on one rank of the axis that shards."""
         shard = self.plan.sizes[rank] * self.dtype.itemsize
         if self.zero == 3:
             return shard
@@ -94,7 +94,7 @@ class BufferRow:
 def levels_of(
     rules: ZeroRules, rows: Sequence[ParameterRow], sizes: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str]]:
-    """The level of each parameter by its first name, and what is wrong with the rules."""
+    """Return the level of each parameter by its first name, and what is wrong with the rules."""
     if not rules.is_used:
         return {}, []
     found, problems = {}, []
@@ -124,7 +124,7 @@ def levels_of(
 def buffers_of(
     rules: ZeroRules, model: nn.Module, rows: Sequence[ParameterRow], sizes: Mapping[str, int]
 ) -> tuple[BufferRow, ...]:
-    """The flat buffers, unit by unit in the order of the model."""
+    """Return the flat buffers, unit by unit in the order of the model."""
     if not any(row.zero for row in rows):
         return ()
     groups: dict[Any, list[Wanted]] = {}
@@ -165,7 +165,7 @@ def _buffer(
 def with_units(
     rules: ZeroRules, model: nn.Module, rows: Sequence[ParameterRow]
 ) -> list[ParameterRow]:
-    """The rows with the unit of each parameter, and whether one rank owns it in full."""
+    """Return the rows with the unit of each parameter, and whether one rank owns it in full."""
     if not (rules.is_used or rules.precision):
         return list(rows)
     units = unit_names(model, rules.units)
@@ -189,7 +189,7 @@ def _wanted(row: ParameterRow, tile_rows: int) -> Wanted:
 
 
 def notes_of(rows: Sequence[ParameterRow], rules: ZeroRules) -> list[str]:
-    """What is legal and may surprise."""
+    """Return what is legal and may surprise."""
     if not any(row.zero for row in rows):
         return []
     unsharded = [row.name for row in rows if row.zero and row.uneven]
@@ -217,7 +217,7 @@ def _dtypes(row: BufferRow) -> str:
 
 
 def buffer_table(rows: Iterable[BufferRow], over: str) -> str:
-    """The table of flat buffers that `explain` prints.
+    """Return the table of flat buffers that `explain` prints.
 
     Bytes are those of one rank; of the two collectives, what it sends in each.
     """

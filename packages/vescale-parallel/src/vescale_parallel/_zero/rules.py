@@ -111,7 +111,7 @@ def _globs(word: str, value: Any) -> tuple[str, ...]:
 
 
 def _block(value: Any) -> tuple[int, int]:
-    """How many elements, and how many rows of matrices, stay on one rank."""
+    """Return how many elements, and how many rows of matrices, stay on one rank."""
     meant = "a number of elements, 1 or more, or the two extents of a tile, as (128, 128)"
     if not isinstance(value, tuple):
         return _number("block", value, meant, 1), 1

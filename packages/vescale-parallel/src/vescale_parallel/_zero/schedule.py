@@ -237,7 +237,7 @@ class Schedule:
         return buffer.full.detach()
 
     def _find(self, buffer: FlatBuffer) -> Tensor:
-        """A saved tensor is asked for: its buffer is gathered, if it is not."""
+        """Gather the buffer of a saved tensor that is asked for, if it is not."""
         self._backward.watch()
         if buffer.full is None:
             buffer.wait()

@@ -11,7 +11,7 @@ ROOT = ""
 
 
 def unit_names(model: nn.Module, globs: Sequence[str]) -> list[str]:
-    """Names of the modules that are units, the root first.
+    """Return names of the modules that are units, the root first.
 
     Args:
         model: the model.
@@ -28,7 +28,7 @@ def unit_names(model: nn.Module, globs: Sequence[str]) -> list[str]:
 
 
 def _is_repeated(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module is one of at least two alike in a list of modules."""
+    """Return whether a module is one of at least two alike in a list of modules."""
     parent = modules.get(name.rpartition(".")[0])
     if not isinstance(parent, nn.ModuleList | nn.Sequential) or len(parent) < 2:
         return False
@@ -36,7 +36,7 @@ def _is_repeated(name: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def unit_of(names: Sequence[str], units: Sequence[str]) -> str:
-    """The unit that holds a parameter: the innermost with all of its names, else the root."""
+    """Return the unit of a parameter: the innermost that holds all its names, else the root."""
     owners = {max((u for u in units if _inside(name, u)), key=len) for name in names}
     # Modules of two units that share a parameter both find it in the root, which is gathered as
     # long as any of them runs.

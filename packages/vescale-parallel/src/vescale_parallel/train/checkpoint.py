@@ -53,7 +53,7 @@ def remembered_options(path: str) -> dict[str, Any]:
 
 
 def _state(run: "Run") -> dict[str, Any]:
-    """Parameters and moments under the parameter's name, and facts that are the same everywhere."""
+    """Return parameters and moments under the parameter's name, and facts that all ranks share."""
     # By name: the optimizer's own numbers follow the order in which a model lists parameters.
     parameters = dict(run.model.named_parameters())
     return {

@@ -78,7 +78,7 @@ def train(given: Mapping[str, Any]) -> None:
 
 
 def _threads() -> int:
-    """This process's share of the cores: more threads than cores make every rank slower."""
+    """Return this process's share of the cores: more threads than cores make every rank slower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

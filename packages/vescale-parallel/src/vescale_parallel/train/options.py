@@ -172,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _argument(one: "Field[Any]") -> dict[str, Any]:
-    """How argparse should read a field; what is not given stays absent from the namespace."""
+    """Return how argparse reads a field; what is not given stays absent from the namespace."""
     assert one.default is not MISSING
     shown = "" if one.default in ("", (), 0, False, None) else f" (default: {one.default})"
     common = {"help": one.metadata["help"] + shown, "default": argparse.SUPPRESS}
