@@ -191,6 +191,7 @@ PACKAGES = (
             "cost | memory",
             "train",
             "_apply",
+            "_static",
             "_plan",
             "_check",
             "_checkpoint",

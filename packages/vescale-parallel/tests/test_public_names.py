@@ -16,6 +16,7 @@ PUBLIC = {
         *("plan", "reduce", "reduce_bytes", "shard_bytes", "stored_bytes", "stored_on"),
         *("trainable", "unit", "zero"),
     ],
+    "CapturedUnit": ["name", "programs", "refusal", "replays"],
     "DeferredError": [],
     "DisagreementError": [],
     "MemoryPlanError": [],
@@ -41,11 +42,12 @@ PUBLIC = {
     "StaleParameterError": [],
     "TrainError": [],
     "__version__": [],
+    "captured_units": ["model"],
     "deferred": [],
     "materialize": ["model"],
     "mesh": ["device_type", "sizes", "timeout"],
     "no_sync": ["model"],
-    "parallelize": ["bucket_bytes", "mesh", "model", "plan"],
+    "parallelize": ["bucket_bytes", "mesh", "model", "plan", "static"],
 }
 SOURCES = sorted(Path(vescale_parallel.__file__).parent.rglob("*.py"))
 

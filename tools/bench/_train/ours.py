@@ -1,9 +1,8 @@
-"""The variants of this project: eager, and captured. All that a user writes for them."""
+"""The variants of this project: eager, static, captured steps. All that a user writes for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,22 +27,25 @@ PLAN_ZERO3 = Plan(parameters={"*": "replicate"}, zero=3)
 
 
 class Ours:
-    """The model under a plan; `captured`: nothing, "forward" (with the loss), or the "step"."""
+    """The model under a plan; `static`: captured forwards; `captured`: the whole step."""
 
     def __init__(
-        self, sizes: Sizes, mesh: DeviceMesh, *, plan: Plan = PLAN, captured: str | None = None
+        self,
+        sizes: Sizes,
+        mesh: DeviceMesh,
+        *,
+        plan: Plan = PLAN,
+        static: bool = False,
+        captured: bool = False,
     ) -> None:
-        self.model = parallelize(seeded(sizes), mesh, plan)
+        self.model = parallelize(seeded(sizes), mesh, plan, static=static)
         self.optimizer: Optimizer = adamw(self.model.parameters())
-        self._forward: Callable[..., Any] = (
-            capture(self.model) if captured == "forward" else self.model
-        )
         step = self._step
-        self.step: Step = capture(step) if captured == "step" else step
+        self.step: Step = capture(step) if captured else step
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss: Tensor = self._forward(tokens, targets)
+        loss: Tensor = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()

@@ -7,6 +7,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `train/`: the example trainer; it uses nothing that users cannot call.
 - `_apply/`: `parallelize`, the one entry point that changes a model: what is asked of all ranks
   before, and what is installed: distributed parameters, hooks, the summation of gradients.
+- `_static/`: forwards that are captured once and replayed: `parallelize(..., static=True)`.
 - `_plan/`: `Plan`, and plans that nobody has to write: presets by declared layouts or by shapes.
 - `_check/`: text of a plan -> parsed rules -> rules resolved for a model and a mesh: a `Report`.
 - `_checkpoint/`: modules that are computed again in backward.
@@ -35,12 +36,14 @@ from vescale_parallel._errors import (
 )
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._plan.plan import Plan
+from vescale_parallel._static.units import CapturedUnit, captured_units
 from vescale_parallel._version import __version__
 from vescale_parallel._zero.resolve import BufferRow
 
 __all__ = [
     "BoundaryRow",
     "BufferRow",
+    "CapturedUnit",
     "DeferredError",
     "DisagreementError",
     "MemoryPlanError",
@@ -53,6 +56,7 @@ __all__ = [
     "StaleParameterError",
     "TrainError",
     "__version__",
+    "captured_units",
     "deferred",
     "materialize",
     "mesh",

@@ -46,6 +46,7 @@ class Given:
         self.plan: Any = PLAN
         self.mesh: Any = None
         self.bucket_bytes: Any = 1024
+        self.static: Any = False
 
 
 def set_plan(**changes: Any) -> Callable[[Given], None]:
@@ -108,6 +109,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
         "plan 'parameters upp.*': not there on ranks 0, 1, 3; 'tp:0' (rule 1) on rank 2",
     ),
     "bucket": (put("bucket_bytes", 4), "option 'bucket_bytes': 1024 on ranks 0, 1, 3; 4 on rank 2"),
+    "static": (put("static", True), "option 'static': False on ranks 0, 1, 3; True on rank 2"),
     "bucket of nothing": (put("bucket_bytes", 0), "option 'bucket_bytes'"),
     "shapes": (
         set_model(wider),
@@ -160,8 +162,9 @@ CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
 
 
 def refusal(given: Given) -> str:
+    options = {"bucket_bytes": given.bucket_bytes, "static": given.static}
     with pytest.raises(DisagreementError) as caught:
-        parallelize(given.model, given.mesh, given.plan, bucket_bytes=given.bucket_bytes)
+        parallelize(given.model, given.mesh, given.plan, **options)
     return str(caught.value)
 
 

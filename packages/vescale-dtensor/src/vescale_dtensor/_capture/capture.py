@@ -104,6 +104,11 @@ class Captured:
         if not isinstance(function, nn.Module):
             update_wrapper(self, function)
 
+    @property
+    def replays(self) -> int:
+        """How many calls were replayed."""
+        return self._misses.replays
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
         if _inside.get() or is_compiling():

@@ -92,6 +92,7 @@ class Walk(StandardKinds):
         self.parts: list[Contents] = []
         # Containers that `parts` and `ModuleGuard` guard, so that they are not compared twice.
         self._part_ids: set[int] = set()
+        self._parts_were: dict[int, Contents] = {}
         self._known: dict[int, Any] = {}  # which keeps them alive, and their ids their own
         self._queue: list[tuple[Any, Origin | None]] = []
         # By id: objects that only weak references led to so far.
@@ -273,7 +274,9 @@ class Walk(StandardKinds):
             if part is None:
                 continue
             # Also where it is empty: it may be filled later.
-            self.parts.append(contents_of(part, Origin(origin, f".{name}", name)))
+            held = contents_of(part, Origin(origin, f".{name}", name))
+            self.parts.append(held)
+            self._parts_were[id(part)] = held
             self._part_ids.add(id(part))
             if name == "_modules":  # only those that code names: others are not called
                 self._add_namespace(Namespace(part, dict(part), origin, excluded=frozenset(part)))
@@ -291,7 +294,8 @@ class Walk(StandardKinds):
 
     def _meet_contents(self, value: Any, origin: Origin | None) -> None:
         """Take in a list, dict, set or deque, and all keys and values in it."""
-        place = contents_of(value, origin)
+        # Of parts what they were: a function may put others in their places while it runs.
+        place = self._parts_were.get(id(value)) or contents_of(value, origin)
         if id(value) not in self._part_ids:  # which are guarded with their module
             self.places.append(place)
         # Everything in a container is followed, since an index or a loop names nothing.

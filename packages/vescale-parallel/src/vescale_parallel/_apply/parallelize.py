@@ -21,6 +21,7 @@ from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
+from vescale_parallel._static.units import install_static
 
 
 def parallelize(
@@ -29,6 +30,7 @@ def parallelize(
     plan: Plan | None = None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
+    static: bool = False,
 ) -> nn.Module:
     """Distribute a model over a mesh, in place, and return it.
 
@@ -50,6 +52,10 @@ def parallelize(
         mesh: a named mesh over all ranks.
         plan: the rules; see `Plan`. None: `Plan.data_parallel`, which is right for every model.
         bucket_bytes: cap of a gradient bucket.
+        static: whether forwards are recorded once and replayed without dispatch, with the results
+            of eager mode bit for bit: of each unit of `zero`, or of the model; where that cannot be
+            recorded, of its repeated blocks. What cannot be recorded runs eagerly; `captured_units`
+            says what does, and why.
 
     Raises:
         PlanError: on every rank, before anything is changed: the plan does not fit, or the model is
@@ -62,12 +68,16 @@ def parallelize(
     if plan is None:
         plan = Plan.data_parallel(model, mesh, memory=device_memory(mesh.device_type))
     optimizers = optimizers_of(model)
-    report = preflight(model, mesh, plan, bucket_bytes, optimizers)
+    options = {"bucket_bytes": bucket_bytes, "static": static}
+    report = preflight(model, mesh, plan, options, optimizers)
     where = stored_placements(mesh, report)
     _distribute_parameters(model, where, report, optimizers)
     _install_hooks(model, mesh, report)
-    _install_checkpoint(model, mesh, report)
     install_zero(model, report, where, plan.prefetch)
+    if static:
+        install_static(model)
+    # Around what is captured: a recomputation then replays it, too.
+    _install_checkpoint(model, mesh, report)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     return model
 

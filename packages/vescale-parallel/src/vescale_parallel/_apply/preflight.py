@@ -4,6 +4,8 @@ A rank that found a problem does not raise at once: the others would wait for it
 for ever. It takes part in the comparison, and then all ranks raise.
 """
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
@@ -34,10 +36,12 @@ def preflight(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: Plan,
-    bucket_bytes: int,
+    options: dict[str, Any],
     optimizers: list[Optimizer],
 ) -> Report:
     """Return the plan resolved, if all ranks pass the same and it can be done; changes nothing.
+
+    `options`: the other arguments of `parallelize`, by name.
 
     Raises:
         PlanError: on every rank: the plan does not fit, or the model cannot be distributed.
@@ -45,7 +49,7 @@ def preflight(
     """
     report, problem = None, None
     try:
-        BucketedReducer(bucket_bytes)  # for its check only
+        BucketedReducer(options["bucket_bytes"])  # for its check only
         # Before the plan is resolved, which reads shapes that lazy parameters do not have.
         _require_plain(model)
         report = plan.check(model, mesh)
@@ -54,7 +58,7 @@ def preflight(
         problem = error
     # The mesh first: it says which ranks the rest is compared among.
     _require_same_mesh(mesh)
-    given = Given(model, mesh, plan, {"bucket_bytes": bucket_bytes}, optimizers, problem)
+    given = Given(model, mesh, plan, options, optimizers, problem)
     # The ranks of one mesh hold one model; several meshes side by side may hold several.
     peers = mesh_ranks(mesh) if isinstance(mesh, DeviceMesh) else world_ranks()
     require_same(facts_of(given), peers=peers, head=_HEAD, advice=ADVICE)

@@ -21,6 +21,9 @@ from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.gather import gather_unit
 
+Places = tuple[tuple[nn.Module, str], ...]
+"""Modules that hold one parameter, and under which names."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -36,7 +39,7 @@ class Held:
 
     name: str
     stored: nn.Parameter
-    places: tuple[tuple[nn.Module, str], ...]
+    places: Places
     placements: tuple[Any, ...]
     compute: torch.dtype | None = None
 
@@ -153,20 +156,14 @@ class Unit:
             full: Any = gathered(one.stored, value, self.mesh, one.placements)
             # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
             full._is_param = True
-            self._put(one, full)
+            put(one.places, full)
 
     def swap_out(self) -> None:
         """Let the modules hold the stored parameters again."""
         if self.is_swapped:
             for one in self.held:
-                self._put(one, one.stored)
+                put(one.places, one.stored)
         self.is_swapped = False
-
-    def _put(self, one: Held, tensor: Tensor) -> None:
-        for module, name in one.places:
-            # Past `register_parameter`, which refuses tensors with a history.
-            module._parameters[name] = tensor  # type: ignore[assignment]
-            _tell_list_of_weights(module, name, tensor)
 
     def require_stored(self) -> None:
         """Refuse to run when a module holds another parameter than the stored one.
@@ -183,6 +180,14 @@ class Unit:
                         "not. Write into it: p.copy_(values) under torch.no_grad(), or "
                         "load_state_dict(...) without assign=True."
                     )
+
+
+def put(places: Places, tensor: Tensor) -> None:
+    """Let modules hold this tensor as their parameter."""
+    for module, name in places:
+        # Past `register_parameter`, which refuses tensors with a history.
+        module._parameters[name] = tensor  # type: ignore[assignment]
+        _tell_list_of_weights(module, name, tensor)
 
 
 def _tell_list_of_weights(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -1,0 +1,9 @@
+"""`parallelize(..., static=True)`: forwards are captured once, and replayed without dispatch.
+
+- `units`: which modules are captured as one, and what became of each: `captured_units`.
+- `forward`: takes the place of a module's `forward`. It hands the parameters that ZeRO has
+  gathered to the captured function as arguments, since each call has others; meanwhile the modules
+  hold the stored ones, which is what the guards of a program compare.
+
+Hooks of a unit's module (batches, boundaries, ZeRO) run around its `forward`, as ever.
+"""

@@ -1,0 +1,115 @@
+"""A module's `forward`, captured: what ZeRO gathers anew for each call is passed as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import cached_property, update_wrapper
+from typing import Any
+
+from torch import Tensor, nn
+from vescale_dtensor import Captured, capture
+
+from vescale_parallel._zero.unit import Held, Places, Unit, put
+
+Part = tuple[Held, Places]
+"""A parameter of a unit of ZeRO, and the places in one module."""
+
+
+class StaticForward:
+    """Takes the place of a module's `forward`, as an attribute of the module.
+
+    Attributes:
+        name: of the module in the model.
+        module: it.
+        forward: what it computes by.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], units: Sequence[Unit]
+    ) -> None:
+        self.name, self.module, self.forward = name, module, forward
+        self._units = tuple(units)
+        update_wrapper(self, forward)  # so that who looks at its signature sees the model's
+
+    # At the first use: while a model is copied, the copies of its modules have no parts yet.
+    @cached_property
+    def _parts(self) -> list[Part]:
+        inside = set(map(id, self.module.modules()))
+        return [
+            (held, places)
+            for unit in self._units
+            for held in unit.held
+            if (places := tuple(place for place in held.places if id(place[0]) in inside))
+        ]
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The forward, captured; what cannot be recorded runs as in eager mode."""
+        function = _with_parameters(self.name, self.module, self.forward, self._parts)
+        return capture(function, refused="run")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
+        """The forward of a copied module, with no programs yet."""
+        module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
+        forward = deepcopy(self.forward, memo)  # a method is bound to the copy
+        return StaticForward(self.name, module, forward, units)
+
+    def __reduce__(self) -> Any:
+        """Pickled as what it stands for: programs are of this process."""
+        return StaticForward, (self.name, self.module, self.forward, self._units)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute; the modules hold the same parameters before and after."""
+        used = [_held_at(places) for _, places in self._parts]
+        # None: not gathered at the moment, so guarded like any parameter.
+        given = [
+            None if one is held.stored else one
+            for one, (held, _) in zip(used, self._parts, strict=True)
+        ]
+        if all(one is None for one in given):
+            return self.captured(*given, *args, **kwargs)
+        put_all(self._parts, [held.stored for held, _ in self._parts])
+        try:
+            return self.captured(*given, *args, **kwargs)
+        finally:
+            put_all(self._parts, used)
+
+
+def _with_parameters(
+    name: str, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]
+) -> Callable[..., Any]:
+    """The function that is captured: a forward whose first arguments are gathered parameters."""
+    count = len(parts)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Named, so that a recording meets it before the parameters change places.
+        assert module is not None
+        given, args = args[:count], args[count:]
+        if all(one is None for one in given):
+            return forward(*args, **kwargs)
+        stored = [held.stored for held, _ in parts]
+        pairs = zip(given, stored, strict=True)
+        put_all(parts, [other if one is None else one for one, other in pairs])
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            put_all(parts, stored)
+
+    # What warnings call it.
+    run.__qualname__ = f"{type(module).__qualname__}.forward of {name or 'the model'}"
+    return run
+
+
+def _held_at(places: Places) -> Tensor:
+    """The tensor that the modules hold at these places."""
+    module, name = places[0]
+    found = module._parameters[name]
+    assert found is not None
+    return found
+
+
+def put_all(parts: Sequence[Part], tensors: Sequence[Tensor]) -> None:
+    """Let the modules hold these tensors."""
+    for (_, places), tensor in zip(parts, tensors, strict=True):
+        put(places, tensor)

@@ -1,0 +1,98 @@
+"""Which modules are captured as one, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from vescale_parallel._static.forward import StaticForward
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.units import ROOT, unit_names
+
+_HOLDS_UNITS = (
+    "other units are gathered while it runs, by collectives between the programs of those"
+)
+
+
+@dataclass(frozen=True)
+class CapturedUnit:
+    """A module whose forward `parallelize(..., static=True)` captures as one.
+
+    Attributes:
+        name: of the module; "" is the model itself.
+        programs: how many kinds of calls are recorded.
+        replays: how many calls were replayed.
+        refusal: why calls that have no program run eagerly, in the words of the error that
+            `capture` would raise; None while there is no reason.
+    """
+
+    name: str
+    programs: int
+    replays: int
+    refusal: str | None
+
+    def __str__(self) -> str:
+        what = f"{self.name or '(the model)'}: {self.programs} programs, {self.replays} replays"
+        return what if self.refusal is None else f"{what}; runs eagerly: {self.refusal}"
+
+
+def install_static(model: nn.Module) -> None:
+    """Capture the forwards of a parallelised model: of its units of ZeRO, or of model and blocks.
+
+    Without ZeRO the model is captured as a whole. Where that is refused, its repeated blocks are
+    captured one by one: inside of a captured model they just run.
+    """
+    schedule = getattr(model, SCHEDULE, None)
+    if isinstance(schedule, Schedule):
+        units = schedule.units
+        names = [unit.name for unit in units]
+        # One with others inside communicates in a way that no program does again.
+        names = [name for name in names if not _holds_any(name, names)]
+    else:
+        units, names = [], unit_names(model, ())
+    for name in names:
+        module = model.get_submodule(name)
+        # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
+        module.forward = StaticForward(name, module, module.forward, units)
+
+
+def captured_units(model: nn.Module) -> list[CapturedUnit]:
+    r"""The units of a model that `parallelize(..., static=True)` returned, the outermost first.
+
+    Programs are counted on this rank. Modules inside of a replayed one do not run, so they have no
+    calls of their own. Empty where the model is not static.
+
+    Args:
+        model: what `parallelize` returned.
+
+    Example:
+        print(*captured_units(model), sep="\n")
+    """
+    found = {name: one.captured for name, one in _forwards(model)}
+    if not found:
+        return []
+    schedule = getattr(model, SCHEDULE, None)
+    names = [unit.name for unit in schedule.units] if isinstance(schedule, Schedule) else [*found]
+    return [
+        CapturedUnit(name, len(one.programs), one.replays, one.refusal)
+        if (one := found.get(name)) is not None
+        else CapturedUnit(name, 0, 0, _HOLDS_UNITS)
+        for name in names
+    ]
+
+
+def _forwards(model: nn.Module) -> Iterator[tuple[str, StaticForward]]:
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        # A module that is computed again has another one around it.
+        for one in (forward, getattr(forward, "__wrapped__", None)):
+            if isinstance(one, StaticForward):
+                yield name, one
+
+
+def _holds_any(name: str, names: list[str]) -> bool:
+    """Whether a module has one of the others inside."""
+    inside = f"{name}." if name != ROOT else ""
+    return any(other != name and other.startswith(inside) for other in names)

@@ -1,0 +1,242 @@
+"""`parallelize(..., static=True)` trains bit for bit as without it, and says what is captured.
+
+Losses, gradients and parameters of two copies of one model are compared, one of them static: with
+dropout, accumulation, evaluation in between, activation checkpointing, and where calls are refused.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from vescale_comm import simulate
+from vescale_dtensor import DTensor
+from vescale_parallel import captured_units, mesh, no_sync, parallelize
+from zero_models import Decoder, adamw, batch, gradients, make, plan_for
+
+STEPS = 3
+DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
+Give = Callable[[int], tuple[Any, ...]]
+
+
+def both(
+    build: Callable[[], nn.Module], sizes: dict[str, int], zero: Any, **words: Any
+) -> tuple[nn.Module, nn.Module]:
+    """The model parallelised, without and with `static`."""
+    over = mesh(device_type="cpu", **sizes)
+    plan = plan_for(sizes, zero, **words)
+    eager, static = (parallelize(build(), over, plan, static=how) for how in (False, True))
+    return eager, static
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def same(ones: Any, twos: Any) -> None:
+    for one, two in zip(ones, twos, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or torch.equal(local(one), local(two))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, give: Give) -> list[Any]:
+    """One step of two microbatches, and an evaluation; everything that they give."""
+    torch.manual_seed(seed)  # dropout draws the same numbers in both models
+    optimizer.zero_grad()
+    with no_sync(model):
+        first = model(*give(2 * seed))
+        first.backward()
+    second = model(*give(2 * seed + 1))
+    second.backward()
+    found = [first.detach(), second.detach(), *gradients(model).values()]
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        seen = model(*give(seed))
+    model.train()
+    return [*found, norm, seen, torch.get_rng_state()]
+
+
+def train_alike(models: tuple[nn.Module, nn.Module], give: Give = batch) -> Any:
+    """Train both; returns what is captured of the second."""
+    optimizers = [adamw(model.parameters()) for model in models]
+    for seed in range(STEPS):
+        same(*(step(*pair, seed, give) for pair in zip(models, optimizers, strict=True)))
+    eager, static = models
+    same(eager.parameters(), static.parameters())
+    same(eager.state_dict().values(), static.state_dict().values())
+    return {one.name: one for one in captured_units(static)}
+
+
+def compare(rank: int, world_size: int, sizes: dict[str, int], zero: Any) -> None:
+    units = train_alike(both(lambda: make(blocks=2), sizes, zero))
+    assert list(units) == ["", "blocks.0", "blocks.1"]
+    captured = [units[""]] if not zero else [units["blocks.0"], units["blocks.1"]]
+    for unit in captured:
+        # One of training and one of evaluation; what is made at the first use may ask for another.
+        assert unit.refusal is None
+        assert unit.programs <= 4
+        assert unit.replays >= 3 * STEPS - 4
+    if zero:
+        assert "other units are gathered" in str(units[""])
+
+
+# All of them run by `-m slow`: what differs is where parameters come from, and on which mesh.
+EVERY = [(sizes, zero) for sizes in (DP, DP_TP, HSDP) for zero in range(4)]
+SOME = [(DP_TP, 0), (DP_TP, 3), (HSDP, 1)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    [pytest.param(*one, marks=() if one in SOME else pytest.mark.slow) for one in EVERY],
+    ids=str,
+)
+def test_it_trains_as_without_it(sizes: dict[str, int], zero: int):
+    simulate(prod(sizes.values()))(compare, sizes, zero)
+
+
+class Reading(Decoder):
+    """A decoder whose forward cannot be recorded; its blocks can."""
+
+    how = "item"
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.how == "checkpoint":
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            logits = self.head(self.norm(x))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = super().forward(tokens, targets)
+        if self.how == "item":
+            assert loss.item() > 0
+        return loss
+
+
+def reading(how: str) -> Reading:
+    torch.manual_seed(0)
+    made = Reading(blocks=2)
+    made.how = how
+    return made
+
+
+def blocks_alone(rank: int, world_size: int, how: str) -> None:
+    models = both(lambda: reading(how), {"dp": 2}, 0)
+    if how == "hook":
+        for model in models:
+            model.get_submodule("norm").register_full_backward_hook(lambda *_: None)
+    units = train_alike(models)
+    assert units[""].replays == 0
+    assert units[""].refusal in str(units[""])
+    for name in ("blocks.0", "blocks.1"):
+        assert units[name].refusal is None, str(units[name])
+        assert units[name].replays >= STEPS
+
+
+@pytest.mark.parametrize("how", ["item", "checkpoint", "hook"])
+def test_blocks_are_captured_where_the_model_cannot_be(how: str):
+    simulate(2)(blocks_alone, how)
+
+
+def checkpointing(rank: int, world_size: int, options: dict[str, bool]) -> None:
+    units = train_alike(both(lambda: make(blocks=2, **options), {"dp": 2}, 3))
+    for name in ("blocks.0", "blocks.1"):
+        # Checkpoints inside of a unit are not recorded; around it they run its program again.
+        assert (units[name].refusal is None) == ("around" in options)
+
+
+def recomputed_by_the_plan(rank: int, world_size: int, zero: int) -> None:
+    models = both(lambda: make(blocks=2), {"dp": 2}, zero, checkpoint="full")
+    units = train_alike(models)
+    assert units[""].refusal is not None
+    for name in ("blocks.0", "blocks.1"):
+        assert units[name].refusal is None, str(units[name])
+        # Forward and again, of two microbatches, and an evaluation.
+        assert units[name].replays >= 5 * STEPS - 8
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_the_plan_computes_again_is_replayed_again(zero: int):
+    simulate(2)(recomputed_by_the_plan, zero)
+
+
+@pytest.mark.parametrize(
+    "options", [{"inside": False}, {"around": False}, {"around": True}], ids=str
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # evaluation
+def test_activation_checkpointing_of_units(options: dict[str, bool]):
+    simulate(2)(checkpointing, options)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that its owner changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * self.scale
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(0)
+    return Scaled()
+
+
+def changing(rank: int, world_size: int) -> None:
+    over = mesh(device_type="cpu", dp=2)
+    eager, static = (parallelize(scaled(), over, static=how) for how in (False, True))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(40):
+            for model in (eager, static):
+                model.scale = 1.0 + number
+            x = torch.ones(4, 4) * number
+            same([eager(x)], [static(x)])
+    messages = [str(one.message) for one in told if "another value" in str(one.message)]
+    assert len(messages) == 1
+    assert "Scaled.forward of the model" in messages[0]
+    assert ".scale" in messages[0]
+    (unit,) = captured_units(static)
+    assert unit.programs <= 32
+
+
+def test_a_model_that_keeps_changing_is_bounded_and_told_so_once():
+    simulate(2)(changing)
+
+
+def as_a_module(rank: int, world_size: int) -> None:
+    eager, static = both(lambda: make(blocks=2), {"dp": 2}, 3)
+    assert captured_units(eager) == []
+    assert inspect.signature(static.forward) == inspect.signature(eager.forward)
+    assert list(static.state_dict()) == list(eager.state_dict())
+    static(*batch(0)), static(*batch(1))
+    # A copy has parameters, and programs, of its own.
+    copied = copy.deepcopy(static)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=1.0)
+    for model in (static, copied):
+        torch.manual_seed(0)
+        model(*batch(2)).backward()
+    same(gradients(static).values(), gradients(copied).values())
+    optimizer.step()
+    copied.eval(), static.eval(), eager.eval()
+    same([eager(*batch(3))], [static(*batch(3))])
+    assert not torch.equal(local(copied(*batch(3))), local(static(*batch(3))))
+    # A call that raises leaves the stored parameters in the modules.
+    with pytest.raises(Exception, match=r"size|shape|match"):
+        static.get_submodule("blocks.0")(torch.ones(2, 3))
+    assert all(isinstance(p, nn.Parameter) for p in static.parameters())
+    same([eager(*batch(3))], [static(*batch(3))])
+
+
+def test_it_is_copied_called_and_fails_like_any_module():
+    simulate(2)(as_a_module)
