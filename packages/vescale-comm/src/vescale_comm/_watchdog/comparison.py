@@ -14,7 +14,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -279,10 +279,10 @@ class Comparison:
         with self._lock:
             ours = {each.key: each.count for each in self._of_now()}
             there = theirs.get(log.key)
-            if there is not None and there.count >= count:
+            if there is not None and there.number >= count:
                 return False
             for key, position in theirs.items():
-                if self._rank in position.ranks and position.count > ours.get(key, 0):
+                if self._rank in position.ranks and position.number > ours.get(key, 0):
                     report = crossing({self._rank: position_of(log), other: position})
                     self._announce({"report": report})
                     return True
@@ -300,7 +300,7 @@ class Comparison:
         told = {"key": log.key, "ranks": log.ranks, "tellers": sorted(tellers[:_MOST_TELLERS])}
         self._announce(told)
 
-    def _announce(self, alarm: dict[str, object]) -> None:
+    def _announce(self, alarm: Mapping[str, object]) -> None:
         self._set(f"alarm/{self._add('alarms')}", json.dumps(alarm).encode())
         self._hear_alarms()
 

@@ -27,12 +27,12 @@ class Position(NamedTuple):
     """Where a rank is in one of its logs.
 
     Attributes:
-        count: of the last event.
+        number: of the last event.
         ranks: of the log.
         words: the last event.
     """
 
-    count: int
+    number: int
     ranks: Sequence[int]
     words: str
 

@@ -3,5 +3,6 @@
 - `arguments`: what can be asked, and what `--help` teaches.
 - `models`: from what a user names to a model without values, and to its plan.
 - `priced`: what a step would cost, with and without recomputation.
+- `schedule`: pipeline schedules compared.
 - `shown`: the answer as tables, or as JSON.
 """

@@ -9,6 +9,7 @@ from typing import Final
 
 from vescale_parallel._cli.models import PRESETS, chosen_plan, named_model, read_plan
 from vescale_parallel._cli.priced import Step, priced
+from vescale_parallel._cli.schedule import add_schedule_command
 from vescale_parallel._cli.shown import as_json, as_text
 from vescale_parallel._common.messages import bytes_in
 from vescale_parallel._cost import CLUSTERS
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return _plan(options)
+        status: int = options.run(options)
+        return status
     except ParallelError as error:
         print(error, file=sys.stderr)
         return 2
@@ -59,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_options(plan)
+    plan.set_defaults(run=_plan)
+    add_schedule_command(commands)
     return made
 
 

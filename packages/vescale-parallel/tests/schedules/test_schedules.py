@@ -1,0 +1,269 @@
+"""Pipeline schedules: everything is computed once, they end, and they are as good as is known."""
+
+import json
+import random
+
+import pytest
+import torch.distributed.pipelining.schedules as of_torch
+from vescale_parallel import PlanError
+from vescale_parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    StageTimes,
+    Timeline,
+    as_json,
+    as_svg,
+    as_table,
+    as_trace,
+    best_schedule,
+    check_schedule,
+    compare_schedules,
+    from_csv,
+    make_schedule,
+    schedule_of,
+    simulate_schedule,
+)
+
+COUNTS = [(p, m) for p in (1, 2, 3, 4, 7, 8) for m in (1, 2, 3, 4, 8, 9, 14, 16, 24, 40)]
+# What a rank does in one of two stages takes half as long.
+HALF = StageTimes(0.5, 0.5, 0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_computes_everything_once_and_ends(name: str):
+    made = 0
+    for ranks, microbatches in COUNTS:
+        try:
+            schedule = make_schedule(name, ranks, microbatches)
+        except PlanError:
+            assert name == "dualpipev" or (name == "interleaved" and microbatches % ranks)
+            continue
+        check_schedule(schedule)
+        assert len(schedule.ranks) == ranks
+        assert schedule.microbatches == microbatches
+        assert from_csv(schedule.to_csv(), name) == schedule
+        made += 1
+    assert made > 20
+
+
+def test_chunks_of_interleaved_schedules():
+    for chunks in (1, 2, 3, 5):
+        schedule = make_schedule("interleaved", 4, 12, chunks=chunks)
+        check_schedule(schedule)
+        assert schedule.stages == 4 * chunks
+    plain = make_schedule("1f1b", 4, 12)
+    assert make_schedule("interleaved", 4, 12, chunks=1).stages == plain.stages
+
+
+# What is known of each, where F, I and W take 1 each for a rank's part of the model.
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (4, 32), (8, 16), (8, 64)])
+def test_times_and_memory_are_those_of_the_papers(ranks: int, microbatches: int):
+    whole = 3 * microbatches
+    found = {
+        name: simulate_schedule(
+            make_schedule(name, ranks, microbatches),
+            HALF if SCHEDULES[name].chunks != 1 else StageTimes(),
+        )
+        for name in SCHEDULES
+    }
+    assert found["gpipe"].seconds == found["1f1b"].seconds == whole + 3 * (ranks - 1)
+    assert found["gpipe"].peak == microbatches
+    assert found["1f1b"].peaks == tuple(float(ranks - r) for r in range(ranks))
+    assert found["interleaved"].seconds == whole + 3 * (ranks - 1) / 2
+    assert found["zb-h1"].seconds == whole + (ranks - 1)
+    assert found["zb-h1"].peak == ranks
+    assert found["zb-greedy"].peak <= ranks
+    # The last one ends when it has passed back: without a bubble in between.
+    assert found["zbv"].seconds <= whole + ranks / 2
+    assert found["zbv"].peak == ranks
+    for timeline in found.values():
+        assert timeline.busy == pytest.approx((whole,) * ranks)
+        assert timeline.bubble == pytest.approx(1 - whole / timeline.seconds)
+
+
+class Stage:
+    """What torch's schedules ask of a stage."""
+
+    def __init__(self, index: int, ranks: int, stages: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = index, stages, ranks
+        self.group_rank = min(index % ranks, index)
+        self.is_first, self.is_last, self.has_backward = not index, index == stages - 1, False
+        self.group = self.device = None
+        self.submod = None
+        self.dw_builder = None
+
+
+def actions_of_torch(cls: type, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
+    """The actions of one of torch's schedules, without pauses; overlapped pairs one by one."""
+    stages = [Stage(i, ranks, ranks * chunks) for i in range(chunks)]
+    schedule = cls(stages, microbatches, loss_fn=None)
+    rows = [schedule.pipeline_order[rank] for rank in range(ranks)]
+    return [
+        [text for action in row if action is not None for text in words(action)] for row in rows
+    ]
+
+
+def words(action: object) -> list[str]:
+    parts = getattr(action, "sub_actions", None) or (action,)
+    return [str(part) for part in parts]
+
+
+MULTI = [
+    ("interleaved", of_torch.ScheduleInterleaved1F1B, 2),
+    ("interleaved", of_torch.ScheduleInterleaved1F1B, 3),
+    ("zbv", of_torch.ScheduleZBVZeroBubble, 2),
+    ("dualpipev", of_torch.ScheduleDualPipeV, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "cls", "chunks"), MULTI)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)])
+def test_actions_are_those_of_torch(
+    name: str, cls: type, chunks: int, ranks: int, microbatches: int
+):
+    ours = make_schedule(name, ranks, microbatches, chunks=chunks)
+    theirs = actions_of_torch(cls, ranks, microbatches, chunks)
+    assert [[str(action) for action in row] for row in ours.ranks] == theirs
+
+
+def test_split_backwards_are_no_slower_than_torchs():
+    for ranks, microbatches in ((2, 4), (4, 8), (4, 16), (8, 16)):
+        theirs = actions_of_torch(of_torch.ScheduleInterleavedZeroBubble, ranks, microbatches, 2)
+        other = schedule_of("torch", [[Action.parse(text) for text in row] for row in theirs])
+        ours = simulate_schedule(make_schedule("zbv", ranks, microbatches), HALF)
+        assert ours.seconds <= simulate_schedule(other, HALF).seconds
+        assert ours.peak <= simulate_schedule(other, HALF).peak
+
+
+# Simulation.
+
+
+def by_brute_force(schedule: Schedule, times: list[StageTimes], send: float) -> float:
+    """When all has ended: repeat until nothing changes."""
+    last = schedule.stages - 1
+    end: dict[tuple[str, int, int], float] = {}
+    while len(end) < sum(map(len, schedule.ranks)):
+        for row in schedule.ranks:
+            free = 0.0
+            for action in row:
+                kind, stage, microbatch = action
+                needs = []
+                if kind == "F" and stage:
+                    needs.append(("F", stage - 1))
+                if kind in "BI":
+                    needs.append(("F", stage))
+                    if stage < last:
+                        after = ("B" if ("B", stage + 1, microbatch) in end else "I", stage + 1)
+                        needs.append(after)
+                if kind == "W":
+                    needs.append(("I", stage))
+                if any((*need, microbatch) not in end for need in needs):
+                    break
+                places = schedule.stage_ranks
+                ready = [
+                    end[k, s, microbatch] + send * (places[s] != places[stage]) for k, s in needs
+                ]
+                free = end[action] = max([free, *ready]) + times[stage].of(action)
+    return max(end.values())
+
+
+def test_times_are_those_of_a_plain_simulation():
+    draw = random.Random(0)
+    for _ in range(60):
+        name = draw.choice([*SCHEDULES])
+        ranks = draw.choice([1, 2, 3, 4])
+        schedule = make_schedule(name, ranks, ranks * draw.randint(2, 4))
+        times = [
+            StageTimes(*(draw.uniform(0.1, 2) for _ in range(3))) for _ in range(schedule.stages)
+        ]
+        send = draw.choice([0.0, 0.3])
+        found = simulate_schedule(schedule, times, send=send)
+        assert found.seconds == pytest.approx(by_brute_force(schedule, times, send))
+        assert max(found.busy) <= found.seconds
+
+
+def test_the_best_that_fits_is_taken():
+    assert best_schedule(8, 32, memory=8.0).bubble < 0.04
+    plain = best_schedule(4, 2)
+    assert plain.seconds == min(
+        t.seconds for t in compare_schedules(4, 2).values() if isinstance(t, Timeline)
+    )
+    tight = best_schedule(4, 16, times=StageTimes(kept=2.0, kept_for_weights=2.0), memory=8.0)
+    assert tight.peak <= 8.0
+    with pytest.raises(PlanError, match=r"keeps at most 0\.5"):
+        best_schedule(4, 16, memory=0.5)
+
+
+def test_schedules_of_many_ranks_are_made_and_checked():
+    for name in SCHEDULES:
+        chunks = SCHEDULES[name].chunks
+        schedule = make_schedule(name, 64 if chunks == 1 else 32, 128)
+        check_schedule(schedule)
+        assert simulate_schedule(schedule).bubble < 0.5
+
+
+# What is shown.
+
+
+def test_tables_pictures_and_traces():
+    found = compare_schedules(4, 4)
+    table = as_table(found)
+    assert [line.split()[0] for line in table.splitlines()[1:]] == [*SCHEDULES]
+    assert "it needs at least 8" in table
+    told = json.loads(as_json(found))
+    assert told["1f1b"]["kept"] == [4, 3, 2, 1]
+    assert "error" in told["dualpipev"]
+    timeline = simulate_schedule(make_schedule("zb-h1", 3, 4))
+    assert as_svg(timeline).count("<rect") == 1 + sum(map(len, timeline.spans))
+    events = json.loads(as_trace(timeline))["traceEvents"]
+    assert {event["tid"] for event in events} == {0, 1, 2}
+    assert sum(event["dur"] for event in events) == pytest.approx(3 * 12 * 1e6)
+
+
+# What is refused.
+
+TWO = [[Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([["0F0", "0B0"], ["1B0", "1F0"]], "rank 1 at 1B0 waits for 1F0"),
+        ([["0F0", "0B0"], ["1F0"]], "stage 1 has F for microbatch 0"),
+        ([["0F0", "0B0", "0F0"], ["1F0", "1B0"]], "stage 0 has F, B, F for microbatch 0"),
+        ([["0F0", "0B0", "0W0"], ["1F0", "1B0"]], "stage 0 has F, B, W"),
+        ([["0F0", "0I0"], ["1F0", "1B0"]], "stage 0 has F, I for"),
+        ([["0F0", "0B0", "0F2", "0B2"], ["1F0", "1B0"]], "stage 0 has nothing for microbatch 1"),
+    ],
+)
+def test_what_is_left_out_or_never_ends_is_refused(rows: list[list[str]], words: str):
+    schedule = schedule_of("mine", [[Action.parse(text) for text in row] for row in rows])
+    with pytest.raises(PlanError, match=words):
+        check_schedule(schedule)
+
+
+def test_what_is_no_schedule_is_refused():
+    for text, words in (
+        ("0F0,0X0", "'0X0' is no action"),
+        ("0F0\n0B0", "stage 0 is on ranks 0 and 1"),
+        ("1F0,1B0", "no rank has stage 0"),
+        ("", "no rank has stage 0"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            from_csv(text)
+    for name, ranks, microbatches, words in (
+        ("2f2b", 2, 2, "no schedule '2f2b'; there are: gpipe"),
+        ("gpipe", 0, 2, "ranks is 0"),
+        ("1f1b", 2, 0, "microbatches is 0"),
+        ("interleaved", 4, 9, "9 microbatches do not make 2 equal groups"),
+        ("dualpipev", 4, 7, "it needs at least 8"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            make_schedule(name, ranks, microbatches)
+    with pytest.raises(PlanError, match="3 times for 2 stages"):
+        simulate_schedule(schedule_of("mine", TWO), [StageTimes()] * 3)
+    with pytest.raises(PlanError, match="3 times for 2 ranks"):
+        compare_schedules(2, 4, times=[StageTimes()] * 3)
