@@ -190,7 +190,7 @@ PACKAGES = (
             "_cli",
             "cost | memory | schedules",
             "train",
-            "_apply",
+            "_apply | _data",
             "_static",
             "_plan",
             "_check",

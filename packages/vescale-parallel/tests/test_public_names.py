@@ -20,6 +20,7 @@ PUBLIC = {
     "DeferredError": [],
     "DisagreementError": [],
     "MemoryPlanError": [],
+    "Loader": ["load_state_dict", "set_epoch", "state_dict"],
     "MeshError": [],
     "ParallelError": [],
     "ParameterRow": [
@@ -27,8 +28,8 @@ PUBLIC = {
         *("names", "owned", "reduce", "rule", "uneven", "unit", "zero"),
     ],
     "Plan": [
-        *("activations", "annotate", "axes", "batch", "block", "check", "checkpoint"),
-        *("data_parallel",),
+        *("activations", "annotate", "axes", "batch", "batch_is", "block", "check"),
+        *("checkpoint", "data_parallel"),
         *("explain", "for_decoder", "for_encoder", "for_vit", "from_hf", "from_json", "from_toml"),
         *("over", "owned", "parameters", "precision", "prefetch", "redistribute", "search"),
         *("shard", "to_json", "to_toml", "units", "with_", "zero"),
@@ -45,6 +46,10 @@ PUBLIC = {
     "captured_units": ["model"],
     "deferred": [],
     "materialize": ["model"],
+    "loader": [
+        *("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator"),
+        *("loader_type", "mesh", "options", "plan", "sampler", "shuffle"),
+    ],
     "mesh": ["device_type", "sizes", "timeout"],
     "no_sync": ["model"],
     "parallelize": ["bucket_bytes", "mesh", "model", "plan", "static"],
@@ -59,7 +64,8 @@ def members(name: str) -> list[str]:
         return sorted(inspect.signature(value).parameters)
     if not inspect.isclass(value) or issubclass(value, Exception):
         return []
-    fields = {field.name for field in dataclasses.fields(value)}
+    declared = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    fields = {field.name for field in declared}
     return sorted(fields | {one for one in vars(value) if not one.startswith("_")})
 
 

@@ -5,6 +5,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_cli/`, `__main__`: `python -m vescale_parallel plan`, a plan checked and priced on paper.
 - `cost`: steps priced on paper for the shapes of Llama 3: `python -m vescale_parallel.cost`.
 - `train/`: the example trainer; it uses nothing that users cannot call.
+- `_data/`: `loader`, batches that every rank reads its rows of.
 - `_apply/`: `parallelize`, the one entry point that changes a model: what is asked of all ranks
   before, and what is installed: distributed parameters, hooks, the summation of gradients.
 - `_static/`: forwards that are captured once and replayed: `parallelize(..., static=True)`.
@@ -23,6 +24,7 @@ from vescale_parallel._apply.no_sync import no_sync
 from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh
+from vescale_parallel._data.loader import Loader, loader
 from vescale_parallel._deferred.models import deferred, materialize
 from vescale_parallel._errors import (
     DeferredError,
@@ -46,6 +48,7 @@ __all__ = [
     "CapturedUnit",
     "DeferredError",
     "DisagreementError",
+    "Loader",
     "MemoryPlanError",
     "MeshError",
     "ParallelError",
@@ -58,6 +61,7 @@ __all__ = [
     "__version__",
     "captured_units",
     "deferred",
+    "loader",
     "materialize",
     "mesh",
     "no_sync",

@@ -8,6 +8,7 @@ Top to bottom (imports point down):
 - `zero_install`: parameters stored as shards, from a report to units and their schedule.
 - `boundaries`: hooks that redistribute what enters and leaves a module; `placements`: from layouts
   by axis name to placements on a mesh.
+- `local_batch`: batches of which every rank passes its own rows.
 - `gradients`: unreduced gradients summed in few, large collectives.
 - `optimizers`, `replaced`: what happens to those who hold the plain parameters.
 - `no_sync`: several backwards, whose gradients are reduced once.

@@ -25,7 +25,7 @@ _CHECKED_BATCHES: Final = 2
 
 _WHOLE_BATCH: Final = (
     "Pass the whole batch on every rank: the plan's 'batch' layout says which shard of it each "
-    "rank keeps. A batch that is split already is passed as DTensor.from_local(part, mesh, ...)."
+    "rank keeps. A batch that is split already: Plan(batch_is='local')."
 )
 
 

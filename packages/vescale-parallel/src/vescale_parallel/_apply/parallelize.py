@@ -9,6 +9,7 @@ from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer
 
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
+from vescale_parallel._apply.local_batch import LocalBatch
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
 from vescale_parallel._apply.preflight import preflight
 from vescale_parallel._apply.replaced import retire
@@ -72,7 +73,7 @@ def parallelize(
     report = preflight(model, mesh, plan, options, optimizers)
     where = stored_placements(mesh, report)
     _distribute_parameters(model, where, report, optimizers)
-    _install_hooks(model, mesh, report)
+    _install_hooks(model, mesh, report, plan.batch_is)
     install_zero(model, report, where, plan.prefetch)
     if static:
         install_static(model)
@@ -149,10 +150,11 @@ def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
             yield module, name, f"{prefix}.{name}" if prefix else name
 
 
-def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
+def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is: str) -> None:
     # The batch first: a rule about the root's inputs then sees distributed tensors.
     if report.batch is not None:
-        model.register_forward_pre_hook(DistributeBatch(report.batch, mesh), with_kwargs=True)
+        distribute = LocalBatch if batch_is == "local" else DistributeBatch
+        model.register_forward_pre_hook(distribute(report.batch, mesh), with_kwargs=True)
     modules = dict(model.named_modules(remove_duplicate=False))
     for row in report.boundaries:
         install_boundary(modules[row.module], row, mesh)

@@ -23,6 +23,7 @@ from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._cost import Cluster
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
+from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
 from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
@@ -53,6 +54,8 @@ class Plan:
             others alone: `"hidden_states = tp:full; 1 = tp:0 -> logits = tp:1"`; `*`: the rest.
         batch: layout of the plain tensors that enter the root module; every rank passes the whole
             batch and keeps its shard. Tensors without that dim stay replicated. None: leave alone.
+        batch_is: "global": every rank passes the whole batch. "local": every rank passes its own
+            rows, any number of them; the global batch is all of them in the order of the ranks.
         axes: the axes the plan is written for, beyond those of the mesh at hand.
         zero: what is sharded over the axis `over` besides: 0 nothing, 1 optimizer states, 2 and
             gradients, 3 and parameters. Or glob over parameter names to such a level, as
@@ -92,6 +95,7 @@ class Plan:
     parameters: Mapping[str, str] = field(default_factory=lambda: {"*": "replicate"})
     activations: Mapping[str, str] = field(default_factory=dict)
     batch: str | None = "dp:0"
+    batch_is: Literal["global", "local"] = "global"
     axes: tuple[str, ...] = AXES
     zero: int | Mapping[str, int] = 0
     over: str = "dp"
@@ -120,6 +124,7 @@ class Plan:
         for name in ("units", "owned", "block"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        _require_batch(self.batch, self.batch_is)
         # Reading is all that happens here; what it means for a model is for `check` to find out.
         self._parsed()
 
@@ -444,6 +449,15 @@ class Plan:
                     f"a plan has no '{name}'.{did_you_mean(name, known)} It has {known}."
                 )
         return cls(**content)
+
+
+def _require_batch(batch: str | None, is_: object) -> None:
+    if is_ not in ("global", "local"):
+        raise PlanError(f"plan batch_is: expected 'global' or 'local', got {is_!r}.")
+    if is_ == "local" and (batch is None or len({dim for _, dim in parse_layout(batch).dims}) != 1):
+        raise PlanError(
+            f"plan batch_is 'local' needs a batch whose rows are shared, as 'dp:0': got {batch!r}."
+        )
 
 
 def _default(one: Any) -> Any:

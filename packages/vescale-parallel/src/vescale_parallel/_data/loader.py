@@ -1,0 +1,293 @@
+"""`loader`: torch's `DataLoader`, of which each rank reads its rows, and which resumes anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from vescale_parallel._common.agreement import require_same
+from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
+from vescale_parallel._common.rows import shard_of, sharing_axes
+from vescale_parallel._data.rows import (
+    CollateRows,
+    RowsOfBatches,
+    Share,
+    SkippingSampler,
+    without_rows,
+)
+from vescale_parallel._errors import PlanError
+from vescale_parallel._notation.layout import parse_layout
+from vescale_parallel._plan.plan import Plan
+
+_HEAD = "ranks read their data in different orders:"
+_ADVICE = (
+    "Pass the same dataset, sampler and options on every rank, and generators in the same state: "
+    "call torch.manual_seed with one seed before."
+)
+
+
+def loader(
+    dataset: Any,
+    mesh: DeviceMesh,
+    plan: Plan,
+    batch_size: int = 1,
+    *,
+    shuffle: bool = False,
+    sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[list[Any]] | None = None,
+    drop_last: bool = False,
+    generator: torch.Generator | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    loader_type: Callable[..., Any] = DataLoader,
+    **options: Any,
+) -> Loader:
+    """Return a loader of which each rank reads its rows of the batches of one device.
+
+    Batches, their order and what is drawn from generators are those of
+    `DataLoader(dataset, batch_size, ...)` on one device. A rank gets the rows that the plan's
+    `batch` layout gives it, the last and uneven batch included; where a batch has fewer rows than
+    ranks, some get tensors of no rows. Ranks that differ along other axes (tp) get the same rows.
+    The plan has to say `batch_is="local"`.
+
+    Args:
+        dataset: with `__getitem__`, which is called for the rows of this rank only; or an
+            `IterableDataset`, which every rank iterates, as nobody can skip in a stream, and of
+            which it collates its rows.
+        mesh: as for `parallelize`.
+        plan: as for `parallelize`.
+        batch_size: samples of the global batch.
+        shuffle: as for `DataLoader`.
+        sampler: as for `DataLoader`; the order of one device, not a `DistributedSampler`.
+        batch_sampler: as for `DataLoader`; batches of one device, in place of `batch_size`.
+        drop_last: as for `DataLoader`: a last batch that is not whole is left out.
+        generator: as for `DataLoader`; by default that of torch, in the same state on all ranks.
+        collate_fn: as for `DataLoader`; rows are dim 0 of the tensors that it returns.
+        loader_type: `DataLoader`, or what takes its arguments: `torchdata`'s `StatefulDataLoader`
+            resumes a stream without reading what came before.
+        **options: of `loader_type`: `num_workers`, `pin_memory`, `prefetch_factor` and so on.
+
+    Raises:
+        PlanError: the plan says that every rank passes the whole batch, or the arguments exclude
+            each other.
+    """
+    if plan.batch_is != "local":
+        raise PlanError(
+            "loader: every rank reads its own rows, and the plan says that it passes the whole "
+            "batch. Use plan.with_(batch_is='local'), for parallelize as well."
+        )
+    if batch_size is None or (batch_sampler is not None and (batch_size != 1 or sampler)):
+        raise PlanError("loader: say batch_size or batch_sampler, and a sampler with the first.")
+    streams = isinstance(dataset, IterableDataset)
+    if streams and (shuffle or sampler is not None or batch_sampler is not None):
+        raise PlanError(
+            "loader: a stream has its own order; no shuffle and no samplers go with it."
+        )
+    if sampler is not None and shuffle:
+        raise PlanError("loader: sampler and shuffle exclude each other.")
+    known: dict[str, Any] = {"generator": generator, **options}
+    share = _share(mesh, plan)
+    collate = collate_fn or default_collate
+    if streams:
+        made = loader_type(
+            dataset,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            collate_fn=CollateRows(collate, share),
+            **known,
+        )
+        return Loader(made, mesh, plan, collate, generator, None, None)
+    if batch_sampler is None:
+        if sampler is None:
+            sampler = (
+                RandomSampler(dataset, generator=generator)
+                if shuffle
+                else SequentialSampler(dataset)
+            )
+        start = SkippingSampler(sampler)
+        batch_sampler = BatchSampler(start, batch_size, drop_last)
+        rows = RowsOfBatches(batch_sampler, share)
+        made = loader_type(dataset, batch_sampler=rows, collate_fn=collate, **known)
+        return Loader(made, mesh, plan, collate, generator, rows, start)
+    rows = RowsOfBatches(batch_sampler, share)
+    made = loader_type(dataset, batch_sampler=rows, collate_fn=collate, **known)
+    return Loader(made, mesh, plan, collate, generator, rows, None)
+
+
+def _share(mesh: DeviceMesh, plan: Plan) -> Share:
+    sizes = mesh_sizes(mesh)
+    axes = sharing_axes(mesh, parse_layout(plan.batch).axes if plan.batch else ())
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    here = dict(zip(sizes, coordinate, strict=True))
+    extents = tuple(sizes[axis] for axis in axes)
+    return Share(extents, shard_of([here[axis] for axis in axes], extents))
+
+
+class Loader:
+    """What `loader` returns: iterate it once an epoch.
+
+    Attributes:
+        inner: the loader of torch that reads this rank's rows.
+        epoch: what `set_epoch` was told last.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        mesh: DeviceMesh,
+        plan: Plan,
+        collate: Callable[[list[Any]], Any],
+        generator: torch.Generator | None,
+        rows: RowsOfBatches | None,
+        start: SkippingSampler | None,
+    ) -> None:
+        self.inner, self.epoch = inner, 0
+        self._mesh, self._plan, self._collate = mesh, plan, collate
+        self._generator, self._rows, self._start = generator, rows, start
+        # Global samples that were passed on in this epoch, and the generator at its beginning.
+        self._samples = 0
+        self._began: torch.Tensor | None = None
+        self._resumes: dict[str, Any] | None = None
+        self._form: Any = None
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on all ranks."""
+        return len(self.inner) if self._rows is None else len(self._rows.batches)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler, the batch sampler and the dataset, as far as they want to know."""
+        self.epoch = epoch
+        told = [self.inner.dataset]
+        if self._start is not None:
+            told.append(self._start.sampler)
+        elif self._rows is not None:
+            told += [self._rows.batches, getattr(self._rows.batches, "sampler", None)]
+        for one in told:
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this loader is: alike on all ranks, and for any mesh.
+
+        `samples` of the global order were passed on in this epoch, which began with `generator` in
+        that state (None between epochs where it is torch's own, which is not the loader's).
+        """
+        own = None if self._generator is None else self._generator.get_state()
+        state: dict[str, Any] = {
+            "samples": self._samples,
+            "epoch": self.epoch,
+            "generator": self._began if self._began is not None else own,
+        }
+        if self._rows is None and hasattr(self.inner, "state_dict"):
+            state["stream"] = self.inner.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there at the next iteration: also on another mesh, or with another size."""
+        self.set_epoch(state["epoch"])
+        self._samples, self._began = state["samples"], None
+        self._resumes = dict(state)
+        if state["generator"] is not None and state["samples"] == 0 and self._generator is not None:
+            self._generator.set_state(state["generator"])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Pass on the batches of an epoch, or what is left of one that is resumed. Collective.
+
+        Raises:
+            DisagreementError: on every rank: ranks are at other places, or their generators are in
+                other states; at the end of the epoch: their samplers gave other samples.
+        """
+        resumed, self._resumes = self._resumes, None
+        samples = 0 if resumed is None else resumed["samples"]
+        own = self._generator if self._generator is not None else torch.default_generator
+        now = own.get_state()
+        if samples and resumed is not None and resumed["generator"] is not None:
+            own.set_state(resumed["generator"])
+        self._samples, self._began = samples, own.get_state()
+        self._agree({"begins": self._begins()})
+        if resumed is not None and "stream" in resumed and hasattr(self.inner, "load_state_dict"):
+            self.inner.load_state_dict(resumed["stream"])
+            samples = 0
+        batches = self._batches(samples)
+        first = next(batches, None)
+        if samples and self._generator is None:
+            # torch's own generator is where the caller has put it; the order was drawn again.
+            torch.set_rng_state(now)
+        return self._passed_on(first, batches)
+
+    def _passed_on(
+        self, first: tuple[int, Any] | None, rest: Iterator[tuple[int, Any]]
+    ) -> Iterator[Any]:
+        digest = 0
+        one = first
+        while one is not None:
+            self._samples += one[0]
+            digest = zlib.crc32(repr(one[0]).encode(), digest)
+            yield one[1]
+            one = next(rest, None)
+        self._agree({"ends": f"after {self._samples} samples, digest {digest:08x}"})
+        self._samples, self._began = 0, None
+
+    def _batches(self, skip: int) -> Iterator[tuple[int, Any]]:
+        """Sizes of the global batches, and this rank's rows of each."""
+        if self._rows is None:
+            for size, batch in self.inner:
+                if skip > 0:
+                    skip -= size
+                else:
+                    yield size, batch
+            return
+        if self._start is not None:
+            self._start.skip = skip
+        else:
+            self._rows.skip = skip
+        iterator = iter(self.inner)
+        noted = self._rows.noted
+        while True:
+            batch = next(iterator, None)
+            # Batches without rows here, which torch's loader never saw, up to this one.
+            while noted and (batch is None or not noted[0].read):
+                empty = noted.popleft()
+                yield empty.samples, self._empty(batch, empty.first)
+            if batch is None:
+                return
+            self._form = without_rows(batch) if self._form is None else self._form
+            yield noted.popleft().samples, batch
+
+    def _empty(self, near: Any, first: Any) -> Any:
+        """A batch of no rows."""
+        if self._form is None:
+            seen = near if near is not None else self._collate([self.inner.dataset[first]])
+            self._form = without_rows(seen)
+        return without_rows(self._form)
+
+    def _begins(self) -> str:
+        where = self._began
+        assert where is not None
+        digest = hashlib.sha256(where.numpy().tobytes()).hexdigest()[:16]
+        size = len(self.inner.dataset) if hasattr(self.inner.dataset, "__len__") else "any"
+        return (
+            f"{type(self.inner.dataset).__name__} of {size} samples, epoch {self.epoch}, after "
+            f"{self._samples} samples, generator {digest}"
+        )
+
+    def _agree(self, facts: dict[str, str]) -> None:
+        require_same(
+            {"loader": facts},
+            peers=mesh_ranks(self._mesh),
+            head=_HEAD,
+            advice={"loader": _ADVICE},
+        )

@@ -1,0 +1,119 @@
+"""Which samples of each batch one rank reads: a batch sampler, and a collation of a stream."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from torch.utils.data import Sampler
+
+from vescale_parallel._common.pytree import map_tensors
+from vescale_parallel._common.rows import row_counts
+
+_LEAVES: Final = (str, bytes, int, float, type(None))
+
+
+class Share(NamedTuple):
+    """The part of each batch that a rank reads: that many shards by axis, and the number of its."""
+
+    sizes: tuple[int, ...]
+    shard: int
+
+    def of(self, samples: Sequence[Any]) -> list[Any]:
+        """Return the samples of this rank."""
+        counts = row_counts(len(samples), self.sizes)
+        start = sum(counts[: self.shard])
+        return list(samples[start : start + counts[self.shard]])
+
+
+class Batch(NamedTuple):
+    """A batch of one device, as one rank sees it.
+
+    Attributes:
+        samples: of the whole batch.
+        read: of this rank.
+        first: the first of the whole batch, read where a rank without rows has seen none yet.
+    """
+
+    samples: int
+    read: int
+    first: Any
+
+
+class SkippingSampler(Sampler[Any]):
+    """A sampler that can begin after some samples: those are drawn, and not read."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler, self.skip = sampler, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self.skip = self.skip, 0
+        iterator = iter(self.sampler)
+        for _ in range(skip):
+            next(iterator, None)
+        yield from iterator
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+class RowsOfBatches(Sampler[list[Any]]):
+    """This rank's samples of each batch of one device; batches without any are left out.
+
+    torch's `DataLoader` reads ahead; so what each batch was like is put down for the loader, which
+    takes it up when the batch is passed on.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Any]], share: Share) -> None:
+        self.batches, self.share = batches, share
+        self.noted: deque[Batch] = deque()
+        self.skip = 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Not a generator itself: an iterator that was left halfway must not note into a new queue.
+        self.noted = deque()
+        skip, self.skip = self.skip, 0
+        return self._walk(self.noted, skip)
+
+    def _walk(self, noted: deque[Batch], skip: int) -> Iterator[list[Any]]:
+        for one in self.batches:
+            samples = list(one)
+            if skip > 0:
+                skip -= len(samples)
+                continue
+            mine = self.share.of(samples)
+            noted.append(Batch(len(samples), len(mine), samples[0] if samples else None))
+            if mine:
+                yield mine
+
+
+class CollateRows:
+    """Collates this rank's samples of a batch that every rank has taken from the stream."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], share: Share) -> None:
+        self.collate, self.share = collate, share
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        """Return how many samples the whole batch has, and the rows of this rank."""
+        mine = self.share.of(samples)
+        if mine:
+            return len(samples), self.collate(mine)
+        return len(samples), without_rows(self.collate(samples[:1]))
+
+
+def without_rows(batch: Any) -> Any:
+    """Return a batch of the same form and no rows; scalars, which have none, stay."""
+    return _emptied(map_tensors(lambda one: one[:0].clone() if one.ndim else one, batch))
+
+
+def _emptied(value: Any) -> Any:
+    """Lists of strings and the like, which collation leaves as lists of one a sample, without."""
+    if isinstance(value, list) and all(isinstance(one, _LEAVES) for one in value):
+        return []
+    if isinstance(value, list) or type(value) is tuple:
+        return type(value)(_emptied(one) for one in value)
+    if isinstance(value, dict):
+        for key, one in value.items():
+            value[key] = _emptied(one)
+    return value

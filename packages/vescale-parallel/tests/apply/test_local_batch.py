@@ -1,0 +1,165 @@
+"""Ranks that pass their own rows, however many, train as one device does on all of them."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vescale_comm import simulate, trace
+from vescale_dtensor import CaptureError, capture
+from vescale_parallel import DisagreementError, ParallelError, Plan, PlanError, parallelize
+from vescale_parallel import mesh as make_mesh
+from zero_models import batch, distributed, make, require_same_gradients
+
+HALF = {"dp": 2, "tp": 2}
+HYBRID = {"replica": 2, "dp": 2}
+
+
+def my_shard(sizes: dict[str, int], rank: int) -> int:
+    return rank // sizes.get("tp", 1)
+
+
+def sharers(sizes: dict[str, int]) -> int:
+    return torch.Size(sizes.values()).numel() // sizes.get("tp", 1)
+
+
+def cut(rows: int, shards: int, seed: int) -> list[int]:
+    """Any numbers of rows that add up, zeros among them."""
+    draws = random.Random(seed)
+    places = sorted(draws.randint(0, rows) for _ in range(shards - 1))
+    return [b - a for a, b in zip([0, *places], [*places, rows], strict=True)]
+
+
+def one_step(model: nn.Module, *inputs: Tensor) -> float:
+    torch.manual_seed(7)
+    loss = model(*inputs)
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"), [({"dp": 3}, 0), ({"dp": 4}, 3), (HALF, 0), (HALF, 3), (HYBRID, 2)], ids=str
+)
+def test_any_rows_are_one_batch(sizes: dict[str, int], zero: int):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        shards = sharers(sizes)
+        model = distributed(make(), sizes, zero, batch_is="local")
+        for counts in [cut(7, shards, seed) for seed in range(3)] + [[0] * (shards - 1) + [7]]:
+            plain = make()
+            model.zero_grad()
+            expected = one_step(plain, *batch(1))
+            mine = [one.split(counts)[my_shard(sizes, rank)] for one in batch(1)]
+            assert one_step(model, *mine) == pytest.approx(expected, rel=1e-6), counts
+            require_same_gradients(model, plain)
+
+    simulate(torch.Size(sizes.values()).numel())(on_a_rank)
+
+
+class Weighted(nn.Module):
+    """Takes nested arguments, a float input that asks for gradients, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, given: dict[str, Any], *, scale: Tensor) -> Tensor:
+        return (self.inner(given["x"]).sum(1) * given["y"] * scale).mean()
+
+
+def test_gradients_reach_the_rows_that_were_passed():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain, model = Weighted(), Weighted()
+        model.load_state_dict(plain.state_dict())
+        mesh = make_mesh(device_type="cpu", dp=3)
+        parallelize(model, mesh, Plan(batch_is="local"))
+        x, y = torch.randn(8, 3, requires_grad=True), torch.randn(8)
+        plain({"x": x, "y": y}, scale=torch.tensor(2.0)).backward()
+        counts = [5, 0, 3]
+        mine = x.detach().split(counts)[rank].clone().requires_grad_()
+        given = {"x": mine, "y": y.split(counts)[rank]}
+        model(given, scale=torch.tensor(2.0)).backward()
+        torch.testing.assert_close(mine.grad, x.grad.split(counts)[rank])
+
+    simulate(3)(on_a_rank)
+
+
+def test_rows_that_lie_as_chunks_are_counted_and_not_moved():
+    def on_a_rank(rank: int, world_size: int) -> list[str]:
+        model = parallelize(Weighted(), make_mesh(device_type="cpu", dp=2), Plan(batch_is="local"))
+        found = []
+        for _ in range(3):
+            given = {"x": torch.ones(2 - rank, 3), "y": torch.ones(2 - rank)}
+            with trace() as log, torch.no_grad():
+                model(given, scale=torch.tensor(1.0))
+            found = [one.op for one in log.records]
+        return found
+
+    for ops in simulate(2)(on_a_rank):
+        assert ops == ["all_gather"]
+
+
+def wrong(rank: int, kind: str) -> tuple[dict[str, Any], Tensor]:
+    given: dict[str, Any] = {"x": torch.ones(2, 3), "y": torch.ones(2)}
+    scale = torch.tensor(1.0)
+    if rank == 3 and kind == "dtype":
+        given["y"] = given["y"].double()
+    if rank == 3 and kind == "shape":
+        given["x"] = torch.ones(2, 4)
+    if rank == 3 and kind == "missing":
+        del given["y"]
+    if rank == 3 and kind == "rows of tp":
+        given["x"] = torch.ones(3, 3)
+    if rank == 3 and kind == "values of tp":
+        given["x"] = torch.zeros(2, 3)
+    if rank == 3 and kind == "table":
+        scale = torch.tensor(2.0)
+    return given, scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("dtype", "torch.float64 on rank 3"),
+        ("shape", r"\(rows, 4\) torch.float32 on rank 3"),
+        ("missing", "not there on rank 3"),
+        ("rows of tp", "2 rows on ranks 2; 3 rows on ranks 3"),
+        ("values of tp", r"value of 'args\[0\]\['x'\]'"),
+        ("table", "value of 'kwargs"),
+    ],
+)
+def test_what_differs_is_told_on_every_rank(kind: str, message: str):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        mesh = make_mesh(device_type="cpu", **HALF)
+        torch.manual_seed(0)
+        model = parallelize(Weighted(), mesh, Plan(batch_is="local"))
+        given, scale = wrong(rank, kind)
+        with pytest.raises(DisagreementError, match=message):
+            model(given, scale=scale)
+
+    simulate(4)(on_a_rank)
+
+
+def test_a_recording_does_not_keep_the_rows_of_one_batch():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = parallelize(Weighted(), make_mesh(device_type="cpu", dp=2), Plan(batch_is="local"))
+        for _ in range(3):
+            with pytest.raises((CaptureError, ParallelError)):
+                capture(model)({"x": torch.ones(2, 3), "y": torch.ones(2)}, scale=torch.ones(()))
+
+    simulate(2)(on_a_rank)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"batch_is": "mine"}, "'mine'"),
+        ({"batch_is": "local", "batch": None}, "needs a batch"),
+        ({"batch_is": "local", "batch": "dp:0, cp:1"}, "needs a batch"),
+    ],
+)
+def test_words_that_mean_nothing(words: dict[str, Any], message: str):
+    with pytest.raises(PlanError, match=message):
+        Plan(**words)
