@@ -65,6 +65,8 @@ def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
         unit: sum(one.elements for one in some if one.zero >= 3)
         for unit, some in by_unit(pieces).items()
     }
+    # The unit that computes and the one that is gathered ahead of it are at worst the two largest;
+    # the root stays gathered beside them.
     root = units.pop("", 0)
     sharded = root + sum(sorted(units.values())[-2:])
     # What is stored whole, in another dtype, is cast for as long as the step takes.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vescale_parallel._cost.settings import Workload
 from vescale_parallel._notation.glob import matches
 
+# Not greedy: the outermost index counts, not that of a list inside of a block.
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
 

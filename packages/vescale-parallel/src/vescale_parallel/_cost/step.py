@@ -42,6 +42,8 @@ class Scene:
     def seconds(self, transfer: Transfer) -> float:
         """Of all collectives of this transfer."""
         axes = list(self.mesh)
+        # Neighbours along an axis are as far apart as the axes inside of it are large together;
+        # beyond a node, their link is slower.
         stride = math.prod(self.mesh[axis] for axis in axes[axes.index(transfer.axis) + 1 :])
         members = self.mesh[transfer.axis]
         link = self.cluster.link(stride, members)
@@ -154,6 +156,7 @@ def estimate(
     memory = memory_of(pieces, tokens, dp, tp, precision, work)
     found = [*activation_transfers(pieces, tokens, precision, work)]
     found += parameter_transfers(pieces, scene.over, precision)
+    # Hybrid sharding: shards that other axes of the batch replicate are summed over those.
     for axis in scene.batch:
         if axis != scene.over:
             found += replica_transfers(pieces, axis, dp, precision)
@@ -186,5 +189,6 @@ def _exposed(transfers: Sequence[tuple[Transfer, float, float]], cover: float) -
     """Return the seconds waited: what cannot hide, and of the rest what outlasts its cover."""
     waiting = sum(seconds for one, _, seconds in transfers if not one.hides)
     hidden = sum(seconds for one, _, seconds in transfers if one.hides)
+    # However long the computation is, it cannot begin before the first gather has ended.
     first = next((s / one.count for one, _, s in transfers if one.kind == "all_gather"), 0.0)
     return waiting + max(min(first, hidden), hidden - cover)

@@ -73,6 +73,7 @@ def parameter_transfers(
     split = sum(one.elements for one in pieces if one.zero in (1, 2))
     if split:
         yield Transfer(axis, "reduce_scatter", split * precision.wire, hides=True)
+        # Of what the update has just written: nothing computes until it has arrived.
         yield Transfer(axis, "all_gather", split * precision.compute)
     for unit, some in by_unit(one for one in pieces if one.zero >= 3).items():
         elements = sum(one.elements for one in some)

@@ -75,6 +75,8 @@ def _role(layer: Layer, width: int, siblings: set[str]) -> Role | None:
         narrow = min(layer.inputs, layer.outputs) * 2 < width
         role = Role.COLUMN if layer.inputs == width else Role.ROW
         return None if narrow else role
+    # BERT and its kin call the projection behind attention `dense`; being square, it has no shape
+    # that tells.
     return Role.ROW if layer.own == "dense" and layer.inputs == layer.outputs else None
 
 
@@ -102,6 +104,7 @@ def vocabulary_roles(layers: Mapping[str, Layer], known: Mapping[str, Role]) -> 
         for one in layers.values()
         if one.embeds and not any(word in one.own.lower() for word in _AWAY)
     ]
+    # Tables of other things (tokens of images, speakers) have fewer rows, and are replicated.
     rows = max((one.inputs for one in tables), default=0)
     found = {one.name: Role.VOCABULARY for one in tables if one.inputs == rows}
     for name, one in layers.items():

@@ -43,6 +43,7 @@ def model_of(model_or_config: Any) -> nn.Module:
         )
     library = importlib.import_module(type(model_or_config).__module__.partition(".")[0])
     named = getattr(model_or_config, "architectures", None) or []
+    # Names and shapes are all that is read, so that nothing of a large model is allocated.
     with torch.device("meta"):
         for name in named:
             if hasattr(library, name):

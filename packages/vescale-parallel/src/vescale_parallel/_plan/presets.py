@@ -75,7 +75,7 @@ def by_shape(model: nn.Module, *, what: str, axis: str, sequence_parallel: bool)
 
 
 def _require(model: nn.Module, roles: Mapping[str, Role], what: str) -> None:
-    """Return a preset that finds nothing to shard was given something else than it is for."""
+    """Refuse a model of which a preset shards nothing: it is not of the kind that was named."""
     name = type(model).__name__
     if not block_names(model):
         raise PlanError(
@@ -134,6 +134,7 @@ def _agree_on_ties(model: nn.Module, layouts: dict[str, str]) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+    # A parameter is one tensor: rules of its names that differ would be refused by `check`.
     for shared in names.values():
         sharded = [layouts[name] for name in shared if layouts[name] != "replicate"]
         layouts.update(dict.fromkeys(shared, sharded[0] if sharded else "replicate"))

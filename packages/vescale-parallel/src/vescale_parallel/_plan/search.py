@@ -111,6 +111,7 @@ def search(model: nn.Module, layouts: Sequence[Candidate[P]], question: Question
     rows: list[tuple[str, str, str, str]] = []
     found: list[tuple[float, float, int, Candidate[P]]] = []
     for one in candidates(layouts, _kinds(model, question)):
+        # Some rank would have no sequence, and the cost model divides tokens evenly.
         if question.batch < question.shares(one):
             rows.append((one.name, "", "", f"{question.shares(one)} ranks share the batch"))
             continue
@@ -120,6 +121,7 @@ def search(model: nn.Module, layouts: Sequence[Candidate[P]], question: Question
         rows.append((one.name, size, f"{1e3 * cost.seconds:.4g}", verdict))
         if cost.fits:
             # Of equals the one with the least memory, and then the plainest.
+            # The number also keeps `min` from comparing candidates, which have no order.
             found.append((cost.seconds, cost.memory.total, len(found), one))
     text = table(["layout", "bytes a rank", "ms a step", ""], rows, right=["bytes a rank"])
     head = _head(question)

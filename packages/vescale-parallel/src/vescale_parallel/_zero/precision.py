@@ -43,9 +43,11 @@ class Dtypes:
 
     def of(self, built: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Stored, compute and reduction dtype of a parameter that was built in this one."""
+        # Integers are no approximations: a cast would change what they mean.
         if not built.is_floating_point:
             return built, built, built
         compute = self.compute or built
+        # Backward makes gradients in the compute dtype: another for their sums has to be asked for.
         return self.master or built, compute, self.reduce or compute
 
 
@@ -71,6 +73,7 @@ def parse_precision(precision: object) -> dict[str, Dtypes]:
         return {}
     if not isinstance(precision, Mapping):
         raise PlanError(f"plan precision: expected a mapping, got {precision!r}. {_HINT}")
+    # One mapping among the values makes all of them rules, so that a mix of both forms is refused.
     by_rule = any(isinstance(value, Mapping) for value in precision.values())
     return {
         _checked_glob(glob): _dtypes(words)

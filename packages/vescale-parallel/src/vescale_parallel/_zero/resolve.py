@@ -131,6 +131,7 @@ def buffers_of(
     for row in rows:
         if row.zero:
             trainable = model.get_parameter(row.name).requires_grad
+            # What one collective shares. Frozen parameters apart: zeros would be sent for them.
             kind = (row.unit, row.zero, trainable, row.dtype, row.compute, row.reduce, row.owned)
             groups.setdefault(kind, []).append(_wanted(row, rules.tile_rows))
     owned = [one for kind, wanted in groups.items() if kind[-1] for one in wanted]

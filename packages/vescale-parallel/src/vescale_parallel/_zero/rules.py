@@ -79,6 +79,7 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
     levels: dict[str, Any] = dict(zero) if isinstance(zero, Mapping) else {_CATCH_ALL: zero}
     for glob, level in levels.items():
         _check_level(glob, level)
+    # `mesh(dp=2)` names axes by keyword: what is none cannot be one of its axes.
     if not isinstance(over, str) or not over.isidentifier() or keyword.iskeyword(over):
         raise PlanError(f"plan over={over!r}: name one mesh axis, as over='dp'.")
     block, tile_rows = _block(said.block)
@@ -92,6 +93,7 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
         block=block,
         tile_rows=tile_rows,
     )
+    # Ignored in silence, they would let a user believe that an optimizer sees full matrices.
     if (rules.owned or max(block, tile_rows) > 1) and not rules.is_used:
         word = "owned" if rules.owned else "block"
         raise PlanError(
@@ -123,6 +125,7 @@ def _block(value: Any) -> tuple[int, int]:
 
 
 def _number(word: str, value: Any, meant: str, least: int) -> int:
+    # To Python True is 1, and `prefetch=True` would be a number.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise PlanError(f"plan {word}={value!r}: {meant}.")
     return value
@@ -132,6 +135,7 @@ def _check_level(glob: object, level: object) -> None:
     if not isinstance(glob, str):
         raise PlanError(f"plan zero: a glob is a string, got {glob!r}.")
     expand_braces(glob)
+    # As above: `zero=True` would be level 1, which is rarely what is meant.
     if isinstance(level, bool) or not isinstance(level, int) or level not in LEVELS:
         said = ", ".join(f"{number}: {what}" for number, what in LEVELS.items())
         where = "" if glob == _CATCH_ALL else f" of '{glob}'"

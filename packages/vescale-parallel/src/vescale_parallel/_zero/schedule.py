@@ -230,6 +230,7 @@ class Schedule:
 
     def _own(self, buffer: FlatBuffer) -> Tensor:
         assert buffer.full is not None
+        # Gathered again, a buffer lies elsewhere: its old address is forgotten first.
         for key, one in list(self._owners.items()):
             if one is buffer:
                 del self._owners[key]
@@ -245,6 +246,7 @@ class Schedule:
 
     def _release(self, unit: Unit) -> None:
         unit.release()
+        # The address may soon be that of other memory, which would be taken for the buffer.
         for key, one in list(self._owners.items()):
             if one.full is None:
                 del self._owners[key]
@@ -277,6 +279,7 @@ class Schedule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of backwards on this rank."""
+        # Restored, and not set to True: calls may be nested.
         before = [unit.syncs for unit in self.units]
         for unit in self.units:
             unit.syncs = False
