@@ -163,6 +163,7 @@ def _new_like(
 ) -> torch.Tensor:
     held = as_layout(layout_of_tensor(local) if layout is None else layout)
     source = local_of(local)
+    # As in `gumbel_like`: the new tensor would fit any layout.
     plan_for(held, source)
     new, where = make_like(source, held, dtype)
     return fill_(new, distribution, where, generator)

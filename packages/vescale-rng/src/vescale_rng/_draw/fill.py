@@ -70,6 +70,7 @@ def fill_(
         return _fill_portably(local, distribution, as_layout(layout), own)
     check_device(target)
     generator = cpu_generator(generator)
+    # A layout that is kept and passed again goes straight to its plan.
     plan = plan_for(layout if type(layout) is ShardLayout else as_layout(layout), target)
     fill_cpu(plan, distribution, written(target), generator)
     return local

@@ -56,6 +56,7 @@ def bernoulli_(
     check_device(target)
     generator = cpu_generator(generator)
     plan = plan_for(as_layout(layout), target)
+    # Before a rank without elements returns: all ranks refuse what torch refuses.
     words = words_of_bernoulli(target.dtype, p.dtype)
     values = _spread(local_of(p).detach(), target)
     if not plan.numel:
@@ -135,6 +136,7 @@ def normal(
     for tensor in tensors:
         if not is_cuda(tensor):
             check_device(tensor)
+    # Not by `< 0`: a NaN is refused as well, as torch refuses it.
     if isinstance(std, torch.Tensor) and std.numel() and not bool(std.min() >= 0):
         raise DistributionError("normal takes deviations of at least 0, found a smaller one")
     shape = torch.broadcast_tensors(*tensors)[0].shape  # type: ignore[no-untyped-call]
@@ -211,6 +213,7 @@ class _Each(Distribution):
 def _draw(
     plan: FillPlan, words: int, p: torch.Tensor, local: torch.Tensor, generator: torch.Generator
 ) -> None:
+    # Numbers of elements that other ranks hold are drawn and dropped: any probability serves.
     parameter = Parameter(p, plan.longest, filler=0.5)
     fill_with_parameter(
         plan,

@@ -117,6 +117,8 @@ def _draw(
 ) -> None:
     plan = plan_for(layout, local)
     if policy() == "portable":
+        # No elements take no key; and where there are some, each has numbers of its own, so that no
+        # element that is drawn again moves those of another.
         if plan.numel:
             bounds = Bounds(wanted.mean, wanted.std, wanted.a, wanted.b)
             key = portable.draw_key(generator, local.device)
@@ -156,7 +158,9 @@ def _way() -> Way:
     Raises:
         DistributionError: it goes another.
     """
+    # One with many normals inside, one with few: torch draws again by normals, or by uniforms.
     examples = (Truncated(0, 1, -1, 2), Truncated(0, 1, 1, 2))
+    # Whatever policy the caller has: it is torch's own stream that is asked about.
     with use("native"):
         for way, draw in ((Way.AGAIN, _draw_again), (Way.INVERSE, _draw_inverse)):
             if all(_agrees(draw, wanted) for wanted in examples):
@@ -168,8 +172,10 @@ def _way() -> Way:
 
 
 def _agrees(draw: _Draw, wanted: Truncated) -> bool:
+    # So many elements that some are out of bounds at first, and the two ways part.
     expected, found = torch.empty(40, dtype=torch.float64), torch.empty(40, dtype=torch.float64)
     one, other = (torch.Generator().manual_seed(5) for _ in range(2))
     init.trunc_normal_(expected, wanted.mean, wanted.std, wanted.a, wanted.b, one)
     draw(wanted, whole((40,)), found, other)
+    # The state as well: a way that ends elsewhere would shift all that is drawn after it.
     return torch.equal(expected, found) and torch.equal(one.get_state(), other.get_state())

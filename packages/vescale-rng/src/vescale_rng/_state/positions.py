@@ -131,6 +131,7 @@ def draws(
         if isinstance(distribution, Distribution):
             portable.check(distribution, dtype)
         where = torch.device(device)
+        # A CUDA generator's offset moves by multiples of 4.
         words = portable.WORDS if where.type == "cpu" else portable.WORDS_ON_CUDA
         return words if plan.numel else 0
     if (where := torch.device(device)).type == "cuda":
