@@ -190,7 +190,7 @@ PACKAGES = (
             "_cli",
             "cost | memory | schedules",
             "train",
-            "_apply | _data",
+            "_apply | _data | _pretrained",
             "_static",
             "_plan",
             "_check",

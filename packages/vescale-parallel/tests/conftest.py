@@ -14,7 +14,13 @@ sys.path.insert(0, str(HERE / "support"))
 torch.set_num_threads(1)
 
 # Long tables of like cases: a run takes one in so many, another part each day; `-m slow` the rest.
-LONG = {"test_semantics": 4, "test_pieces": 4, "test_replaced": 3, "test_mesh": 2}
+LONG = {
+    "test_semantics": 4,
+    "test_pieces": 4,
+    "test_weights": 3,
+    "test_replaced": 3,
+    "test_mesh": 2,
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at

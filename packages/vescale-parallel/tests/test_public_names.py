@@ -35,6 +35,7 @@ PUBLIC = {
         *("shard", "to_json", "to_toml", "units", "with_", "zero"),
     ],
     "PlanError": [],
+    "PretrainedError": [],
     "Report": [
         *("activations", "batch", "boundaries", "budget", "buffers", "bytes_per_rank"),
         *("cast_buffers", "cost", "mesh"),
@@ -45,6 +46,7 @@ PUBLIC = {
     "__version__": [],
     "captured_units": ["model"],
     "deferred": [],
+    "load_pretrained": ["cast", "folder", "model"],
     "materialize": ["model"],
     "loader": [
         *("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator"),
@@ -53,6 +55,7 @@ PUBLIC = {
     "mesh": ["device_type", "sizes", "timeout"],
     "no_sync": ["model"],
     "parallelize": ["bucket_bytes", "mesh", "model", "plan", "static"],
+    "save_pretrained": ["folder", "max_bytes", "model"],
 }
 SOURCES = sorted(Path(vescale_parallel.__file__).parent.rglob("*.py"))
 

@@ -15,6 +15,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_cost/`: what a step of a resolved plan would cost on a cluster, on paper.
 - `_memory/`: order and layout of what a torch.fx graph makes; it stands by itself.
 - `_deferred/`: models that are built without storage, and made on each rank piece by piece.
+- `_pretrained/`: weights in Hugging Face's layout; each rank reads what it stores.
 - `_zero/`: parameters that are stored as shards, gathered while their module runs.
 - `_notation/`: the two small languages that rules are written in, and the rows of a report.
 - `_common/`, `_errors`: what all of them stand on: the mesh, agreement between ranks, messages.
@@ -33,11 +34,14 @@ from vescale_parallel._errors import (
     MeshError,
     ParallelError,
     PlanError,
+    PretrainedError,
     StaleParameterError,
     TrainError,
 )
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._plan.plan import Plan
+from vescale_parallel._pretrained.load import load_pretrained
+from vescale_parallel._pretrained.save import save_pretrained
 from vescale_parallel._static.units import CapturedUnit, captured_units
 from vescale_parallel._version import __version__
 from vescale_parallel._zero.resolve import BufferRow
@@ -55,15 +59,18 @@ __all__ = [
     "ParameterRow",
     "Plan",
     "PlanError",
+    "PretrainedError",
     "Report",
     "StaleParameterError",
     "TrainError",
     "__version__",
     "captured_units",
     "deferred",
+    "load_pretrained",
     "loader",
     "materialize",
     "mesh",
     "no_sync",
     "parallelize",
+    "save_pretrained",
 ]

@@ -25,6 +25,10 @@ class DeferredError(ParallelError, RuntimeError):
     """A tensor without storage cannot be made, or is asked for what only storage has."""
 
 
+class PretrainedError(ParallelError, ValueError):
+    """Weights in a folder that cannot be read or written, or are not those of the model."""
+
+
 class StaleParameterError(ParallelError, RuntimeError):
     """A parameter object from before `parallelize` was used; the model has another one since."""
 

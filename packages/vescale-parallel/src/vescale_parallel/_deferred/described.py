@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from vescale_parallel._common.agreement import checksum
-from vescale_parallel._deferred.tape import Constant, Value, making_of
+from vescale_parallel._deferred.tape import Constant, Fill, Value, making_of
 
 
 def digest_of(value: Value) -> str:
@@ -28,7 +28,8 @@ def digest_of(value: Value) -> str:
     found = hashlib.blake2b(digest_size=8)
     for step in making.steps:
         arguments = "" if step in making.hollow else tree_map(said, (step.args, step.kwargs))
+        told = step.func.told if isinstance(step.func, Fill) else step.func
         place = step.draw.place if step.draw else None
         made = [said(one) for one in step.made]
-        found.update(f"{step.name} {arguments} {place} {step.default_dtype} {made}\n".encode())
+        found.update(f"{told} {arguments} {place} {step.default_dtype} {made}\n".encode())
     return found.hexdigest()

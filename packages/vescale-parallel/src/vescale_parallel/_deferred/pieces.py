@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -18,8 +19,7 @@ from torch.utils._pytree import tree_map
 from vescale_rng import Box, Distribution, ShardLayout, at, fill_, use
 
 from vescale_parallel._deferred.replay import constant, default_dtype, replay, replaying
-from vescale_parallel._deferred.tape import Constant, Step, Value, making_of, names_of
-from vescale_parallel._deferred.truncated import Truncated
+from vescale_parallel._deferred.tape import Constant, Fill, Step, Value, making_of, names_of
 
 _MEMORY: Final = {
     "empty": 0.0,
@@ -111,8 +111,10 @@ def _goes_by_element(step: Step, value: Value, hollow: frozenset[Step]) -> bool:
         return made and not step.values
     if not (made and inputs):
         return False
+    if isinstance(step.func, Fill):
+        return True
     if step.draw is not None:
-        return step.draw.distribution is not None or isinstance(step.func, Truncated)
+        return step.draw.distribution is not None
     if step.name in _SUMS and (len(step.args) > 2 or step.kwargs.get("alpha", 1) != 1):
         return False
     return step.name in _BY_ELEMENT or step.name in _SUMS
@@ -163,7 +165,7 @@ class _Locals:
                 self._buffers[value.buffer] = self._allocated(value, step, hollow)
         if hollow or step.name in _MEMORY or step.name == "full":
             return
-        if step.draw is not None:
+        if step.draw is not None or isinstance(step.func, Fill):
             target = step.written[0] if step.written else step.made[0]
             self._draw(step, self.of(target))
         elif step.name in ("fill_", "zero_"):
@@ -190,11 +192,11 @@ class _Locals:
 
     def _draw(self, step: Step, local: Tensor) -> None:
         draw = step.draw
-        assert draw is not None
-        with at(draw.place, draw.generator), use("native"):
-            if isinstance(step.func, Truncated):
-                step.func(local, self._layout)
+        with at(draw.place, draw.generator) if draw else nullcontext(), use("native"):
+            if isinstance(step.func, Fill):
+                step.func.fill(local, self._layout)
             else:
+                assert draw is not None
                 assert isinstance(draw.distribution, Distribution)
                 fill_(local, draw.distribution, self._layout, draw.generator)
 

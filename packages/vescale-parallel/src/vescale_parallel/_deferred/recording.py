@@ -13,7 +13,7 @@ from vescale_rng import position
 
 from vescale_parallel._deferred.draws import Draw, generator_of, is_random, skipped
 from vescale_parallel._deferred.replay import replay
-from vescale_parallel._deferred.tape import Buffer, Constant, Step, Value, names_of
+from vescale_parallel._deferred.tape import Buffer, Constant, Fill, Step, Value, names_of
 from vescale_parallel._deferred.truncated import asked_for
 from vescale_parallel._errors import DeferredError
 
@@ -339,6 +339,15 @@ def _leaves_nothing(step: Step, name: str) -> bool:
     return all(one is target or one.buffer is not target.buffer for one in step.values)
 
 
+def fill_with(tensor: DeferredTensor, fill: Fill, draw: Draw | None = None) -> None:
+    """Record that all of a tensor is written, and from which place it is drawn, if it is."""
+    value = tensor._deferred_value
+    step = Step(type(fill).__name__, fill, (value,), {}, draw, torch.get_default_dtype())
+    step.written.append(value)
+    step.overwrites = value.is_whole
+    value.buffer.writers.append(step)
+
+
 def _set_data(tensor: Tensor, new: Tensor) -> None:
     """`tensor.data = new`."""
     if not isinstance(tensor, DeferredTensor):
@@ -364,11 +373,7 @@ def _is_meta(tensor: DeferredTensor) -> bool:
     place = func.skipped(value.meta.shape, value.meta.dtype, generator)
     if place is None:
         return False
-    draw = Draw(None, generator, place)
-    step = Step("trunc_normal_", func, (value,), {}, draw, torch.get_default_dtype())
-    step.written.append(value)
-    step.overwrites = value.is_whole
-    value.buffer.writers.append(step)
+    fill_with(tensor, func, Draw(None, generator, place))
     # As of a tensor on the meta device, of which torch leaves the filling to nobody.
     return True
 

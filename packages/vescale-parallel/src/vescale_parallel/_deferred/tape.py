@@ -8,6 +8,7 @@ at some time are made by the steps that wrote to it before, from the last one th
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from vescale_rng import Box, ShardLayout, whole
 
 from vescale_parallel._deferred.draws import Draw
 
@@ -25,6 +27,31 @@ _number = itertools.count()
 def names_of(text: str) -> frozenset[str]:
     """A set of names that are written one after another."""
     return frozenset(text.split())
+
+
+class Fill(ABC):
+    """A function that writes all of a tensor, and can write a rank's elements alone."""
+
+    @abstractmethod
+    def fill(self, local: Tensor, layout: ShardLayout) -> None:
+        """Write a rank's elements.
+
+        Args:
+            local: the rank's tensor.
+            layout: which elements it has, and where.
+        """
+
+    @property
+    @abstractmethod
+    def told(self) -> str:
+        """What it writes, in words that differ where the values do."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Write all of a tensor, and return it."""
+        boxes = whole(tensor.shape).boxes
+        own = tuple(Box(box.global_offset, box.shape, 0, tensor.stride()) for box in boxes)
+        self.fill(tensor, ShardLayout(tuple(tensor.shape), own, local_shape=tuple(tensor.shape)))
+        return tensor
 
 
 @dataclass(eq=False)

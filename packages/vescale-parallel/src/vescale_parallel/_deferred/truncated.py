@@ -25,15 +25,16 @@ from vescale_rng import (
     position,
     trunc_normal_,
     use,
-    whole,
 )
+
+from vescale_parallel._deferred.tape import Fill
 
 _FRAMES: Final = 8
 """How far up the caller is looked for: torch calls through a few functions of its own."""
 
 
 @dataclass(frozen=True)
-class Truncated:
+class Truncated(Fill):
     """`trunc_normal_` of these parameters, as a function of a tensor."""
 
     mean: float
@@ -42,25 +43,28 @@ class Truncated:
     b: float
     generator: torch.Generator
 
-    def __call__(self, tensor: Tensor, layout: ShardLayout | None = None) -> Tensor:
-        """Fill a tensor, or a rank's part of one, and return it."""
-        layout = whole(tensor.shape) if layout is None else layout
+    def fill(self, local: Tensor, layout: ShardLayout) -> None:
+        """See `Fill.fill`."""
         bounds = (self.mean, self.std, self.a, self.b)
-        with use("native"):
-            return trunc_normal_(tensor, *bounds, generator=self.generator, layout=layout)
+        with use("native"), warnings.catch_warnings():
+            # torch has said it already.
+            warnings.simplefilter("ignore")
+            trunc_normal_(local, *bounds, generator=self.generator, layout=layout)
+
+    @property
+    def told(self) -> str:
+        """See `Fill.told`."""
+        return f"{self.mean} {self.std} {self.a} {self.b}"
 
     def skipped(
         self, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
     ) -> Position | CudaPosition | None:
         """Move the generator past it, and return where it was; None where that is not known."""
         place = position(generator)
-        with warnings.catch_warnings():
-            # torch has said it already.
-            warnings.simplefilter("ignore")
-            try:
-                self(torch.empty(0, dtype=dtype), ShardLayout(tuple(shape), ()))
-            except RngError:
-                return None
+        try:
+            self.fill(torch.empty(0, dtype=dtype), ShardLayout(tuple(shape), ()))
+        except RngError:
+            return None
         return place
 
 

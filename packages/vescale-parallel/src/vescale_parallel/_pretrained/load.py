@@ -1,0 +1,134 @@
+"""`load_pretrained(model, folder)`: each rank reads what it stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from vescale_dtensor import DTensor, local_leaf
+from vescale_rng import ShardLayout, as_layout, whole
+
+from vescale_parallel._common.agreement import require_same, world_ranks
+from vescale_parallel._deferred.recording import DeferredTensor, fill_with
+from vescale_parallel._deferred.tape import Fill
+from vescale_parallel._errors import PretrainedError
+from vescale_parallel._pretrained.folder import stored_in
+from vescale_parallel._pretrained.matched import Saved, matched, saved_tensors
+from vescale_parallel._pretrained.weight_file import Stored, fill_from_file
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_ADVICE = {
+    "weights": "Let the folder be the same on every rank.",
+    "problem": "Mend that, on all ranks alike.",
+}
+
+
+def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> Model:
+    """Load the weights of a Hugging Face folder into a model, in place, and return it.
+
+    Every rank reads the elements that it stores, and no others, in a scratch of a few megabytes. A
+    model of `deferred()` reads nothing yet: `parallelize` then makes each rank's elements of these
+    values, and the initial ones are never drawn. The random generator stays where it is.
+
+    Where the model is parallelised, all ranks call it.
+
+    Args:
+        model: plain, deferred or parallelised. Its names are those of the files; what modules share
+            may be stored under any of its names.
+        folder: with `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+        cast: convert values that are stored in another dtype than the model's.
+
+    Raises:
+        PretrainedError: before anything is changed, on every rank: files are missing or broken, or
+            names, shapes or dtypes are not those of the model. While loading: a file cannot be
+            read, or a tensor that modules share is stored twice with other values.
+        DisagreementError: before anything is changed, on every rank: their folders differ.
+    """
+    tensors, problem = [], None
+    stored: dict[str, Stored] = {}
+    pairs: list[tuple[Saved, tuple[Stored, ...]]] = []
+    try:
+        tensors = saved_tensors(model)
+        stored = stored_in(Path(folder))
+        pairs = matched(tensors, stored, folder, cast=cast)
+    except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
+        problem = error
+    if any(isinstance(one, DTensor) for one in model.parameters()):
+        facts = {
+            "weights": {name: str(one) for name, one in stored.items()},
+            "problem": {} if problem is None else {type(problem).__name__: str(problem)},
+        }
+        head = "load_pretrained was not given the same on all ranks, and has changed nothing:"
+        require_same(facts, peers=world_ranks(), head=head, advice=_ADVICE)
+    if problem is not None:
+        raise problem
+    for one, found in pairs:
+        for number, of_one in enumerate(found):
+            if number:
+                _require_same_values(of_one, found[0])
+            else:
+                _load(one.tensor, of_one)
+    return model
+
+
+@dataclass(frozen=True)
+class FromFile(Fill):
+    """The values of a stored tensor, as a function of a tensor that gets them."""
+
+    stored: Stored
+
+    def fill(self, local: Tensor, layout: ShardLayout) -> None:
+        """See `Fill.fill`."""
+        fill_from_file(self.stored, layout, local)
+
+    @property
+    def told(self) -> str:
+        """See `Fill.told`: without the path, which may be another one on another machine."""
+        return f"{self.stored.file.name} {self.stored.name} {self.stored}"
+
+
+def _load(tensor: Tensor, stored: Stored) -> None:
+    if isinstance(tensor, DeferredTensor):
+        fill_with(tensor, FromFile(stored))
+    elif isinstance(tensor, DTensor):
+        # Its version counts the write, so that what is gathered is gathered anew; also where this
+        # rank has no element of it.
+        local = local_leaf(tensor).detach()
+        fill_from_file(stored, as_layout(tensor.__vescale_layout__()), local)
+        with torch.no_grad():
+            local[:0].zero_() if local.ndim else local.add_(0)
+    elif tensor.is_contiguous():
+        fill_from_file(stored, whole(tensor.shape), tensor.detach())
+    else:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        fill_from_file(stored, whole(tensor.shape), made)
+        with torch.no_grad():
+            tensor.detach().copy_(made)
+
+
+def _require_same_values(one: Stored, other: Stored) -> None:
+    """Refuse a shared tensor whose names have other values; read on every rank, whole, by rows."""
+    rows = one.shape[0] if one.shape else 1
+    for row in range(rows):
+        values = [_row(stored, row) for stored in (one, other)]
+        if not torch.equal(*values):
+            raise PretrainedError(
+                f"'{one.name}' and '{other.name}' are one tensor in the model, and are stored with "
+                "different values. Untie them, or remove one of them from the files."
+            )
+
+
+def _row(stored: Stored, row: int) -> Tensor:
+    shape = (1, *stored.shape[1:]) if stored.shape else ()
+    layout = whole(shape)
+    box = layout.boxes[0] if layout.boxes else None
+    if box is None:
+        return torch.empty(0)
+    moved = type(box)((row, *[0] * (len(shape) - 1)) if shape else (), shape, 0, box.local_strides)
+    made = torch.empty(shape, dtype=stored.dtype)
+    fill_from_file(stored, ShardLayout(stored.shape, (moved,)), made)
+    return made

@@ -1,0 +1,229 @@
+"""`load_pretrained` reads what a rank stores and nothing else; `save_pretrained` is its inverse.
+
+For plain, deferred and parallelised models; folders that do not fit change nothing on any rank.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vescale_comm import simulate
+from vescale_dtensor import DTensor
+from vescale_parallel import (
+    Plan,
+    PretrainedError,
+    deferred,
+    load_pretrained,
+    materialize,
+    parallelize,
+    save_pretrained,
+)
+from vescale_parallel import mesh as make_mesh
+from vescale_parallel._pretrained import weight_file
+from vescale_parallel._pretrained.weight_file import read_header
+from zero_models import Decoder, make, plan_for
+
+
+class Small(nn.Module):
+    """Tied weights, a scalar, a buffer, an empty tensor, several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.up = nn.Linear(6, 7).to(torch.bfloat16)
+        self.gain = nn.Parameter(torch.rand(()))
+        self.empty = nn.Parameter(torch.rand(0, 3))
+        self.cube = nn.Parameter(torch.rand(3, 4, 5))
+        self.turned = nn.Parameter(torch.rand(5, 4).t())
+        self.register_buffer("steps", torch.randint(9, (3,)))
+        self.register_buffer("unsaved", torch.rand(2), persistent=False)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Global values by name."""
+    found = model.state_dict()
+    return {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in found.items()}
+
+
+def require_equal(found: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
+    """All values are bitwise those wanted."""
+    mine = values(found)
+    assert list(mine) == list(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(mine[name], value), name
+
+
+def built(seed: int, make_model: Any = Small) -> nn.Module:
+    """A model with the values of a seed."""
+    torch.manual_seed(seed)
+    return make_model()
+
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "rows": ({"tp": 3}, {"parameters": {"{embed.weight,head.weight,up.*,cube}": "tp:0"}}),
+    "columns": ({"tp": 2}, {"parameters": {"{embed.weight,head.weight,cube}": "tp:1"}}),
+    "last": ({"tp": 2}, {"parameters": {"{cube,up.weight,turned}": "tp:-1"}}),
+    "zero 1": ({"dp": 2}, {"zero": 1}),
+    "zero 3": ({"dp": 3}, {"zero": 3}),
+    "zero 3 and tp": ({"dp": 2, "tp": 2}, {"parameters": {"{up,cube}*": "tp:0"}, "zero": 3}),
+}
+
+
+def plan_of(words: dict[str, Any]) -> Plan:
+    """Rules of a layout, all else replicated."""
+    rules = words.get("parameters", {}) | {"*": "replicate"}
+    others = {key: value for key, value in words.items() if key != "parameters"}
+    return Plan(parameters=rules, axes=("dp", "tp"), batch=None, **others)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("max_bytes", [5_000_000_000, 200])
+def test_saved_and_loaded_in_every_layout(name: str, max_bytes: int, tmp_path: Path):
+    sizes, words = LAYOUTS[name]
+    source = built(1)
+    wanted = source.state_dict()
+    save_pretrained(source, tmp_path / "plain", max_bytes=max_bytes)
+    assert (tmp_path / "plain/model.safetensors.index.json").exists() == (max_bytes == 200)
+
+    def rank(rank: int, size: int) -> None:
+        mesh = make_mesh(device_type="cpu", **sizes)
+        torch.manual_seed(2)
+        after = parallelize(Small(), mesh, plan_of(words))
+        state = torch.get_rng_state()
+        assert load_pretrained(after, tmp_path / "plain") is after
+        assert torch.equal(torch.get_rng_state(), state)
+        require_equal(after, wanted)
+        with deferred():
+            before = Small()
+        load_pretrained(before, tmp_path / "plain")
+        require_equal(parallelize(before, mesh, plan_of(words)), wanted)
+        assert before.head.weight is before.embed.weight
+        save_pretrained(after, tmp_path / "parallel", max_bytes=max_bytes)
+
+    world = 1
+    for size in sizes.values():
+        world *= size
+    simulate(world)(rank)
+    assert not list((tmp_path / "parallel").glob("*unfinished"))
+    for file in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "parallel" / file.name).read_bytes() == file.read_bytes()
+    assert values(load_pretrained(built(3), tmp_path / "parallel")).keys() == wanted.keys()
+    require_equal(load_pretrained(built(3), tmp_path / "parallel"), wanted)
+
+
+def test_a_rank_reads_the_bytes_that_it_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = built(1, lambda: make(0, tied=False))
+    save_pretrained(source, tmp_path)
+    total = sum(p.numel() * 4 for p in source.parameters())
+    counted: list[int] = []
+    read_into = weight_file.read_into
+
+    def counting(opened: Any, target: memoryview, *rest: Any) -> None:
+        counted.append(len(target))
+        read_into(opened, target, *rest)
+
+    monkeypatch.setattr(weight_file, "read_into", counting)
+
+    def rank(rank: int, size: int) -> int:
+        mesh = make_mesh(device_type="cpu", dp=2, tp=2)
+        with deferred():
+            model = Decoder(tied=False)
+        load_pretrained(model, tmp_path)
+        # The gains are made of Python's numbers, so they are real, and read at once.
+        assert set(counted[-3:]) == {4}
+        parallelize(model, mesh, plan_for({"dp": 2, "tp": 2}))
+        # Stored are views of a flat buffer, with padding that belongs to none of them.
+        return sum(p.to_local().numel() * 4 for p in model.parameters())
+
+    stored = simulate(4)(rank)
+    assert sum(counted) == sum(stored)
+    assert total <= sum(stored) < 1.5 * total
+
+
+def test_zero_trains_on_with_what_was_loaded(tmp_path: Path):
+    save_pretrained(make(1), tmp_path)
+    tokens = torch.arange(15).view(3, 5) % 16
+    wanted = make(1).eval()(tokens, tokens)
+
+    @simulate(2)
+    def losses(rank: int, size: int) -> float:
+        mesh = make_mesh(device_type="cpu", dp=2)
+        model = parallelize(make(0), mesh, plan_for({"dp": 2}, 2, batch=None)).eval()
+        before = model(tokens, tokens).item()
+        load_pretrained(model, tmp_path)
+        after = model(tokens, tokens).item()
+        assert before != after
+        return after
+
+    assert losses == pytest.approx([wanted.item()] * 2)
+
+
+def broken(folder: Path) -> dict[str, Any]:
+    """What can be wrong with a folder: how to break it, and what is said."""
+    file = folder / "model.safetensors"
+
+    def rewrite(change: Any) -> None:
+        raw = file.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    return {
+        "neither": file.unlink,
+        "ends at byte|end at byte": lambda: file.write_bytes(file.read_bytes()[:-1]),
+        "header of": lambda: file.write_bytes(b"\xff" * 20),
+        "'up.bias'": lambda: rewrite(lambda h: h.update(other=h.pop("up.bias"))),
+        "not in the model": lambda: rewrite(lambda h: h.update(other=h.pop("up.bias"))),
+        "has shape": lambda: rewrite(lambda h: h["cube"].update(shape=[4, 3, 5])),
+        "cast=True": lambda: rewrite(lambda h: h["up.weight"].update(dtype="F16")),
+        "which torch lacks": lambda: rewrite(lambda h: h["cube"].update(dtype="F4")),
+    }
+
+
+@pytest.mark.parametrize("said", list(broken(Path())))
+def test_a_folder_that_does_not_fit_is_an_error_on_every_rank(said: str, tmp_path: Path):
+    save_pretrained(built(1), tmp_path)
+    broken(tmp_path)[said]()
+    wanted = built(2).state_dict()
+
+    def rank(rank: int, size: int) -> None:
+        torch.manual_seed(2)
+        model = parallelize(Small(), make_mesh(device_type="cpu", dp=2), Plan(batch=None))
+        with pytest.raises(PretrainedError, match=said):
+            load_pretrained(model, tmp_path)
+        require_equal(model, wanted)
+
+    simulate(2)(rank)
+
+
+def test_other_dtypes_are_cast_where_it_is_said(tmp_path: Path):
+    source = built(1)
+    save_pretrained(source, tmp_path)
+    with deferred():
+        model = Small().double()
+    load_pretrained(model, tmp_path, cast=True)
+    assert torch.equal(materialize(model).up.weight, source.up.weight.double())
+
+
+def test_weights_that_are_there_are_not_overwritten_and_one_name_of_shared_ones_will_do(
+    tmp_path: Path,
+):
+    save_pretrained(built(1), tmp_path)
+    assert "head.weight" not in read_header(tmp_path / "model.safetensors")
+    with pytest.raises(PretrainedError, match="holds weights already"):
+        save_pretrained(built(2), tmp_path)
+    untied = built(4)
+    untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
+    save_pretrained(untied, tmp_path / "same")
+    require_equal(load_pretrained(built(5), tmp_path / "same"), built(4).state_dict())
+    untied.head.weight.data[10, 5] += 1
+    save_pretrained(untied, tmp_path / "other")
+    with pytest.raises(PretrainedError, match="stored with different values"):
+        load_pretrained(built(5), tmp_path / "other")
