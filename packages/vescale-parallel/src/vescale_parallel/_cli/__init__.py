@@ -1,8 +1,9 @@
-"""The command line: a plan, checked and priced for a mesh before anything is started.
+"""The command line: plans, checked and priced for a mesh before anything is started.
 
 - `arguments`: what can be asked, and what `--help` teaches.
 - `models`: from what a user names to a model without values, and to its plan.
 - `priced`: what a step would cost, with and without recomputation.
+- `memory`: the memory of a graph.
 - `schedule`: pipeline schedules compared.
 - `shown`: the answer as tables, or as JSON.
 """

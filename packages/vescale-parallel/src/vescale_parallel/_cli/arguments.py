@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from vescale_parallel._cli.memory import add_memory_command
 from vescale_parallel._cli.models import PRESETS, chosen_plan, named_model, read_plan
 from vescale_parallel._cli.priced import Step, priced
 from vescale_parallel._cli.schedule import add_schedule_command
@@ -50,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m vescale_parallel",
-        description="Plans for models and meshes. See also: python -m vescale_parallel.cost, "
-        "python -m vescale_parallel.train.",
+        description="Plans for models, meshes and graphs. See also: "
+        "python -m vescale_parallel.cost, python -m vescale_parallel.train.",
     )
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser(
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_options(plan)
     plan.set_defaults(run=_plan)
+    add_memory_command(commands)
     add_schedule_command(commands)
     return made
 

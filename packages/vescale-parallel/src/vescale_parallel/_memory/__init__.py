@@ -10,6 +10,7 @@ How a graph goes through the files:
 - `ordered`: the best of them; program order is always among them.
 - `layout`: offsets of storages in one block of memory. `highs`: both questions, asked of scipy.
 - `places`: which operators can be told where to write; `arena`: the plan executed.
+- `picture`: the plan drawn, time x address.
 - `planned`: what all this is to a user. `measured` counts what a run really takes; `caching` is
   what torch's own allocator would have reserved.
 """

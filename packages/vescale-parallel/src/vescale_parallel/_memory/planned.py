@@ -1,6 +1,8 @@
 """A plan of the memory of a graph: what it says, and what can be done with it."""
 
 import copy
+import itertools
+import json
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,19 +12,21 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, export, fx
 
-from vescale_parallel._common.messages import did_you_mean
+from vescale_parallel._common.messages import did_you_mean, human_bytes, table
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.arena import Arena
 from vescale_parallel._memory.caching import reserved
 from vescale_parallel._memory.highs import by_highs, has_highs
-from vescale_parallel._memory.layout import Block, Layout, aligned, laid_out, most_at_once
+from vescale_parallel._memory.layout import Block, Layout, aligned, laid_out
 from vescale_parallel._memory.ordered import Ordered, by_search, ordered
+from vescale_parallel._memory.picture import as_svg
 from vescale_parallel._memory.places import Place, arena_device, places
 from vescale_parallel._memory.simulated import lifetimes
 from vescale_parallel._memory.traced import Traced, traced
 
 Solver = Literal["auto", "search", "highs", "rules"]
 SOLVERS: Final = ("auto", "search", "highs", "rules")
+_FIRST: Final = "program order"
 ALIGNMENT: Final = 64  # bytes: what vector instructions want, and torch's CPU allocator gives
 
 
@@ -67,7 +71,7 @@ class MemoryPlan:
     @property
     def program_peak(self) -> int:
         """The most that lives at once in the order of the graph as it was given."""
-        return self._ordered.peaks["program order"]
+        return self._ordered.peaks[_FIRST]
 
     @property
     def lower_bound(self) -> int:
@@ -95,20 +99,29 @@ class MemoryPlan:
         return self._layout.lower_bound
 
     @cached_property
+    def _lives(self) -> list[tuple[int, int]]:
+        return lifetimes(self._traced.program, self._ordered.order)
+
+    @cached_property
+    def outside_at(self) -> tuple[int, ...]:
+        """Bytes that live outside of the arena, at each step of the order."""
+        of, inside = self._traced.program, {*self._placed}
+        changes = [0] * (len(of) + 1)
+        for at, (one, (first, last)) in enumerate(zip(of.storages, self._lives, strict=True)):
+            if at not in inside:
+                changes[first] += one.bytes
+                changes[last + 1] -= one.bytes
+        temporary = (of.operations[at].temporary for at in self._ordered.order)
+        live = itertools.accumulate(changes[:-1])
+        return tuple(one + other for one, other in zip(live, temporary, strict=True))
+
+    @property
     def outside(self) -> int:
         """The most that lives at once outside of the arena.
 
         Those are the results of the graph, and what operators make that cannot be told where.
         """
-        of, inside = self._traced.program, {*self._placed}
-        lives = lifetimes(of, self._ordered.order)
-        blocks = [
-            Block(one.bytes, *lives[at]) for at, one in enumerate(of.storages) if at not in inside
-        ]
-        for step, operation in enumerate(self._ordered.order):
-            temporary = of.operations[operation].temporary
-            blocks += [Block(temporary, step, step)] if temporary else []
-        return most_at_once(blocks)
+        return max(self.outside_at, default=0)
 
     @property
     def executed_peak(self) -> int:
@@ -171,6 +184,65 @@ class MemoryPlan:
         made.meta.update(module.meta)
         made.train(module.training)
         return made
+
+    def svg(self) -> str:
+        """Draw the plan: steps from left to right, addresses from the bottom up."""
+        of = self._traced.program.storages
+        title = (
+            f"{len(self.order)} operations; most alive {human_bytes(self.peak)}, in program order "
+            f"{human_bytes(self.program_peak)}; gap to the lower bound {self.gap:.1%}"
+        )
+        return as_svg(
+            [of[at].name for at in self._placed],
+            [Block(of[at].bytes, *self._lives[at]) for at in self._placed],
+            self._layout,
+            self.outside_at,
+            title,
+        )
+
+    def to_json(self) -> str:
+        """All that the plan says, for programs; sizes in bytes."""
+        return json.dumps(
+            {
+                "peak": self.peak,
+                "program_peak": self.program_peak,
+                "lower_bound": self.lower_bound,
+                "gap": self.gap,
+                "peaks": self.peaks,
+                "arena": self.arena,
+                "arena_lower_bound": self.arena_lower_bound,
+                "outside": self.outside,
+                "executed_peak": self.executed_peak,
+                "reserved": self.reserved,
+                "solver": self.solver,
+                "seconds": self.seconds,
+                "complete": self.complete,
+                "order": self.order,
+                "offsets": self.offsets,
+            },
+            indent=2,
+        )
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, int]] = [
+            ("most alive, program order", self.program_peak),
+            *((f"most alive, {name}", size) for name, size in self.peaks.items() if name != _FIRST),
+            ("most alive, planned", self.peak),
+            ("lower bound of any order", self.lower_bound),
+            (f"arena, {len(self._placed)} of {len(self._traced.program.storages)}", self.arena),
+            ("lower bound of any layout", self.arena_lower_bound),
+            ("most alive outside of the arena", self.outside),
+            ("executed: arena and outside", self.executed_peak),
+            *((f"caching allocator, {name}", size) for name, size in self.reserved.items()),
+        ]
+        whole = max(1, self.program_peak)
+        told = [[what, human_bytes(size), f"{size / whole:.3f}"] for what, size in rows]
+        header = ["what", "bytes", "of program order"]
+        ended = "every search ended" if self.complete else "the best when time was over"
+        return (
+            f"{table(header, told, right=header[1:])}\n\n{len(self.order)} operations planned in "
+            f"{self.seconds:.1f} s ({self.solver}; {ended}); gap {self.gap:.1%}"
+        )
 
 
 def plan(
