@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from capture_guards import Recorded, line, linear, rows, spread
+from capture_guards import Recorded, line, linear, rows, same, spread
 from torch import nn
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
@@ -210,6 +210,33 @@ def gradients_that_are_there_or_not():
     captured(x)
     assert len(captured.programs) == 2
     torch.testing.assert_close(model.weight.grad._local_tensor, first)
+
+
+class Counted(nn.Linear):
+    """Looks at its parameters as a dict, as code that copies modules does."""
+
+    def forward(self, x):
+        return super().forward(x) * len(vars(self)["_parameters"])
+
+
+@case
+def parameters_that_are_put_in_for_a_call():
+    """A function may lend other parameters to a module: the guards compare the module's own."""
+    model = Counted(4, 3, bias=False)
+    own = model.weight
+
+    def lend(weight, x):
+        model._parameters["weight"] = weight
+        try:
+            return model(x)
+        finally:
+            model._parameters["weight"] = own
+
+    captured, x = vd.capture(lend), spread(rows())
+    for seed in range(3):
+        weight = spread(rows(3, 4, seed=seed), Replicate())
+        same(captured(weight * 2, x), lend(weight * 2, x))
+    assert (len(captured.programs), captured.replays) == (1, 2)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

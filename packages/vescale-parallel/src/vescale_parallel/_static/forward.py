@@ -55,10 +55,6 @@ class StaticForward:
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
         return StaticForward(self.name, module, forward, units)
 
-    def __reduce__(self) -> Any:
-        """Pickled as what it stands for: programs are of this process."""
-        return StaticForward, (self.name, self.module, self.forward, self._units)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; the modules hold the same parameters before and after."""
         used = [_held_at(places) for _, places in self._parts]
