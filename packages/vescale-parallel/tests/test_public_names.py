@@ -37,7 +37,7 @@ PUBLIC = {
     "PlanError": [],
     "PretrainedError": [],
     "Report": [
-        *("activations", "batch", "boundaries", "budget", "buffers", "bytes_per_rank"),
+        *("activations", "batch", "batch_is", "boundaries", "budget", "buffers", "bytes_per_rank"),
         *("cast_buffers", "cost", "mesh"),
         *("notes", "over", "parameters", "regions", "total_bytes"),
     ],

@@ -56,6 +56,29 @@ def test_any_rows_are_one_batch(sizes: dict[str, int], zero: int):
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)
 
 
+class Many(nn.Module):
+    """Takes many tensors, some with other rows than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return torch.stack([(one * self.weight * n).mean() for n, one in enumerate(given)]).sum()
+
+
+def test_more_tensors_than_one_message_has_room_for():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        values = [torch.arange(1.0, 4 + n % 3) for n in range(65)]
+        plain, model = Many(), Many()
+        mesh = make_mesh(device_type="cpu", dp=3)
+        parallelize(model, mesh, Plan(batch_is="local"))
+        mine = [one.split([1, 0, len(one) - 1])[rank] for one in values]
+        assert one_step(model, *mine) == pytest.approx(one_step(plain, *values), rel=1e-5)
+
+    simulate(3)(on_a_rank)
+
+
 class Weighted(nn.Module):
     """Takes nested arguments, a float input that asks for gradients, and a table."""
 

@@ -1,5 +1,6 @@
 """A plan's word about checkpointing is read, priced, stored, compared over ranks, or refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -92,6 +93,9 @@ def test_the_table_tells_what_a_token_leaves_behind():
     assert "B a token of a rank" in text
     assert "nothing is recomputed up to" in text
     assert "a token" not in str(report(None))
+    found = json.loads(Plan(checkpoint=2).explain(make(), {"dp": 2}, form="json"))
+    assert [row["module"] for row in found["recomputed"]] == ["blocks.0", "blocks.2"]
+    assert found["activation_bytes_a_token"]["kept"] < found["activation_bytes_a_token"]["without"]
 
 
 def test_ranks_with_other_words_are_told():

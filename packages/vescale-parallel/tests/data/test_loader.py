@@ -266,6 +266,15 @@ def test_ranks_in_other_states_are_told():
     simulate(2)(on_a_rank)
 
 
+def test_samplers_that_differ_are_told_at_the_end_of_the_epoch():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        reads = made({"dp": 2}, Rows(4), 2, sampler=[0, 1, 2, 2 + rank])
+        with pytest.raises(DisagreementError, match="digest"):
+            list(reads)
+
+    simulate(2)(on_a_rank)
+
+
 @pytest.mark.parametrize(
     ("plan", "dataset", "words", "message"),
     [

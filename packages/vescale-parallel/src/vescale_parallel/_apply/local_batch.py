@@ -112,7 +112,9 @@ class LocalBatch:
         if not several_ranks():
             return [mine] * len(self._shards)
         group = group_of(self.mesh, tuple(mesh_sizes(self.mesh)))
-        sent = torch.tensor([mine], device=self.mesh.device_type)
+        # On the host where it can be: what a device has still to do is not waited for.
+        device = "cpu" if "cpu" in group.backends else self.mesh.device_type
+        sent = torch.tensor([mine], device=device)
         found: list[list[int]] = all_gather(sent, group).tolist()
         return found
 

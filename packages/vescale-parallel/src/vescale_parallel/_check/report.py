@@ -48,6 +48,7 @@ class Report:
         cast_buffers: buffers of modules that are stored in another dtype, by name.
         regions: modules that are computed again in backward; with a budget, the first of them.
         budget: bytes of activations of a rank, or None.
+        batch_is: whether every rank passes the whole batch ("global") or its own rows ("local").
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -61,6 +62,7 @@ class Report:
     cast_buffers: tuple[tuple[str, torch.dtype], ...] = ()
     regions: tuple[RegionRow, ...] = ()
     budget: float | None = None
+    batch_is: str = "global"
 
     @property
     def bytes_per_rank(self) -> int:
@@ -135,7 +137,9 @@ class Report:
             f"{human_bytes(self.bytes_per_rank)} of parameters per rank at most, "
             f"{human_bytes(self.total_bytes)} on one device"
         )
-        parts = [f"plan on mesh({sizes}), batch {self.batch or 'left alone'}", self._parameters()]
+        passed = ", each rank passes its rows" if self.batch_is == "local" else ""
+        batch = f"{self.batch or 'left alone'}{passed}"
+        parts = [f"plan on mesh({sizes}), batch {batch}", self._parameters()]
         if self.buffers:
             parts.append(buffer_table(self.buffers, self.over))
         if self.cast_buffers:

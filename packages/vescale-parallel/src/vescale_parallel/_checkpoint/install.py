@@ -1,7 +1,9 @@
 """Regions put into a model; with a budget, how many of them run is decided at each batch."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ class Budget:
     """
 
     def __init__(self, regions: Sequence[Region], needed: Callable[[int], int]) -> None:
-        self.regions, self.needed = list(regions), needed
+        self.regions = list(regions)
+        self.needed = functools.lru_cache(maxsize=64)(needed)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Decide; alike on all ranks, as their batches have one global shape."""
@@ -44,6 +47,10 @@ class Budget:
         number = self.needed(tokens_of(list(found)))
         for position, region in enumerate(self.regions):
             region.is_on = position < number
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Budget":
+        """That of a copied model."""
+        return Budget(deepcopy(self.regions, memo), self.needed.__wrapped__)
 
 
 def tokens_of(tensors: Sequence[Tensor]) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._checkpoint.kept import Results
@@ -111,6 +112,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def _is_same(before: Tensor, now: Tensor | None) -> bool:
+    """Whether a buffer has its value still, as far as that is known without waiting for a device.
+
+    Versions do not tell: torch's batch norm writes to running statistics without counting.
+    """
+    if now is None or before.device.type != "cpu" or now.device.type != "cpu":
+        return False
+    return before.dtype == now.dtype and torch.equal(before, now)
+
+
 class _Again:
     """Entered for each recomputation."""
 
@@ -143,12 +154,12 @@ class _Buffers:
         self._small = [
             (one, name, buffer.detach().clone())
             for one, name, buffer in places
-            if buffer.numel() <= _SMALL
+            if buffer.numel() <= _SMALL or isinstance(one, _NormBase)
         ]
         self._large = [
             (one, name, buffer, buffer._version)
             for one, name, buffer in places
-            if buffer.numel() > _SMALL and not buffer.is_inference()
+            if buffer.numel() > _SMALL and not (isinstance(one, _NormBase) or buffer.is_inference())
         ]
 
     def require_unwritten(self) -> None:
@@ -169,8 +180,12 @@ class _Buffers:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Let the modules hold copies of what was there; afterwards they hold what they held."""
-        held = [(module, name, module._buffers.get(name)) for module, name, _ in self._small]
-        for module, name, value in self._small:
+        here = [
+            (module, name, value, module._buffers.get(name)) for module, name, value in self._small
+        ]
+        changed = [one for one in here if not _is_same(one[2], one[3])]
+        held = [(module, name, buffer) for module, name, _, buffer in changed]
+        for module, name, value, _ in changed:
             module._buffers[name] = value.clone()
         try:
             yield

@@ -70,7 +70,8 @@ def _blocks(
 def _once(model: nn.Module, names: Sequence[str]) -> list[str]:
     # One module under two names runs one forward.
     found = {id(model.get_submodule(name)): name for name in reversed(names)}
-    return [name for name in names if name in set(found.values())]
+    chosen = set(found.values())
+    return [name for name in names if name in chosen]
 
 
 def _outermost(

@@ -83,47 +83,46 @@ def loader(
         PlanError: the plan says that every rank passes the whole batch, or the arguments exclude
             each other.
     """
+    _require_meaning(dataset, plan, batch_size, shuffle, sampler, batch_sampler)
+    if batch_sampler is not None and drop_last:
+        raise PlanError("loader: drop_last is for batch_size; a batch_sampler drops by itself.")
+    share, collate = _share(mesh, plan), collate_fn or default_collate
+    rows, start = None, None
+    if isinstance(dataset, IterableDataset):
+        batches: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+        batches["collate_fn"] = CollateRows(collate, share)
+    else:
+        if batch_sampler is None:
+            random = RandomSampler(dataset, generator=generator) if shuffle else None
+            start = SkippingSampler(_first(sampler, random, SequentialSampler(dataset)))
+            batch_sampler = BatchSampler(start, batch_size, drop_last)
+        rows = RowsOfBatches(batch_sampler, share)
+        batches = {"batch_sampler": rows, "collate_fn": collate}
+    inner = loader_type(dataset, generator=generator, **batches, **options)
+    return Loader(inner, mesh, plan, collate, generator, rows, start)
+
+
+def _require_meaning(
+    dataset: Any, plan: Plan, batch_size: Any, shuffle: bool, sampler: Any, batch_sampler: Any
+) -> None:
     if plan.batch_is != "local":
         raise PlanError(
             "loader: every rank reads its own rows, and the plan says that it passes the whole "
             "batch. Use plan.with_(batch_is='local'), for parallelize as well."
         )
-    if batch_size is None or (batch_sampler is not None and (batch_size != 1 or sampler)):
+    whole = batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None)
+    if batch_size is None or whole:
         raise PlanError("loader: say batch_size or batch_sampler, and a sampler with the first.")
-    streams = isinstance(dataset, IterableDataset)
-    if streams and (shuffle or sampler is not None or batch_sampler is not None):
-        raise PlanError(
-            "loader: a stream has its own order; no shuffle and no samplers go with it."
-        )
+    samplers = shuffle or sampler is not None or batch_sampler is not None
+    if isinstance(dataset, IterableDataset) and samplers:
+        raise PlanError("loader: a stream has its own order: no shuffle and no samplers with it.")
     if sampler is not None and shuffle:
         raise PlanError("loader: sampler and shuffle exclude each other.")
-    known: dict[str, Any] = {"generator": generator, **options}
-    share = _share(mesh, plan)
-    collate = collate_fn or default_collate
-    if streams:
-        made = loader_type(
-            dataset,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            collate_fn=CollateRows(collate, share),
-            **known,
-        )
-        return Loader(made, mesh, plan, collate, generator, None, None)
-    if batch_sampler is None:
-        if sampler is None:
-            sampler = (
-                RandomSampler(dataset, generator=generator)
-                if shuffle
-                else SequentialSampler(dataset)
-            )
-        start = SkippingSampler(sampler)
-        batch_sampler = BatchSampler(start, batch_size, drop_last)
-        rows = RowsOfBatches(batch_sampler, share)
-        made = loader_type(dataset, batch_sampler=rows, collate_fn=collate, **known)
-        return Loader(made, mesh, plan, collate, generator, rows, start)
-    rows = RowsOfBatches(batch_sampler, share)
-    made = loader_type(dataset, batch_sampler=rows, collate_fn=collate, **known)
-    return Loader(made, mesh, plan, collate, generator, rows, None)
+
+
+def _first(*found: Any) -> Any:
+    # Not by truth: a sampler of no samples has a length of 0.
+    return next(one for one in found if one is not None)
 
 
 def _share(mesh: DeviceMesh, plan: Plan) -> Share:
@@ -134,6 +133,10 @@ def _share(mesh: DeviceMesh, plan: Plan) -> Share:
     here = dict(zip(sizes, coordinate, strict=True))
     extents = tuple(sizes[axis] for axis in axes)
     return Share(extents, shard_of([here[axis] for axis in axes], extents))
+
+
+_Passed = tuple[int, Any, int]
+"""Samples of a global batch, this rank's rows of it, and a digest of which samples they are."""
 
 
 class Loader:
@@ -228,27 +231,25 @@ class Loader:
             torch.set_rng_state(now)
         return self._passed_on(first, batches)
 
-    def _passed_on(
-        self, first: tuple[int, Any] | None, rest: Iterator[tuple[int, Any]]
-    ) -> Iterator[Any]:
+    def _passed_on(self, first: _Passed | None, rest: Iterator[_Passed]) -> Iterator[Any]:
         digest = 0
         one = first
         while one is not None:
             self._samples += one[0]
-            digest = zlib.crc32(repr(one[0]).encode(), digest)
+            digest = zlib.crc32(repr(one[2]).encode(), digest)
             yield one[1]
             one = next(rest, None)
         self._agree({"ends": f"after {self._samples} samples, digest {digest:08x}"})
         self._samples, self._began = 0, None
 
-    def _batches(self, skip: int) -> Iterator[tuple[int, Any]]:
-        """Sizes of the global batches, and this rank's rows of each."""
+    def _batches(self, skip: int) -> Iterator[_Passed]:
+        """Sizes of the global batches, this rank's rows of each, and digests."""
         if self._rows is None:
             for size, batch in self.inner:
                 if skip > 0:
                     skip -= size
                 else:
-                    yield size, batch
+                    yield size, batch, size
             return
         if self._start is not None:
             self._start.skip = skip
@@ -261,11 +262,12 @@ class Loader:
             # Batches without rows here, which torch's loader never saw, up to this one.
             while noted and (batch is None or not noted[0].read):
                 empty = noted.popleft()
-                yield empty.samples, self._empty(batch, empty.first)
+                yield empty.samples, self._empty(batch, empty.first), empty.digest
             if batch is None:
                 return
             self._form = without_rows(batch) if self._form is None else self._form
-            yield noted.popleft().samples, batch
+            whole = noted.popleft()
+            yield whole.samples, batch, whole.digest
 
     def _empty(self, near: Any, first: Any) -> Any:
         """A batch of no rows."""

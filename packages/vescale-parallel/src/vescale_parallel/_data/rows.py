@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -34,11 +35,13 @@ class Batch(NamedTuple):
         samples: of the whole batch.
         read: of this rank.
         first: the first of the whole batch, read where a rank without rows has seen none yet.
+        digest: of which samples it has.
     """
 
     samples: int
     read: int
     first: Any
+    digest: int
 
 
 class SkippingSampler(Sampler[Any]):
@@ -83,7 +86,8 @@ class RowsOfBatches(Sampler[list[Any]]):
                 skip -= len(samples)
                 continue
             mine = self.share.of(samples)
-            noted.append(Batch(len(samples), len(mine), samples[0] if samples else None))
+            first = samples[0] if samples else None
+            noted.append(Batch(len(samples), len(mine), first, zlib.crc32(repr(samples).encode())))
             if mine:
                 yield mine
 

@@ -41,8 +41,21 @@ def report_json(report: Report) -> str:
             }
             for row in report.buffers
         ],
+        "batch_is": report.batch_is,
+        "recomputed": [
+            {"module": row.module, "rule": row.rule, "kind": row.kind, "saved": list(row.saved)}
+            for row in report.regions
+        ],
+        "activation_bytes_a_token": _activations(report),
     }
     return json.dumps(content, indent=2)
+
+
+def _activations(report: Report) -> Mapping[str, float]:
+    """Of a rank, estimated, with what the plan recomputes and without."""
+    found = report.activations
+    token = float(found.sharers)
+    return {"kept": found.bytes_of(token, found.regions), "without": found.bytes_of(token, ())}
 
 
 def _parameter(row: ParameterRow) -> Mapping[str, Any]:

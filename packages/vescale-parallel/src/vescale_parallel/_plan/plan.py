@@ -149,7 +149,8 @@ class Plan:
         Raises:
             PlanError: with every problem that was found, not only the first.
         """
-        return check_rules(self._parsed(), model, mesh_shape)
+        report = check_rules(self._parsed(), model, mesh_shape)
+        return replace(report, batch_is=self.batch_is)
 
     def explain(
         self,
