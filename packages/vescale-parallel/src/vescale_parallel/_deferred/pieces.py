@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from vescale_rng import Box, Distribution, ShardLayout, at, fill_, use
 
 from vescale_parallel._deferred.replay import constant, default_dtype, replay, replaying
-from vescale_parallel._deferred.tape import Constant, Fill, Step, Value, making_of, names_of
+from vescale_parallel._deferred.tape import Buffer, Constant, Fill, Step, Value, making_of, names_of
 
 _MEMORY: Final = {
     "empty": 0.0,
@@ -86,10 +86,11 @@ def _by_element(value: Value, layout: ShardLayout, local: Tensor) -> bool:
         return False
     token = replaying.set(True)
     try:
-        made = _Locals(layout, local)
+        made = _Locals(layout, local, value.buffer)
         for step in steps:
             made.run(step, hollow=step in making.hollow)
-        local.copy_(made.of(value))
+        if made.of(value) is not local:
+            local.copy_(made.of(value))
     finally:
         replaying.reset(token)
     return True
@@ -150,8 +151,8 @@ def _box_in(value: Value, shape: Sequence[int]) -> tuple[tuple[int, int], ...] |
 class _Locals:
     """A rank's elements of the values of some steps, all in the layout of the one wanted."""
 
-    def __init__(self, layout: ShardLayout, local: Tensor) -> None:
-        self._layout, self._like = layout, local
+    def __init__(self, layout: ShardLayout, local: Tensor, wanted: Buffer) -> None:
+        self._layout, self._like, self._wanted = layout, local, wanted
         self._buffers: dict[Any, Tensor] = {}
 
     def of(self, value: Value) -> Tensor:
@@ -183,7 +184,11 @@ class _Locals:
 
     def _allocated(self, value: Value, step: Step, hollow: bool) -> Tensor:
         size, like = self._like.size(), self._like
-        made = torch.empty_strided(size, like.stride(), dtype=value.meta.dtype, device=like.device)
+        if value.buffer is self._wanted:
+            made = like  # nothing is copied where it was drawn already
+        else:
+            kind: Any = {"dtype": value.meta.dtype, "device": like.device}
+            made = torch.empty_strided(size, like.stride(), **kind)
         if step.name == "full":
             made.fill_(step.args[1])
         elif not hollow and step.name in _MEMORY and "empty" not in step.name:

@@ -1,0 +1,116 @@
+"""What deferred models cost: `python tests-integration/deferred_table.py` prints README's table.
+
+A Llama of Hugging Face: seconds and peak bytes of tensors to build it on one device, to build it
+deferred, and for rank 0 of a mesh of simulated ranks to make what it stores, compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+from vescale_comm import simulate
+from vescale_parallel import Plan, deferred, parallelize
+from vescale_parallel import mesh as make_mesh
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of storages that are alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta:
+                storage = one.untyped_storage()
+                self.alive.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self.alive = {ref: size for ref, size in self.alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(self.alive.values()))
+        return made
+
+
+def model_of(width: int, layers: int, vocabulary: int) -> LlamaForCausalLM:
+    """A Llama of that size."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=width,
+            intermediate_size=width * 7 // 2,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 128,
+            num_key_value_heads=max(1, width // 1024),
+            vocab_size=vocabulary,
+        )
+    )
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float, int]:
+    """The result, seconds, and peak bytes of a call."""
+    peak, start = Peak(), time.perf_counter()
+    with peak:
+        made = call()
+    return made, time.perf_counter() - start, peak.most
+
+
+def rank_0(
+    sizes: dict[str, int], zero: int, size: tuple[int, int, int], wanted: dict[str, Any]
+) -> tuple[float, int, int, bool]:
+    """Seconds, peak and stored bytes of rank 0, and whether all ranks' values are as wanted."""
+
+    def rank(rank: int, world: int) -> tuple[float, int, int, bool]:
+        mesh = make_mesh(device_type="cpu", **sizes)
+        torch.manual_seed(0)
+        with deferred():
+            model = model_of(*size)
+        plan = Plan.from_hf(model).with_(zero=zero, batch=None)
+        _, seconds, most = timed(lambda: parallelize(model, mesh, plan))
+        stored = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+        same = [torch.equal(p.full_tensor(), wanted[n]) for n, p in model.named_parameters()]
+        return seconds, most, stored, all(same)
+
+    world = 1
+    for one in sizes.values():
+        world *= one
+    every = simulate(world)(rank)
+    return *every[0][:3], all(one[3] for one in every)
+
+
+def main() -> None:
+    """Print the table."""
+    size = (1024, 4, 32000)
+    torch.manual_seed(0)
+    model, seconds, most = timed(lambda: model_of(*size))
+    wanted = {name: p.detach() for name, p in model.named_parameters()}
+    print("| | peak of tensors, MiB | stored, MiB | seconds | bitwise |\n|---|---|---|---|---|")
+    stored = sum(p.numel() * p.element_size() for p in model.parameters())
+    print(f"| one device | {most / 2**20:.0f} | {stored / 2**20:.0f} | {seconds:.1f} | |")
+
+    def build(*size: int) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        with deferred():
+            return model_of(*size)
+
+    _, seconds, most = timed(lambda: build(*size))
+    print(f"| `deferred()` | {most / 2**20:.0f} | 0 | {seconds:.2f} | |")
+    for sizes, zero in (({"tp": 2}, 0), ({"tp": 4}, 0), ({"dp": 4}, 3), ({"dp": 2, "tp": 2}, 3)):
+        seconds, most, stored, same = rank_0(sizes, zero, size, wanted)
+        name = ", ".join(f"{axis}={n}" for axis, n in sizes.items()) + f", `zero={zero}`"
+        held = f"{most / 2**20:.0f} | {stored / 2**20:.0f}"
+        print(f"| a rank of {name} | {held} | {seconds:.1f} | {'yes' if same else 'NO'} |")
+    model, seconds, most = timed(lambda: build(8192, 80, 128256))
+    numel = sum(p.numel() for p in model.parameters())
+    name = f"`deferred()`, {numel / 1e9:.1f} G parameters"
+    print(f"| {name} | {most / 2**20:.0f} | 0 | {seconds:.1f} | |")
+
+
+if __name__ == "__main__":
+    main()
