@@ -12,11 +12,21 @@
 The order is a topological one whose peak is never above that of the graph's own; results are
 bitwise the same. As ROAM does (arXiv 2310.19295), segments between operators that every order has
 at the same step are ordered by themselves, updates run as soon as their gradients are there, and
-all offsets are planned ahead. `measured` counts what a call really takes.
+all offsets are planned ahead. `measured` counts what a call really takes,
+`workspaces` what kernels take for themselves.
 """
 
 from vescale_parallel._errors import MemoryPlanError
-from vescale_parallel._memory.measured import Measured, measured
+from vescale_parallel._memory.measured import Measured, measured, workspaces
 from vescale_parallel._memory.planned import ALIGNMENT, SOLVERS, MemoryPlan, plan
 
-__all__ = ["ALIGNMENT", "SOLVERS", "Measured", "MemoryPlan", "MemoryPlanError", "measured", "plan"]
+__all__ = [
+    "ALIGNMENT",
+    "SOLVERS",
+    "Measured",
+    "MemoryPlan",
+    "MemoryPlanError",
+    "measured",
+    "plan",
+    "workspaces",
+]

@@ -6,18 +6,18 @@ import json
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
 from torch import Tensor, export, fx
 
-from vescale_parallel._common.messages import did_you_mean, human_bytes, table
+from vescale_parallel._common.messages import did_you_mean, human_bytes, listed, table
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.arena import Arena
 from vescale_parallel._memory.caching import reserved
 from vescale_parallel._memory.highs import by_highs, has_highs
-from vescale_parallel._memory.layout import Block, Layout, aligned, laid_out
+from vescale_parallel._memory.layout import Block, Layout, aligned, laid_out, most_at_once
 from vescale_parallel._memory.ordered import Ordered, by_search, ordered
 from vescale_parallel._memory.picture import as_svg
 from vescale_parallel._memory.places import Place, arena_device, places
@@ -25,6 +25,7 @@ from vescale_parallel._memory.simulated import lifetimes
 from vescale_parallel._memory.traced import Traced, traced
 
 Solver = Literal["auto", "search", "highs", "rules"]
+_HEIGHTS: Final = 60  # of an arena that are compared, at most
 SOLVERS: Final = ("auto", "search", "highs", "rules")
 _FIRST: Final = "program order"
 ALIGNMENT: Final = 64  # bytes: what vector instructions want, and torch's CPU allocator gives
@@ -35,7 +36,7 @@ class MemoryPlan:
     """In which order a graph runs, and where everything that it makes lies.
 
     All sizes are bytes of what the graph makes; its inputs and constants are not counted, nor is
-    what a kernel takes for itself (a convolution's workspace).
+    what a kernel takes for itself (a convolution's workspace), unless `workspaces` told.
 
     Attributes:
         solver: how it was asked for.
@@ -252,6 +253,7 @@ def plan(
     solver: Solver = "auto",
     seconds: float = 10.0,
     alignment: int = ALIGNMENT,
+    workspaces: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a torch.fx graph: the order of its nodes, and where their results lie.
 
@@ -266,6 +268,7 @@ def plan(
             `"rules"`: no search.
         seconds: for all searches together; when they are over, the best so far is the plan.
         alignment: of each storage in the arena, in bytes, a power of two.
+        workspaces: bytes that nodes take for themselves while they run, by name (`workspaces`).
 
     Raises:
         MemoryPlanError: shapes depend on data, inputs are missing, or scipy is.
@@ -282,7 +285,7 @@ def plan(
             f"a {type(graph).__name__} is no torch.fx graph: trace it with "
             "torch.fx.experimental.proxy_tensor.make_fx, or with torch.export.export."
         )
-    of = traced(module, inputs)
+    of = _with_workspaces(traced(module, inputs), workspaces or {})
     # Two thirds of the time are for the order, as layouts hardly ever need any.
     solve = {"rules": None, "highs": by_highs}.get(solver, by_search)
     found = ordered(of.program, deadline=start + seconds * 2 / 3, solve=solve)
@@ -294,8 +297,65 @@ def plan(
         deadline=start + seconds,
         highs=solver in ("auto", "highs") and has_highs(),
     )
+    placed, layout = _worth_it(of, found.order, placed, layout)
+    ways = {of.program.storages[at].maker: ways[of.program.storages[at].maker] for at in placed}
     took = time.monotonic() - start
     return MemoryPlan(solver, took, found.complete, of, found, layout, ways, tuple(placed))
+
+
+def _worth_it(
+    of: Traced, order: Sequence[int], placed: Sequence[int], layout: Layout
+) -> tuple[list[int], Layout]:
+    """Leave out of the arena what reaches above a height, where that lowers the executed peak.
+
+    The arena is there all the time, also when most lives outside of it. At height 0 the executed
+    peak is that of the order. Of the heights within a hundredth of the best, the largest is taken.
+    """
+    stores, lives = of.program.storages, lifetimes(of.program, order)
+    # An operation either writes into the arena, with all its results, or it does not.
+    ends: dict[int, int] = {}
+    for at, offset in zip(placed, layout.offsets, strict=True):
+        maker = stores[at].maker
+        ends[maker] = max(ends.get(maker, 0), offset + stores[at].bytes)
+    heights = sorted({layout.size, 0, *ends.values()})
+    heights = [*heights[:: -(-len(heights) // _HEIGHTS)], layout.size]
+    temporary = [
+        Block(of.program.operations[at].temporary, step, step) for step, at in enumerate(order)
+    ]
+    sizes = {}
+    for height in heights:
+        outside = [
+            Block(one.bytes, *lives[at])
+            for at, one in enumerate(stores)
+            if ends.get(one.maker, height + 1) > height
+        ]
+        sizes[height] = height + most_at_once([*outside, *temporary])
+    best = min(sizes.values())
+    height = max(one for one, size in sizes.items() if size <= best + best // 100)
+    kept = [
+        (at, offset)
+        for at, offset in zip(placed, layout.offsets, strict=True)
+        if ends[stores[at].maker] <= height
+    ]
+    size = max((offset + stores[at].bytes for at, offset in kept), default=0)
+    live = most_at_once([Block(stores[at].bytes, *lives[at]) for at, _ in kept])
+    return [at for at, _ in kept], Layout(tuple(at for _, at in kept), size, live, layout.sizes)
+
+
+def _with_workspaces(of: Traced, workspaces: Mapping[str, int]) -> Traced:
+    if not workspaces:
+        return of
+    unknown = {*workspaces} - {one.name for one in of.module.graph.nodes}
+    if unknown or min(workspaces.values()) < 0:
+        raise MemoryPlanError(
+            f"workspaces name {listed(sorted(unknown))}, which the graph does not have, or sizes "
+            "below 0: take those of memory.workspaces for the same graph."
+        )
+    operations = tuple(
+        replace(one, temporary=max(one.temporary, workspaces.get(one.name, 0)))
+        for one in of.program.operations
+    )
+    return replace(of, program=replace(of.program, operations=operations))
 
 
 def _known(solver: str) -> Any:

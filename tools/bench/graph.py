@@ -1,0 +1,106 @@
+"""Memory of training steps as graphs: planned order and layout, against program order.
+
+Forward, loss, backward and Adam (in place) of small models on one CPU device. All sizes are of what
+a step makes; parameters, moments and the batch are not counted. `measured` lines are of the
+allocator: they are planned / counted, and 1 is right. `plan seconds` are of this machine.
+
+    nox -s bench -- graph
+    nox -s bench -- graph --models MLP convnet --seconds 5 --solver search
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from vescale_parallel import memory
+
+from tools.bench import Ratio
+from tools.bench._graph.models import MODELS, train_step
+
+_TABLE: list[dict[str, Any]] = []
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this benchmark."""
+    made = argparse.ArgumentParser(
+        prog="nox -s bench -- graph",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    made.add_argument("--seconds", type=float, default=20, help="to plan in (default: 20)")
+    made.add_argument("--solver", choices=memory.SOLVERS, default="auto", help="default: auto")
+    return made
+
+
+def measure(
+    models: Sequence[str] = tuple(MODELS), seconds: float = 20, solver: Any = "auto"
+) -> Iterator[Ratio]:
+    """For each model: peaks of orders, the arena, what allocators count, and seconds."""
+    for name in models:
+        graph, inputs = train_step(name)
+        workspaces = memory.workspaces(graph, *_copies(inputs))
+        plan = memory.plan(graph, seconds=seconds, solver=solver, workspaces=workspaces)
+        kept = {key: getattr(plan, key) for key in _KEPT}
+        _TABLE.append({"model": name, "operations": len(plan.order), **kept})
+        yield from _planned(name, plan)
+        yield from _counted(name, plan, graph, inputs)
+
+
+_KEPT = (
+    *("program_peak", "peak", "lower_bound", "peaks", "arena", "outside", "executed_peak"),
+    *("reserved", "seconds", "complete"),
+)
+
+
+def details() -> tuple[str, Any]:
+    """All that was planned, in bytes."""
+    return "", _TABLE
+
+
+def _copies(values: Any) -> Any:
+    return tree_map(lambda one: one.clone(), values)
+
+
+def _planned(name: str, plan: memory.MemoryPlan) -> Iterator[Ratio]:
+    whole = plan.program_peak / 2**20
+    against = "program order"
+    listed = plan.peaks["list scheduling"] / 2**20
+    yield Ratio(f"{name}, list scheduling", listed, whole, "MiB", against)
+    yield Ratio(f"{name}, planned order", plan.peak / 2**20, whole, "MiB", against, goal=1)
+    bound = plan.lower_bound / 2**20
+    yield Ratio(f"{name}, above the bound", plan.peak / 2**20, bound, "MiB", "lower bound")
+    yield Ratio(
+        f"{name}, executed, arena {plan.arena / 2**20:.1f}",
+        plan.executed_peak / 2**20,
+        whole,
+        "MiB",
+        against,
+    )
+    before, after = (plan.reserved[f"{one} order"] / 2**20 for one in ("program", "planned"))
+    yield Ratio(f"{name}, caching allocator", after, before, "MiB", "the same, program order")
+    yield Ratio(f"{name}, plan seconds", plan.seconds, 1, "s", "a second")
+
+
+def _counted(name: str, plan: memory.MemoryPlan, graph: Any, inputs: Any) -> Iterator[Ratio]:
+    moved = plan.apply()
+    expected = _copies(inputs)
+    loss = graph(*expected)
+    for what, run, planned in (
+        ("program order", graph, plan.program_peak),
+        ("planned order", moved, plan.peak),
+        ("executed", plan.run, plan.executed_peak),
+    ):
+        given = _copies(inputs)
+        found = memory.measured(functools.partial(run, *given))
+        pairs = zip(tree_leaves((loss, expected)), tree_leaves((found.result, given)), strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            raise RuntimeError(f"{name}, {what}: not the bits of the given graph")
+        yield Ratio(
+            f"{name}, {what} measured", planned / 2**20, found.peak / 2**20, "MiB", "counted"
+        )
