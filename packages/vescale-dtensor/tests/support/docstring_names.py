@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 # What a dot precedes here is the ending of a file's name.
-DATA = (".json", ".jsonl", ".bin")
+DATA = (".json", ".jsonl", ".bin", ".safetensors")
 
 
 class Sources:
