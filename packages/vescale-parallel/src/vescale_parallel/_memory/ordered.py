@@ -33,7 +33,7 @@ class Ordered:
         profile: its live bytes.
         lower_bound: bytes below which no order is.
         peaks: the peak of each way that was tried, by its name.
-        complete: whether every search ended by itself, and not for lack of time.
+        complete: whether it is proven best, or no search was cut short by time.
     """
 
     order: tuple[int, ...]
@@ -59,8 +59,9 @@ def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) ->
         if not proven:
             planner.rings(solve)
     bound = planner.best.peak if proven else planner.floor
+    complete = planner.complete or proven
     checked_order(of, planner.order)
-    return Ordered(planner.order, planner.best, bound, planner.peaks, planner.complete)
+    return Ordered(planner.order, planner.best, bound, planner.peaks, complete)
 
 
 class _Planner:

@@ -41,7 +41,7 @@ class MemoryPlan:
     Attributes:
         solver: how it was asked for.
         seconds: that planning took.
-        complete: whether every search ended by itself; else this is the best within the time.
+        complete: whether it is proven best, or no search was cut short by time.
     """
 
     solver: str

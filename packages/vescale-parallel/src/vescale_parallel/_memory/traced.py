@@ -101,7 +101,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now.draws |= torch.Tag.nondeterministic_seeded in func.tags
         now.draws |= any(isinstance(one, torch.Generator) for one in given.values())
         now.communicates |= any(one in func.namespace for one in _COLLECTIVES)
-        made = func(*args, **kwargs)
+        # Without values it makes a new tensor; in truth it returns the one that it waited for.
+        waits = func._schema.name == "_c10d_functional::wait_tensor"
+        made = args[0] if waits else func(*args, **kwargs)
         for tensor in _tensors(made):
             key = self.key(tensor)
             if key not in self.known:
