@@ -41,7 +41,7 @@ _LEAST_MEET_SECONDS, _MOST_MEET_SECONDS, _PART = 4.0, 20.0, 1 / 10
 # that stands still to say what it did at least.
 _FIRST_PAUSE, _LONGEST_PAUSE, _SAID_SECONDS = 0.0002, 0.05, 0.01
 # How long ranks have for telling what they executed, and how many of them are asked.
-_TELL_SECONDS, _MOST_TELLERS = 3.0, 16
+_TELL_SECONDS, _MOST_TELLERS = 6.0, 16
 # Everybody of so small a log is asked at once what is new to it; else the neighbour is.
 _SMALL = 8
 # How many looks in a row a rank that has stopped asks whether others have found something; in

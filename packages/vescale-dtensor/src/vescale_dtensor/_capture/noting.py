@@ -109,17 +109,18 @@ class Watch:
             gc.callbacks.remove(begins)
             gc.callbacks.remove(has_ended)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Watch nothing in the block."""
+    def pause(self) -> Any:
+        """Watch nothing until `resume`, which takes what is returned."""
+        # Not a context manager, which would cost a recording half a dozen Python calls each time.
         before = sys.getprofile()  # None in a call inside of another torch function
         if before is not None and before != self._event:
             raise _displaced()
         sys.setprofile(None)
-        try:
-            yield
-        finally:
-            sys.setprofile(None if self._stopped else before)
+        return before
+
+    def resume(self, before: Any) -> None:
+        """Watch again, if this was watching before `pause` and has not stopped since."""
+        sys.setprofile(None if self._stopped else before)
 
     def stop(self) -> None:
         """Watch nothing from now on: a refusal has ended the recording."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -127,8 +128,11 @@ class Recorder(TorchFunctionMode):
             return run_plainly(func, types, args, kwargs)  # nothing is recorded any more
         done = Done()
         try:
-            with self._watch.paused():  # gradient hooks inside run at every replay, too
+            before = self._watch.pause()  # gradient hooks inside run at every replay, too
+            try:
                 return self._recorded(func, types, args, kwargs, done)
+            finally:
+                self._watch.resume(before)
         except CaptureError as error:
             # One that the call itself raises is the function's own.
             if done.started and not done.results:
@@ -150,9 +154,11 @@ class Recorder(TorchFunctionMode):
             raise self._watch.failure
         if self._watch.live is not None:
             return done.run(func, *args, **kwargs)  # a part of one step
-        self._note_live_calls()
-        self._check_replaced(func)
-        if any([issubclass(kind, DTensor) for kind in types]):
+        if self._watch.ended:
+            self._note_live_calls()
+        if isinstance(func, FunctionType):
+            self._check_replaced(func)
+        if types and any([issubclass(kind, DTensor) for kind in types]):
             return self._through(func, types, args, kwargs, done)
         return self._local(func, args, kwargs, done)
 
@@ -226,7 +232,7 @@ class Recorder(TorchFunctionMode):
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := done.run(func, *args, **kwargs), Tensor):
             return self._python_value(func, name, value)
-        given = list(tensors_within((args, kwargs)))
+        given = tensors_within((args, kwargs))
         constant = self._constants.holds(given)
         # The value follows from Python values that are guarded, so every replay would read the
         # same.
@@ -246,7 +252,7 @@ class Recorder(TorchFunctionMode):
         sensitive = name != "detach" and any([t.requires_grad for t in given])
         sent = len(self._collectives.records)
         result = done.run(func, *args, **kwargs)
-        made = list(tensors_within(result))
+        made = tensors_within(result)
         if not given and isinstance(result, torch.device):
             return result  # torch.device("cpu"), which follows from Python values alone
         # No tensor came of it: Python got a value, of which a replay would know nothing.
@@ -410,7 +416,7 @@ class Recorder(TorchFunctionMode):
                     node.meta["memory"] = storage_identity(result), result.stride()
         elif isinstance(result, list | tuple):
             for index, item in enumerate(result):
-                if any(True for _ in tensors_within(item)):
+                if tensors_within(item):
                     part = self.trace.graph.call_function(operator.getitem, (node, index))
                     self._constants.pass_on(node, part)
                     self._results(item, part)

@@ -36,7 +36,7 @@ def write_through(
     Not done where autograd records it, and where another copy of the base lives, which would not
     change.
     """
-    operands = list(tensors_within((args, kwargs)))
+    operands = tensors_within((args, kwargs))
     target = operands[rule.writes] if rule.writes is not None else None
     if not isinstance(target, DTensor) or target._way_back is None or target is not args[0]:
         return None

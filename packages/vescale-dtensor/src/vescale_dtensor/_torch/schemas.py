@@ -125,7 +125,7 @@ def in_signature_order(func: Callable[..., Any], args: Any, kwargs: dict[str, An
     They are not where names fit no schema, as those of deprecated forms do. A function written in
     Python has sorted its arguments itself.
     """
-    named = any(next(tensors_within(value), None) is not None for value in kwargs.values())
+    named = any(tensors_within(value) for value in kwargs.values())
     known = signatures(func) if named else ()
     return not known or any(s.takes(len(args), kwargs) for s in known)
 
