@@ -14,6 +14,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_checkpoint/`: modules that are computed again in backward.
 - `_cost/`: what a step of a resolved plan would cost on a cluster, on paper.
 - `memory`, `_memory/`: order and layout of what a torch.fx graph makes; they stand by themselves.
+- `schedules`, `_schedules/`: pipeline schedules on paper; they stand by themselves, too.
 - `_deferred/`: models that are built without storage, and made on each rank piece by piece.
 - `_pretrained/`: weights in Hugging Face's layout; each rank reads what it stores.
 - `_zero/`: parameters that are stored as shards, gathered while their module runs.
