@@ -25,7 +25,8 @@ _CHANGED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, here and below: that would make each field of each saved tensor a call.
+@dataclass(slots=True)
 class _Gathered:
     """A view of a gathered buffer: the values are those of its owner at that version."""
 
@@ -37,7 +38,7 @@ class _Gathered:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Kept:
     """Any other tensor. torch checks no versions of what passes through hooks, so it is here."""
 
@@ -45,7 +46,7 @@ class _Kept:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outer:
     """What the hooks around ours made of a tensor, and how they undo it."""
 

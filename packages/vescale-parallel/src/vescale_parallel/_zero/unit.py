@@ -192,8 +192,9 @@ def put(places: Places, tensor: Tensor) -> None:
 
 def _tell_list_of_weights(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Let a module that keeps its weights in a list too, as torch's LSTM does, find the new one."""
-    names = getattr(module, "_flat_weights_names", None)
-    weights = getattr(module, "_flat_weights", None)
+    # Not by getattr, which asks a module's `__getattr__`, for every parameter at every step.
+    held = vars(module)
+    names, weights = held.get("_flat_weights_names"), held.get("_flat_weights")
     if isinstance(names, list) and isinstance(weights, list) and name in names:
         weights[names.index(name)] = tensor
 
