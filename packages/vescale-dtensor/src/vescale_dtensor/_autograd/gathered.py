@@ -19,10 +19,10 @@ from vescale_dtensor._autograd.hooks import hooked_node
 from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of
 from vescale_dtensor._autograd.uses import CotangentReduction, UseAliases, fork_uses, use_masks
 from vescale_dtensor._errors import DTensorError, LayoutError
-from vescale_dtensor._layout.layout import Layout, normalized
+from vescale_dtensor._layout.layout import ById, Layout, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import Partial
-from vescale_dtensor._layout.spec import spec_of
+from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 
 
@@ -69,16 +69,13 @@ def gathered(
         LayoutError: a partial placement, or a `whole` of another shape than they give this rank.
     """
     shape = tuple(parameter.shape)
-    layout = Layout.of(device_mesh, normalized(placements, len(shape)))
-    if any(isinstance(one, Partial) for one in layout.placements):
-        raise LayoutError(f"gathered: values in the layout {layout} are not whole")
-    expected = local_shape(layout, shape)
+    spec, expected = _gathered_spec(ById(device_mesh), tuple(placements), shape, whole.dtype)
+    layout = spec.layout
     if tuple(whole.shape) != expected:
         raise LayoutError(
             f"gathered: {layout} of global shape {shape} gives this rank the shape {expected}, "
             f"found {tuple(whole.shape)}"
         )
-    spec = spec_of(layout, shape, whole.dtype)
     if not (torch.is_grad_enabled() and whole.requires_grad):
         return wrap(whole.detach(), spec)
     leaf_gradient_of(parameter).note_use(parameter._spec.layout.replicated)
@@ -91,6 +88,22 @@ def gathered(
     result = wrap(aliases[0], spec)
     result._use_aliases = UseAliases(aliases[0], dict(zip(masks, aliases, strict=True)))
     return result
+
+
+# Asked for every parameter at every step. A mesh is of one rank, so its part follows from the key.
+@lru_cache(maxsize=4096)
+def _gathered_spec(
+    mesh: ById, placements: tuple[object, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Spec, tuple[int, ...]]:
+    """The spec of gathered values, and the shape of this rank's part.
+
+    Raises:
+        LayoutError: a placement is partial, or does not fit the shape.
+    """
+    layout = Layout.of(mesh.mesh, normalized(placements, len(shape)))
+    if any(isinstance(one, Partial) for one in layout.placements):
+        raise LayoutError(f"gathered: values in the layout {layout} are not whole")
+    return spec_of(layout, shape, dtype), tuple(local_shape(layout, shape))
 
 
 @lru_cache(maxsize=1024)
