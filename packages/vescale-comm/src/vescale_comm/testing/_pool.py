@@ -25,6 +25,9 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 20.0
 # A gloo group has a socket to every member; a long run must not use up the file descriptors.
 _MOST_GROUPS = 24
+# Groups of a world that is gone may be held by caches (of meshes, of layouts), and each has threads
+# of gloo: a thousand of them make every collective slow. New workers have none.
+_MOST_WORLDS = 12
 
 
 class Pool:
@@ -40,6 +43,7 @@ class Pool:
         self._owner = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="vescale-comm-"))
         self._fresh = False
+        self._worlds = 1
         self._connections: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
         try:
@@ -49,8 +53,8 @@ class Pool:
             raise
 
     def alive(self) -> bool:
-        """Return whether every worker is there to take a case."""
-        return all(process.is_alive() for process in self._processes)
+        """Return whether every worker is there to take a case, and none is worn out."""
+        return self._worlds <= _MOST_WORLDS and all(p.is_alive() for p in self._processes)
 
     def run(self, case: Case, timeout: float) -> list[Outcome]:
         """Run a case on every rank.
@@ -60,6 +64,7 @@ class Pool:
         """
         try:
             case = case.in_fresh_world() if self._fresh else case
+            self._worlds += self._fresh
             for connection in self._connections:
                 with contextlib.suppress(BrokenPipeError):  # who died is found and named below
                     send(connection, case)
