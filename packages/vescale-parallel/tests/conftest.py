@@ -16,6 +16,10 @@ torch.set_num_threads(1)
 # Long tables of like cases: a run takes one in so many, another part each day; `-m slow` the rest.
 LONG = {
     "test_semantics": 4,
+    "test_training": 3,
+    "test_precision": 3,
+    "test_failures": 2,
+    "test_captured": 2,
     "test_pieces": 4,
     "test_weights": 3,
     "test_replaced": 3,

@@ -25,9 +25,9 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 20.0
 # A gloo group has a socket to every member; a long run must not use up the file descriptors.
 _MOST_GROUPS = 24
-# Groups of a world that is gone may be held by caches (of meshes, of layouts), and each has threads
-# of gloo: a thousand of them make every collective slow. New workers have none.
-_MOST_WORLDS = 12
+# Caches (of meshes, of layouts) may hold groups of a world that is gone. Their gloo threads spin on
+# closed connections, and hundreds of them slow everything down. New workers have none.
+_MOST_WORLDS = 3
 
 
 class Pool:
