@@ -31,7 +31,7 @@ from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.live_calls import Kept, call_again
 from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import StateReads
-from vescale_dtensor._capture.running_on import Done, replaced_method, run_plainly
+from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
 from vescale_dtensor._capture.step_arguments import is_in_place, written_by_name
 from vescale_dtensor._capture.unsupported import (
     ASKED,
@@ -157,19 +157,10 @@ class Recorder(TorchFunctionMode):
         if self._watch.ended:
             self._note_live_calls()
         if isinstance(func, FunctionType):
-            self._check_replaced(func)
+            check_not_replaced(func)
         if types and any([issubclass(kind, DTensor) for kind in types]):
             return self._through(func, types, args, kwargs, done)
         return self._local(func, args, kwargs, done)
-
-    def _check_replaced(self, func: Callable[..., Any]) -> None:
-        """Refuse a method of tensors that is the user's: torch calls it inside of itself, too."""
-        name = replaced_method(func)
-        if name is not None:
-            raise refused(
-                f"torch.Tensor.{name} has been replaced, and torch calls the replacement twice "
-                "where calls are recorded. Call your function by its own name"
-            )
 
     # --- calls with DTensors
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vescale_dtensor._capture.code_files import USER, kind_of_code
+from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -43,6 +44,20 @@ def replaced_method(func: Callable[..., Any]) -> str | None:
     if not isinstance(func, FunctionType) or kind_of_code(func.__code__) != USER:
         return None
     return next((name for name, one in vars(torch.Tensor).items() if one is func), None)
+
+
+def check_not_replaced(func: FunctionType) -> None:
+    """Refuse a method of tensors that is the user's: torch calls it inside of itself, too.
+
+    Raises:
+        CaptureError: the function is such a method.
+    """
+    name = replaced_method(func)
+    if name is not None:
+        raise refused(
+            f"torch.Tensor.{name} has been replaced, and torch calls the replacement twice "
+            "where calls are recorded. Call your function by its own name"
+        )
 
 
 def run_plainly(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
