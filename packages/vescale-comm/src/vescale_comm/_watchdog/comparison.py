@@ -194,8 +194,13 @@ class Comparison:
         """Say where each log of this rank, which has stopped for now, is."""
         with self._lock:
             logs = self._of_now()
-            self._told = {log.key: log.count for log in logs}
+            before = [log.count for log in logs]
             said = {log.key: position_of(log)._asdict() for log in logs}
+            # It may have gone on meanwhile, in one log after the other: what was read would then be
+            # an order that never was, and look like ranks that wait for each other.
+            if [log.count for log in logs] != before:
+                return
+            self._told = dict(zip(said, before, strict=True))
             self._set(f"at/{self._rank}", json.dumps(said).encode())
 
     def _left_of(self, log: ExecutionLog) -> int:
