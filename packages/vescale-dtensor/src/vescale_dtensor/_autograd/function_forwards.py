@@ -89,7 +89,7 @@ def _arguments(frame: FrameType) -> list[Tensor]:
     """The tensors among a call's arguments, as far as the function has not bound other values."""
     names, rest, named, values = inspect.getargvalues(frame)
     wanted = [*names, *(name for name in (rest, named) if name is not None)]
-    return list(tensors_within([values.get(name) for name in wanted]))
+    return tensors_within([values.get(name) for name in wanted])
 
 
 class _Results:

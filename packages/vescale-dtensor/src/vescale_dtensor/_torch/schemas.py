@@ -111,8 +111,8 @@ def written_operands(
     at = 0
     names = fitting[0].positional[: len(args)]
     for name, value in (*zip(names, args, strict=True), *kwargs.items()):
-        # Counted as `tensors_within` yields them: that is how operands are numbered.
-        count = sum(1 for _ in tensors_within(value))
+        # Counted as `tensors_within` lists them: that is how operands are numbered.
+        count = len(tensors_within(value))
         if name in written:
             found.update(range(at, at + count))
         at += count

@@ -41,7 +41,7 @@ class Sample:
     @property
     def operands(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
-        return list(tensors_within((list(self.args), dict(self.kwargs))))
+        return tensors_within((list(self.args), dict(self.kwargs)))
 
     def call(self, func: Callable[..., Any], operands: Sequence[Tensor]) -> Any:
         """Call `func` with these arguments, and other tensors in place of the operands."""

@@ -124,7 +124,7 @@ def _outputs(call: OpCall) -> list[Tensor]:
     with torch.no_grad(), no_torch_function():
         args, kwargs = call.replaced([_without_data(operand) for operand in call.operands])
         try:
-            return list(tensors_within(call.func(*args, **kwargs)))
+            return tensors_within(call.func(*args, **kwargs))
         except NotImplementedError as error:
             raise RuleError(
                 f"register_sharding: {function_name(call.func)} does not run on tensors without "

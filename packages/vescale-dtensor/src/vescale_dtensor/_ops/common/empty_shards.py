@@ -46,7 +46,7 @@ def pad_empty_shards(
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
         # Which shards are empty depends on the rank: only local work may depend on that.
-        found = list(tensors_within((args, kwargs)))
+        found = tensors_within((args, kwargs))
         empty = _empty_letters(context, inputs, [tuple(x.shape) for x in found])
         if not empty:
             return _call_kernel(kernel, context, args, kwargs)
