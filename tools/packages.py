@@ -196,7 +196,7 @@ PACKAGES = (
             "_check",
             "_checkpoint",
             "_cost | _deferred | _memory | _schedules | _zero",
-            "_notation",
+            "_notation | _step",
             "_common",
             "_errors | _version",
         ),

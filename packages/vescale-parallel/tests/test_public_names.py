@@ -46,6 +46,7 @@ PUBLIC = {
     "__version__": [],
     "captured_units": ["model"],
     "deferred": [],
+    "forward_backward": ["args", "kwargs", "loss", "model"],
     "load_pretrained": ["cast", "folder", "model"],
     "materialize": ["model"],
     "loader": [

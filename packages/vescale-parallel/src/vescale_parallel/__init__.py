@@ -18,6 +18,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_deferred/`: models that are built without storage, and made on each rank piece by piece.
 - `_pretrained/`: weights in Hugging Face's layout; each rank reads what it stores.
 - `_zero/`: parameters that are stored as shards, gathered while their module runs.
+- `_step/`: `forward_backward`, a training step in one call.
 - `_notation/`: the two small languages that rules are written in, and the rows of a report.
 - `_common/`, `_errors`: what all of them stand on: the mesh, agreement between ranks, messages.
 """
@@ -44,6 +45,7 @@ from vescale_parallel._plan.plan import Plan
 from vescale_parallel._pretrained.load import load_pretrained
 from vescale_parallel._pretrained.save import save_pretrained
 from vescale_parallel._static.units import CapturedUnit, captured_units
+from vescale_parallel._step.forward_backward import forward_backward
 from vescale_parallel._version import __version__
 from vescale_parallel._zero.resolve import BufferRow
 
@@ -67,6 +69,7 @@ __all__ = [
     "__version__",
     "captured_units",
     "deferred",
+    "forward_backward",
     "load_pretrained",
     "loader",
     "materialize",

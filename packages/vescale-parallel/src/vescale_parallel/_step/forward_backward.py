@@ -1,0 +1,55 @@
+"""`forward_backward(model, ...)`: a training step in one call, computed as its plan says."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from vescale_parallel._step.parts import Part, loss_of
+
+STEP: Final = "_vescale_step"
+"""The attribute of a parallelised model that holds what computes its steps."""
+
+
+@runtime_checkable
+class Step(Protocol):
+    """What computes the parts of a step: microbatches, pipeline stages, logical shards."""
+
+    def forward_backward(self, part: Part) -> Tensor:
+        """Return the loss of the whole batch; gradients are left complete. Collective.
+
+        Args:
+            part: all arguments of the step, not cut yet.
+        """
+
+
+def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: Any) -> Tensor:
+    """Run forward and backward on a batch, in the parts that the model's plan asks for.
+
+    The loss of the batch is the mean of the losses of its parts, weighted by their rows: what one
+    device gets that accumulates over the same parts. Gradients are added to `.grad`, reduced once;
+    the optimizer's step is the caller's.
+
+    Args:
+        model: what `parallelize` returned; any other model runs once, on the whole batch.
+        *args: of the model: the whole batch, on every rank.
+        loss: what makes a scalar of the model's output. None: the output is the loss, or has it as
+            `.loss` or `["loss"]`, as models of Hugging Face have. A function: `loss(output)`. A
+            tuple of a function and more arguments, cut as the batch is: `(function, targets)` is
+            `function(output, targets)`.
+        **kwargs: of the model.
+
+    Returns:
+        The loss of the whole batch, without a history, on every rank.
+
+    Raises:
+        ParallelError: there is no loss to be had, or arguments have different numbers of rows.
+    """
+    part = Part.of(args, kwargs, loss)
+    step = getattr(model, STEP, None)
+    if isinstance(step, Step):
+        return step.forward_backward(part)
+    found = loss_of(part, model(*part.args, **part.kwargs))
+    found.backward()  # type: ignore[no-untyped-call]
+    return found.detach()

@@ -1,0 +1,116 @@
+"""The arguments of a step, cut into parts by rows; and what `loss=` means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vescale_parallel._common.messages import listed
+from vescale_parallel._common.pytree import map_tensors, named_tensors_within
+from vescale_parallel._errors import ParallelError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Arguments of a model, and of its loss.
+
+    Attributes:
+        args: of the model.
+        kwargs: of the model.
+        loss: called with the output and `targets`; None: the output has the loss.
+        targets: further arguments of `loss`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[..., Tensor] | None
+    targets: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> Part:
+        """Read `loss=`.
+
+        Raises:
+            ParallelError: neither None, nor a function, nor a tuple that begins with one.
+        """
+        function, *targets = loss if isinstance(loss, tuple) and loss else (loss,)
+        if function is not None and not callable(function):
+            raise ParallelError(
+                f"forward_backward(loss={loss!r}): a function of the model's output, or a tuple of "
+                "a function and the arguments that follow the output, as (cross_entropy, targets)."
+            )
+        return cls(args, dict(kwargs), function, tuple(targets))
+
+    def rows(self, dim_of: Callable[[Tensor], int | None]) -> int:
+        """Return the number of rows of the batch.
+
+        Args:
+            dim_of: the dim of a tensor that holds the batch; None where it has none.
+
+        Raises:
+            ParallelError: tensors have different numbers of rows, or none has any.
+        """
+        named = {
+            **named_tensors_within(self.args, "args"),
+            **named_tensors_within(self.kwargs, "kwargs"),
+            **named_tensors_within(self.targets, "loss"),
+        }
+        found: dict[int, list[str]] = {}
+        for name, tensor in named.items():
+            dim = dim_of(tensor)
+            if dim is not None:
+                found.setdefault(tensor.shape[dim], []).append(name)
+        if len(found) != 1 or 0 in found:
+            said = "; ".join(f"{rows} rows in {listed(names)}" for rows, names in found.items())
+            raise ParallelError(
+                f"forward_backward cuts a batch by its rows, and found {said or 'no tensor'}. Give "
+                "all tensors of the batch the same number of rows, one or more; what belongs to no "
+                "row (a scale, a table) is a tensor without dims, a number, or a buffer."
+            )
+        return next(iter(found))
+
+    def cut(self, dim_of: Callable[[Tensor], int | None], sizes: Sequence[int]) -> list[Part]:
+        """Return the parts of so many rows, views of the same memory; their sum is `rows`."""
+        starts = [sum(sizes[:at]) for at in range(len(sizes))]
+
+        def rows(start: int, size: int) -> Callable[[Tensor], Tensor]:
+            def cut(tensor: Tensor) -> Tensor:
+                dim = dim_of(tensor)
+                return tensor if dim is None else tensor.narrow(dim, start, size)
+
+            return cut
+
+        cuts = [rows(start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [
+            Part(
+                map_tensors(cut, self.args),
+                map_tensors(cut, self.kwargs),
+                self.loss,
+                map_tensors(cut, self.targets),
+            )
+            for cut in cuts
+        ]
+
+
+def loss_of(part: Part, output: Any) -> Tensor:
+    """Return the loss of a part, from what the model returned for it.
+
+    Raises:
+        ParallelError: it is no tensor of one element.
+    """
+    if part.loss is not None:
+        found = part.loss(output, *part.targets)
+    elif isinstance(output, Mapping) and "loss" in output:
+        found = output["loss"]
+    else:
+        found = getattr(output, "loss", output)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ParallelError(
+            f"forward_backward needs one number as the loss and found {what}. Let the model return "
+            "its loss, or pass loss=, a function of its output."
+        )
+    return found
