@@ -7,6 +7,7 @@ numbers, each side effect once per call, in the call in which the refusal is fou
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import vescale_dtensor as vd
 from capture_guards import line, rows, spread
 from test_refusals import CASES
@@ -144,6 +145,41 @@ def one_rank_alone(rank, world_size):
     assert bool(captured.programs) == (rank != 0)
 
 
+def checked_inside(rank, world_size):
+    """What only one rank runs, captured functions inside compare nothing over ranks."""
+    inner = vd.capture(lambda x: (x * torch.arange(4.0)).sum(), check=True)
+
+    def reading(x, more):
+        y = inner(x)
+        if rank == 0:
+            y.to_local().item()
+        return inner(x) + y
+
+    def given(x, more):
+        return inner(x) + inner(x)
+
+    for outer in (reading, given):
+        captured = vd.capture(outer, refused="run", check="sampled")
+        for seed in range(5):
+            more = iter([1]) if outer is given and rank == 0 else None
+            found = captured(spread(rows(seed=seed)), more)
+            assert torch.equal(found.full_tensor(), outer(spread(rows(seed=seed)), more))
+        assert (captured.refusal is None) == (rank != 0)
+    for seed in range(3):  # counted alike on all ranks, whoever has run it before
+        inner(spread(rows(seed=seed)))
+
+
+def lineages_of_threads(rank, world_size):
+    """What one rank records leaves the writes of another one noted."""
+    weight, captured = spread(torch.ones(5, 4)), vd.capture(lambda x: x.sum().full_tensor())
+    for seed in range(3):
+        weight.add_(1)
+        captured(spread(rows(seed=seed)))
+    lineages = [torch.zeros(2, dtype=torch.long) for _ in range(world_size)]
+    dist.all_gather(lineages, torch.tensor([weight._lineage, 1]))
+    assert torch.equal(*lineages)
+
+
 def hooks_inside_of_others(rank, world_size):
     """Checkpointing inside is refused also where other hooks are active around the call."""
     weight = spread(torch.ones(4), Replicate()).requires_grad_()
@@ -201,7 +237,14 @@ def training(rank, world_size):
 
 @pytest.mark.parametrize(
     "case",
-    [refused_after_it_ran, programs_stay, hooks_inside_of_others, training],
+    [
+        refused_after_it_ran,
+        programs_stay,
+        checked_inside,
+        lineages_of_threads,
+        hooks_inside_of_others,
+        training,
+    ],
     ids=lambda case: case.__name__,
 )
 def test_what_runs_on(case):

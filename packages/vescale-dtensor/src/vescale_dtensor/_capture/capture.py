@@ -47,6 +47,9 @@ _EARLY, _RARELY = 3, 1024
 # Set where the function of a captured one runs: captured functions that it calls just run. They are
 # part of the recording, or other ranks replay them as a part of this call.
 _inside: ContextVar[bool] = ContextVar("vescale_dtensor_inside_captured", default=False)
+# Set where a refused function runs, which other ranks may replay: captured functions that it calls
+# are replayed, but nothing that ranks do together is counted, compared or voted on.
+_alone: ContextVar[bool] = ContextVar("vescale_dtensor_alone_in_captured", default=False)
 
 
 # Every captured function: what was recorded by rules that have changed since is recorded anew.
@@ -91,7 +94,8 @@ class Captured:
         self._transform = transform
         self._misses = Misses(getattr(function, "__qualname__", type(function).__name__))
         self._calls = 0
-        # Whether there was a call: all ranks make the first one together, whatever they make of it.
+        # Whether there was a call that is not `_alone`: all ranks make the first one together,
+        # whatever they make of it.
         self._started = False
         # Of the DTensors of the first call, which all ranks make together; None before it.
         self._layouts: list[Layout] | None = None
@@ -113,7 +117,8 @@ class Captured:
         """Replay the program for this call; record it first if there is none."""
         if _inside.get() or is_compiling():
             return self.function(*args, **kwargs)
-        due = self._check and self._is_due()
+        alone = _alone.get()
+        due = self._check and not alone and self._is_due()
         if observers or dispatch_modes() or jit_traces():
             if due:
                 agreed(self._layouts, False)
@@ -122,8 +127,9 @@ class Captured:
             return self._run(args, kwargs, inside=False)
         # Before the function runs, which may change its arguments.
         call = KeyedCall(args, kwargs)
-        # Never changed in place: another thread may be in this loop.
-        for program in self.programs:
+        # Never changed in place: another thread may be in this loop. The first call is no replay,
+        # even if this rank has recorded some alone: what it executes is compared over ranks.
+        for program in self.programs if self._started or alone else ():
             # Asked here, as most programs of other calls differ in it: no Python call for each.
             if program.key == call.key and (locals_ := program.stands_for(call)) is not None:
                 break
@@ -163,10 +169,11 @@ class Captured:
 
         `inside`: captured functions that it calls just run as well.
         """
-        first, self._started = not self._started, True
-        # What the first call executes is compared over ranks, also where some of them record it.
+        first = self._begins()
+        # What the first call executes is compared over ranks, also where some of them record it:
+        # then captured functions that it calls just run.
         seen = self._noting_layouts() if first else uncompared()
-        with _running_inside() if inside else _without_lineage(), seen:
+        with _running_inside() if inside or first else _running_alone(), seen:
             outputs = self.function(*args, **kwargs)
         _drop_lineage(outputs, tensors_in((args, kwargs)))
         return outputs
@@ -181,6 +188,12 @@ class Captured:
             if not self._misses.may_record() or not can_watch():
                 return self._run(call.args, call.kwargs)
             return self._record(call)
+
+    def _begins(self) -> bool:
+        """Whether this is the first call, which all ranks make together."""
+        first = not self._started and not _alone.get()
+        self._started |= first
+        return first
 
     def _use_first(self, program: Program) -> None:
         """Ask this program before the others from now on."""
@@ -200,8 +213,8 @@ class Captured:
         reads.start([(self.function, None), *_arguments(call)])
         watch = Watch(reads, self._unguarded)
         # Ranks may differ in when they record again, and comparing plain operands is collective.
-        quiet = uncompared() if self._started else nullcontext()
-        self._started = True
+        first = self._begins()
+        quiet = nullcontext() if first else uncompared()
         self._misses.recordings += 1
         with traced() as collectives, quiet, _running_inside():
             start = GlobalState(*call.key[-1])
@@ -216,6 +229,8 @@ class Captured:
             with recorder.trace.snapshot, recorder, watch.running():
                 outputs = self.function(*call.args, **call.kwargs)
         try:
+            if first:  # also where it is refused: other ranks may go on comparing
+                self._layouts = in_order(recorder.layouts)
             self._keep(call, reads, recorder, given, outputs)
         except CaptureError as error:
             # The function has run: its outputs are those of this call.
@@ -237,8 +252,6 @@ class Captured:
         Raises:
             CaptureError: a replay could not do again what the function has done.
         """
-        if self._layouts is None:  # also of a refused call: other ranks may go on comparing
-            self._layouts = in_order(recorder.layouts)
         # Outside of the mode, and before anything is concluded: it raises what the function
         # swallowed.
         modes = recorder.finish()
@@ -311,6 +324,17 @@ def _running_inside() -> Iterator[None]:
 
 
 @contextmanager
+def _running_alone() -> Iterator[None]:
+    """Run a refused function in the block, which other ranks may replay."""
+    token = _alone.set(True)
+    try:
+        with _without_lineage():
+            yield
+    finally:
+        _alone.reset(token)
+
+
+@contextmanager
 def _without_lineage() -> Iterator[None]:
     """Note no lineage of writes in the block."""
     pause.depth += 1
@@ -367,7 +391,8 @@ def capture(
         refused: what to do where a call cannot be recorded. "raise" an error; or "run" the function
             as it is, then and from then on, while programs of other calls stay. Nothing runs twice:
             the call in which it is found goes on from there. `Captured.refusal` says why, and
-            captured functions that the function calls are recorded and replayed as ever.
+            captured functions that the function calls are recorded and replayed as ever, but
+            without checks: other ranks may be replaying this call, in which there are none.
 
     Returns:
         A callable of the same arguments and results; see `Captured`.

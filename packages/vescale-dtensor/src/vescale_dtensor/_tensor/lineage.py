@@ -20,6 +20,7 @@ next step depends on it, and nothing else may tell.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -52,8 +53,12 @@ _writes: BoundedCache[Any, int] = BoundedCache(16384)
 _calls: BoundedCache[tuple[Any, Spec], int] = BoundedCache(32768)
 
 
-class _Pause:
-    """Whether writes are left out: in a recording, whose replays write without saying so."""
+class _Pause(threading.local):
+    """Whether writes are left out: in a recording, whose replays write without saying so.
+
+    Of each thread its own: ranks of a simulation are threads, and while one waits for a collective
+    of a recording another writes outside of it.
+    """
 
     depth = 0
 
