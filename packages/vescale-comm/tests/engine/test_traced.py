@@ -143,6 +143,48 @@ def test_make_fx_writes_down_functional_collectives(mode):
     assert len(first["gradient of all_reduce"]) == 2
 
 
+WARM = {
+    "all_reduce": lambda g: all_reduce(g),
+    "all_gather": lambda g: all_gather(g)[:4],
+    "reduce_scatter": lambda g: reduce_scatter(g).repeat(2, 1),
+}
+
+
+class Backward(torch.autograd.Function):
+    """Calls a collective directly in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.call(grad), None
+
+
+def warm(rank, world_size, mode):
+    found = {}
+    for name, call in WARM.items():
+
+        def gradient(x, call=call):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(Backward.apply(x, call).square().sum(), x)[0]
+
+        gradient(given(rank))  # from here on the call takes its shortest road
+        graph = make_fx(lambda x: gradient(x), tracing_mode=mode)(given(rank))
+        assert same(graph(given(rank, 1)), gradient(given(rank, 1))), name
+        found[name] = collectives(graph.graph)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_collectives_called_before_are_written_down_in_a_backward(mode):
+    first, second = run(warm, 2, mode)
+    assert first == second
+    assert [len(names) for names in first.values()] == [1, 1, 1]
+
+
 def compiled(rank, world_size):
     torch._dynamo.reset()
     make_groups()

@@ -115,8 +115,10 @@ def all_reduce(
         # them. It never stores one with a wire format or feedback.
         known = group._known.get((op, order, wire, feedback, x.dtype, x.device))
         plain = x.layout is torch.strided
-        # A torch function mode that records sees collectives, as one function each.
-        if known is not None and plain and not has_torch_function_unary(None):
+        # A torch function mode that records sees collectives, as one function each; a tracer does
+        # not see what a backend does, and in a backward only `being_traced` knows of it.
+        watched = has_torch_function_unary(None) or being_traced(x)
+        if known is not None and plain and not watched:
             return fast_all_reduce(x, group, *known)
     return _all_reduce(x, group, op, order, wire, feedback, async_op)
 

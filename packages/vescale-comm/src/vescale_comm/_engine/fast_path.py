@@ -2,7 +2,7 @@
 
 What is checked and planned for a call depends on the group, the dtype, the device and the op only.
 Once that combination is known to travel as it is, a call is an allocation and torch's own function.
-Not for tensors with a gradient, nor while a hook or a torch function mode watches.
+Not for tensors with a gradient, nor while a hook, a torch function mode or a tracer watches.
 """
 
 from math import prod
@@ -23,6 +23,7 @@ from vescale_comm._engine.primitives import (
 )
 from vescale_comm._engine.recorded import record_fast
 from vescale_comm._groups.group import Group
+from vescale_comm._torch.compat import being_traced
 from vescale_comm._wire.backend_dtypes import BACKEND_DTYPES
 
 
@@ -45,6 +46,7 @@ def is_fast(op: str, x: Any, group: Group) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
         and not has_torch_function_unary(None)  # a mode that records sees collectives
+        and not being_traced(x)  # asked as well: in a backward no torch function mode is active
     )
 
 
