@@ -143,6 +143,7 @@ PACKAGES = (
         test_requires=(NUMPY, CKPT),
         layers=(
             "rules",
+            "_joint",
             "_capture",
             "_api",
             "_inspect",

@@ -32,6 +32,7 @@ from vescale_dtensor._inspect.explain import Explanation, explain
 from vescale_dtensor._inspect.op_support import op_support
 from vescale_dtensor._inspect.strict import strict
 from vescale_dtensor._inspect.visualize import visualize
+from vescale_dtensor._joint import Joint, joint
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
@@ -59,6 +60,7 @@ __all__ = [
     "DisagreementError",
     "Explanation",
     "InterleavedShard",
+    "Joint",
     "LayoutError",
     "MeshError",
     "Partial",
@@ -84,6 +86,7 @@ __all__ = [
     "gradient_total",
     "half_sums",
     "init_device_mesh",
+    "joint",
     "linspace",
     "local_leaf",
     "local_map",

@@ -45,8 +45,6 @@ def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
         UnsupportedError: an output that is partial, but neither a sum nor an average.
     """
     layout = tensor._spec.layout
-    local = tensor._local_tensor
-    factor = _start_factor(layout)
     # Errors below compare global shapes, so every rank raises them or none does.
     if value is None:
         if prod(tensor.shape) != 1:
@@ -54,20 +52,31 @@ def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
                 "grad can be implicitly created only for scalar outputs; "
                 f"this tensor has the shape {tuple(tensor.shape)}"
             )
-        # Not where this rank's shard is empty: there torch would refuse to make a start.
-        if factor == 1 and local.numel() == 1:
-            return None  # torch itself starts with a one
-        start = torch.ones_like(local)
-    else:
-        given = value if isinstance(value, DTensor) else as_replicated(value, layout.mesh)
-        if given.shape != tensor.shape:
-            # torch would compare local shapes: its message would name this rank's numbers, and
-            # ranks whose local shapes agree would go on to collectives that the others miss.
-            raise RuntimeError(
-                f"Mismatch in shape: a gradient of the shape {list(given.shape)} was given for "
-                f"an output of the shape {list(tensor.shape)}"
-            )
-        return as_cotangent(given, layout, 0)
+        return start_of(layout, tensor._local_tensor)
+    # Asked here as well: what is partial otherwise is refused with any gradient.
+    _start_factor(layout)
+    given = value if isinstance(value, DTensor) else as_replicated(value, layout.mesh)
+    if given.shape != tensor.shape:
+        # torch would compare local shapes: its message would name this rank's numbers, and
+        # ranks whose local shapes agree would go on to collectives that the others miss.
+        raise RuntimeError(
+            f"Mismatch in shape: a gradient of the shape {list(given.shape)} was given for "
+            f"an output of the shape {list(tensor.shape)}"
+        )
+    return as_cotangent(given, layout, 0)
+
+
+def start_of(layout: Layout, local: Tensor) -> Tensor | None:
+    """The local cotangent of an output of one element, which is one; None: torch's own start.
+
+    Raises:
+        UnsupportedError: the output is partial, but neither a sum nor an average.
+    """
+    factor = _start_factor(layout)
+    # Not where this rank's shard is empty: there torch would refuse to make a start.
+    if factor == 1 and local.numel() == 1:
+        return None  # torch itself starts with a one
+    start = torch.ones_like(local)
     return start if factor == 1 else start / factor
 
 

@@ -64,6 +64,16 @@ class Outputs:
             made[index] = made[first]
         return unflatten(made, self.form)
 
+    def first(self) -> tuple[int, Spec | None] | None:
+        """The place of the first output among the results, and its spec if it is a DTensor.
+
+        None if it is no tensor that the program makes.
+        """
+        make = self.makes[0] if self.makes else None
+        if isinstance(make, _Wrapped):
+            return make.place, make.spec
+        return (make.place, None) if isinstance(make, _Plain) else None
+
 
 def tensors_in(outputs: Any) -> list[Tensor]:
     """The tensors among the outputs."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from vescale_dtensor._capture.call_key import KeyedCall, difference
 from vescale_dtensor._capture.free_tensors import FreeTensors
@@ -142,15 +142,40 @@ class Program:
         self._leaves.note_arguments(flat)
         arguments = self.arguments(flat, locals_)
         if self._written:
-            for wrapper in self.written(flat):
-                # All of them before the first step, so that a refusal has written nothing.
-                check_writable(wrapper, "a captured function")
+            self.before_writes(flat)
         run = self._run_in_modes if self._changes_modes else self._run
         results = run(*arguments)
-        # The steps wrote to local tensors, so the wrappers have to be told.
-        for wrapper in self.written(flat) if self._written else ():
-            after_mutation(wrapper)
+        if self._written:
+            self.after_writes(flat)
         return self._outputs(flat, results)
+
+    def before_writes(self, flat: list[Any]) -> None:
+        """Ask whether the tensors that the steps write to may be written to.
+
+        All of them before the first step, so that a refusal has written nothing.
+        """
+        for wrapper in self.written(flat):
+            check_writable(wrapper, "a captured function")
+
+    def after_writes(self, flat: list[Any]) -> None:
+        """Tell the wrappers that the steps wrote to their local tensors."""
+        for wrapper in self.written(flat):
+            after_mutation(wrapper)
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The steps, as they are run: a part of the program, not to be changed."""
+        return self._module
+
+    @property
+    def outputs(self) -> Outputs:
+        """How the outputs of a call are made of the results of the steps."""
+        return self._outputs
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that took part."""
+        return self._modules.modules
 
     def _run_in_modes(self, *arguments: Any) -> Any:
         """Run the steps, and restore the modes of the caller even if a step fails."""

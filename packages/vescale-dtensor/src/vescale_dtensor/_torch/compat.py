@@ -94,6 +94,12 @@ def is_traced() -> bool:
     return bool(jit_traces()) or (dispatch_modes() > 0 and get_proxy_mode() is not None)
 
 
+def traced_graph() -> Any:
+    """The `torch.fx.Graph` that make_fx writes at the moment; None where nobody traces."""
+    mode: Any = get_proxy_mode()
+    return None if mode is None else getattr(mode.tracer, "graph", None)
+
+
 # Without these, every tensor is asked, and none counts as a functorch wrapper.
 _transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)

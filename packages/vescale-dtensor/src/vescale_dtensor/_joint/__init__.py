@@ -1,0 +1,15 @@
+"""The joint graph of a captured step: forward, loss, backward and gradient sums as one flat graph.
+
+- `draws`: random fills as functional operators, which no pass drops or merges.
+- `labels`: which step of the program, forward or backward, an operator comes from.
+- `tracing`: a captured program, differentiated and written down on fake tensors.
+- `step`: what a user holds: it runs the graph, and sets gradients as a backward would.
+
+The graph has operators of torch on local tensors only: autograd nodes of this package leave their
+operators, collectives are torch's functional ones. It is traced on fake tensors, so tracing runs
+nothing, draws nothing and writes to nothing.
+"""
+
+from vescale_dtensor._joint.step import Joint, joint
+
+__all__ = ["Joint", "joint"]

@@ -1,0 +1,267 @@
+"""`joint`: the joint graph of a captured step, and the object that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient
+from vescale_dtensor._autograd.local_use import leaf_gradient_of
+from vescale_dtensor._capture.call_key import KeyedCall
+from vescale_dtensor._capture.capture import Captured
+from vescale_dtensor._capture.program import Program
+from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._joint.tracing import Step, Wanted, traced
+from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._tensor.dtensor import DTensor
+
+_TRIES = 4
+"""Calls until a step is recorded: the first ones may make what later ones find (a cache)."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward, loss, backward and gradient sums of a captured step as one graph.
+
+    Called as the step is, it returns what the step returns, without history, and sets `.grad` of
+    every parameter to the total, as `loss.backward()` and reading `.grad` do: to the same bits.
+
+    Attributes:
+        graph_module: operators of torch on local tensors. It takes `arguments`, and returns the
+            results of the program and then a gradient for each of `parameters` (None: unused). On
+            nodes, `meta["label"]` says where it comes from (direction, op, the user's line,
+            parameter), `meta["parameter"]` which parameter an input is, `meta["bytes"]` its size,
+            and nodes with the same `meta["storage"]` share memory.
+        parameters: names of the parameters, in the order of their gradients.
+        run: what is called in place of the graph; see `running`.
+    """
+
+    graph_module: fx.GraphModule
+    parameters: tuple[str, ...]
+    run: Callable[..., Any]
+    _program: Program
+    _leaves: tuple[DTensor, ...]
+    _owed: tuple[int, ...]
+
+    def arguments(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The arguments of the graph for a call of the step: local tensors.
+
+        Raises:
+            CaptureError: the call is of another kind than that whose graph it is.
+        """
+        return self._arguments(KeyedCall(args, kwargs))
+
+    def _arguments(self, call: KeyedCall) -> list[Any]:
+        program = self._program
+        locals_ = program.stands_for(call) if program.key == call.key else None
+        if locals_ is None:
+            raise CaptureError(
+                f"joint: the graph is of another kind of call: {program.why_not(call)} differs. "
+                "Make another one with joint() for such calls"
+            )
+        owed = tuple(leaf_gradient_of(leaf).partial for leaf in self._leaves)
+        if owed != self._owed:
+            raise CaptureError(
+                "joint: parameters have been used in other ways since the graph was made, and "
+                "their gradients are summed over other axes of the mesh. Make the graph anew"
+            )
+        return program.arguments(call.flat, locals_)
+
+    def running(self, run: Callable[..., Any] | fx.GraphModule) -> Joint:
+        """The same step, executed otherwise.
+
+        Args:
+            run: a graph that a pass made of `graph_module`, a memory plan's `run`, a compiled
+                graph: whatever takes the arguments of the graph and returns its results.
+        """
+        module = run if isinstance(run, fx.GraphModule) else self.graph_module
+        return replace(self, graph_module=module, run=run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step and set gradients.
+
+        Raises:
+            CaptureError: the call is of another kind, or a parameter has a gradient already.
+        """
+        call = KeyedCall(args, kwargs)
+        given = self._arguments(call)
+        _check_no_gradients(self.parameters, self._leaves)
+        program = self._program
+        program.before_writes(call.flat)
+        # The backward is in the graph: recorded for autograd, buffers would get a history.
+        with torch.no_grad():
+            results = list(self.run(*given))
+        program.after_writes(call.flat)
+        split = len(results) - len(self._leaves)
+        for leaf, gradient in zip(self._leaves, results[split:], strict=True):
+            if gradient is not None:
+                _store(leaf, gradient)
+        return program.outputs(call.flat, results[:split])
+
+
+def _check_no_gradients(names: Sequence[str], leaves: Sequence[DTensor]) -> None:
+    held = [
+        name
+        for name, leaf in zip(names, leaves, strict=True)
+        if leaf._local_tensor.grad is not None
+    ]
+    if held:
+        raise CaptureError(
+            f"joint: '{held[0]}' has a gradient already ({len(held)} parameters have). A joint "
+            "graph computes totals and adds them to none: call optimizer.zero_grad() first"
+        )
+
+
+def _store(leaf: DTensor, gradient: Tensor) -> None:
+    """Make a total the gradient of a leaf."""
+    state: LeafGradient = leaf_gradient_of(leaf)
+    state.dropped()
+    leaf._local_tensor.grad = gradient
+    if state.partial:
+        state.assign_total()
+
+
+def joint(captured: Captured, *args: Any, **kwargs: Any) -> Joint:
+    """Trace forward, loss, backward and gradient sums of a captured step into one graph.
+
+    Where the step is not recorded for such a call yet, it is called, which runs it. Tracing itself
+    runs nothing. Collective, as the step is: call it on all ranks.
+
+    Args:
+        captured: by `capture`; it returns the loss, a scalar, alone or first of a tuple.
+        *args: of a call of it; tensors among them require no grad.
+        **kwargs: of the same call.
+
+    Raises:
+        CaptureError: what a graph of local tensors cannot hold: a backward or calls of other
+            libraries inside of the step, arguments or plain tensors that require grad, hooks on
+            parameters, `Partial("avg")` parameters, random draws on accelerators.
+
+    Example:
+        step = capture(lambda x, y: cross_entropy(model(x), y))
+        whole = joint(step, x, y)
+        loss = whole(x, y)       # p.grad is set
+        optimizer.step()
+    """
+    if not isinstance(captured, Captured):
+        raise CaptureError(f"joint: it takes what capture() returned, not a {type(captured)}")
+    program, call = _program_for(captured, args, kwargs)
+    locals_ = program.stands_for(call)
+    assert locals_ is not None
+    names = _names(captured.function, program)
+    arguments = program.arguments(call.flat, locals_)
+    leaves, wanted = _wanted(program, arguments, names)
+    loss, layout = _loss(program)
+    sources = tuple(names.get(id(s.holder), s.name) for s in program.sources)
+    step = Step(program.module, sources, loss, layout, wanted)
+    module = traced(step, arguments)
+    parameters = tuple(one.name for one in wanted)
+    return Joint(module, parameters, module, program, leaves, tuple(one.owed for one in wanted))
+
+
+def _program_for(
+    captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Program, KeyedCall]:
+    for _ in range(_TRIES):
+        call = KeyedCall(args, kwargs)
+        for program in captured.programs:
+            if program.key == call.key and program.stands_for(call) is not None:
+                return program, call
+        captured(*args, **kwargs)
+    why = captured.refusal or "each call of it was run, and none could be kept"
+    raise CaptureError(f"joint: the step is not recorded: {why}")
+
+
+def _names(function: Any, program: Program) -> dict[int, str]:
+    """Names of parameters and buffers, by id: as the outermost module that took part has them."""
+    modules = [function] if isinstance(function, nn.Module) else []
+    modules += program.modules
+    inner = {id(part) for one in modules for part in one.children()}
+    names: dict[int, str] = {}
+    for module in sorted(modules, key=lambda one: id(one) in inner):  # stable: outermost first
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            names.setdefault(id(tensor), name)
+    return names
+
+
+def _wanted(
+    program: Program, arguments: Sequence[Any], names: dict[int, str]
+) -> tuple[tuple[DTensor, ...], tuple[Wanted, ...]]:
+    """The parameters that get gradients.
+
+    Raises:
+        CaptureError: the step has what a joint graph cannot hold.
+    """
+    if program.live:
+        raise CaptureError(
+            "joint: the step calls other libraries as they are (a metric, a logger), which a graph "
+            "of operators cannot hold. Call them outside"
+        )
+    if program.differentiates:
+        raise CaptureError(
+            "joint: a backward runs inside of the step. Capture the forward and the loss alone: "
+            "the joint graph adds the backward, and sets gradients"
+        )
+    leaves: list[DTensor] = []
+    wanted: list[Wanted] = []
+    for place, (source, value) in enumerate(zip(program.sources, arguments, strict=True)):
+        holder = source.holder
+        if holder is None:
+            _check_argument(value)
+            continue
+        if not holder.requires_grad:
+            continue
+        if not isinstance(holder, DTensor):
+            raise CaptureError(
+                "joint: the step uses a plain tensor that requires grad; distribute_tensor it"
+            )
+        state = leaf_gradient_of(holder)
+        name = names.get(id(holder), f"parameter_{len(wanted)}")
+        _check_leaf(name, holder, state)
+        leaves.append(holder)
+        wanted.append(Wanted(name, place, holder._spec.layout, state.partial))
+    if not wanted:
+        raise CaptureError("joint: the step uses no parameter that requires grad")
+    return tuple(leaves), tuple(wanted)
+
+
+def _check_argument(value: Any) -> None:
+    # No tensor: the gradient state of an argument that is a leaf.
+    if not isinstance(value, Tensor) or value.requires_grad:
+        raise CaptureError(
+            "joint: an argument of the step requires grad; detach() it, or make it a parameter"
+        )
+
+
+def _check_leaf(name: str, leaf: DTensor, state: LeafGradient) -> None:
+    local = leaf._local_tensor
+    if state.average != 1:
+        raise CaptureError(f"joint: parameter '{name}' is Partial('avg'); redistribute it")
+    hooks = local._backward_hooks or getattr(local, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        raise CaptureError(
+            f"joint: parameter '{name}' has gradient hooks, which run in no graph (those of ZeRO "
+            "and of an overlapped reduction are such). Take them off, or run the step with capture "
+            "alone"
+        )
+
+
+def _loss(program: Program) -> tuple[int, Layout | None]:
+    """The place of the loss among the results, and its layout; None where it is plain.
+
+    Raises:
+        CaptureError: the first output is no tensor of one element that the step makes.
+    """
+    found = program.outputs.first()
+    if found is None or (found[1] is not None and prod(found[1].shape) != 1):
+        raise CaptureError(
+            "joint: the step returns its loss, a tensor of one element that it makes, alone or "
+            "first of a tuple"
+        )
+    place, spec = found
+    return place, None if spec is None else spec.layout
