@@ -11,12 +11,18 @@ from vescale_dtensor._api.methods import install as _install_methods
 from vescale_dtensor._api.spaced import linspace, logspace
 from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._autograd.gathered import (
+    Gathering,
     before_backward,
     gathered,
     local_leaf,
+    local_leaves,
     written_unseen,
 )
-from vescale_dtensor._autograd.gradient_reducer import gradient_total, set_gradient_reducer
+from vescale_dtensor._autograd.gradient_reducer import (
+    gradient_total,
+    reduce_gradients,
+    set_gradient_reducer,
+)
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
 from vescale_dtensor._capture import Captured, Program, capture
 from vescale_dtensor._errors import (
@@ -59,6 +65,7 @@ __all__ = [
     "DeviceMesh",
     "DisagreementError",
     "Explanation",
+    "Gathering",
     "InterleavedShard",
     "Joint",
     "LayoutError",
@@ -89,6 +96,7 @@ __all__ = [
     "joint",
     "linspace",
     "local_leaf",
+    "local_leaves",
     "local_map",
     "logspace",
     "normal",
@@ -98,6 +106,7 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "reduce_gradients",
     "register_rule",
     "set_gradient_reducer",
     "strict",

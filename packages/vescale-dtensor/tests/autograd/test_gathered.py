@@ -64,6 +64,65 @@ def test_uses_that_vary_and_uses_that_do_not():
     run(varying_and_invariant, 4)
 
 
+class Unit(torch.autograd.Function):
+    """Hands out the aliases of many parameters, and adds up the contributions of each."""
+
+    @staticmethod
+    def forward(ctx, gathering: vd.Gathering, wholes: list[Tensor], mesh: DeviceMesh, *leaves):
+        ctx.set_materialize_grads(False)
+        ctx.gathering, ctx.mesh = gathering, mesh
+        return tuple(gathering.aliases(wholes))
+
+    @staticmethod
+    def backward(ctx, *cotangents: Tensor | None):
+        found = []
+        for gradient in ctx.gathering.contributions(cotangents):
+            if gradient is not None:
+                gradient = gradient.clone()
+                torch.distributed.all_reduce(gradient, group=ctx.mesh.get_group("dp"))
+                gradient = gradient.chunk(2)[ctx.mesh.get_local_rank("dp")]
+            found.append(gradient)
+        return None, None, None, *found
+
+
+def many_at_once(rank: int, world_size: int) -> None:
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    dense = [(torch.arange(8.0).reshape(4, 2) + k).requires_grad_() for k in range(4)]
+    stored = [
+        vd.distribute_tensor(one.detach(), mesh, [Shard(0), Replicate()]).requires_grad_()
+        for one in dense
+    ]
+    x = torch.linspace(-1, 1, 20).reshape(10, 2)
+
+    def loss(x: Tensor, weights: list[Tensor]) -> Tensor:
+        a, b, c, _ = weights
+        # The first varies, the second does not, the third does both, the last is not used.
+        return (x @ a.t()).square().sum() + b.sin().sum() + (x @ c.t()).sum() * c.cos().sum()
+
+    expected = loss(x, dense)
+    expected.backward()
+    gathering = vd.Gathering(stored, mesh, [[Replicate(), Replicate()]] * 4)
+    wholes = [one.detach() for one in dense]
+    aliases = Unit.apply(gathering, wholes, mesh, *vd.local_leaves(stored))
+    rows = vd.distribute_tensor(x, mesh, [Shard(0), Replicate()])
+    found = loss(rows, gathering.wrapped(aliases))
+    found.backward()
+    torch.testing.assert_close(found.full_tensor(), expected.detach())
+    with trace() as seen:
+        vd.reduce_gradients(stored)
+    # Partial over tp, where the stored parameters are replicated, until that was asked for.
+    assert {record.axes for record in seen.records} == {("tp",)}
+    for one, other in zip(stored[:3], dense, strict=False):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    assert stored[3].grad is None
+    with pytest.raises(LayoutError, match="gives this rank the shape"):
+        gathering.aliases([torch.ones(3, 2)] * 4)
+
+
+def test_many_parameters_share_one_node():
+    run(many_at_once, 4)
+
+
 def replicated_elsewhere(rank: int, world_size: int) -> None:
     mesh = device_mesh((2, 2), ("dp", "tp"))
     dense = torch.ones(4, requires_grad=True)

@@ -7,8 +7,10 @@ that one reduce-scatter of many parameters can both add it up and shard it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from vescale_dtensor._layout.layout import ById, Layout, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.spec import Spec, spec_of
-from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, wrap, wrap_each
 
 
 def local_leaf(parameter: Tensor) -> Tensor:
@@ -40,6 +42,17 @@ def local_leaf(parameter: Tensor) -> Tensor:
         raise DTensorError(f"local_leaf: {parameter!r} is not a leaf DTensor")
     local: Tensor = parameter._local_tensor
     return local
+
+
+def local_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """`local_leaf` of each, at the cost of one."""
+    found = []
+    # Without a call for each: layers that gather ask for all parameters several times a step.
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
+            raise DTensorError(f"local_leaves: {parameter!r} is not a leaf DTensor")
+        found.append(parameter._local_tensor)
+    return found
 
 
 def written_unseen(parameter: Tensor) -> bool:
@@ -88,6 +101,140 @@ def gathered(
     result = wrap(aliases[0], spec)
     result._use_aliases = UseAliases(aliases[0], dict(zip(masks, aliases, strict=True)))
     return result
+
+
+class Gathering:
+    """`gathered` for many parameters whose values one `autograd.Function` returns.
+
+    That Function returns `aliases` and hands what arrives to `contributions`, so that no parameter
+    has a node of its own; `wrapped` makes DTensors of its outputs.
+
+    Args:
+        parameters: the stored leaves.
+        device_mesh: mesh of the results.
+        placements: for each parameter, one per axis of that mesh; none may be partial.
+
+    Raises:
+        DTensorError: a parameter is no leaf DTensor.
+        LayoutError: a placement is partial, or does not fit the shape.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        device_mesh: DeviceMesh,
+        placements: Sequence[Sequence[object]],
+    ) -> None:
+        local_leaves(parameters)
+        self._parameters: list[Any] = list(parameters)
+        self._mesh = ById(device_mesh)
+        self._placements = [tuple(each) for each in placements]
+        self._uses = [self._use(at, one.dtype) for at, one in enumerate(self._parameters)]
+        # Without `requires_grad`, which may change: whose outputs have several aliases does not.
+        self._counts = [len(one.masks) for one in self._uses]
+
+    def _use(self, at: int, dtype: torch.dtype) -> _WholeUse:
+        parameter = self._parameters[at]
+        shape = tuple(parameter.shape)
+        spec, expected = _gathered_spec(self._mesh, self._placements[at], shape, dtype)
+        masks, reduction = _unsummed(spec.layout) if spec.layout.replicated else ((0,), None)
+        ends_whole = masks[-1] == spec.layout.replicated
+        return _WholeUse(dtype, spec, expected, masks, reduction, ends_whole)
+
+    def aliases(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """What the Function returns for these values, of which none has a history.
+
+        Raises:
+            LayoutError: values of another shape than the placements give this rank.
+        """
+        found = []
+        for at, (use, whole) in enumerate(zip(self._uses, wholes, strict=True)):
+            if whole.dtype is not use.dtype:  # the first time, and after a change of the model's
+                use = self._uses[at] = self._use(at, whole.dtype)
+            if whole.shape != use.local_shape:
+                raise LayoutError(
+                    f"gathered: {use.spec.layout} of global shape {tuple(use.spec.shape)} gives "
+                    f"this rank the shape {use.local_shape}, found {tuple(whole.shape)}"
+                )
+            # Never views: see `uses.SharedUseNode`.
+            found += [whole.detach() for _ in use.masks]
+        return found
+
+    def frozen(self) -> list[int]:
+        """The numbers of those among the aliases that no gradient reaches."""
+        found: list[int] = []
+        start = 0
+        for parameter, count in zip(self._parameters, self._counts, strict=True):
+            if not parameter._local_tensor.requires_grad:
+                found += range(start, start + count)
+            start += count
+        return found
+
+    def contributions(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """For each parameter, this rank's contribution to the gradient of its whole values.
+
+        Args:
+            cotangents: of the aliases, in their order; None for one without uses.
+        """
+        found: list[Tensor | None] = []
+        start = 0
+        for use, count in zip(self._uses, self._counts, strict=True):
+            given = cotangents[start : start + count]
+            start += count
+            # Mostly all uses vary on all axes, and there is nothing to add or to mask.
+            if use.ends_whole and not any([one is not None for one in given[:-1]]):
+                found.append(given[-1])
+            elif use.reduction is not None:
+                found.append(use.reduction.reduce(use.masks, tuple(given), use.spec.shape))
+        return found
+
+    def wrapped(self, aliases: Sequence[Tensor]) -> list[DTensor]:
+        """DTensors of what the Function has returned, and note their uses.
+
+        As with `gathered`, gradients of the parameters are partial from now on where these are
+        replicated themselves.
+        """
+        starts = list(accumulate(self._counts, initial=0))
+        found = wrap_each([aliases[start] for start in starts[:-1]], [u.spec for u in self._uses])
+        for at, result in enumerate(found):
+            local: Tensor = result._local_tensor
+            if local.requires_grad:
+                _note_partial(self._parameters[at])
+                if self._uses[at].reduction is not None:
+                    own = aliases[starts[at] : starts[at + 1]]
+                    by_mask = dict(zip(self._uses[at].masks, own, strict=True))
+                    result._use_aliases = UseAliases(local, by_mask)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeUse:
+    """How the gathered values of one parameter are used.
+
+    Attributes:
+        dtype: of the values.
+        spec: of their DTensor.
+        local_shape: what this rank has of them.
+        masks: the varying axes of each alias.
+        reduction: adds up what arrives; None where no axis replicates.
+        ends_whole: whether the last alias varies on all axes that replicate.
+    """
+
+    dtype: torch.dtype
+    spec: Spec
+    local_shape: tuple[int, ...]
+    masks: tuple[int, ...]
+    reduction: CotangentReduction | None
+    ends_whole: bool
+
+
+def _note_partial(parameter: Any) -> None:
+    replicated = parameter._spec.layout.replicated
+    leaf = parameter._leaf_gradient
+    # Noted once: what is partial stays so, for as long as the leaf is the same.
+    known = leaf is not None and leaf.local() is parameter._local_tensor
+    if not known or replicated & ~leaf.partial:
+        leaf_gradient_of(parameter).note_use(replicated)
 
 
 # Asked for every parameter at every step. A mesh is of one rank, so its part follows from the key.

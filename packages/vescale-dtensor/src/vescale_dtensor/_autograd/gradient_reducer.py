@@ -20,6 +20,23 @@ def gradient_total(tensor: DTensor) -> DTensor | None:
     return gradient(tensor)
 
 
+def reduce_gradients(parameters: Iterable[Tensor]) -> None:
+    """Complete the gradients of many parameters: `gradient_total` of each, at the cost of one.
+
+    Collective, unless all are complete. A parameter without a gradient keeps none.
+    """
+    done: set[int] = set()
+    for parameter in parameters:
+        leaf: LeafGradient | None = getattr(parameter, "_leaf_gradient", None)
+        # A reducer completes those of all its parameters, so one of them is asked.
+        if leaf is None or id(leaf.reducer) in done or not isinstance(parameter, DTensor):
+            continue
+        if leaf.reducer is not None:
+            done.add(id(leaf.reducer))
+        if parameter._local_tensor.is_leaf:
+            leaf.reduce()
+
+
 def set_gradient_reducer(parameters: Iterable[Tensor], reducer: Reducer) -> None:
     """Reduce the gradients of these parameters together.
 

@@ -471,7 +471,9 @@ class GradientReducer:
         """
         # Which gradients are pending follows from the program (which parameters were used, and
         # how), not from local data, so the callback gets the same list on every rank.
-        found = [(leaf, leaf.pending()) for leaf in self._leaves]
+        # Most are complete, and asked without a call.
+        open_ = [leaf for leaf in self._leaves if leaf.partial and not leaf.is_reduced]
+        found = [(leaf, leaf.pending()) for leaf in open_]
         unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]
         if not unreduced:
             return

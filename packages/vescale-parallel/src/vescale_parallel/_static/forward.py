@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from vescale_dtensor import Captured, capture
 
-from vescale_parallel._zero.unit import Held, Places, Unit, put
+from vescale_parallel._zero.unit import Held, Places, Unit
+from vescale_parallel._zero.unit import put_all as _put_all
 
 Part = tuple[Held, Places]
 """A parameter of a unit of ZeRO, and the places in one module."""
@@ -107,5 +108,4 @@ def _held_at(places: Places) -> Tensor:
 
 def put_all(parts: Sequence[Part], tensors: Sequence[Tensor]) -> None:
     """Let the modules hold these tensors."""
-    for (_, places), tensor in zip(parts, tensors, strict=True):
-        put(places, tensor)
+    _put_all([places for _, places in parts], tensors)

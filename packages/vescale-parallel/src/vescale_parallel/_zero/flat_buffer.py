@@ -11,14 +11,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_comm import Group, all_gather_into, reduce_scatter_into
-from vescale_dtensor import local_leaf, written_unseen
+from vescale_comm import Group, all_gather_into, reduce_scatter
+from vescale_dtensor import local_leaf, local_leaves, written_unseen
 
 from vescale_parallel._errors import ParallelError
+from vescale_parallel._zero.flat_plan import FlatSlot
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.told import Told
 
@@ -35,6 +37,7 @@ class FlatBuffer:
         shard: this rank's elements.
         full: all ranks' elements, while they are gathered.
         unreduced: gradients that `no_sync` has kept on this rank, as large as `full`.
+        address: where the schedule knows `full` to be.
     """
 
     def __init__(
@@ -55,6 +58,11 @@ class FlatBuffer:
         self._gathered_at: tuple[int, ...] | None = None
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
         self._packed: Tensor | None = None
+        self.address: int | None = None
+        self._slots = list(map(_place, row.plan.slots, shapes))
+        self._starts = [slot.offset for slot in row.plan.slots]
+        self._owned = self._owned_places()
+        self._events = {verb: f"{verb} {_words(row)}" for verb in ("gathers", "reduces")}
         self._allocate()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:
@@ -70,12 +78,16 @@ class FlatBuffer:
     @property
     def locals(self) -> list[Tensor]:
         """The leaves that autograd knows: local tensors of the stored parameters."""
-        return [local_leaf(one) for one in self.parameters]
+        return local_leaves(self.parameters)
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Changes whenever a stored parameter is written to."""
-        return tuple(one._version for one in self.locals)
+        return tuple([one._version for one in local_leaves(self.parameters)])
+
+    def version_of(self, slot: int) -> int:
+        """Changes whenever one stored parameter is written to."""
+        return local_leaf(self.parameters[slot])._version
 
     def start(self, *, anew: bool = True) -> None:
         """Start to gather, unless `full` is there or on its way. Collective.
@@ -88,7 +100,7 @@ class FlatBuffer:
             return
         if self.full is not None and not (anew and self._is_old()):
             return
-        self._tell("gathers")
+        self.told.record(self._events["gathers"])
         self._ensure_views()
         # Where a write came from outside of the version counter, it is gathered at each use.
         self._gathered_at = self.versions
@@ -140,7 +152,8 @@ class FlatBuffer:
 
     def wait(self, *, anew: bool = True) -> None:
         """Have `full`. Collective, unless it is there; for `anew` see `start`."""
-        self.start(anew=anew)
+        if self._pending is None:
+            self.start(anew=anew)
         if self._pending is not None:
             pending, target = self._pending
             self._pending = None
@@ -159,21 +172,17 @@ class FlatBuffer:
         """Return the gathered values of each slot, as views of `full` without a history."""
         assert self.full is not None
         base = self.full.detach()
-        slots = zip(self.row.plan.slots, self.shapes, strict=True)
-        return [
-            # Shorter than the slot where another axis shards the parameter unevenly.
-            base[slot.offset : slot.offset + torch.Size(shape).numel()].view(shape)
-            for slot, shape in slots
-        ]
+        return [base.as_strided(*place) for place in self._slots]
 
     def slot_at(self, offset: int) -> int:
         """Return the slot in which an element of `full` is."""
-        starts = [slot.offset for slot in self.row.plan.slots]
-        return max(bisect_right(starts, offset) - 1, 0)
+        return max(bisect_right(self._starts, offset) - 1, 0)
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Add this rank's contributions to those that are not reduced yet. No communication."""
         with torch.no_grad():
+            if self.unreduced is None and self._pack_at_once(gradients):
+                return
             if self.unreduced is None:
                 # Zeroed: slots that got no gradient, and the padding, are sent along.
                 self.unreduced = self._pack_memory()
@@ -185,6 +194,31 @@ class FlatBuffer:
                     dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
                     into.add_(dense.reshape(-1))
                     self.arrived.add(index)
+
+    def _pack_at_once(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Pack gradients of all parameters, if they are there, dense and in the dtype of sums."""
+        pieces: list[Tensor] = []
+        at = 0
+        for (_, _, offset), gradient in zip(self._slots, gradients, strict=True):
+            if gradient is None or gradient.dtype is not self.reduce:
+                return False
+            if gradient.layout is not torch.strided:
+                return False
+            if offset > at:
+                pieces.append(gradient.new_zeros(offset - at))
+            pieces.append(gradient.reshape(-1))
+            at = offset + gradient.numel()
+        total = self.row.plan.total
+        if total > at:
+            pieces.append(pieces[-1].new_zeros(total - at))
+        if self._packed is not None and self._packed.dtype == self.reduce:
+            self.unreduced = torch.cat(pieces, out=self._packed)
+        else:
+            self.unreduced = torch.cat(pieces)
+            if self.row.zero == 1:
+                self._packed = self.unreduced
+        self.arrived.update(range(len(gradients)))
+        return True
 
     def _pack_memory(self) -> Tensor:
         if self._packed is not None and self._packed.dtype == self.reduce:
@@ -200,22 +234,21 @@ class FlatBuffer:
         self.unreduced, self.arrived = None, set()
         if packed is None:
             return [None] * len(self.parameters)
-        self._tell("reduces")
+        self.told.record(self._events["reduces"])
         # As gradients of full parameters are: halves are added in float32, in the order of ranks.
         order = "rank" if packed.dtype.itemsize < 4 else "native"
         with torch.no_grad():
-            total = packed.new_empty(self.row.plan.sizes[self.group.rank])
             how: Any = {"order": order, "sizes": self._sizes}
-            reduce_scatter_into(total, packed, self.group, **how)
+            total = reduce_scatter(packed, self.group, **how)
         shards = self._shards(total.to(self.shard.dtype))
         return [shard if index in arrived else None for index, shard in enumerate(shards)]
 
-    def _tell(self, what: str) -> None:
-        unit = f"unit '{self.row.unit}'" if self.row.unit else "the rest of the model"
-        self.told.record(f"{what} {unit} ('{self.row.plan.slots[0].names[0]}', ...)")
-
     def _shards(self, shard: Tensor) -> list[Tensor]:
         """For each slot what this rank owns of it, as views of a shard-sized tensor."""
+        return [shard[at:end] for at, end in self._owned]
+
+    def _owned_places(self) -> list[tuple[int, int]]:
+        """For each slot where in the shard this rank's part of it begins and ends."""
         found = []
         start = self.row.plan.start(self.group.rank)
         shapes = zip(self.row.plan.slots, self.ranges, self.shapes, strict=True)
@@ -225,7 +258,7 @@ class FlatBuffer:
             low, high = min(low, numel), min(high, numel)
             # Where nothing is owned, any place does; one inside of the shard has an address.
             at = slot.offset + low - start if high > low else 0
-            found.append(shard[at : at + high - low])
+            found.append((at, at + high - low))
         return found
 
     def _allocate(self) -> None:
@@ -250,12 +283,11 @@ class FlatBuffer:
                 local.data = shard
 
     def _are_views(self) -> bool:
-        shards = self._shards(self.shard)
-        return all(
-            local.data_ptr() == shard.data_ptr() and local.dtype == shard.dtype
-            for local, shard in zip(self.locals, shards, strict=True)
-            if shard.numel()
-        )
+        first, size, dtype = self.shard.data_ptr(), self.shard.element_size(), self.shard.dtype
+        for local, (at, end) in zip(self.locals, self._owned, strict=True):
+            if end > at and (local.data_ptr() != first + at * size or local.dtype is not dtype):
+                return False
+        return True
 
     def _ensure_views(self) -> None:
         """Put the parameters back into the shard, where `.to()` or `.data =` took them out of it.
@@ -263,7 +295,7 @@ class FlatBuffer:
         Raises:
             ParallelError: they have several dtypes now.
         """
-        dtypes = {one.dtype for one in self.parameters}
+        dtypes = {one.dtype for one in self.locals}
         if len(dtypes) > 1:
             names = [slot.names[0] for slot in self.row.plan.slots]
             raise ParallelError(
@@ -274,3 +306,19 @@ class FlatBuffer:
             self._allocate()
         elif not self._are_views():
             self._adopt()
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a parameter's gathered values in `full`."""
+
+
+def _place(slot: FlatSlot, shape: tuple[int, ...]) -> Place:
+    # Shorter than the slot where another axis shards the parameter unevenly.
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return shape, tuple(strides), slot.offset
+
+
+def _words(row: BufferRow) -> str:
+    """What a buffer is called where ranks are compared."""
+    unit = f"unit '{row.unit}'" if row.unit else "the rest of the model"
+    return f"{unit} ('{row.plan.slots[0].names[0]}', ...)"

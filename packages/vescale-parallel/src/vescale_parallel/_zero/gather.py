@@ -14,15 +14,15 @@ from vescale_parallel._errors import ParallelError
 class Gathers(Protocol):
     """What the node needs of a unit."""
 
-    def views(self) -> list[Tensor]:
-        """Return the gathered values, one per stored parameter, without a history."""
+    def aliases(self) -> tuple[list[Tensor], list[int]]:
+        """Return the gathered values by use, without a history, and which get no gradient."""
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """From contributions to full parameters to gradients of what is stored. Collective."""
+        """From what arrives at the aliases to gradients of what is stored. Collective."""
 
 
 class GatherUnit(torch.autograd.Function):
-    """Inputs are the local leaves of a unit, outputs the gathered values, in the same order.
+    """Inputs are the local leaves of a unit, outputs the gathered values, an alias for each use.
 
     The node is made before any other of its unit, so the engine runs it after all of them: when it
     runs, every gradient of the unit has arrived, and nothing has to be counted.
@@ -30,15 +30,14 @@ class GatherUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Gathers, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the gathered values."""
+        """Return the aliases."""
         # None and not zeros for what was not used: its gradient stays None, as on one device.
         ctx.set_materialize_grads(False)
         ctx.unit = unit
-        # Detached: views of a buffer that is written to would have their nodes made anew.
-        outputs = tuple(view.detach() for view in unit.views())
-        pairs = zip(leaves, outputs, strict=True)
-        ctx.mark_non_differentiable(*(out for leaf, out in pairs if not leaf.requires_grad))
-        return outputs
+        outputs, frozen = unit.aliases()
+        if frozen:
+            ctx.mark_non_differentiable(*(outputs[number] for number in frozen))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -57,6 +56,6 @@ class GatherUnit(torch.autograd.Function):
 
 
 def gather_unit(unit: Gathers, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gathered values of a unit, recorded where a gradient is wanted."""
+    """Return the aliases of a unit's gathered values, recorded where a gradient is wanted."""
     apply: Callable[..., tuple[Tensor, ...]] = GatherUnit.apply
     return apply(unit, *leaves)

@@ -39,14 +39,6 @@ class _Gathered:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Any other tensor. torch checks no versions of what passes through hooks, so it is here."""
-
-    tensor: Tensor
-    version: int
-
-
-@dataclass(slots=True)
 class _Outer:
     """What the hooks around ours made of a tensor, and how they undo it."""
 
@@ -70,6 +62,13 @@ class SavedTensors:
         self._outer = saved_tensors_hooks_now()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether what is saved now does not come to hooks of this schedule anyway."""
+        # A unit within another: nothing is gained by packing twice what is not ours.
+        now = getattr(self._outer[0], "__self__", None) if self._outer is not None else None
+        return not (isinstance(now, SavedTensors) and now._owners is self._owners)
+
     def push(self) -> None:
         """Be the innermost pair from now on."""
         self._hooks.__enter__()
@@ -79,14 +78,16 @@ class SavedTensors:
         self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> Any:
+        # This and `_unpack` run for each tensor that autograd saves: no call that is not needed.
+        kind = type(tensor)
         # By type: a DTensor (an argument that a checkpoint keeps) has no memory of its own.
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        plain = (kind is Tensor or kind is nn.Parameter) and tensor.layout is torch.strided
         if plain:
             buffer = self._owners.get(tensor.untyped_storage().data_ptr())
             if buffer is not None and _is_view_of(tensor, buffer.full):
                 offset = int(tensor.storage_offset())
                 slot = buffer.slot_at(offset)
-                version = buffer.versions[slot]
+                version = buffer.version_of(slot)
                 shape, stride = tuple(tensor.shape), tensor.stride()
                 return _Gathered(buffer, slot, version, shape, stride, offset)
         if self._outer is not None:
@@ -94,17 +95,20 @@ class SavedTensors:
             return _Outer(pack(tensor), unpack)
         if not plain or tensor.is_inference():
             return tensor
-        # Detached: an output that its own node saved would hold the node, and be never freed.
-        return _Kept(tensor.detach(), tensor._version)
+        # Detached: an output that its own node saved would hold the node, and be never freed. With
+        # its version: torch checks none of what passes through hooks.
+        return tensor.detach(), tensor._version
 
     def _unpack(self, packed: Any) -> Any:
+        if type(packed) is tuple:
+            tensor, version = packed
+            if tensor._version != version:
+                _require_version(tensor._version, version, "a saved tensor")
+            return tensor
         if isinstance(packed, _Gathered):
             return _found(packed, self._find)
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
-        if isinstance(packed, _Kept):
-            _require_version(packed.tensor._version, packed.version, "a saved tensor")
-            return packed.tensor
         return packed
 
 
@@ -118,9 +122,11 @@ def _is_view_of(tensor: Tensor, full: Tensor | None) -> bool:
 
 def _found(packed: _Gathered, find: Callable[[FlatBuffer], Tensor]) -> Tensor:
     buffer = packed.buffer
-    name = buffer.row.plan.slots[packed.slot].names[0]
     # Before anything is gathered: all ranks wrote to it, or none did.
-    _require_version(buffer.versions[packed.slot], packed.version, f"parameter '{name}'")
+    now = buffer.version_of(packed.slot)
+    if now != packed.version:
+        name = buffer.row.plan.slots[packed.slot].names[0]
+        _require_version(now, packed.version, f"parameter '{name}'")
     return find(buffer).as_strided(packed.size, packed.stride, packed.offset)
 
 

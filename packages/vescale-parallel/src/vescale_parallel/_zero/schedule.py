@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from vescale_dtensor import before_backward, gradient_total
+from vescale_dtensor import before_backward, reduce_gradients
 
 from vescale_parallel._common.agreement import require_same
 from vescale_parallel._common.mesh import mesh_ranks
@@ -70,7 +70,7 @@ class Schedule:
         self._owners: dict[int, FlatBuffer] = {}
         self._saved: list[SavedTensors | None] = []
         for unit in units:
-            unit.after_reduce = self._after_reduce
+            unit.before_reduce = self._before_reduce
         watch_steps(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
@@ -107,7 +107,7 @@ class Schedule:
             except BaseException:
                 # The forward hook knows nothing of a call that never began.
                 unit.swap_out()
-                unit.release()
+                self._release(unit)
                 raise
         unit.depth += 1
 
@@ -194,7 +194,7 @@ class Schedule:
         backwards = [one for one in reversed(self.order) if one is not self.root]
         self._prefetch(unit, [self.root, *backwards])
 
-    def _after_reduce(self, unit: Unit) -> None:
+    def _before_reduce(self, unit: Unit) -> None:
         self._backward.watch()
         if unit is not self.root:
             self._leave(unit)
@@ -228,28 +228,35 @@ class Schedule:
         for buffer in unit.buffers:
             self._own(buffer)
 
-    def _own(self, buffer: FlatBuffer) -> Tensor:
+    def _own(self, buffer: FlatBuffer) -> None:
         assert buffer.full is not None
-        # Gathered again, a buffer lies elsewhere: its old address is forgotten first.
-        for key, one in list(self._owners.items()):
-            if one is buffer:
-                del self._owners[key]
-        self._owners[buffer.full.untyped_storage().data_ptr()] = buffer
-        return buffer.full.detach()
+        address = buffer.full.untyped_storage().data_ptr()
+        if self._owners.get(address) is not buffer:
+            # Gathered again, a buffer lies elsewhere.
+            self._disown(buffer)
+            self._owners[address] = buffer
+            buffer.address = address
+
+    def _disown(self, buffer: FlatBuffer) -> None:
+        if buffer.address is not None and self._owners.get(buffer.address) is buffer:
+            del self._owners[buffer.address]
+        buffer.address = None
 
     def _find(self, buffer: FlatBuffer) -> Tensor:
         """Gather the buffer of a saved tensor that is asked for, if it is not."""
         self._backward.watch()
         if buffer.full is None:
             buffer.wait()
-        return self._own(buffer)
+            self._own(buffer)
+        assert buffer.full is not None
+        return buffer.full.detach()
 
     def _release(self, unit: Unit) -> None:
         unit.release()
         # The address may soon be that of other memory, which would be taken for the buffer.
-        for key, one in list(self._owners.items()):
-            if one.full is None:
-                del self._owners[key]
+        for buffer in unit.buffers:
+            if buffer.full is None:
+                self._disown(buffer)
 
     def _release_all(self, but: Unit | None = None) -> None:
         for unit in self.units:
@@ -268,8 +275,9 @@ class Schedule:
             self._saved.append(None)
             return
         saved = SavedTensors(self._owners, self._find)
-        saved.push()
-        self._saved.append(saved)
+        if saved.is_needed:
+            saved.push()
+        self._saved.append(saved if saved.is_needed else None)
 
     def _pop(self) -> None:
         saved = self._saved.pop()
@@ -304,10 +312,9 @@ def watch_steps(schedule: Schedule) -> None:
             if buffer.unreduced is not None:
                 _refuse_step(optimizer, names)
         buffers = [buffer for buffer, _ in stepped]
-        for parameter in (one for buffer in buffers for one in buffer.parameters):
-            # All sums over axes that only replicate, in one collective: an op of the optimizer that
-            # met one unsummed might first redistribute it.
-            gradient_total(parameter)  # type: ignore[arg-type]
+        # All sums over axes that only replicate, in one collective: an op of the optimizer that met
+        # one unsummed might first redistribute it.
+        reduce_gradients(one for buffer in buffers for one in buffer.parameters)
         taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import DTensor, gathered, local_leaf
+from vescale_dtensor import Gathering, local_leaf, local_leaves
 
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -56,7 +57,7 @@ class Unit:
         depth: how many calls of the module are running.
         is_swapped: whether the modules hold gathered parameters.
         syncs: whether a backward reduces gradients; `no_sync` sets it to False.
-        after_reduce: called when the gradients of one run of the unit are done.
+        before_reduce: called when all gradients of one run of the unit have arrived.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Unit:
         self.depth = 0
         self.is_swapped = False
         self.syncs = True
-        self.after_reduce: Callable[[Unit], None] = _nothing
+        self.before_reduce: Callable[[Unit], None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, on the same mesh."""
@@ -97,7 +98,8 @@ class Unit:
 
     def wait(self, *, anew: bool = True) -> None:
         """Have all gathered values. Collective."""
-        self.start(anew=anew)
+        if len(self.buffers) > 1:
+            self.start(anew=anew)  # all of them before the first is waited for
         for buffer in self.buffers:
             buffer.wait(anew=anew)
 
@@ -123,8 +125,21 @@ class Unit:
         kept = [(local_leaf(one.stored).detach(), one.compute) for one in self.held[len(views) :]]
         return views + [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in kept]
 
+    @cached_property
+    def _gathering(self) -> Gathering:
+        # At the first use: while a model is copied, the copies have no parameters yet.
+        stored = [one.stored for one in self.held]
+        return Gathering(stored, self.mesh, [one.placements for one in self.held])
+
+    def aliases(self) -> tuple[list[Tensor], list[int]]:
+        """The gathered values, an alias for each kind of use, and which get no gradient."""
+        return self._gathering.aliases(self.views()), self._gathering.frozen()
+
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of what is stored, from this rank's contributions. Collective, if it syncs."""
+        """Gradients of what is stored, from what arrived at aliases. Collective, if it syncs."""
+        gradients = self._gathering.contributions(gradients)
+        # Before memory is taken to pack gradients: the gathered values have served.
+        self.before_reduce(self)
         found: list[Tensor | None] = []
         for buffer in self.buffers:
             own = gradients[len(found) : len(found) + len(buffer.parameters)]
@@ -133,7 +148,6 @@ class Unit:
             # Not reduced: the gradients of the stored parameters stay as they are for now.
             reduced = buffer.reduced() if self.syncs else [None] * len(own)
             found += reduced
-        self.after_reduce(self)
         kept = zip(self.held[len(found) :], gradients[len(found) :], strict=True)
         return found + [None if g is None else g.to(one.stored.dtype) for one, g in kept]
 
@@ -147,22 +161,19 @@ class Unit:
 
     def swap_in(self) -> None:
         """Let the modules hold the gathered parameters."""
-        leaves = [local_leaf(one.stored) for one in self.held]
-        values = gather_unit(self, leaves)
-        # Before the first of them: an error in between leaves something to swap out.
-        self.is_swapped = True
-        for one, value in zip(self.held, values, strict=True):
-            assert isinstance(one.stored, DTensor)
-            full: Any = gathered(one.stored, value, self.mesh, one.placements)
+        leaves = local_leaves([one.stored for one in self.held])
+        fulls: list[Any] = list(self._gathering.wrapped(gather_unit(self, leaves)))
+        for full in fulls:
             # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
             full._is_param = True
-            put(one.places, full)
+        # Before the first of them: an error in between leaves something to swap out.
+        self.is_swapped = True
+        put_all([one.places for one in self.held], fulls)
 
     def swap_out(self) -> None:
         """Let the modules hold the stored parameters again."""
         if self.is_swapped:
-            for one in self.held:
-                put(one.places, one.stored)
+            put_all([one.places for one in self.held], [one.stored for one in self.held])
         self.is_swapped = False
 
     def require_stored(self) -> None:
@@ -182,12 +193,15 @@ class Unit:
                     )
 
 
-def put(places: Places, tensor: Tensor) -> None:
-    """Let modules hold this tensor as their parameter."""
-    for module, name in places:
-        # Past `register_parameter`, which refuses tensors with a history.
-        module._parameters[name] = tensor  # type: ignore[assignment]
-        _tell_list_of_weights(module, name, tensor)
+def put_all(places: Sequence[Places], tensors: Sequence[Tensor]) -> None:
+    """Let modules hold these tensors as their parameters."""
+    # Without a call for each: this happens to every parameter several times a step.
+    for those, tensor in zip(places, tensors, strict=True):
+        for module, name in those:
+            # Past `register_parameter`, which refuses tensors with a history.
+            module._parameters[name] = tensor  # type: ignore[assignment]
+            if "_flat_weights_names" in module.__dict__:
+                _tell_list_of_weights(module, name, tensor)
 
 
 def _tell_list_of_weights(module: nn.Module, name: str, tensor: Tensor) -> None:
