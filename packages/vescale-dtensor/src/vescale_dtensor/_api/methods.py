@@ -127,8 +127,9 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     Its gradient is taken to have the layout of the tensor itself (`Replicate` where this is
     `Partial`), unless `grad_placements` says otherwise.
     """
-    layout = self._spec.layout
-    note_plain(shard=layout.replicated != layout.active)
+    if not torch.is_grad_enabled():
+        layout = self._spec.layout
+        note_plain(shard=layout.replicated != layout.active)
     return conversion.to_local(self, grad_placements)
 
 

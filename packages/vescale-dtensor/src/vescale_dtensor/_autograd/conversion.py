@@ -7,6 +7,7 @@ All of them keep the typed rule at the border: a plain tensor's gradient is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -95,7 +96,7 @@ def from_local(
     refuse_distributed("from_local", local_tensor)
     mesh = device_mesh if device_mesh is not None else current_mesh("from_local")
     wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
-    if shape is None and any(is_flat(as_placement(p)) for p in wanted):
+    if shape is None and _any_flat(wanted):
         raise LayoutError(
             f"from_local: {list(wanted)} lies flat in the local tensor, which does not tell the "
             "global shape. Pass it as shape=."
@@ -115,6 +116,12 @@ def from_local(
     if run_check == "sampled" and _has_whole_values(local_tensor, made):
         note_origin(made, sampled_digests(mesh, [local_tensor]))
     return made
+
+
+@lru_cache(maxsize=1024)
+def _any_flat(placements: tuple[object, ...]) -> bool:
+    """Whether a placement shards several dims as one."""
+    return any(is_flat(as_placement(p)) for p in placements)
 
 
 def _rest(run_check: object, grad_placements: Sequence[object] | None) -> tuple[str, ...]:

@@ -38,8 +38,10 @@ def gradient(tensor: DTensor) -> DTensor | None:
     local = tensor._local_tensor
     leaf: LeafGradient | None = tensor._leaf_gradient
     # Optimizers read this several times a step for each parameter: the usual answer comes first.
-    if leaf is not None and leaf.wrapper is not None and leaf.wrapper._local_tensor is local.grad:
-        return leaf.wrapper
+    if leaf is not None:
+        wrapper = leaf.wrapper
+        if wrapper is not None and wrapper._local_tensor is local.grad:
+            return wrapper
     if not local.is_leaf:
         retained: DTensor | None = tensor._retained_grad
         return retained

@@ -16,7 +16,7 @@ times, and each contribution is reduced before it is added.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,7 +91,8 @@ class LeafGradient:
             cotangent in backward.
         wrapper: the DTensor last returned for `.grad`. It refers back weakly (`_grad_of`), so that
             no cycle keeps the gradient's memory alive.
-        views: living views of the gradient; they get a new layout whenever `wrapper` does.
+        views: living views of the gradient, None if there was none; they get a new layout whenever
+            `wrapper` does.
         described: the `.grad` whose memory `wrapper` and `views` have. Torch may replace `.grad`
             unseen (`create_graph=True`): then they are tensors like any others.
         copied: whether a view of `.grad` had to be a copy. While it lives, nothing is added.
@@ -134,8 +135,8 @@ class LeafGradient:
         self.accumulation_hook: tuple[Any, Any] | None = None
         self.reducer: GradientReducer | None = None
         self.wrapper: DTensor | None = None
-        # By id: a set would compare them, element by element.
-        self.views: weakref.WeakValueDictionary[int, DTensor] = weakref.WeakValueDictionary()
+        # Most gradients have none, and `zero_grad` asks each of them.
+        self.views: weakref.WeakValueDictionary[int, DTensor] | None = None
 
     def note_use(self, varying: int) -> None:
         """Note a use that varies on these axes: contributions are partial there from now on."""
@@ -196,6 +197,9 @@ class LeafGradient:
 
     def track(self, view: DTensor) -> None:
         """Note a tensor that shares memory with the present `.grad`."""
+        if self.views is None:
+            self.views = weakref.WeakValueDictionary()
+        # By id: a set would compare them, element by element.
         self.views[id(view)] = view
         view._grad_of = weakref.ref(self)
 
@@ -209,10 +213,10 @@ class LeafGradient:
             self.wrapper._grad_of = None
         self.wrapper = self.described = None
         self.copied = False
-        if self.views:
+        if self.views is not None:
             for view in self.views.values():
                 view._grad_of = None
-            self.views.clear()
+            self.views = None
 
     def release_replaced(self) -> None:
         """`release`, if torch has replaced the tensor in `.grad`."""
@@ -313,14 +317,14 @@ class LeafGradient:
             spec = wrapper._spec
             layout = self.gradient_layout().with_order(spec.layout.order)
             wrapper._spec = spec_of(layout, spec.shape, spec.tensor_meta.dtype)
-        if self.views:
-            self._retype_views()
+        if self.views is not None:
+            self._retype_views(self.views.values())
 
-    def _retype_views(self) -> None:
+    def _retype_views(self, views: Iterable[DTensor]) -> None:
         # A view may have other dims than the gradient, so its own placements are kept on all other
         # axes. The sum changes on the partial axes only.
         reduction = Replicate() if self.is_reduced else Partial("sum")
-        for view in self.views.values():
+        for view in views:
             if view._grad_of is None:
                 continue  # it has got other memory since: by an assignment to its `data`
             spec = view._spec.base

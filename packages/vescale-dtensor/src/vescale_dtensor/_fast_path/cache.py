@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from vescale_dtensor._dispatch.plain_operands import on_reset
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._layout.spec import Spec
@@ -42,10 +44,12 @@ class CallTable(BoundedCache[Key, CompiledCall]):
 # Grad mode off; on, and no operand requires grad; on, and autograd records. The state is a table,
 # not a part of the key: compiled calls are made for one state, and check nothing when they run.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
-# In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec of the
+# In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec and dtype of the
 # result, the call's token (see `_tensor/lineage.py`), and function and spec as they are noted in
 # `executed.calls`: making that tuple at each call would be a quarter of what a lineage costs.
-binary_cache: BoundedCache[Key, tuple[Spec, int, tuple[Any, Spec]]] = BoundedCache(_MOST_CALLS)
+binary_cache: BoundedCache[Key, tuple[Spec, torch.dtype, int, tuple[Any, Spec]]] = BoundedCache(
+    _MOST_CALLS
+)
 # Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
 # list.
 list_cache: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)

@@ -197,7 +197,8 @@ def _specialize(
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
             key = (func, call.args[0]._spec, call.args[1]._spec)
-            binary_cache.store(key, (specs[0], token, (func, specs[0])))
+            dtype = specs[0].tensor_meta.dtype
+            binary_cache.store(key, (specs[0], dtype, token, (func, specs[0])))
     elif places == (0,) and rule.views:
         wrap_result = result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device

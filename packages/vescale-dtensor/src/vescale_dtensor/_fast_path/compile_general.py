@@ -14,13 +14,16 @@ from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._fast_path.cache import CompiledCall
+from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, Rule, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.lineage import mark_results, toggle, write_token
+from vescale_dtensor._tensor.lineage import call_token, mark_results, toggle, write_token
+
+note_call = calls.append
 
 
 def takes_one_list(call: OpCall, result: Any, rule: Rule) -> bool:
@@ -67,6 +70,8 @@ def compile_general(
     """
     writes = plan.rule.writes is not None
     single = type(result) is DTensor
+    token = call_token(original, specs[0])
+    call = original, specs[0]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         operands: list[Any] = []
@@ -87,10 +92,18 @@ def compile_general(
             toggle(operands[0], write_token(original))
             return operands[0]
         if single:
-            first = next(operand for operand in operands if type(operand) is DTensor)
-            result = first if found is first._local_tensor else _typed(found, specs[0])
-            mark_results(original, (result,), args, kwargs)
-            return result
+            ours = [operand for operand in operands if type(operand) is DTensor]
+            first = ours[0]
+            if found is first._local_tensor:
+                return first
+            made = _typed(found, specs[0])
+            # `mark_results` of one result, whose operands are known.
+            if token:
+                note_call(call)
+                made._lineage = hash((*[operand._lineage for operand in ours], token))
+            else:
+                made._lineage = first._lineage
+            return made
         own = [operand._local_tensor for operand in operands if type(operand) is DTensor]
         # One among several results may be an operand itself. Another wrapper of the same local
         # tensor would type its gradient a second time, so it gets a view.

@@ -21,7 +21,7 @@ from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.plan import function_name
-from vescale_dtensor._tensor.copied_views import any_copies, check_writable, mark_copy, same_memory
+from vescale_dtensor._tensor.copied_views import check_writable, live_copies, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import toggle, write_token
 from vescale_dtensor._torch.compat import close_memory, new_wrapper
@@ -238,7 +238,7 @@ def compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> Compi
     def run(*args: Any, **named: Any) -> DTensor:
         target: DTensor = args[0]
         # Copied views come and go between calls, so this is checked every time.
-        if any_copies() or target._view_copy_of is not None:
+        if live_copies or target._view_copy_of is not None:
             if target._way_back is not None:
                 written: DTensor = dispatch(func, args, named)
                 return written

@@ -99,12 +99,12 @@ def torch_function(
         else:
             known = binary_cache.get((func, first._spec, second._spec))
             if known is not None:
-                spec, token, call = known
+                spec, dtype, token, call = known
                 # A compiled call written out: no call is more common. Autocast may give another
                 # dtype than the spec's.
                 result = func(local, other)
                 lineage = hash((first._lineage, second._lineage, token))
-                if result.dtype is not spec.tensor_meta.dtype:
+                if result.dtype is not dtype:
                     return wrap_other_dtype(result, spec, lineage)
                 wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
                 close_memory(wrapper)
@@ -119,7 +119,12 @@ def torch_function(
         return _call_of_plain(_general_call, func, args, kwargs or {})
     if len(args) == 1 and not kwargs:
         (first,) = args
-        compiled = table_for_operand(first).get((func, first._spec))
+        # `table_for_operand` written out.
+        if first._may_have_hidden_node or not (is_grad_enabled() and forward_grad_enabled()):
+            table = table_for_operand(first)
+        else:
+            table = GRAD_RECORDED if first._local_tensor.requires_grad else GRAD_IDLE
+        compiled = table.get((func, first._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first)
     return _call_with_other(func, args, kwargs or {})
 
@@ -177,8 +182,16 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     rest = args[1:]
     if func is GETITEM:
         return call_with_values(func, _index_key(args[0]._spec, rest[0]), args[0], rest, {})
-    key = exact_key(func, args[0]._spec, rest, kwargs)
-    return call_with_values(func, key, args[0], rest, kwargs)
+    # `exact_key` written out.
+    values = (*rest, *kwargs.values()) if kwargs else rest
+    kinds: Any = tuple(map(type, values))
+    if DTensor in kinds:  # no exact key holds a tensor: `layer_norm(x, shape, weight=…)`
+        return _general_call(func, args, kwargs)
+    if tuple in kinds:
+        kinds = _kinds_within(values)
+    return call_with_values(
+        func, (func, args[0]._spec, values, kinds, *kwargs), args[0], rest, kwargs
+    )
 
 
 def exact_key(
@@ -306,7 +319,7 @@ def _general_call(
         kwargs: its arguments by name.
         exact_key: the key that missed in `exact_keys`. A hit here is stored under it.
     """
-    if kwargs:
+    if kwargs and type(func) is not FunctionType:
         given = kwargs
         args, kwargs = named_as_torch_does(func, args, kwargs)
         # The exact key is of the call as written, and its compiled call would get the arguments as

@@ -20,15 +20,17 @@ from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
+from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
 from vescale_dtensor._fast_path.lookup import (
     exact_key,
     is_compiling,
+    is_grad_enabled,
     table_for_operand,
     torch_function,
 )
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import dispatch_modes
+from vescale_dtensor._torch.compat import dispatch_modes, forward_grad_enabled
 
 # Method -> the function that torch passes to `__torch_function__` for it, which is in the keys.
 _OPERATORS = {
@@ -45,7 +47,14 @@ _OPERATORS = {
     "div": "div",
     "matmul": "matmul",
     "mm": "mm",
+    # Optimizers write hundreds of times a step.
+    "add_": "add_",
+    "sub_": "sub_",
+    "mul_": "mul_",
+    "div_": "div_",
 }
+# Methods of two DTensors and a third, or a number; `value=` or `alpha=` by name.
+_OF_THREE = "addcmul_ addcdiv_ lerp_ lerp addmm addcmul addcdiv"
 # Methods of one DTensor and of values.
 _WITH_VALUES = """
 view reshape transpose permute flatten squeeze unsqueeze expand contiguous t chunk narrow
@@ -79,11 +88,13 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
         if other is _LEFT_OUT:
             return own(self, **named)
         # Not for subclasses of users, whose own `__torch_function__` has to be called.
-        if named or _modes_active() or type(self) is not DTensor:
+        if named or has_torch_function_unary(None) or type(self) is not DTensor:
             return own(self, other, **named)
         kind = type(other)
-        if kind is DTensor:
+        if kind is DTensor:  # observers, tracers and compilers are looked for there
             return torch_function(DTensor, func, (), (self, other))
+        if observers or is_compiling() or dispatch_modes():
+            return own(self, other)
         if (kind is float or kind is int) and func in scalar_agnostic:
             compiled = table_for_operand(self).get((func, self._spec, kind))
             if compiled is not None:
@@ -96,6 +107,26 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
     return operator
 
 
+def _of_three(name: str) -> Callable[..., Any]:
+    """A method of two DTensors and a third argument.
+
+    Args:
+        name: of the method.
+    """
+    func = getattr(torch.Tensor, name)
+
+    def method(self: DTensor, *others: Any, **named: Any) -> Any:
+        if (
+            len(others) == 2
+            and type(others[0]) is DTensor is type(self)
+            and not has_torch_function_unary(None)
+        ):
+            return torch_function(DTensor, func, (), (self, *others), named)
+        return func(self, *others, **named)
+
+    return method
+
+
 def _with_values(name: str) -> Callable[..., Any]:
     """A method of one DTensor and of values that are part of the key.
 
@@ -105,20 +136,36 @@ def _with_values(name: str) -> Callable[..., Any]:
     func = getattr(torch.Tensor, name.strip("_"))
 
     def method(self: DTensor, *values: Any, **named: Any) -> Any:
-        if _modes_active() or type(self) is not DTensor:
+        if (
+            observers
+            or has_torch_function_unary(None)
+            or is_compiling()
+            or dispatch_modes()
+            or type(self) is not DTensor
+        ):
             return func(self, *values, **named)
-        if len(values) == 1 and not named and func in scalar_agnostic:
-            kind = type(values[0])
-            if kind is float or kind is int:
-                compiled = table_for_operand(self).get((func, self._spec, kind))
-                if compiled is not None:
-                    return compiled(self, values[0])
-        # The same key as `lookup._call_with_other` builds: they share their entries.
-        key = exact_key(func, self._spec, values, named)
-        try:
-            compiled = table_for_operand(self).exact_keys.get(key)
-        except TypeError:  # a list among the values: it does not hash
-            compiled = None
+        # `table_for_operand` written out.
+        if self._may_have_hidden_node or not (is_grad_enabled() and forward_grad_enabled()):
+            table = table_for_operand(self)
+        else:
+            table = GRAD_RECORDED if self._local_tensor.requires_grad else GRAD_IDLE
+        if not (values or named):
+            compiled = table.get((func, self._spec))
+            if compiled is not None:
+                return compiled(self)
+        else:
+            if len(values) == 1 and not named and func in scalar_agnostic:
+                kind = type(values[0])
+                if kind is float or kind is int:
+                    compiled = table.get((func, self._spec, kind))
+                    if compiled is not None:
+                        return compiled(self, values[0])
+            # The same key as `lookup._call_with_other` builds: they share their entries.
+            key = exact_key(func, self._spec, values, named)
+            try:
+                compiled = table.exact_keys.get(key)
+            except TypeError:  # a list among the values: it does not hash
+                compiled = None
         if compiled is None:
             # By torch's parser, which refuses arguments that a rule would not read. Where torch has
             # turned overrides off, the parser would pass the wrapper on to C++.
@@ -153,6 +200,8 @@ def install() -> None:
         setattr(DTensor, name, _named(_operator(name, function), name))
     for name in _WITH_VALUES.split():
         setattr(DTensor, name, _named(_with_values(name), name))
+    for name in _OF_THREE.split():
+        setattr(DTensor, name, _named(_of_three(name), name))
     DTensor.detach = _named(_detach, "detach")
     DTensor.backward = _named(_backward, "backward")
 

@@ -18,7 +18,7 @@ from vescale_dtensor._torch.compat import storage_identity
 # Base storage -> live copies. The identity of a storage exists also where the shard is empty, so
 # all ranks refuse alike. A copy keeps its base alive (`_view_copy_of`), so the address is not
 # reused while the entry counts.
-_copies: dict[int, weakref.WeakSet[DTensor]] = {}
+live_copies: dict[int, weakref.WeakSet[DTensor]] = {}
 
 
 def mark_copy(copy: DTensor, base: DTensor) -> None:
@@ -28,7 +28,7 @@ def mark_copy(copy: DTensor, base: DTensor) -> None:
     copy._view_copy_of = source
     address = _address(source)
     if address:
-        _copies.setdefault(address, weakref.WeakSet()).add(copy)
+        live_copies.setdefault(address, weakref.WeakSet()).add(copy)
 
 
 def check_writable(target: Tensor, what: str) -> None:
@@ -44,7 +44,7 @@ def check_writable(target: Tensor, what: str) -> None:
             f"{what}: in place on {target!r}, a view whose layout forced a copy: the original "
             "would not change. Write to the original, or clone() the view first."
         )
-    if _copies and _live_copy(target):
+    if live_copies and _live_copy(target):
         raise UnsupportedError(
             f"{what}: in place on {target!r}, of which a view lives whose layout forced a copy: "
             "the view would not change. clone() the view, or drop it before writing."
@@ -53,25 +53,25 @@ def check_writable(target: Tensor, what: str) -> None:
 
 def is_only_copy(copy: DTensor, base: DTensor) -> bool:
     """Whether no other copied view of this base's memory lives."""
-    known = _copies.get(_address(base._local_tensor))
+    known = live_copies.get(_address(base._local_tensor))
     return known is not None and all(other is copy for other in known)
 
 
 def any_copies() -> bool:
     """Whether any copied view may be alive; otherwise every tensor may be written to."""
     # A quick test for the fast path: entries of dead copies are only removed when they are found.
-    return bool(_copies)
+    return bool(live_copies)
 
 
 def _live_copy(target: DTensor) -> bool:
     """Whether a copied view of `target` is alive."""
     address = _address(target._local_tensor)
-    known = _copies.get(address)
+    known = live_copies.get(address)
     if known is None:
         return False
     # All copies are gone, and the storage may be another tensor's by now.
     if len(known) == 0:
-        del _copies[address]
+        del live_copies[address]
         return False
     return True
 

@@ -95,7 +95,9 @@ def write_token(func: Callable[..., Any]) -> int:
 def toggle(target: Any, token: int) -> None:
     """Note a write to a tensor."""
     if type(target) is DTensor and not pause.depth:
-        _set_written(target, target._lineage, token)
+        # `_set_written` written out: optimizers come here for each write.
+        before = target._lineage
+        target._lineage = (before ^ token) & ~_COUNT | (before + 1) & _COUNT
         if target._part_of is not None:
             for owner in _owners(target):
                 _set_written(owner, owner._lineage, token)
@@ -125,7 +127,9 @@ def marked(
     run: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """`run(*args, **kwargs)`, which answers a call of `func`: its result, with its lineage."""
-    token = write_token(func)
+    token = _writes.get(func)
+    if token is None:
+        token = write_token(func)
     if token:
         target = _first(args)
         written = () if target is None else (target, *_owners(target))
@@ -143,7 +147,14 @@ def marked(
         # Most calls are of one DTensor and of values: no list of operands is made for them.
         if type(first) is DTensor and _are_values(args[1:]) and _are_values(kwargs.values()):
             if result is not first:
-                _mark(func, result, (first,))
+                call = func, result._spec
+                token = _calls.get(call) or call_token(*call)
+                # As `_mark` does, with one operand.
+                if token:
+                    result._lineage = hash((first._lineage, token))
+                    calls.append(call)
+                else:
+                    result._lineage = first._lineage
         else:
             mark_results(func, (result,), args, kwargs)
         if mode is not None and result is not first:
@@ -154,7 +165,7 @@ def marked(
 
 
 def _are_values(arguments: Iterable[Any]) -> bool:
-    return _VALUES.issuperset(map(type, arguments))
+    return not arguments or _VALUES.issuperset(map(type, arguments))
 
 
 def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict[str, Any]) -> None:

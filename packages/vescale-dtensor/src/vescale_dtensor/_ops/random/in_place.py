@@ -56,7 +56,7 @@ def _dropped_without_plan(input: DTensor, p: float) -> DTensor:
     local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)
     record_draw(spec.layout.mesh, local, None)
     dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride()))
-    return wrap(dropped, spec.dense)
+    return wrap(dropped, spec.dense if spec.has_gaps else spec)
 
 
 def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:
