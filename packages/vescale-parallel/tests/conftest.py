@@ -24,6 +24,7 @@ LONG = {
     "test_weights": 3,
     "test_replaced": 3,
     "test_mesh": 2,
+    "test_invariant": 5,
 }
 
 

@@ -12,6 +12,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_plan/`: `Plan`, and plans that nobody has to write: presets by declared layouts or by shapes.
 - `_check/`: text of a plan -> parsed rules -> rules resolved for a model and a mesh: a `Report`.
 - `_checkpoint/`: modules that are computed again in backward.
+- `_invariant/`: steps with the same bits on any number of data-parallel ranks.
 - `_cost/`: what a step of a resolved plan would cost on a cluster, on paper.
 - `memory`, `_memory/`: order and layout of what a torch.fx graph makes; they stand by themselves.
 - `schedules`, `_schedules/`: pipeline schedules on paper; they stand by themselves, too.
@@ -40,6 +41,7 @@ from vescale_parallel._errors import (
     StaleParameterError,
     TrainError,
 )
+from vescale_parallel._invariant.norm import clip_grad_norm_
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._pretrained.load import load_pretrained
@@ -68,6 +70,7 @@ __all__ = [
     "TrainError",
     "__version__",
     "captured_units",
+    "clip_grad_norm_",
     "deferred",
     "forward_backward",
     "load_pretrained",

@@ -19,10 +19,14 @@ from vescale_parallel._checkpoint.install import Budget, install_regions
 from vescale_parallel._deferred.distributed import distributed
 from vescale_parallel._deferred.models import attributes_of, materialize_rest
 from vescale_parallel._deferred.recording import DeferredTensor
+from vescale_parallel._invariant.meshes import compute_mesh
+from vescale_parallel._invariant.step import InvariantStep
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._static.units import install_static
+from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._zero.schedule import SCHEDULE
 
 
 def parallelize(
@@ -71,15 +75,21 @@ def parallelize(
     optimizers = optimizers_of(model)
     options = {"bucket_bytes": bucket_bytes, "static": static}
     report = preflight(model, mesh, plan, options, optimizers)
-    where = stored_placements(mesh, report)
+    invariant = report.invariant
+    # Logical shards are computed one after another: no activation lies over the batch's axes.
+    used = mesh if invariant is None else compute_mesh(mesh, invariant.axes)
+    where = stored_placements(mesh, report, used)
     _distribute_parameters(model, where, report, optimizers)
-    _install_hooks(model, mesh, report, plan.batch_is)
+    _install_hooks(model, used, report, plan.batch_is)
     install_zero(model, report, where, plan.prefetch)
     if static:
         install_static(model)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, mesh, report)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
+    if invariant is not None:
+        schedule = getattr(model, SCHEDULE, None)
+        setattr(model, STEP, InvariantStep(model, invariant, mesh, schedule, report.over))
     return model
 
 
@@ -152,7 +162,7 @@ def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is: str) -> None:
     # The batch first: a rule about the root's inputs then sees distributed tensors.
-    if report.batch is not None:
+    if report.batch is not None and report.invariant is None:
         distribute = LocalBatch if batch_is == "local" else DistributeBatch
         model.register_forward_pre_hook(distribute(report.batch, mesh), with_kwargs=True)
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -54,6 +54,7 @@ def preflight(
         _require_plain(model)
         report = plan.check(model, mesh)
         _require_fresh(model, mesh)
+        _require_eager(plan, options)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
     # The mesh first: it says which ranks the rest is compared among.
@@ -83,6 +84,14 @@ def _require_same_mesh(mesh: object) -> None:
         f"{_HEAD}\n  - mesh: {said['mesh']} is passed by ranks {numbers(passed_by)}\n"
         f"{ADVICE['mesh']}"
     )
+
+
+def _require_eager(plan: Plan, options: dict[str, Any]) -> None:
+    if plan.deterministic is not None and options["static"]:
+        raise PlanError(
+            f"static=True with deterministic='{plan.deterministic}': a recording keeps the seeds "
+            "and shapes of one logical shard. Leave one of them out."
+        )
 
 
 def _require_plain(model: nn.Module) -> None:

@@ -33,12 +33,15 @@ class StoredPlacements:
             first, and their shards are sharded flat. The same object where it is last already.
         shares: by the name of a parameter in a buffer, the elements of each rank of `over`.
         over: the axis.
+        whole: all ranks; that of the activations lacks the axes of the batch where logical shards
+            are computed one after another.
     """
 
     mesh: DeviceMesh
     stored: DeviceMesh
     shares: Mapping[str, tuple[int, ...]]
     over: str
+    whole: DeviceMesh
 
     def of(self, row: ParameterRow) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Mesh and placements of a stored parameter."""
@@ -50,8 +53,17 @@ class StoredPlacements:
         return self.stored, where
 
 
-def stored_placements(mesh: DeviceMesh, report: Report) -> StoredPlacements:
-    """Return where a report's parameters are stored. Collective where a mesh has to be made."""
+def stored_placements(
+    whole: DeviceMesh, report: Report, mesh: DeviceMesh | None = None
+) -> StoredPlacements:
+    """Return where a report's parameters are stored. Collective where a mesh has to be made.
+
+    Args:
+        whole: all ranks.
+        report: the plan, resolved.
+        mesh: that of the activations, by default all ranks.
+    """
+    mesh = whole if mesh is None else mesh
     shares = {
         slot.names[0]: row.plan.shares(index)
         for row in report.buffers
@@ -59,8 +71,8 @@ def stored_placements(mesh: DeviceMesh, report: Report) -> StoredPlacements:
     }
     # One mesh for all stored parameters, also those that are not sharded: norms of all of them are
     # stacked, for example.
-    stored = _with_last(mesh, report.over) if report.buffers else mesh
-    return StoredPlacements(mesh, stored, shares, report.over)
+    stored = _with_last(whole, report.over) if report.buffers else mesh
+    return StoredPlacements(mesh, stored, shares, report.over, whole)
 
 
 def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -82,7 +94,7 @@ def install_zero(model: nn.Module, report: Report, where: StoredPlacements, ahea
         return
     rows = {row.name: row for row in report.parameters}
     names = dict.fromkeys([ROOT, *(one.unit for one in report.buffers), *(r.unit for r in kept)])
-    told = Told(where.mesh)
+    told = Told(where.whole)
     units = [
         _make_unit(
             model,
@@ -114,7 +126,7 @@ def _make_unit(
         own = [rows[slot.names[0]] for slot in buffer.plan.slots]
         parameters = [model.get_parameter(row.name) for row in own]
         shapes = [own_shape(row.layout, row.global_shape, where.mesh) for row in own]
-        group = group_of(where.mesh, where.over)
+        group = group_of(where.whole, where.over)
         made.append(FlatBuffer(buffer, group, parameters, shapes, told))
     held_rows = [rows[slot.names[0]] for buffer in buffers for slot in buffer.plan.slots] + kept
     held = [_held(model, row, where.mesh) for row in held_rows]

@@ -27,6 +27,7 @@ from vescale_parallel._cost import (
     piece_of,
 )
 from vescale_parallel._cost.links import named_cluster
+from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
@@ -49,6 +50,7 @@ class Report:
         regions: modules that are computed again in backward; with a budget, the first of them.
         budget: bytes of activations of a rank, or None.
         batch_is: whether every rank passes the whole batch ("global") or its own rows ("local").
+        invariant: how steps have the same bits on any number of ranks, or None.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -63,6 +65,7 @@ class Report:
     regions: tuple[RegionRow, ...] = ()
     budget: float | None = None
     batch_is: str = "global"
+    invariant: InvariantRow | None = None
 
     @property
     def bytes_per_rank(self) -> int:
@@ -148,6 +151,8 @@ class Report:
             parts.append(_boundaries(self.boundaries))
         if self.regions:
             parts.append(self.activations.text())
+        if self.invariant is not None:
+            parts.append(str(self.invariant))
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])
 
     def _parameters(self) -> str:

@@ -23,6 +23,11 @@ from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._cost import Cluster
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
+from vescale_parallel._invariant.resolve import (
+    InvariantWords,
+    parse_invariant,
+    resolve_invariant,
+)
 from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
@@ -82,6 +87,9 @@ class Plan:
             that, for operators of your choice; "24GB": as many blocks as it takes for activations
             of a rank to stay below, by the estimate of `check`. Or glob over module names to one of
             "full", "selective", "save: ..." and "none"; of modules within others, the outermost.
+        deterministic: "dp-invariant": losses and parameters have the same bits on any number of
+            ranks that share the batch. Steps are made by `forward_backward`.
+        shards: logical shards that the batch is cut into for that; no more ranks may share it.
 
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
@@ -105,6 +113,8 @@ class Plan:
     owned: str | tuple[str, ...] | None = None
     block: int | tuple[int, int] = 1
     checkpoint: str | int | Mapping[str, str] | None = None
+    deterministic: Literal["dp-invariant"] | None = None
+    shards: int = 8
 
     def __post_init__(self) -> None:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
@@ -125,6 +135,7 @@ class Plan:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         _require_batch(self.batch, self.batch_is)
+        parse_invariant(self.deterministic, self.shards)
         # Reading is all that happens here; what it means for a model is for `check` to find out.
         self._parsed()
 
@@ -150,7 +161,9 @@ class Plan:
             PlanError: with every problem that was found, not only the first.
         """
         report = check_rules(self._parsed(), model, mesh_shape)
-        return replace(report, batch_is=self.batch_is)
+        words = InvariantWords(self.deterministic, self.shards, self.batch_is)
+        invariant = resolve_invariant(words, model, report)
+        return replace(report, batch_is=self.batch_is, invariant=invariant)
 
     def explain(
         self,

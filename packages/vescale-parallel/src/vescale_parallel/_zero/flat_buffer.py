@@ -240,10 +240,10 @@ class FlatBuffer:
         with torch.no_grad():
             how: Any = {"order": order, "sizes": self._sizes}
             total = reduce_scatter(packed, self.group, **how)
-        shards = self._shards(total.to(self.shard.dtype))
+        shards = self.shards_of(total.to(self.shard.dtype))
         return [shard if index in arrived else None for index, shard in enumerate(shards)]
 
-    def _shards(self, shard: Tensor) -> list[Tensor]:
+    def shards_of(self, shard: Tensor) -> list[Tensor]:
         """For each slot what this rank owns of it, as views of a shard-sized tensor."""
         return [shard[at:end] for at, end in self._owned]
 
@@ -276,7 +276,7 @@ class FlatBuffer:
     def _adopt(self) -> None:
         """Move the values of the stored parameters into the shard, and make them views of it."""
         with torch.no_grad():
-            shards = self._shards(self.shard.detach())
+            shards = self.shards_of(self.shard.detach())
             for local, shard in zip(self.locals, shards, strict=True):
                 shard.copy_(local)
                 # The leaf stays the same object, with its gradient, hooks and optimizer state.

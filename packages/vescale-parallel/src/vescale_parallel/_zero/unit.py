@@ -58,6 +58,7 @@ class Unit:
         is_swapped: whether the modules hold gathered parameters.
         syncs: whether a backward reduces gradients; `no_sync` sets it to False.
         before_reduce: called when all gradients of one run of the unit have arrived.
+        collect: takes the gradients of each run in place of a reduction; None: they are reduced.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Unit:
         self.is_swapped = False
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
+        self.collect: Callable[[Unit, Sequence[Tensor | None]], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, on the same mesh."""
@@ -140,6 +142,9 @@ class Unit:
         gradients = self._gathering.contributions(gradients)
         # Before memory is taken to pack gradients: the gathered values have served.
         self.before_reduce(self)
+        if self.collect is not None:
+            self.collect(self, gradients)
+            return [None] * len(self.held)
         found: list[Tensor | None] = []
         for buffer in self.buffers:
             own = gradients[len(found) : len(found) + len(buffer.parameters)]

@@ -1,0 +1,120 @@
+"""Gradients of one logical shard, taken where they arrive, and never summed over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor, nn
+from vescale_dtensor import gradient_total, local_leaf
+
+from vescale_parallel._common.messages import listed
+from vescale_parallel._errors import ParallelError, StaleParameterError
+from vescale_parallel._zero.schedule import Schedule
+from vescale_parallel._zero.unit import Unit
+
+
+class Running(Protocol):
+    """Whoever runs the shards."""
+
+    @property
+    def running(self) -> bool: ...
+
+
+class Collected:
+    """Gradients by the number of the parameter, from the units of `zero` and from `.grad`.
+
+    Attributes:
+        parameters: in the order of the model.
+        in_units: numbers of those that units gather or cast: their gradients come from the unit.
+        arrived: whether this rank has had a gradient of a parameter in this step.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule | None, step: Running) -> None:
+        self.model, self._step = model, step
+        self.parameters = list(model.parameters())
+        self._number = {id(one): number for number, one in enumerate(self.parameters)}
+        units = schedule.units if schedule is not None else []
+        self.in_units = {self.number(one.stored) for unit in units for one in unit.held}
+        self._found: list[Tensor | None] = [None] * len(self.parameters)
+        self.arrived = [False] * len(self.parameters)
+        for unit in units:
+            unit.collect = self._collect
+
+    def number(self, parameter: nn.Parameter) -> int:
+        """Return the number of a parameter."""
+        return self._number[id(parameter)]
+
+    def _collect(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of a unit, in its backward."""
+        if not self._step.running:
+            raise ParallelError(
+                "a backward outside of forward_backward: with deterministic='dp-invariant' there "
+                "is no sum over ranks but its own. Call forward_backward(model, ...)."
+            )
+        for one, gradient in zip(unit.held, gradients, strict=True):
+            number = self.number(one.stored)
+            before = self._found[number]
+            # A unit may be used more than once in a forward.
+            if gradient is not None:
+                self._found[number] = gradient if before is None else before + gradient
+
+    def take(self) -> list[Tensor | None]:
+        """Return the gradients of the shard that has run, and forget them.
+
+        Collective where another axis than those of the batch owes sums, as `tp` does.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if number not in self.in_units and gradient_total(parameter) is not None:  # type: ignore[arg-type]
+                self._found[number] = local_leaf(parameter).grad
+                parameter.grad = None
+        found, self._found = self._found, [None] * len(self.parameters)
+        had = zip(self.arrived, found, strict=True)
+        self.arrived = [before or one is not None for before, one in had]
+        return found
+
+    @contextmanager
+    def all_shards(self) -> Iterator[None]:
+        """Put gradients of earlier backwards aside, and notice what forwards write to."""
+        rest = [p for n, p in enumerate(self.parameters) if n not in self.in_units]
+        before = [one.grad for one in rest]
+        for one in rest:
+            one.grad = None
+        self._found = [None] * len(self.parameters)
+        self.arrived = [False] * len(self.parameters)
+        self._versions = self._written()
+        try:
+            yield
+        finally:
+            self._found = [None] * len(self.parameters)
+            for one, gradient in zip(rest, before, strict=True):
+                one.grad = gradient
+
+    def problem(self) -> str:
+        """Return what was wrong with the forwards; empty if nothing was."""
+        now = self._written()
+        written = [name for name in now if now[name] != self._versions.get(name)]
+        if not written:
+            return ""
+        return (
+            f"forward has written to buffers: {listed(written)}. With deterministic='dp-invariant' "
+            "each rank would hold what its own logical shards left there. Write to them outside "
+            "of forward, or return what they collect with the loss."
+        )
+
+    def _written(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(one), one._version) for name, one in self.model.named_buffers()}
+
+    def require_same_parameters(self) -> None:
+        """Refuse parameters that were replaced or added.
+
+        Raises:
+            StaleParameterError: the model has other parameters than those that were parallelised.
+        """
+        now = list(self.model.parameters())
+        if [id(one) for one in now] != [id(one) for one in self.parameters]:
+            raise StaleParameterError(
+                "the model has other parameters than parallelize left it with: their gradients "
+                "would not be summed. Change the model first, then parallelize it."
+            )

@@ -1,0 +1,235 @@
+"""One training step over logical shards: what `forward_backward` calls of an invariant model."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import Group, group_of
+from vescale_dtensor import DTensor, local_leaf
+
+from vescale_parallel._common.agreement import checksum, require_same
+from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.messages import listed
+from vescale_parallel._common.pytree import named_tensors_within
+from vescale_parallel._common.torch_compat import hooks_of
+from vescale_parallel._errors import ParallelError
+from vescale_parallel._invariant.collected import Collected
+from vescale_parallel._invariant.delivery import Destination, destinations_of
+from vescale_parallel._invariant.exchange import exchanged
+from vescale_parallel._invariant.facts import Told, tell
+from vescale_parallel._invariant.resolve import InvariantRow, training_norms
+from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
+from vescale_parallel._step.parts import Part, loss_of
+from vescale_parallel._zero.schedule import Schedule
+
+_CHECKED_BATCHES: Final = 2
+"""How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
+
+
+class InvariantStep:
+    """Computes this rank's logical shards one after another, and the sums over all of them.
+
+    Args:
+        model: the parallelised model, on a mesh without the axes of the batch.
+        row: shards, and the axes of the batch.
+        mesh: all ranks.
+        schedule: of the model's units, where it has some.
+        over: the axis that stored parameters are sharded over.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        row: InvariantRow,
+        mesh: DeviceMesh,
+        schedule: Schedule | None,
+        over: str,
+    ) -> None:
+        self.model, self.row, self.mesh, self.schedule = model, row, mesh, schedule
+        self.group: Group | None = group_of(mesh, row.axes) if row.axes else None
+        self.rank = self.group.rank if self.group else 0
+        self.spans = shares(row.shards, row.ranks)
+        self.running = False
+        self._unchecked, self._is_copy = _CHECKED_BATCHES, False
+        self.collected = Collected(model, schedule, self)
+        self._over, self._trained = over, [False]
+        self.destinations: list[Destination] = []
+        model.register_forward_pre_hook(self._refuse_others, prepend=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InvariantStep:
+        """That of a copied model, which can be evaluated, but not trained: units know the first."""
+        made = copy.copy(self)
+        made._is_copy = True
+        memo[id(self)] = made
+        return made
+
+    def forward_backward(self, part: Part) -> Tensor:
+        """Return the loss of the whole batch; gradients are left complete. Collective."""
+        self._require_ready()
+        rows = part.rows(self._dim_of)
+        self._require_same(part)
+        self._find_destinations()
+        sizes = rows_of(rows, self.row.shards)
+        # Drawn alike on every rank, before anything depends on which shards it computes.
+        seeds = torch.randint(2**62, (self.row.shards,)).tolist()
+        with self.collected.all_shards(), self._run_alone():
+            losses, dtype = self._run(part.cut(self._dim_of, sizes), sizes, seeds)
+            told = self._tell(losses, seeds)
+            summed = self._summed(told, sizes)
+        self._deliver(told, summed)
+        leaves = {
+            (shard, shard + 1): told.losses[shard] * size / rows
+            for shard, size in enumerate(sizes)
+            if size
+        }
+        loss = total(self.row.shards, leaves, operator.add)
+        return torch.tensor(loss, dtype=dtype, device=self.mesh.device_type)
+
+    def _run(
+        self, parts: Sequence[Part], sizes: Sequence[int], seeds: Sequence[int]
+    ) -> tuple[dict[int, float], torch.dtype]:
+        """Run this rank's shards; returns their losses, and the dtype of these."""
+        low, high = self.spans[self.rank]
+        own = [shard for shard in range(low, high) if sizes[shard]]
+        self._sums = [TreeSum[Tensor](self.row.shards, Tensor.add_) for _ in self.destinations]
+        losses: dict[int, Tensor] = {}
+        for turn in range(self._turns(sizes)):
+            # Ranks that gather parameters together take as many turns: the last ones idly, with
+            # the first shard, of which nothing is kept.
+            shard = own[turn] if turn < len(own) else 0
+            torch.manual_seed(seeds[shard])
+            loss = self._run_one(parts[shard], sizes[shard] / sum(sizes))
+            found = self.collected.take()
+            if turn < len(own):
+                losses[shard] = loss
+                for sums, one in zip(self._sums, self.destinations, strict=True):
+                    sums.put(shard, one.bundle.pack(found))
+        for shard in range(low, high):
+            if not sizes[shard]:
+                for sums in self._sums:
+                    sums.put(shard, None)
+        return {shard: float(loss) for shard, loss in losses.items()}, loss.dtype
+
+    def _turns(self, sizes: Sequence[int]) -> int:
+        every = [sum(1 for one in sizes[low:high] if one) for low, high in self.spans]
+        # At least one: a rank without rows learns the dtype of the loss from it.
+        return max(1, max(every) if self.schedule is not None else every[self.rank])
+
+    def _run_one(self, part: Part, weight: float) -> Tensor:
+        loss = loss_of(part, self.model(*part.args, **part.kwargs))
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        value = loss.detach()
+        whole: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole
+
+    def _tell(self, losses: dict[int, float], seeds: Sequence[int]) -> Told:
+        arrived, problem = self.collected.arrived, self.collected.problem()
+        return tell(losses, arrived, seeds, problem, self.spans, self.group, self.mesh.device_type)
+
+    def _summed(self, told: Told, sizes: Sequence[int]) -> list[Tensor | None]:
+        """Return for each destination the sum over all shards; None where nothing arrived."""
+        whole = (0, self.row.shards)
+        nodes = [present(nodes_within(whole, own), sizes) for own in self.spans]
+        found: list[Tensor | None] = []
+        for sums, one in zip(self._sums, self.destinations, strict=True):
+            mine = sums.take()
+            # The same on every rank, as `told` is: nobody waits in an exchange that others skip.
+            if any(told.arrived[number] for number in one.bundle.parameters):
+                summed = exchanged(one.bundle, mine, nodes, self.row.shards, self.group)
+                found.append(summed)
+            else:
+                found.append(None)
+        return found
+
+    def _deliver(self, told: Told, summed: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            for one, flat in zip(self.destinations, summed, strict=True):
+                if flat is not None:
+                    one.deliver(self.collected.parameters, told.arrived, flat)
+
+    @contextmanager
+    def _run_alone(self) -> Iterator[None]:
+        """Seeds of the shards leave no trace in the generators."""
+        device = self.mesh.device_type
+        devices = [] if device == "cpu" else [torch.accelerator.current_device_index()]
+        kind = "cuda" if device == "cpu" else device
+        with torch.random.fork_rng(devices, device_type=kind):
+            self.running = True
+            try:
+                yield
+            finally:
+                self.running = False
+
+    def _find_destinations(self) -> None:
+        """Know where sums go, also when parameters were frozen since."""
+        trained = [one.requires_grad for one in self.collected.parameters]
+        if trained != self._trained:
+            self._trained = trained
+            self.destinations = destinations_of(self.collected, self.row, self.schedule, self._over)
+
+    def _dim_of(self, tensor: Tensor) -> int | None:
+        batch = self.row.batch
+        if tensor.ndim < max(batch.least_ndim, 1):
+            return None
+        return batch.dim_of(batch.axes[0], tensor.ndim)
+
+    def _require_ready(self) -> None:
+        """Refuse, alike on all ranks, what would not be invariant."""
+        if self._is_copy:
+            raise ParallelError(
+                "this model is a copy of a parallelised one whose steps are invariant: it can be "
+                "evaluated. To train it, copy the plain model and parallelize the copy."
+            )
+        norms = training_norms(self.model)
+        if norms:
+            raise ParallelError(
+                f"batch norms in training mode: {listed(norms)}. Their statistics are sums over "
+                "the batch within forward, which logical shards that run one after another do not "
+                "have. Set them to eval(), also after model.train()."
+            )
+        self.collected.require_same_parameters()
+        named = self.model.named_parameters()
+        hooked = [name for name, one in named if hooks_of(local_leaf(one))]
+        if hooked:
+            raise ParallelError(
+                f"parameters have hooks: {listed(hooked)}. They would be called with gradients of "
+                "single logical shards, and not with the sum. Look at .grad after forward_backward."
+            )
+
+    def _require_same(self, part: Part) -> None:
+        """Compare the first batches between ranks: each passes the whole one."""
+        if not self._unchecked:
+            return
+        self._unchecked -= 1
+        found = {
+            **named_tensors_within(part.args, "args"),
+            **named_tensors_within(part.kwargs, "kwargs"),
+            **named_tensors_within(part.targets, "loss"),
+        }
+        facts = {
+            "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in found.items()},
+            "value of": {name: f"checksum {checksum(one):08x}" for name, one in found.items()},
+        }
+        advice = "Pass the whole batch on every rank; each computes its logical shards of it."
+        require_same(
+            facts,
+            peers=mesh_ranks(self.mesh),
+            head="the batches that are passed to forward_backward differ between ranks:",
+            advice=dict.fromkeys(facts, advice),
+        )
+
+    def _refuse_others(self, module: nn.Module, args: Any) -> None:
+        """The root's forward pre-hook."""
+        if torch.is_grad_enabled() and module.training and not self.running:
+            raise ParallelError(
+                "this model is trained by forward_backward(model, ...): with deterministic="
+                "'dp-invariant' each logical shard of the batch is computed by itself. Evaluate "
+                "it under torch.no_grad(), where every rank computes the whole batch."
+            )

@@ -1,0 +1,153 @@
+"""What would not be invariant is refused with words, on every rank; the sums' order is a tree."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from invariant_runs import batch, build, invariant_plan
+from torch import nn
+from vescale_comm import simulate
+from vescale_parallel import (
+    DisagreementError,
+    ParallelError,
+    Plan,
+    PlanError,
+    forward_backward,
+    parallelize,
+)
+from vescale_parallel import mesh as make_mesh
+from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
+from zero_models import Decoder
+
+WORDS: dict[str, Any] = {"deterministic": "dp-invariant"}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5, 8, 12])
+@pytest.mark.parametrize("rows", [1, 3, 8, 29])
+def test_every_number_of_ranks_adds_in_one_order(shards: int, rows: int):
+    sizes = rows_of(rows, shards)
+    assert sum(sizes) == rows
+    leaves = {(n, n + 1): f"{n}" for n in range(shards) if sizes[n]}
+
+    def add(left: str, right: str) -> str:
+        return f"({left}+{right})"
+
+    expected = total(shards, leaves, add)
+    for ranks in range(1, shards + 1):
+        sums: dict[Any, str] = {}
+        for low, high in shares(shards, ranks):
+            mine = TreeSum(shards, add)
+            for shard in range(low, high):
+                mine.put(shard, leaves.get((shard, shard + 1)))
+            found = mine.take()
+            assert list(found) == present(nodes_within((0, shards), (low, high)), sizes)
+            sums |= found
+        assert total(shards, sums, add) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"deterministic": "yes"}, "'dp-invariant', for the same bits"),
+        (WORDS | {"shards": 0}, "a number of logical shards"),
+        (WORDS | {"shards": 3}, "4 ranks share the batch, and there are 3 logical shards"),
+        (WORDS | {"batch": None}, "the batch has no rows to cut"),
+        (WORDS | {"batch_is": "local"}, "would depend on the number of ranks"),
+        (WORDS | {"parameters": {"0.weight": "dp:0", "*": "replicate"}}, "over an axis of the ba"),
+        (WORDS | {"checkpoint": "1GB"}, "Name what is computed again"),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_plans_that_cannot_be_invariant(words: Any, message: str):
+    with pytest.raises(PlanError, match=message):
+        Plan(**words).check(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), {"dp": 4})
+
+
+def test_batch_norms_are_refused_in_training():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with pytest.raises(PlanError, match=r"batch norms in training mode: '1'.*GroupNorm"):
+        Plan(**WORDS).check(model, {"dp": 2})
+    assert Plan(**WORDS).check(model.eval(), {"dp": 2}).invariant is not None
+
+
+def test_explain_prints_the_cost():
+    text = str(Plan(**WORDS).check(nn.Sequential(nn.Linear(256, 256, bias=False)), {"dp": 3}))
+    assert "8 logical shards, 3 shards on a rank one after another; 1 turns stay idle" in text
+    assert "2 sums sent: 341.3 KiB in place of 170.7 KiB" in text
+    assert Plan.from_json(Plan(**WORDS, shards=4).to_json()).shards == 4
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += x.shape[0]
+        return self.lin(x).mean()
+
+
+def counting(rank: int) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Counting(), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
+    forward_backward(model, torch.ones(8, 2))
+
+
+def other_seeds(rank: int) -> None:
+    model = build({"dp": 2}, 3)
+    torch.manual_seed(rank)
+    forward_backward(model, *batch(0))
+
+
+def other_batches(rank: int) -> None:
+    forward_backward(build({"dp": 2}), *batch(rank))
+
+
+def own_backward(rank: int) -> None:
+    build({"dp": 2}, 3)(*batch(0)).backward()
+
+
+def evaluated_backward(rank: int) -> None:
+    build({"dp": 2}, 3).eval()(*batch(0)).backward()
+
+
+def hooked(rank: int) -> None:
+    model = build({"dp": 2})
+    next(model.parameters()).register_hook(lambda gradient: None)
+    forward_backward(model, *batch(0))
+
+
+def copied(rank: int) -> None:
+    forward_backward(copy.deepcopy(build({"dp": 2}, 3)), *batch(0))
+
+
+def static(rank: int) -> None:
+    mesh = make_mesh(device_type="cpu", dp=2)
+    parallelize(Decoder(), mesh, invariant_plan({"dp": 2}, 0), static=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        (counting, ParallelError, "forward has written to buffers: 'seen'"),
+        (other_seeds, DisagreementError, "different seeds for the logical shards"),
+        (other_batches, DisagreementError, "forward_backward differ between ranks"),
+        (own_backward, ParallelError, "trained by forward_backward"),
+        (evaluated_backward, ParallelError, "a backward outside of forward_backward"),
+        (hooked, ParallelError, "parameters have hooks: 'embed.weight'"),
+        (copied, ParallelError, "a copy of a parallelised one"),
+        (static, PlanError, "keeps the seeds"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_programs_that_would_not_be(program: Callable[[int], None], error: type, message: str):
+    def run(rank: int, world_size: int) -> bool:
+        with pytest.raises(error, match=message):
+            program(rank)
+        return True
+
+    assert simulate(2).run(run) == [True, True]
