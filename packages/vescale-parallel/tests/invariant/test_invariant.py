@@ -13,7 +13,7 @@ from zero_models import Decoder, whole
 
 
 @functools.cache
-def alone(number: int = 3, rows: int = 11) -> tuple[list[str], str]:
+def alone(number: int = 2, rows: int = 11) -> tuple[list[str], str]:
     return trained({"dp": 1}, 0, number, rows)
 
 

@@ -59,7 +59,7 @@ def digest(model: nn.Module) -> str:
 
 
 def trained(
-    sizes: Mapping[str, int], zero: Any, number: int = 3, rows: int = 11, **words: Any
+    sizes: Mapping[str, int], zero: Any, number: int = 2, rows: int = 11, **words: Any
 ) -> tuple[list[str], str]:
     """Losses, norms and the digest of a training on simulated ranks."""
 

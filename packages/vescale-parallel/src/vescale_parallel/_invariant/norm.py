@@ -9,7 +9,7 @@ and its norm is that of the whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
-    return norm
+    return cast(Tensor, norm)
 
 
 def _plain(tensor: Tensor) -> Tensor:
