@@ -39,6 +39,7 @@ class Layout:
 
     __slots__ = (
         "_hash",
+        "_words",
         "active",
         "coordinate",
         "mesh",
@@ -69,6 +70,7 @@ class Layout:
         # Computed once, since layouts are parts of all cache keys. By the mesh's identity (see
         # `ById`), which is not reused while this layout keeps the mesh alive.
         self._hash = hash((id(mesh), placements, order))
+        self._words: str | None = None
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[object], order: Order | None = None) -> Layout:
@@ -110,8 +112,11 @@ class Layout:
         return self._hash
 
     def __repr__(self) -> str:
-        order = "" if self.order is None else f", order={self.order}"
-        return f"Layout({describe(self.mesh)}, {list(self.placements)}{order})"
+        # Kept: the first call with each shape is described by it (`_tensor/lineage.py`).
+        if self._words is None:
+            order = "" if self.order is None else f", order={self.order}"
+            self._words = f"Layout({describe(self.mesh)}, {list(self.placements)}{order})"
+        return self._words
 
 
 class ById:
