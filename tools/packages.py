@@ -195,7 +195,7 @@ PACKAGES = (
             "_static",
             "_plan",
             "_check",
-            "_checkpoint | _invariant",
+            "_checkpoint | _invariant | _pipeline",
             "_cost | _deferred | _memory | _schedules | _zero",
             "_notation | _step",
             "_common",

@@ -27,11 +27,13 @@ PUBLIC = {
         *("compute", "dtype", "global_shape", "layout", "local_bytes", "local_shape", "name"),
         *("names", "owned", "reduce", "rule", "uneven", "unit", "zero"),
     ],
+    "PipelineError": [],
     "Plan": [
         *("activations", "annotate", "axes", "batch", "batch_is", "block", "check"),
         *("checkpoint", "data_parallel", "deterministic"),
         *("explain", "for_decoder", "for_encoder", "for_vit", "from_hf", "from_json", "from_toml"),
-        *("over", "owned", "parameters", "precision", "prefetch", "redistribute", "search"),
+        *("microbatches", "over", "owned", "parameters", "pipeline", "precision", "prefetch"),
+        *("redistribute", "search"),
         *("shard", "shards", "to_json", "to_toml", "units", "with_", "zero"),
     ],
     "PlanError": [],
@@ -39,7 +41,7 @@ PUBLIC = {
     "Report": [
         *("activations", "batch", "batch_is", "boundaries", "budget", "buffers", "bytes_per_rank"),
         *("cast_buffers", "cost", "invariant", "mesh"),
-        *("notes", "over", "parameters", "regions", "total_bytes"),
+        *("microbatches", "notes", "over", "parameters", "regions", "split", "total_bytes"),
     ],
     "StaleParameterError": [],
     "TrainError": [],

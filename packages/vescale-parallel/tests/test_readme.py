@@ -21,7 +21,7 @@ def output_of(rank: int, world_size: int, code: str) -> str:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_examples_print_what_is_written(world_size: int):
     blocks = re.findall(r"```python\n(.*?)```\n.*?```\n(.*?)```", README.read_text(), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     # Consecutive snippets: later ones use names of the first.
     code = "".join(code for code, _ in blocks)
     for said in run(output_of, world_size, code):

@@ -18,6 +18,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `schedules`, `_schedules/`: pipeline schedules on paper; they stand by themselves, too.
 - `_deferred/`: models that are built without storage, and made on each rank piece by piece.
 - `_pretrained/`: weights in Hugging Face's layout; each rank reads what it stores.
+- `_pipeline/`: stages of a model that nobody split, run by a schedule.
 - `_zero/`: parameters that are stored as shards, gathered while their module runs.
 - `_step/`: `forward_backward`, a training step in one call.
 - `_notation/`: the two small languages that rules are written in, and the rows of a report.
@@ -36,6 +37,7 @@ from vescale_parallel._errors import (
     MemoryPlanError,
     MeshError,
     ParallelError,
+    PipelineError,
     PlanError,
     PretrainedError,
     StaleParameterError,
@@ -62,6 +64,7 @@ __all__ = [
     "MeshError",
     "ParallelError",
     "ParameterRow",
+    "PipelineError",
     "Plan",
     "PlanError",
     "PretrainedError",

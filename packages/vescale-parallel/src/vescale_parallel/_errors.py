@@ -39,3 +39,7 @@ class TrainError(ParallelError):
 
 class MemoryPlanError(ParallelError, ValueError):
     """A graph whose memory cannot be planned, or a run that a memory plan does not fit."""
+
+
+class PipelineError(ParallelError, RuntimeError):
+    """A model that cannot run in stages, a batch that cannot be divided, or a stage that failed."""

@@ -6,6 +6,7 @@ Top to bottom (imports point down):
   anything of the model has changed.
 - `preflight`, `facts`: whether all ranks pass the same, before anything is changed.
 - `zero_install`: parameters stored as shards, from a report to units and their schedule.
+- `pipeline_install`: a model in stages: where parameters lie, what each rank installs.
 - `boundaries`: hooks that redistribute what enters and leaves a module; `placements`: from layouts
   by axis name to placements on a mesh.
 - `local_batch`: batches of which every rank passes its own rows.

@@ -104,11 +104,16 @@ class DistributeBatch:
     The first batches are compared between ranks, because passing each rank its own shard where the
     whole batch is expected trains wrongly and looks right. Later ones are looked at now and then,
     without a collective: a loader or an augmentation may drift.
+
+    Args:
+        layout: of the batch.
+        mesh: of the activations.
+        compares: whether batches are compared here; stages do not come here at one time.
     """
 
-    def __init__(self, layout: RuleLayout, mesh: DeviceMesh) -> None:
+    def __init__(self, layout: RuleLayout, mesh: DeviceMesh, *, compares: bool = True) -> None:
         self.layout, self.mesh = layout, mesh
-        self._unchecked = _CHECKED_BATCHES
+        self._unchecked = _CHECKED_BATCHES if compares else 0
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

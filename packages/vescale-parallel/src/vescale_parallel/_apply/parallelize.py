@@ -11,6 +11,12 @@ from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._apply.local_batch import LocalBatch
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
+from vescale_parallel._apply.pipeline_install import (
+    StagePlacements,
+    install_steps,
+    of_stage,
+    stage_placements,
+)
 from vescale_parallel._apply.preflight import preflight
 from vescale_parallel._apply.replaced import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
@@ -76,16 +82,23 @@ def parallelize(
     options = {"bucket_bytes": bucket_bytes, "static": static}
     report = preflight(model, mesh, plan, options, optimizers)
     invariant = report.invariant
-    # Logical shards are computed one after another: no activation lies over the batch's axes.
-    used = mesh if invariant is None else compute_mesh(mesh, invariant.axes)
-    where = stored_placements(mesh, report, used)
+    where: StoredPlacements | StagePlacements
+    if report.split is not None:
+        where = stage_placements(mesh, report.split.owners)
+    else:
+        # Logical shards are computed one after another: no activation lies over the batch's axes.
+        used = mesh if invariant is None else compute_mesh(mesh, invariant.axes)
+        where = stored_placements(mesh, report, used)
     _distribute_parameters(model, where, report, optimizers)
-    _install_hooks(model, used, report, plan.batch_is)
-    install_zero(model, report, where, plan.prefetch)
+    here = of_stage(report, mesh)
+    _install_hooks(model, where.mesh, here, plan.batch_is)
+    if isinstance(where, StoredPlacements):
+        install_zero(model, report, where, plan.prefetch)
     if static:
         install_static(model)
     # Around what is captured: a recomputation then replays it, too.
-    _install_checkpoint(model, mesh, report)
+    _install_checkpoint(model, where.mesh, here)
+    install_steps(model, report, mesh, where)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     if invariant is not None:
         schedule = getattr(model, SCHEDULE, None)
@@ -94,7 +107,10 @@ def parallelize(
 
 
 def _distribute_parameters(
-    model: nn.Module, where: StoredPlacements, report: Report, optimizers: list[Optimizer]
+    model: nn.Module,
+    where: StoredPlacements | StagePlacements,
+    report: Report,
+    optimizers: list[Optimizer],
 ) -> None:
     """Replace every parameter by its distributed self, once for all modules that share it.
 
@@ -163,8 +179,12 @@ def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is: str) -> None:
     # The batch first: a rule about the root's inputs then sees distributed tensors.
     if report.batch is not None and report.invariant is None:
-        distribute = LocalBatch if batch_is == "local" else DistributeBatch
-        model.register_forward_pre_hook(distribute(report.batch, mesh), with_kwargs=True)
+        distribute: LocalBatch | DistributeBatch
+        if batch_is == "local":
+            distribute = LocalBatch(report.batch, mesh)
+        else:
+            distribute = DistributeBatch(report.batch, mesh, compares=report.split is None)
+        model.register_forward_pre_hook(distribute, with_kwargs=True)
     modules = dict(model.named_modules(remove_duplicate=False))
     for row in report.boundaries:
         install_boundary(modules[row.module], row, mesh)

@@ -53,6 +53,8 @@ def preflight(
         # Before the plan is resolved, which reads shapes that lazy parameters do not have.
         _require_plain(model)
         report = plan.check(model, mesh)
+        if report.split is not None and options.get("static"):
+            raise PlanError("static=True with a pipeline: a stage is not recorded; leave it out.")
         _require_fresh(model, mesh)
         _require_eager(plan, options)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves

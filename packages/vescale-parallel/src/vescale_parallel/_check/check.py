@@ -22,6 +22,8 @@ from vescale_parallel._notation.arguments import unknown_arguments
 from vescale_parallel._notation.glob import dead_alternatives, first_match, matches, nearest_names
 from vescale_parallel._notation.layout import Chosen, RuleLayout, local_shape, some_rank_is_empty
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
+from vescale_parallel._pipeline.rules import AXIS
+from vescale_parallel._pipeline.split import Split, split_model
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
 from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
 
@@ -39,7 +41,8 @@ def check_rules(
     problems += parameter_problems + boundary_problems
     parameters, zero_problems = _with_levels(rules, model, parameters, sizes)
     regions, region_problems = _regions(rules, model)
-    problems += zero_problems + region_problems
+    split, split_problems = _split(rules, model, sizes)
+    problems += zero_problems + region_problems + split_problems
     if problems:
         head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
         raise PlanError("\n  - ".join([head, *problems]))
@@ -60,6 +63,8 @@ def check_rules(
         cast_buffers=cast_buffers_of(rules.zero, model),
         regions=tuple(regions),
         budget=rules.checkpoint.budget,
+        split=split,
+        microbatches=rules.pipeline.microbatches,
     )
 
 
@@ -86,6 +91,29 @@ def _regions(rules: Rules, model: nn.Module) -> tuple[list[RegionRow], list[str]
     dead = _dead_rules("module", rules.checkpoint.globs, names)
     regions, problems = regions_of(rules.checkpoint, model)
     return regions, dead or problems
+
+
+def _split(
+    rules: Rules, model: nn.Module, sizes: Mapping[str, int]
+) -> tuple[Split | None, list[str]]:
+    """Return the stages, if there are any, and what is wrong with them."""
+    ranks = sizes.get(AXIS, 1)
+    if ranks == 1 or not rules.pipeline.is_used:
+        return None, []
+    problems = []
+    if rules.zero.is_used:
+        problems.append(
+            "pipeline with zero, owned or precision: not run together yet. Leave one of them out."
+        )
+    others = [rules.batch, *rules.parameters.values(), *rules.activations.values()]
+    if any(AXIS in one.axes for one in others if one is not None):
+        problems.append(f"pipeline: its stages lie over '{AXIS}', so no layout can name that axis.")
+    if rules.checkpoint.budget is not None:
+        problems.append("pipeline with a budget of activations: name blocks in checkpoint=.")
+    try:
+        return split_model(rules.pipeline, model, ranks), problems
+    except PlanError as error:
+        return None, [*problems, str(error)]
 
 
 def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vescale_parallel._checkpoint.rules import CheckpointRules
 from vescale_parallel._notation.glob import expand_braces
 from vescale_parallel._notation.layout import Boundary, RuleLayout, parse_boundary, parse_layout
+from vescale_parallel._pipeline.rules import AXIS, PipelineRules
 from vescale_parallel._zero.rules import ZeroRules
 
 
@@ -24,6 +25,7 @@ class Rules:
         axes: axes that a rule may name beyond those of the mesh.
         zero: what is sharded beyond the layouts, see `ZeroRules`.
         checkpoint: what is computed again in backward.
+        pipeline: how the model is divided into stages.
     """
 
     parameters: Mapping[str, RuleLayout]
@@ -32,6 +34,7 @@ class Rules:
     axes: tuple[str, ...]
     zero: ZeroRules
     checkpoint: CheckpointRules
+    pipeline: PipelineRules
 
     def axes_by_rule(self) -> dict[str, tuple[str, ...]]:
         """For each rule, in words, the axes that it names."""
@@ -42,6 +45,8 @@ class Rules:
             named[f"batch '{self.batch}'"] = self.batch.axes
         if self.zero.is_used:
             named[f"over '{self.zero.over}'"] = (self.zero.over,)
+        if self.pipeline.is_used:
+            named["pipeline"] = (AXIS,)
         return named
 
 
@@ -52,6 +57,7 @@ def parse_rules(
     axes: tuple[str, ...],
     zero: ZeroRules,
     checkpoint: CheckpointRules,
+    pipeline: PipelineRules,
 ) -> Rules:
     """Read every rule.
 
@@ -68,4 +74,5 @@ def parse_rules(
         axes=axes,
         zero=zero,
         checkpoint=checkpoint,
+        pipeline=pipeline,
     )

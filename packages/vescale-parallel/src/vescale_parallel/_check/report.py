@@ -30,6 +30,7 @@ from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
+from vescale_parallel._pipeline.split import Split
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
 
@@ -51,6 +52,8 @@ class Report:
         budget: bytes of activations of a rank, or None.
         batch_is: whether every rank passes the whole batch ("global") or its own rows ("local").
         invariant: how steps have the same bits on any number of ranks, or None.
+        split: the stages of the model, or None.
+        microbatches: into how many `forward_backward` divides a batch.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -66,14 +69,26 @@ class Report:
     budget: float | None = None
     batch_is: str = "global"
     invariant: InvariantRow | None = None
+    split: Split | None = None
+    microbatches: int = 1
 
     @property
     def bytes_per_rank(self) -> int:
         """Bytes of parameters, between steps, on the rank that holds most."""
-        kept = sum(row.local_bytes for row in self.parameters if not row.zero)
+        kept = self._kept_bytes()
         ranks = range(self.buffers[0].plan.shards if self.buffers else 1)
         # By rank: the one with most of one buffer need not be that with most of another.
         return kept + max(sum(row.stored_on(rank) for row in self.buffers) for rank in ranks)
+
+    def _kept_bytes(self) -> int:
+        if self.split is None:
+            return sum(row.local_bytes for row in self.parameters if not row.zero)
+        owners = self.split.owners
+        by_rank = dict.fromkeys(self.split.ranks, 0)
+        for row in self.parameters:
+            for rank in by_rank:
+                by_rank[rank] += row.local_bytes * (owners[row.name] in (None, rank))
+        return max(by_rank.values())
 
     @property
     def activations(self) -> Activations:
@@ -153,6 +168,8 @@ class Report:
             parts.append(self.activations.text())
         if self.invariant is not None:
             parts.append(str(self.invariant))
+        if self.split is not None:
+            parts.append(self.split.text())
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])
 
     def _parameters(self) -> str:

@@ -29,6 +29,7 @@ from vescale_parallel._invariant.resolve import (
     resolve_invariant,
 )
 from vescale_parallel._notation.layout import parse_layout
+from vescale_parallel._pipeline.rules import parse_pipeline, require_together
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
 from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
@@ -90,6 +91,11 @@ class Plan:
         deterministic: "dp-invariant": losses and parameters have the same bits on any number of
             ranks that share the batch. Steps are made by `forward_backward`.
         shards: logical shards that the batch is cut into for that; no more ranks may share it.
+        pipeline: how the model is divided into stages over the axis "pp": {"stages": glob over
+            modules that are its blocks (without it: its repeated blocks), or one for each stage;
+            "schedule": "gpipe", "1f1b" or "interleaved"; "chunks": stages of each rank for that;
+            "everywhere": globs over modules that every stage shall hold; "microbatches"}.
+        microbatches: into how many `forward_backward` divides a batch, with stages or without.
 
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
@@ -115,6 +121,8 @@ class Plan:
     checkpoint: str | int | Mapping[str, str] | None = None
     deterministic: Literal["dp-invariant"] | None = None
     shards: int = 8
+    pipeline: Mapping[str, Any] | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
@@ -126,7 +134,7 @@ class Plan:
         if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
-        for name in ("zero", "checkpoint"):
+        for name in ("zero", "checkpoint", "pipeline"):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "precision", spelled(self.precision))
@@ -148,6 +156,7 @@ class Plan:
             self.axes,
             parse_zero(self),
             parse_checkpoint(self.checkpoint),
+            parse_pipeline(self.pipeline, self.microbatches),
         )
 
     def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
@@ -161,6 +170,7 @@ class Plan:
             PlanError: with every problem that was found, not only the first.
         """
         report = check_rules(self._parsed(), model, mesh_shape)
+        require_together(report, self.batch_is, self.deterministic)
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
         return replace(report, batch_is=self.batch_is, invariant=invariant)

@@ -1,0 +1,23 @@
+"""Pipeline parallelism at run time: stages of a model that nobody split, run by a schedule.
+
+Every rank runs the model's own forward. What lies on other stages is stood in for: its modules
+return values that are known to be none, and skip what they would have drawn. The arguments with
+which the model calls the first block of a stage come from the stage before; at the call of the
+first block of the next stage this one sends them, and its forward ends there.
+
+Top to bottom (imports point down):
+
+- `step`: what `forward_backward` calls of a model in stages, or with microbatches.
+- `runner`: the actions of a schedule on one rank, and what happens where one of them fails.
+- `finish`: losses and gradients of all stages put together.
+- `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
+- `stage`: one forward of one stage; `units`: the hooks through which it acts.
+- `foreign`: values of other stages, and what is computed from them.
+- `messages`: tensors and small objects between neighbours, in the order of the schedule.
+- `text`: what stages tell each other, as JSON.
+- `described`: a tensor as metadata, and back. `streams`: places in the random streams.
+- `held`: the parameters of a rank's stages while they run.
+- `split`: a model into stages. `rules`: words of a plan.
+
+`_apply.pipeline_install` makes a model of stages of these.
+"""

@@ -1,0 +1,118 @@
+"""A tensor as metadata: what has to be known of one that comes from another stage."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import DTensor
+
+from vescale_parallel._common.pytree import map_tensors
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is, but for its values.
+
+    Attributes:
+        dtype: its dtype.
+        shape: of the local tensor.
+        stride: of the local tensor, in elements.
+        placements: on the mesh of a stage; None: a plain tensor.
+        global_shape: of a distributed tensor.
+        global_stride: of a distributed tensor, in elements.
+        requires_grad: whether a gradient goes back to it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    placements: tuple[Any, ...] | None
+    global_shape: tuple[int, ...]
+    global_stride: tuple[int, ...]
+    requires_grad: bool
+
+
+class Described(NamedTuple):
+    """A nesting of tensors, but for their values.
+
+    Attributes:
+        nesting: the nesting; in place of each tensor its number.
+        specs: the tensors by number.
+    """
+
+    nesting: Any
+    specs: tuple[TensorSpec, ...]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor, with its history: complete gradients go back through it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Describe a tensor."""
+    needs = bool(tensor.requires_grad)
+    if isinstance(tensor, DTensor):
+        local = tensor.detach().to_local()
+        placements: tuple[Any, ...] | None = tuple(tensor.placements)
+    else:
+        local, placements = tensor.detach(), None
+    return TensorSpec(
+        local.dtype,
+        tuple(local.shape),
+        tuple(local.stride()),
+        placements,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        needs,
+    )
+
+
+def describe(value: Any) -> Described:
+    """Describe a nesting of tensors."""
+    specs: list[TensorSpec] = []
+
+    def number(tensor: Tensor) -> Tensor:
+        specs.append(spec_of(tensor))
+        return torch.tensor(len(specs) - 1)
+
+    return Described(map_tensors(number, value), tuple(specs))
+
+
+def placeholders(described: Described, mesh: DeviceMesh) -> tuple[Any, list[Tensor]]:
+    """A nesting of tensors whose values mean nothing, and these tensors.
+
+    Real memory, in which arithmetic by element costs little beside a block: it draws what it draws
+    on the stage that has the values.
+    """
+    made = [wrapped(spec, _nothing(spec, mesh.device_type), mesh) for spec in described.specs]
+    return map_tensors(lambda number: made[int(number)], described.nesting), made
+
+
+def _nothing(spec: TensorSpec, device: str) -> Tensor:
+    local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    # What slips past all checks shall at least be seen in the loss.
+    number = spec.dtype.is_floating_point or spec.dtype.is_complex
+    return local.fill_(float("nan") if number else 0)
+
+
+def as_strided_like(flat: Tensor, spec: TensorSpec) -> Tensor:
+    """A local tensor that came row-major, in the memory order that it had."""
+    given = flat.view(spec.shape)
+    if tuple(given.stride()) == spec.stride:
+        return given
+    # The order of memory decides in which order a dropout draws.
+    ordered = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=flat.device)
+    return ordered.copy_(given)
+
+
+def wrapped(spec: TensorSpec, local: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor of that local tensor; its gradient flows back to it, complete."""
+    if spec.placements is None:
+        return local
+    made: Tensor = DTensor.from_local(
+        local, mesh, spec.placements, shape=spec.global_shape, stride=spec.global_stride
+    )
+    return made

@@ -1,0 +1,75 @@
+"""The end of a step: what all ranks hear of it, and gradients of all stages put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from vescale_dtensor import DTensor, gradient_total, local_leaf
+
+from vescale_parallel._common.agreement import broadcast_text, gather_flags
+from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.messages import Lines
+from vescale_parallel._pipeline.stage import Kind, Repeated, Scene
+
+
+def require_success(failure: Exception | None, where: str) -> None:
+    """Raise on every rank where one has failed. Collective over all processes.
+
+    Args:
+        failure: what this rank could not do, if anything.
+        where: this rank's place, for the others.
+
+    Raises:
+        Exception: that of this rank, on it.
+        PipelineError: on the others, naming the first that failed, and what it said.
+    """
+    flags = gather_flags(failure is not None)
+    if not any(flags):
+        return
+    # The first rank that has words of its own, and does not only repeat those of another.
+    own = gather_flags(failure is not None and not isinstance(failure, Repeated))
+    first = (own if any(own) else flags).index(True)
+    mine = "" if failure is None else f"{where}: {type(failure).__name__}: {failure}"
+    told = broadcast_text(mine, first) if len(flags) > 1 else mine
+    if failure is not None and not isinstance(failure, Repeated):
+        raise failure
+    raise PipelineError(f"forward_backward failed on rank {first}, {told}")
+
+
+def loss_of_all(loss: Tensor | None, kind: Kind, scene: Scene, lines: Lines) -> Tensor:
+    """The loss of the last stage, on every stage, without a history. Collective."""
+    assert kind.loss is not None
+    value = torch.zeros((), dtype=torch.float64, device=lines.device)
+    if loss is not None:
+        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        value = whole.detach().reshape(()).double()
+    # All numbers of float32 and below are numbers of float64.
+    return lines.broadcast(value, scene.split.ranks[-1]).to(kind.loss.dtype)
+
+
+def finish_gradients(parameters: Sequence[nn.Parameter], lines: Lines) -> None:
+    """Give every rank the gradients that optimizers and norms ask for, and sum them. Collective.
+
+    A parameter of another stage has a gradient of no elements, if it has one there: whoever goes
+    through the gradients goes through the same ones on every rank. One that all stages hold has its
+    gradient from all of them.
+
+    Args:
+        parameters: those that are trained, in the order of the model.
+        lines: this rank's connections.
+    """
+    mine = [local_leaf(p).grad is not None for p in parameters]
+    found = torch.zeros(lines.size, len(mine), dtype=torch.uint8, device=lines.device)
+    found[lines.rank] = torch.tensor(mine, dtype=torch.uint8)
+    for rank in range(lines.size):
+        found[rank] = lines.broadcast(found[rank].clone(), rank)
+    anywhere = found.any(0).tolist()
+    for there, one, parameter in zip(anywhere, mine, parameters, strict=True):
+        local = local_leaf(parameter)
+        if there and not one:
+            local.grad = torch.zeros_like(local)
+    for there, parameter in zip(anywhere, parameters, strict=True):
+        if there:
+            gradient_total(parameter)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""Values of other stages, and what is computed from them: told apart from what is known here.
+
+A stage runs all of a model's forward up to its last block, so it meets values that only other
+stages have. They are marked, and whatever is computed from a marked tensor is marked. A marked
+tensor that enters a block of this stage is one that the stage before has to send; one that gets
+into a loss, or is read, is an error. Masks and tables that are computed from shapes alone carry no
+mark, and are this stage's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from vescale_parallel._common.pytree import map_tensors, named_tensors_within
+from vescale_parallel._errors import PipelineError
+
+_READS: Final = frozenset(
+    {
+        *(
+            "item",
+            "tolist",
+            "numpy",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "__complex__",
+        ),
+        *("__array__", "__contains__", "equal", "allclose", "is_nonzero", "nonzero", "argwhere"),
+        *("masked_select", "unique", "unique_consecutive"),
+    }
+)
+"""What turns values into numbers or shapes of Python."""
+
+
+class Foreign(TorchFunctionMode):
+    """Marks what is computed from values of other stages, while one stage runs its forward.
+
+    Attributes:
+        known: by `id` of a marked tensor, the value that has come since.
+    """
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+        # The tensors are kept: an `id` names an object only as long as it lives.
+        self._marked: dict[int, Tensor] = {}
+        self.known: dict[int, Tensor] = {}
+
+    def mark(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors whose values are not known here."""
+        for one in tensors:
+            self._marked[id(one)] = one
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Whether the value of a tensor is on another stage, and has not come."""
+        return id(tensor) in self._marked and id(tensor) not in self.known
+
+    def resolved(self, value: Any) -> Any:
+        """The same nesting with what has come in place of what stood for it."""
+        return map_tensors(lambda one: self.known.get(id(one), one), value) if self.known else value
+
+    def unknown_within(self, value: Any) -> list[str]:
+        """Paths of the tensors in a nesting whose values are not here."""
+        if not self._marked:
+            return []
+        found = named_tensors_within(value)
+        return [path for path, one in found.items() if self.is_unknown(one)]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function; its results are marked where an argument is."""
+        kwargs = kwargs or {}
+        if not self._marked:
+            return func(*args, **kwargs)
+        if self.known:
+            args, kwargs = self.resolved(args), self.resolved(kwargs)
+        if not any(map(self.is_unknown, _tensors((args, kwargs)))):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _READS or (name == "__getitem__" and self._selects_by_value(args)):
+            raise PipelineError(
+                f"{resolve_name(func) or name}: the model reads a value that another stage than "
+                f"{self.stage} computes. Between the blocks of a pipeline it may use shapes and "
+                "dtypes, not values."
+            )
+        result = func(*args, **kwargs)
+        self.mark(_tensors(result))
+        if args and isinstance(args[0], Tensor) and _writes(name, kwargs):
+            self.mark(_written(args[0], kwargs))
+        return result
+
+    def _selects_by_value(self, args: Any) -> bool:
+        return any(
+            one.dtype in (torch.bool, torch.uint8) and self.is_unknown(one)
+            for one in _tensors(args[1:])
+        )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [found for one in value for found in _tensors(one)]
+    if isinstance(value, dict):
+        return [found for one in value.values() for found in _tensors(one)]
+    return []
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or name.startswith("__i") or "out" in kwargs
+
+
+def _written(target: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+    # Of a view, what it is a view of as well: that is what is looked at afterwards.
+    base = target._base
+    return [target, *([] if base is None else [base]), *_tensors(kwargs.get("out"))]

@@ -1,0 +1,162 @@
+"""Tensors and small objects between the ranks of a pipeline.
+
+Between two ranks messages arrive in the order in which they are sent, and that order follows from
+the schedule. A receiver that needs a later one takes the earlier ones first, and keeps them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from vescale_comm import Group, Pending, broadcast, recv, send
+
+from vescale_parallel._pipeline.described import TensorSpec, as_strided_like
+from vescale_parallel._pipeline.text import from_text, to_text
+from vescale_parallel._schedules.actions import Schedule
+
+Way = Literal["forward", "backward"]
+
+
+class Message(NamedTuple):
+    """What passes between two stages for one microbatch.
+
+    Attributes:
+        way: "forward": arguments of a block; "backward": their gradients.
+        stage: the stage that receives it.
+        microbatch: its index.
+    """
+
+    way: Way
+    stage: int
+    microbatch: int
+
+
+def message_into(action: Any, stages: int) -> tuple[Message | None, Message | None]:
+    """What an action needs from another stage, and what it gives to one."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        needs = Message("forward", stage, microbatch) if stage else None
+        gives = Message("forward", stage + 1, microbatch) if stage + 1 < stages else None
+    else:
+        needs = Message("backward", stage, microbatch) if stage + 1 < stages else None
+        gives = Message("backward", stage - 1, microbatch) if stage else None
+    return needs, gives
+
+
+class Lines:
+    """This rank's connections to the other ranks of its pipeline.
+
+    Args:
+        forward: the group along the axis of stages.
+        backward: the same ranks; another communicator where there is one, so that what goes up
+            never waits behind what goes down.
+        device: of the tensors.
+    """
+
+    def __init__(self, forward: Group, backward: Group, device: str) -> None:
+        self._groups = {"forward": forward, "backward": backward}
+        self.device = device
+        self.rank, self.size = forward.rank, forward.size
+
+    def send(self, tensors: Sequence[Tensor], target: int, way: Way) -> list[Pending[None]]:
+        """Start to send tensors; their memory must stay as it is until the handles are waited."""
+        group = self._groups[way]
+        return [send(one, group, target=target, async_op=True) for one in tensors]
+
+    def recv(self, specs: Sequence[TensorSpec], source: int, way: Way) -> list[Tensor]:
+        """Receive local tensors."""
+        made = []
+        for spec in specs:
+            like = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            flat = recv(like, self._groups[way], source=source)
+            made.append(as_strided_like(flat, spec))
+        return made
+
+    def send_object(self, value: Any, target: int) -> list[Pending[None]]:
+        """Start to send something small, see `to_text`."""
+        content = self._bytes(to_text(value))
+        length = torch.tensor([content.numel()], device=self.device)
+        return self.send([length, content], target, "forward")
+
+    def recv_object(self, source: int) -> Any:
+        """Receive what `send_object` sends."""
+        group = self._groups["forward"]
+        length = recv(torch.empty(1, dtype=torch.int64, device=self.device), group, source=source)
+        like = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+        return _value(recv(like, group, source=source))
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """Give something small of one rank to all ranks of the pipeline."""
+        group = self._groups["forward"]
+        text = to_text(value) if self.rank == source else ""
+        content = self._bytes(text)
+        length = torch.tensor([content.numel()], device=self.device)
+        length = broadcast(length, group, source=source)
+        if self.rank != source:
+            content = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+        return _value(broadcast(content, group, source=source))
+
+    def _bytes(self, text: str) -> Tensor:
+        # Never empty: there are no buffers of nothing.
+        return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.device)
+
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        """Give a tensor of one rank to all ranks of the pipeline."""
+        return broadcast(value, self._groups["forward"], source=source)
+
+
+def _value(content: Tensor) -> Any:
+    return from_text(bytes(content.cpu().tolist()).decode())
+
+
+class Inbox:
+    """What other ranks send to this one during a step, in the order in which they send it.
+
+    Args:
+        lines: the connections.
+        schedule: who does what in which order.
+        specs: what a message consists of.
+    """
+
+    def __init__(
+        self,
+        lines: Lines,
+        schedule: Schedule,
+        specs: Callable[[Message], Sequence[TensorSpec]],
+    ) -> None:
+        self._lines, self._specs = lines, specs
+        self._kept: dict[Message, list[Tensor]] = {}
+        # By sender and way: each way has a communicator of its own.
+        self._coming: dict[tuple[int, Way], deque[Message]] = {}
+        self._senders: dict[Message, tuple[int, Way]] = {}
+        for rank, row in enumerate(schedule.ranks):
+            for action in row:
+                _, gives = message_into(action, schedule.stages)
+                if gives is None or schedule.stage_ranks[gives.stage] != lines.rank:
+                    continue
+                if rank != lines.rank:
+                    self._coming.setdefault((rank, gives.way), deque()).append(gives)
+                    self._senders[gives] = (rank, gives.way)
+
+    def put(self, message: Message, tensors: list[Tensor]) -> None:
+        """Keep what a stage of this rank gives to another one of this rank."""
+        self._kept[message] = tensors
+
+    def take(self, message: Message) -> list[Tensor]:
+        """Return a message, once it has come."""
+        while message not in self._kept:
+            sender = self._senders[message]
+            first = self._coming[sender].popleft()
+            self._kept[first] = self._lines.recv(self._specs(first), *sender)
+        return self._kept.pop(message)
+
+    def drain(self) -> None:
+        """Receive and drop what is still to come, so that no sender waits for this rank."""
+        for sender, coming in self._coming.items():
+            while coming:
+                self._lines.recv(self._specs(coming.popleft()), *sender)
+        self._kept.clear()

@@ -1,0 +1,186 @@
+"""What stages exchange and draw for a kind of microbatch, found out by one forward.
+
+The stages run one after another on the first microbatch of each shape, and every rank hears what
+they did. Afterwards random generators and buffers are what they were. In the step itself nothing
+but tensors has to be sent, and each stage knows where in the stream its draws lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vescale_parallel._common.messages import listed
+from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.described import local_of, spec_of
+from vescale_parallel._pipeline.foreign import Foreign
+from vescale_parallel._pipeline.messages import Lines
+from vescale_parallel._pipeline.stage import (
+    Entry,
+    Kind,
+    Repeated,
+    Scene,
+    StageForward,
+    handed_over,
+)
+from vescale_parallel._pipeline.streams import words_between
+from vescale_parallel._pipeline.text import add_record, to_text
+from vescale_parallel._step.parts import Part
+
+
+@add_record
+class Told(NamedTuple):
+    """What a stage tells all ranks after its forward.
+
+    Attributes:
+        failure: why it has no more to tell, or nothing.
+        kind: what it found.
+    """
+
+    failure: str
+    kind: Kind
+
+
+class Rehearsal:
+    """One forward of all stages, one after another.
+
+    Args:
+        scene: this rank's part.
+        lines: its connections.
+    """
+
+    def __init__(self, scene: Scene, lines: Lines) -> None:
+        self._scene, self._lines = scene, lines
+        self._given: dict[int, tuple[Mapping[str, Tensor], Foreign]] = {}
+        self._asked: set[int] = set()
+        self._handles: list[Any] = []
+
+    def run(self, part: Part) -> Kind:
+        """Return what is known of microbatches like `part`.
+
+        Raises:
+            PipelineError: on every rank of this pipeline, where a stage fails; on that one the
+                error itself.
+        """
+        kind = Kind({}, {})
+        scene = self._scene
+        start, buffers = scene.streams.here(), _Buffers(scene)
+        try:
+            for stage, rank in enumerate(scene.split.ranks):
+                kind = self._stage(stage, rank, kind, part)
+                scene.streams.seek(start)
+            buffers.require_unchanged()
+            return kind
+        finally:
+            scene.streams.seek(start)
+            buffers.restore()
+            self._given.clear()
+            # Without this the last messages could be freed while they are still on their way.
+            for one in self._handles:
+                one.wait()
+
+    def _stage(self, stage: int, rank: int, kind: Kind, part: Part) -> Kind:
+        failed: Exception | None = None
+        told = None
+        if rank == self._scene.rank:
+            try:
+                told = Told("", self._forward(stage, kind, part))
+                to_text(told)  # what cannot be told is an error of this stage
+            except Exception as error:
+                failed = error
+                told = Told(f"stage {stage}: {type(error).__name__}: {error}", Kind({}, {}))
+                if stage and stage not in self._asked:
+                    self._send_object(told.failure, self._scene.split.ranks[stage - 1])
+        elif stage and self._scene.split.ranks[stage - 1] == self._scene.rank:
+            self._serve(stage, rank)
+        told = self._lines.broadcast_object(told, rank)
+        if failed is not None:
+            raise failed
+        if told.failure:
+            raise Repeated(told.failure)
+        found: Kind = told.kind
+        return found
+
+    def _forward(self, stage: int, kind: Kind, part: Part) -> Kind:
+        scene = self._scene
+        start = scene.streams.here()
+        running = StageForward(scene, stage, kind, self)
+        found = running.run(part)
+        last = stage + 1 == len(scene.split.stages)
+        return Kind(
+            kind.calls | running.measured,
+            kind.entries,
+            words_between(start, scene.streams.here(), "the model") if last else (),
+            spec_of(found) if last and found is not None else None,
+        )
+
+    def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
+        """Ask the stage before for its values, and hear what they are."""
+        before = self._scene.split.ranks[stage - 1]
+        self._asked.add(stage)
+        self._send_object(paths, before)
+        answer = self._lines.recv_object(before)
+        if isinstance(answer, str):
+            raise Repeated(answer)
+        entry = Entry(tuple(paths), answer)
+        # In the kind that is told to all ranks at the end of this stage.
+        running = self._scene.running
+        assert running is not None
+        running.kind.entries[stage] = entry
+        return entry, self._lines.recv(entry.specs, before, "forward")
+
+    def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
+        """Keep what the next stage will ask for; its turn comes later."""
+        self._given[stage] = (call, foreign)
+        return []
+
+    def _serve(self, stage: int, rank: int) -> None:
+        """Answer the stage after one of this rank's."""
+        wanted = self._lines.recv_object(rank)
+        if isinstance(wanted, str):
+            return  # it failed before it asked; all ranks hear of it next
+        call, foreign = self._given[stage - 1]
+        try:
+            tensors = handed_over(call, tuple(wanted), stage - 1, foreign)
+        except PipelineError as error:
+            self._send_object(str(error), rank)
+            return
+        self._send_object(tuple(spec_of(one) for one in tensors), rank)
+        locals_ = [local_of(one).detach() for one in tensors]
+        self._handles += self._lines.send(locals_, rank, "forward")
+
+    def _send_object(self, value: Any, target: int) -> None:
+        self._handles += self._lines.send_object(value, target)
+
+
+class _Buffers:
+    """The buffers of the model as they are before a rehearsal."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._before = {
+            name: (one, one._version, local_of(one).detach().clone())
+            for name, one in scene.model.named_buffers()
+        }
+
+    def _changed(self) -> list[str]:
+        return [n for n, (one, version, _) in self._before.items() if one._version != version]
+
+    def require_unchanged(self) -> None:
+        """Refuse models that keep statistics: each stage would have its own."""
+        changed = self._changed()
+        if changed:
+            raise PipelineError(
+                f"a forward writes to buffers, {listed(changed)}: running statistics are not kept "
+                "together over the stages of a pipeline yet. Evaluate those modules "
+                "(module.eval()), or use norms without statistics."
+            )
+
+    def restore(self) -> None:
+        """Undo what was written."""
+        for name in self._changed():
+            one, _, values = self._before[name]
+            with torch.no_grad():
+                local_of(one).detach().copy_(values)

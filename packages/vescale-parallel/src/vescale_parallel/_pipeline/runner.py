@@ -1,0 +1,214 @@
+"""The actions of a schedule on one rank, and what happens where one of them fails.
+
+A rank that fails goes on to send what others wait for, without values, and receives what they send:
+so all of them come to the end of the step, where every rank hears of it and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vescale_parallel._pipeline.described import TensorSpec
+from vescale_parallel._pipeline.foreign import Foreign
+from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_into
+from vescale_parallel._pipeline.stage import (
+    Entry,
+    Kind,
+    Scene,
+    StageForward,
+    check_specs,
+    handed_over,
+)
+from vescale_parallel._pipeline.streams import Place
+from vescale_parallel._schedules.actions import Action, Schedule
+from vescale_parallel._step.parts import Part
+
+
+class Microbatch(NamedTuple):
+    """A microbatch of a step.
+
+    Attributes:
+        part: its arguments.
+        weight: its share of the rows: what its loss counts in that of the batch.
+        kind: what is known of its kind.
+        start: where in the random streams it begins.
+        end: where it ends.
+    """
+
+    part: Part
+    weight: float
+    kind: Kind
+    start: Place
+    end: Place
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        received: leaves, whose gradients go to the stage before.
+        sent: tensors, whose gradients come from the stage after.
+        loss: on the last stage, its part of the loss of the batch.
+        handles: of the messages that went to the stage after.
+    """
+
+    received: list[Tensor]
+    sent: list[Tensor]
+    loss: Tensor | None
+    handles: list[Any]
+
+
+class Runner:
+    """One step on one rank.
+
+    Attributes:
+        loss: the sum of the losses of this rank's microbatches, on the last stage.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        lines: Lines,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+    ) -> None:
+        self._scene, self._lines, self._schedule = scene, lines, schedule
+        self._microbatches = microbatches
+        self._inbox = Inbox(lines, schedule, self._specs)
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._handles: list[Any] = []
+        self._given: set[Message] = set()
+        self._just_sent: list[Any] = []
+        self._now = 0
+        self.loss: Tensor | None = None
+
+    def run(self) -> Exception | None:
+        """Do all actions of this rank; returns what one of them raised."""
+        row = self._schedule.ranks[self._scene.rank]
+        failure: Exception | None = None
+        for at, action in enumerate(row):
+            try:
+                self._do(action)
+            except Exception as error:
+                failure = error
+                for rest in row[at:]:
+                    self._give_nothing(rest)
+                break
+        self._inbox.drain()
+        for kept in self._kept.values():
+            self._handles += kept.handles
+        self._handles += self._just_sent
+        self._kept.clear()
+        for one in self._handles:
+            one.wait()
+        return failure
+
+    def _do(self, action: Action) -> None:
+        self._now = action.microbatch
+        if action.kind == "F":
+            self._forward(action)
+        else:
+            self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        stage, here = action.stage, self._microbatches[action.microbatch]
+        self._scene.streams.seek(here.start)
+        running = StageForward(self._scene, stage, here.kind, self)
+        found = running.run(here.part)
+        loss = None
+        if found is not None:
+            loss = found * here.weight
+            value = loss.detach()
+            self.loss = value if self.loss is None else self.loss + value
+        if torch.is_grad_enabled():
+            kept = _Kept(running.received, running.sent, loss, self._just_sent)
+            self._kept[stage, action.microbatch] = kept
+        else:
+            self._handles += self._just_sent
+        self._just_sent = []
+
+    def _backward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        kept = self._kept.pop((stage, number))
+        needs, gives = message_into(action, self._schedule.stages)
+        if needs is not None:
+            gradients = self._inbox.take(needs)
+            # They came back, so what went there has arrived.
+            for one in kept.handles:
+                one.wait()
+            wanted = [
+                one
+                for one, spec in zip(kept.sent, self._entry(needs.stage + 1).specs, strict=True)
+                if spec.requires_grad
+            ]
+        else:
+            assert kept.loss is not None
+            wanted, gradients = [kept.loss], [None]  # type: ignore[list-item]
+        # What is computed again in backward looks for its parameters in the modules.
+        pairs = [(one, g) for one, g in zip(wanted, gradients, strict=True) if one.requires_grad]
+        if pairs:
+            with self._scene.held:
+                torch.autograd.backward([one for one, _ in pairs], [g for _, g in pairs])
+        if gives is not None:
+            specs = self._entry(stage).specs
+            leaves = [one for one, s in zip(kept.received, specs, strict=True) if s.requires_grad]
+            self._handles += self._send(
+                gives, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            )
+
+    def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
+        """Receive what the stage before has sent for this microbatch."""
+        return self._entry(stage), self._inbox.take(Message("forward", stage, self._now))
+
+    def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
+        """Send to the stage after; returns what gradients will come for."""
+        entry = self._entry(stage + 1)
+        tensors = handed_over(call, entry.paths, stage, foreign)
+        locals_ = check_specs(tensors, entry.specs, stage)
+        # Copies on one rank: a leaf of the next stage must not share the history of this one.
+        message = Message("forward", stage + 1, self._now)
+        self._just_sent = self._send(message, [one.detach() for one in locals_])
+        return locals_
+
+    def _entry(self, stage: int) -> Entry:
+        return self._microbatches[self._now].kind.entries[stage]
+
+    def _specs(self, message: Message) -> list[TensorSpec]:
+        kind = self._microbatches[message.microbatch].kind
+        if message.way == "forward":
+            return list(kind.entries[message.stage].specs)
+        return [one for one in kind.entries[message.stage + 1].specs if one.requires_grad]
+
+    def _send(self, message: Message, tensors: list[Tensor]) -> list[Any]:
+        """Start to send; returns handles, which have to be waited for."""
+        self._given.add(message)
+        target = self._schedule.stage_ranks[message.stage]
+        if target == self._scene.rank:
+            self._inbox.put(message, tensors)
+            return []
+        return self._lines.send(tensors, target, message.way)
+
+    def _give_nothing(self, action: Action) -> None:
+        """Send what an action would have sent, without values."""
+        _, gives = message_into(action, self._schedule.stages)
+        if gives is None or gives in self._given:
+            return
+        if self._schedule.stage_ranks[gives.stage] == self._scene.rank:
+            return
+        empty = [
+            torch.zeros(one.shape, dtype=one.dtype, device=self._lines.device)
+            for one in self._specs(gives)
+        ]
+        self._handles += self._send(gives, empty)
+
+
+def forwards_only(schedule: Schedule) -> Schedule:
+    """The same schedule without its backwards."""
+    rows = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.ranks)
+    return schedule._replace(ranks=rows)

@@ -1,0 +1,311 @@
+"""One forward of one stage for one microbatch: the model's own code, up to the stage's last block.
+
+The model calls its modules; `units` tells this object of each call of a block, and of each call of
+a module outside of the blocks that holds parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_parallel._common.messages import listed
+from vescale_parallel._common.pytree import named_tensors_within
+from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.described import (
+    Described,
+    TensorSpec,
+    describe,
+    local_of,
+    placeholders,
+    spec_of,
+    wrapped,
+)
+from vescale_parallel._pipeline.foreign import Foreign
+from vescale_parallel._pipeline.held import HeldParameters
+from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.streams import Streams, Words, after, words_between
+from vescale_parallel._pipeline.text import add_record
+from vescale_parallel._step.parts import Part, loss_of
+
+
+@add_record
+class Call(NamedTuple):
+    """A call of a unit.
+
+    Attributes:
+        words: what it drew.
+        output: what it returned, but for the values; None where no later stage is there to ask.
+    """
+
+    words: Words
+    output: Described | None
+
+
+@add_record
+class Entry(NamedTuple):
+    """What a stage receives: arguments of its first block that are not its own.
+
+    Attributes:
+        paths: where they are among the arguments.
+        specs: what they are.
+    """
+
+    paths: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@add_record
+class Kind(NamedTuple):
+    """What is known of microbatches of one kind (their shapes) after a rehearsal.
+
+    Attributes:
+        calls: by the name of a unit and the number of the call.
+        entries: by stage.
+        total: what a microbatch draws on all stages together.
+        loss: what the loss is; None in a kind that is not rehearsed to its end.
+    """
+
+    calls: dict[tuple[str, int], Call]
+    entries: dict[int, Entry]
+    total: Words = ()
+    loss: TensorSpec | None = None
+
+
+@dataclass
+class Scene:
+    """A rank's part of a pipeline.
+
+    Attributes:
+        model: the whole model; parameters of other stages have no elements.
+        split: its stages.
+        mesh: the ranks of a stage.
+        rank: this rank's coordinate on the axis of stages.
+        held: parameters of this rank's stages.
+        streams: this rank's random streams.
+        absent: names of units outside of the blocks whose parameters are not here.
+        running: the forward that runs, if any.
+    """
+
+    model: nn.Module
+    split: Split
+    mesh: DeviceMesh
+    rank: int
+    held: HeldParameters
+    streams: Streams
+    absent: frozenset[str]
+    running: StageForward | None = None
+
+    def __post_init__(self) -> None:
+        """Number the blocks."""
+        self.block_numbers = {name: at for at, name in enumerate(self.split.blocks)}
+        ends = [0]
+        for stage in self.split.stages:
+            ends.append(ends[-1] + len(stage))
+        self.starts = ends
+
+    def is_foreign(self, name: str, stage: int) -> bool:
+        """Whether a stage has to stand in for a unit."""
+        number = self.block_numbers.get(name)
+        if number is None:
+            return name in self.absent
+        return not self.starts[stage] <= number < self.starts[stage + 1]
+
+
+class Neighbours(Protocol):
+    """Who gives to a stage, and takes from it."""
+
+    def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
+        """Return what the stage receives, as local tensors."""
+
+    def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
+        """Hand over to the stage after this one; returns the local tensors with their history."""
+
+
+class Repeated(PipelineError):
+    """What another stage has said: that one raises its own error."""
+
+
+class StageEnded(BaseException):
+    """The forward of a stage has come to the first block of the next one; no error."""
+
+
+class StageForward:
+    """One forward of one stage.
+
+    Attributes:
+        received: what came from the stage before: leaves that get gradients.
+        sent: what went to the stage after, with its history.
+        measured: calls of this stage's units, in a rehearsal.
+    """
+
+    def __init__(self, scene: Scene, stage: int, kind: Kind, neighbours: Neighbours) -> None:
+        self.scene, self.stage, self.kind, self._neighbours = scene, stage, kind, neighbours
+        self.received: list[Tensor] = []
+        self.sent: list[Tensor] = []
+        self.measured: dict[tuple[str, int], Call] = {}
+        self.foreign = Foreign(stage)
+        self.is_rehearsal = kind.loss is None
+        self._calls: Counter[str] = Counter()
+        self._next_block = 0
+        self._places: dict[tuple[str, int], Any] = {}
+        self._is_last = stage + 1 == len(scene.split.stages)
+
+    def run(self, part: Part) -> Tensor | None:
+        """Run the model up to the end of the stage; returns the loss on the last one."""
+        self.scene.running = self
+        try:
+            with self.scene.held, self.foreign, suppress(StageEnded):
+                found = loss_of(part, self.scene.model(*part.args, **part.kwargs))
+                found = found.reshape(()) if found.ndim else found
+                self._require_end(found)
+                return found
+        finally:
+            self.scene.running = None
+        return None
+
+    def _require_end(self, loss: Tensor) -> None:
+        if not self._is_last or self._next_block < len(self.scene.block_numbers):
+            done, every = self._next_block, list(self.scene.block_numbers)
+            raise PipelineError(
+                f"the model returned on stage {self.stage} after {done} of {len(every)} blocks: "
+                f"'{every[min(done, len(every) - 1)]}' was not called. Each forward has to call "
+                "each block once, in order."
+            )
+        if self.foreign.is_unknown(loss):
+            raise PipelineError(
+                "the loss is computed from values that only earlier stages have, beside what went "
+                "through the blocks. Let the blocks pass them on, or let every stage hold what "
+                "makes them: pipeline={'everywhere': ...}."
+            )
+
+    def enter(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model calls a unit."""
+        key = (name, self._calls[name])
+        self._calls[name] += 1
+        number = self.scene.block_numbers.get(name)
+        args, kwargs = self.foreign.resolved(args), self.foreign.resolved(kwargs)
+        if number is not None:
+            self._require_order(name, number)
+            if number == self.scene.starts[self.stage + 1]:
+                call = named_tensors_within((args, kwargs))
+                self.sent = self._neighbours.give(self.stage, call, self.foreign)
+                raise StageEnded
+            if self.stage and number == self.scene.starts[self.stage]:
+                self._take_over(args, kwargs)
+                args, kwargs = self.foreign.resolved(args), self.foreign.resolved(kwargs)
+        if not self.scene.is_foreign(name, self.stage):
+            self._require_known(name, args, kwargs)
+            self._places[key] = self.scene.streams.here()
+        return args, kwargs
+
+    def _require_order(self, name: str, number: int) -> None:
+        if number != self._next_block:
+            every = list(self.scene.block_numbers)
+            due = every[self._next_block] if self._next_block < len(every) else "none"
+            raise PipelineError(
+                f"the model calls block '{name}' where '{due}' is due. A pipeline needs each block "
+                "called once, in the order of the model."
+            )
+        self._next_block += 1
+
+    def _require_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        unknown = self.foreign.unknown_within((args, kwargs))
+        if unknown:
+            raise PipelineError(
+                f"'{name}' on stage {self.stage} takes values that only other stages have: "
+                f"{listed(unknown)} of its (args, kwargs). What passes between stages are the "
+                "arguments of their first block; let every stage hold what makes these: "
+                "pipeline={'everywhere': ...}."
+            )
+
+    def _take_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Receive what the first block of this stage is called with."""
+        found = named_tensors_within((args, kwargs))
+        unknown = [path for path, one in found.items() if self.foreign.is_unknown(one)]
+        entry, values = self._neighbours.ask(self.stage, unknown)
+        if list(entry.paths) != unknown:
+            raise PipelineError(
+                f"stage {self.stage} lacks {listed(unknown) or 'nothing'} of the arguments of its "
+                f"first block, and in its rehearsal it lacked {listed(entry.paths) or 'nothing'}. "
+                "The model has to call its blocks alike for batches of one shape."
+            )
+        for path, spec, local in zip(entry.paths, entry.specs, values, strict=True):
+            if spec.requires_grad and torch.is_grad_enabled():
+                local.requires_grad_()
+            self.received.append(local)
+            self.foreign.known[id(found[path])] = wrapped(spec, local, self.scene.mesh)
+
+    def leave(self, name: str, output: Any) -> None:
+        """A unit of this stage has run."""
+        key = (name, self._calls[name] - 1)
+        start, end = self._places.pop(key), self.scene.streams.here()
+        if self.is_rehearsal:
+            words = words_between(start, end, f"'{name}'")
+            self.measured[key] = Call(words, None if self._is_last else describe(output))
+            return
+        call = self.kind.calls.get(key)
+        if call is None or after(start, call.words) != end:
+            raise PipelineError(
+                f"'{name}' draws other random numbers than it did for a batch of this shape "
+                "before, so that other stages cannot know where theirs lie. How much a block "
+                "draws must not depend on values, and may change with train mode only."
+            )
+
+    def stand_in(self, name: str) -> Any:
+        """What a unit of another stage returns here."""
+        call = self.kind.calls.get((name, self._calls[name] - 1))
+        if call is None or call.output is None:
+            raise PipelineError(
+                f"'{name}' is on another stage, and stage {self.stage} needs it: modules before "
+                "the blocks of a model are on the first stage, those behind them on the last. Let "
+                f"every stage hold it: pipeline={{'everywhere': '{name}'}}."
+            )
+        self.scene.streams.skip(call.words)
+        value, made = placeholders(call.output, self.scene.mesh)
+        self.foreign.mark(made)
+        return value
+
+
+def handed_over(
+    call: Mapping[str, Tensor], entry_paths: tuple[str, ...], stage: int, foreign: Foreign
+) -> list[Tensor]:
+    """The arguments that the stage after `stage` asked for.
+
+    Raises:
+        PipelineError: they are not there, or not known on this stage either.
+    """
+    missing = [path for path in entry_paths if path not in call or foreign.is_unknown(call[path])]
+    if missing:
+        raise PipelineError(
+            f"stage {stage} cannot give {listed(missing)} of the (args, kwargs) of the next block: "
+            "an earlier stage has them, and did not pass them on. Let every stage hold what makes "
+            "them: pipeline={'everywhere': ...}."
+        )
+    return [call[path] for path in entry_paths]
+
+
+def check_specs(tensors: list[Tensor], specs: tuple[TensorSpec, ...], stage: int) -> list[Tensor]:
+    """Return the local tensors, if they are what the next stage expects.
+
+    Raises:
+        PipelineError: they are not.
+    """
+    for one, spec in zip(tensors, specs, strict=True):
+        found = spec_of(one)
+        # Under no_grad nothing needs a gradient; what travels is the same.
+        if found._replace(requires_grad=False) != spec._replace(requires_grad=False):
+            raise PipelineError(
+                f"stage {stage} gives {tuple(one.shape)} {one.dtype}, and the next one expects "
+                f"{spec.global_shape} {spec.dtype} in the layout of the rehearsal."
+            )
+    return [local_of(one) for one in tensors]

@@ -1,0 +1,93 @@
+"""Places in the random streams of a rank: the default generators of the host and of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from vescale_rng import CudaPosition, Position, advance, position, seek
+
+from vescale_parallel._errors import PipelineError
+
+Place = tuple[Position | CudaPosition, ...]
+"""Where each generator stands: that of the host first."""
+Words = tuple[int, ...]
+"""How many 32-bit words were drawn of each."""
+
+_BLOCK = 624
+_MOST_BLOCKS = 1_000_000
+
+
+class Streams:
+    """The default generators of this rank.
+
+    Args:
+        device_type: of the mesh; its generator counts beside that of the host.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._on_device = device_type == "cuda"
+
+    def _generators(self) -> list[torch.Generator | None]:
+        if not self._on_device:
+            return [None]
+        return [None, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+    def here(self) -> Place:
+        """Where they stand."""
+        return tuple(position(one) for one in self._generators())
+
+    def seek(self, place: Place) -> None:
+        """Go there."""
+        for one, generator in zip(place, self._generators(), strict=True):
+            seek(one, generator)
+
+    def skip(self, words: Sequence[int]) -> None:
+        """Pass so many words, as if they had been drawn."""
+        for count, generator in zip(words, self._generators(), strict=True):
+            if count:
+                advance(count, generator)
+
+
+def after(place: Place, words: Sequence[int]) -> Place:
+    """Return the place behind so many words."""
+    return tuple(one.after(count) for one, count in zip(place, words, strict=True))
+
+
+def words_between(start: Place, end: Place, what: str) -> Words:
+    """Count what was drawn from one place to another.
+
+    Args:
+        start: the earlier place.
+        end: the later one, of the same streams.
+        what: which part of the model drew, for the message.
+
+    Raises:
+        PipelineError: the generator was set to another place meanwhile, or a normal sample that it
+            keeps for later came or went: other stages could not know it.
+    """
+    return tuple(_between(a, b, what) for a, b in zip(start, end, strict=True))
+
+
+def _between(start: Position | CudaPosition, end: Position | CudaPosition, what: str) -> int:
+    if isinstance(start, CudaPosition):
+        assert isinstance(end, CudaPosition)
+        return end.offset - start.offset
+    assert isinstance(end, Position)
+    if start.normal != end.normal:
+        raise PipelineError(
+            f"{what} draws normal numbers in pairs of which it leaves one for later, and its value "
+            "is not known on other stages. Draw an even number of them, or 16 or more at once."
+        )
+    # There is no count in the state, so the stream is walked until both meet: once for each kind
+    # of microbatch, and a block of 624 words takes some microseconds.
+    at, words = start, 0
+    for _ in range(_MOST_BLOCKS):
+        if at.words == end.words and (at.index or _BLOCK) <= (end.index or _BLOCK):
+            return words + (end.index or _BLOCK) - (at.index or _BLOCK)
+        step = _BLOCK - (at.index or _BLOCK) + 1
+        at, words = at.after(step), words + step
+    raise PipelineError(
+        f"{what} set the random generator anew, or drew more than {_MOST_BLOCKS * _BLOCK:,} "
+        "numbers. A pipeline has to know how far each part of the model moves the generator."
+    )

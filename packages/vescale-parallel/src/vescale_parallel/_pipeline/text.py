@@ -1,0 +1,74 @@
+"""What stages tell each other, as JSON text and back: data, never code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import torch
+import vescale_dtensor
+from torch import Tensor
+from vescale_dtensor import Placement
+
+from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.described import Described, TensorSpec
+
+_RECORDS: Final[dict[str, Any]] = {one.__name__: one for one in (Described, TensorSpec)}
+
+
+def add_record(kind: type) -> type:
+    """Let named tuples of a kind be told."""
+    _RECORDS[kind.__name__] = kind
+    return kind
+
+
+def to_text(value: Any) -> str:
+    """Write a nesting of plain values, dtypes, placements and the records of this room.
+
+    Raises:
+        PipelineError: there is something else in it.
+    """
+    return json.dumps(_written(value))
+
+
+def from_text(text: str) -> Any:
+    """Read what `to_text` writes."""
+    return _read(json.loads(text))
+
+
+def _written(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value)
+    if kind.__name__ in _RECORDS and isinstance(value, tuple):
+        return {"record": kind.__name__, "of": [_written(one) for one in value]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Placement):
+        return {"placement": kind.__name__, "of": _written(tuple(value.__reduce__()[1]))}
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return {"number": int(value)}
+    if kind in (list, tuple):
+        return {kind.__name__: [_written(one) for one in value]}
+    if kind is dict:
+        return {"dict": [[_written(k), _written(v)] for k, v in value.items()]}
+    raise PipelineError(
+        f"a block of a pipeline returns a {kind.__qualname__}: between stages there are tensors, "
+        "numbers and texts, and tuples, lists and dicts of them."
+    )
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "record" in value:
+        return _RECORDS[value["record"]](*map(_read, value["of"]))
+    if "dtype" in value:
+        return getattr(torch, value["dtype"])
+    if "placement" in value:
+        return getattr(vescale_dtensor, value["placement"])(*_read(value["of"]))
+    if "number" in value:
+        return torch.tensor(value["number"])
+    if "dict" in value:
+        return {_read(k): _read(v) for k, v in value["dict"]}
+    return (list if "list" in value else tuple)(map(_read, next(iter(value.values()))))

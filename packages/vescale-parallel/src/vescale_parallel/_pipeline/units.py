@@ -1,0 +1,72 @@
+"""The hooks through which a pipeline sees the calls of a model's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from vescale_parallel._common.torch_compat import in_backward
+from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.stage import Scene
+
+
+def install_units(scene: Scene) -> None:
+    """Register hooks on blocks, and on modules outside of them that hold parameters."""
+    for name in (*scene.split.blocks, *scene.split.stem):
+        module = scene.model.get_submodule(name)
+        # First of all: other hooks of the module see what has come from the stage before.
+        module.register_forward_pre_hook(_Enter(scene, name), prepend=True, with_kwargs=True)
+        module.register_forward_hook(_Leave(scene, name))
+        # An attribute of the object: code that asks for the type of a block finds its own.
+        module.forward = _Forward(scene, name, module.forward)
+    scene.model.register_forward_pre_hook(_Refuse(scene), prepend=True)
+
+
+class _OfScene:
+    def __init__(self, scene: Scene, name: str) -> None:
+        self.scene, self.name = scene, name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise PipelineError(
+            "a model whose stages lie on several ranks cannot be copied. Copy it before "
+            "parallelize, or copy its state_dict()."
+        )
+
+
+class _Enter(_OfScene):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        running = self.scene.running
+        return None if running is None else running.enter(self.name, args, kwargs)
+
+
+class _Leave(_OfScene):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        running = self.scene.running
+        if running is not None and not self.scene.is_foreign(self.name, running.stage):
+            running.leave(self.name, output)
+
+
+class _Forward(_OfScene):
+    def __init__(self, scene: Scene, name: str, forward: Any) -> None:
+        super().__init__(scene, name)
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        running = self.scene.running
+        if running is not None and self.scene.is_foreign(self.name, running.stage):
+            return running.stand_in(self.name)
+        return self.forward(*args, **kwargs)
+
+
+class _Refuse:
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.scene.running is None and not in_backward():
+            raise PipelineError(
+                f"{type(module).__name__} lies in stages on several ranks, so no rank can run all "
+                "of it: call vescale_parallel.forward_backward(model, ...) on every rank, under "
+                "torch.no_grad() to evaluate."
+            )

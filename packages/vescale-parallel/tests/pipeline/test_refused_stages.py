@@ -1,0 +1,203 @@
+"""What cannot run in stages is refused with words, on every rank, and nobody is left waiting."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vescale_comm import simulate
+from vescale_parallel import PipelineError, Plan, PlanError, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+
+PIPELINE = {"schedule": "1f1b", "microbatches": 2}
+
+
+class Block(nn.Module):
+    """A linear layer that fails where `fails` says so, in the `when`-th call."""
+
+    def __init__(self, fails: bool = False, when: int = 1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.fails, self.when, self.calls = fails, when, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fails and self.calls == self.when:
+            raise ValueError("a block does not like this")
+        return self.layer(x).tanh()
+
+
+class Model(nn.Module):
+    """Embedding, blocks, head; `through` may change what happens between blocks."""
+
+    def __init__(self, *, fails: int = -1, when: int = 1, through: Any = None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(Block(i == fails, when) for i in range(4))
+        self.head = nn.Linear(4, 1)
+        self.through = through
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        for at, block in enumerate(self.blocks):
+            x = block(x)
+            if self.through is not None:
+                x = self.through(self, at, x, first)
+        return self.head(x).square().mean()
+
+
+def reads(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    return x if x.sum() > -1e9 else first
+
+
+def adds(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    return x + first if at == 2 else x
+
+
+def late_embed(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    return x + model.embed.weight.sum() if at == 3 else x
+
+
+def again(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    return model.blocks[0](x) if at == 1 else x
+
+
+CASES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "first stage": ({"fails": 0}, 4, "a block does not like this"),
+    "last stage": ({"fails": 3}, 4, "a block does not like this"),
+    # The rehearsal runs it once, and so do both microbatches.
+    "first stage in the step": ({"fails": 1, "when": 2}, 4, "a block does not like this"),
+    "last stage in the step": ({"fails": 2, "when": 3}, 4, "a block does not like this"),
+    "reads a value": ({"through": reads}, 4, "reads a value that another stage"),
+    "uses what is not passed on": ({"through": adds}, 4, "takes values that only other stages"),
+    "calls a block twice": ({"through": again}, 4, "where 'blocks.2' is due"),
+    "too few rows": ({}, 1, "1 rows do not make 2 microbatches"),
+}
+
+
+def failures_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_hears_what_is_wrong(case: str):
+    options, rows, words = CASES[case]
+
+    def on_a_rank(rank: int, world_size: int) -> str:
+        torch.manual_seed(0)
+        model = Model(**options)
+        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        return failures_of(lambda: forward_backward(model, torch.randn(rows, 3)))
+
+    for told in simulate(2)(on_a_rank):
+        assert words in told, told
+
+
+def test_a_failed_step_can_be_made_again():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = Model(fails=2, when=3)
+        batch = torch.randn(4, 3)
+        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        assert "a block does not like this" in failures_of(lambda: forward_backward(model, batch))
+        model.zero_grad()
+        found = forward_backward(model, batch)
+        torch.manual_seed(0)
+        plain = Model()
+        torch.testing.assert_close(found, plain(batch).detach(), rtol=1e-6, atol=1e-7)
+        with pytest.raises(PipelineError, match="no rank can run all"):
+            model(batch)
+        with torch.no_grad():
+            torch.testing.assert_close(forward_backward(model, batch), found)
+
+    simulate(2)(on_a_rank)
+
+
+def test_what_a_stage_adds_from_everywhere_is_right():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = Model(through=late_embed)
+        torch.manual_seed(0)
+        model = Model(through=late_embed)
+        batch = torch.randn(4, 3)
+        plan = Plan(pipeline=PIPELINE | {"everywhere": "embed"})
+        parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
+        found = forward_backward(model, batch)
+        expected = sum((loss := plain(part) / 2).backward() or loss for part in batch.chunk(2))
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-7)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
+
+    simulate(2)(on_a_rank)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "words"),
+    [
+        ({"stages": "blocks.{0,1}"}, "leave a stage empty"),
+        ({"stages": "layers.*"}, "matches no module"),
+        ({"stages": ["blocks.0"]}, "1 glob for 4 stages"),
+        ({"stages": ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]}, "follow the order"),
+        ({"schedule": "zbv"}, "splits backwards"),
+        ({"schedule": "1f2b"}, "no schedule"),
+        ({"stage": "blocks.*"}, "no word 'stage'"),
+        ({"microbatches": 0}, "positive number"),
+        ({"schedule": "interleaved", "chunks": 2}, "leave a stage empty"),
+    ],
+    ids=str,
+)
+def test_plans_that_make_no_stages_are_refused(pipeline: dict[str, Any], words: str):
+    with pytest.raises(PlanError, match=words):
+        Plan(pipeline=pipeline).check(Model(), {"pp": 4})
+
+
+def test_stages_are_balanced_and_explained():
+    report = Plan(pipeline=PIPELINE | {"stages": "blocks.*"}).check(Model(), {"pp": 2})
+    assert report.split is not None
+    assert report.split.stages == (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
+    assert report.split.owners["embed.weight"] == 0
+    assert report.split.owners["head.weight"] == 1
+    assert "schedule 1f1b, 2 microbatches" in str(report)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_microbatches_without_stages_are_those_of_one_device(parts: int):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = Model()
+        torch.manual_seed(0)
+        model = Model()
+        batch = torch.randn(7, 3)
+        parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=3, microbatches=parts))
+        found = forward_backward(model, batch)
+        total = torch.zeros(())
+        for part in batch.split(-(-7 // parts)):
+            loss = plain(part) * (len(part) / 7)
+            loss.backward()
+            total += loss.detach()
+        torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-7)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
+
+    simulate(2)(on_a_rank)
+
+
+def test_a_loss_outside_of_the_model_gets_its_rows():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        batch, targets = torch.randn(4, 3), torch.randint(2, (4,))
+        parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), Plan(pipeline=PIPELINE))
+
+        found = forward_backward(model, batch, loss=(nn.functional.cross_entropy, targets))
+        expected = nn.functional.cross_entropy(plain(batch), targets)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-7)
+
+    simulate(4)(on_a_rank)
