@@ -36,15 +36,22 @@ HERE, DEEP = os.getcwd(), sys.getrecursionlimit()
 
 
 def setting(name, apply, use):
-    """A kind whose value is a number; a change makes it another and applies it."""
+    """A kind of state that no holder holds: of each copy, a text that says how often it changed.
+
+    The text stays what it is, so that a guard sees the setting or nothing.
+    """
+    numbers = {}
 
     def change(value):
-        apply(value + 1)
-        return value + 1
+        numbers[value] += 1
+        apply(numbers[value])
+        return value
 
     def make():
         apply(0)
-        return 0
+        value = f"copy {len(numbers)}"
+        numbers[value] = 0
+        return value
 
     kind(name, make, change, lambda x, value: use(x))
 

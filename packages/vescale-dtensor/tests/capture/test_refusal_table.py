@@ -180,6 +180,12 @@ ROWS = [
         lambda x: x if x.sum() > 3 else -x,
     ),
     Row(
+        "the text of a plain tensor: `str(x)`",
+        "the text of a tensor has its values",
+        "`print(x)`, or log `x` itself",
+        lambda x: x * len(str(x.to_local())),
+    ),
+    Row(
         "optimizers that call a closure (`LBFGS`)",
         "reads the value of a tensor",
         "`optimizer.step()` outside, or another optimizer",
@@ -232,7 +238,8 @@ ROWS = [
         partial(given, more=iter([1])),
     ),
     Row(
-        "clocks, random numbers of Python and numpy, files, `input`",
+        "clocks, random numbers of Python and numpy, files, `input`, processes, the network, "
+        "callers' frames, counts of references",
         "gives another value each time",
         "call it outside, and pass what it gives as a tensor",
         lambda x: x * time.time(),
@@ -244,6 +251,9 @@ ROWS = [
         lambda x: x * float(numpy.random.default_rng().random()),
         lambda x: x * len(Path(__file__).read_text()),
         lambda x: x * len(os.listdir(".")),
+        lambda x: x * os.system("true"),
+        lambda x: x * len(sys._getframe(1).f_locals),
+        lambda x: x * sys.getrefcount(CLOCK),
     ),
     Row(
         "custom `autograd.Function`s, full backward hooks of modules",

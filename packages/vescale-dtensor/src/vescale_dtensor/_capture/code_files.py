@@ -9,6 +9,7 @@ standard library) are watched for the names they use.
 from __future__ import annotations
 
 import sysconfig
+import types
 from functools import lru_cache
 from pathlib import Path
 from sys import stdlib_module_names
@@ -29,11 +30,13 @@ _SILENT = frozenset(
     | {"typing", "abc", "dis", "ast", "pdb", "site", "runpy"}
 )
 # `__main__` is the script of the user.
-_LIBRARIES = frozenset({"torch", "numpy", *stdlib_module_names}) - {"__main__"}
+_LIBRARIES = frozenset({"torch", "numpy", "typing_extensions", *stdlib_module_names}) - {"__main__"}
 # The root of every class that an extension makes with pybind11: it has no attributes of its own.
 _BASES_OF_EXTENSIONS = frozenset({"pybind11_builtins"})
 # Called for every module, and guarded by `ModuleGuard`: not worth the names.
 _PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "inner", "__getattr__", "__setattr__"})
+
+_ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made, and some of C
 
 USER, STATEFUL, LIBRARY = "user", "stateful", "library"
 
@@ -65,13 +68,18 @@ def _kind_of_file(name: str) -> str:
     name = name.replace("\\", "/")
     if name.startswith(TORCH):
         return STATEFUL if name[len(TORCH) + 1 :].startswith(_STATEFUL_TORCH) else LIBRARY
-    if any(part in name for part in _OURS) or "/numpy/" in name or name.startswith("<frozen"):
+    if any(part in name for part in _OURS) or _is_part_of_python(name):
         return LIBRARY
     # What is installed lies below the standard library, and is not of it.
     if name.startswith(_STDLIB) and not any(part in name for part in _SITE):
         root = name[len(_STDLIB) + 1 :].partition("/")[0].removesuffix(".py")
         return LIBRARY if root in _SILENT else STATEFUL
     return USER
+
+
+def _is_part_of_python(name: str) -> bool:
+    """Whether a file counts as one of Python's own: numpy's, too, and what replaces `typing`'s."""
+    return "/numpy/" in name or name.startswith("<frozen") or name.endswith("/typing_extensions.py")
 
 
 @lru_cache(maxsize=4096)
@@ -84,6 +92,10 @@ def is_library_module(name: str) -> bool:
 def is_library_class(cls: type) -> bool:
     """Whether the attributes of a class itself count as constant."""
     name = str(cls.__module__)
+    # What `dataclasses.make_dataclass` and `types.new_class` make for the user says that it is
+    # of this module.
+    if name == "types" and vars(types).get(cls.__name__) is not cls:
+        return not cls.__flags__ & _ON_THE_HEAP
     return name in _BASES_OF_EXTENSIONS or is_library_module(name)
 
 

@@ -47,7 +47,8 @@ class Constants:
         # Collectives and fills give what other ranks and generators decide.
         ours = str(getattr(func, "__module__", "")).startswith("vescale")
         # Its values are whatever was in memory, which no two replays share.
-        unfilled = "empty" in str(getattr(func, "__name__", ""))
+        name = str(getattr(func, "__name__", ""))
+        unfilled = "empty" in name or name == "from_file"
         if constant and not ours and not unfilled:
             node.meta[_MARK] = True
         else:

@@ -54,6 +54,7 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((Tensor,), "tensor"),
     ((enum.Enum,), "constant"),
     ((BaseException,), "named"),
+    ((torch.jit.ScriptModule,), "opaque"),  # which keeps what it has in C++
     ((nn.Module,), "module"),
     ((os._Environ,), "environment"),
     ((threading.local,), "object"),

@@ -50,5 +50,7 @@ def decimals() -> Any:
 
 
 def level_of(value: Any) -> Any:
-    """What decides which messages a logger lets pass."""
-    return value.level, value.getEffectiveLevel(), value.disabled, value.manager.disable
+    """What decides which messages a logger lets pass, and where they go."""
+    above = value.getEffectiveLevel(), value.manager.disable
+    handlers = tuple(value.handlers), tuple(value.filters)
+    return value.level, *above, value.disabled, value.propagate, value.name, *handlers

@@ -8,7 +8,6 @@ from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor._torch.compat import global_module_hooks
 
@@ -47,9 +46,8 @@ def _tables_in(state: dict[str, Any]) -> tuple[Any, ...]:
 class ModuleGuard:
     """What a program's modules were like when it was recorded. Asked at every call.
 
-    It looks at as little memory as it can, which after a training step is in no cache: a hook is
-    registered by a handle with a number of its own, so as long as there are no new handles, dicts
-    of hooks that were empty still are.
+    It looks at as little memory as it can, which after a training step is in no cache: dicts that
+    were empty are asked for their lengths, which lie beside what their identity is counted by.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -65,14 +63,13 @@ class ModuleGuard:
         hooks = [state[name] for state in states for name in HOOKS if name in state]
         hooks += global_module_hooks()
         parts = [state[name] for state in states for name in PARTS]
-        self._no_hooks = [d for d in hooks if not d]
-        self._no_parts = [d for d in parts if not d]
+        # Hooks may be written straight into them, without a handle that torch counts.
+        self._empty = [d for d in (*hooks, *parts) if not d]
         # With the keys, which say in which order hooks run, and which of them take keywords.
         self._hooks = [(d, list(d.items())) for d in hooks if d]
         self._parts = [d for d in parts if d]
         self._counts = list(map(len, self._parts))
         self._values = list(chain.from_iterable(map(dict.values, self._parts)))
-        self._handles = RemovableHandle.next_id
 
     def holds(self) -> bool:
         """Whether they still are."""
@@ -81,18 +78,8 @@ class ModuleGuard:
             # of parameters would be an op.
             [state["training"] for state in self._states] == self._flags
             and all(map(is_, chain.from_iterable(map(self._tables_in, self._states)), self._tables))
-            and not any(self._no_parts)
+            and not any(self._empty)
             and list(map(len, self._parts)) == self._counts
             and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._values))
-            and (RemovableHandle.next_id == self._handles or self._no_new_hooks())
             and (not self._hooks or all(list(d.items()) == was for d, was in self._hooks))
         )  # fmt: skip
-
-    def _no_new_hooks(self) -> bool:
-        """Whether the handles made since belong to other modules or to tensors."""
-        handles = RemovableHandle.next_id
-        # The number was read before the dicts: a hook that is registered meanwhile shows next time.
-        if any(self._no_hooks):
-            return False
-        self._handles = handles
-        return True

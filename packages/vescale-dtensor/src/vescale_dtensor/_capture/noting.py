@@ -15,12 +15,17 @@ from types import FrameType
 from typing import Any
 
 from vescale_dtensor._capture.global_state import GlobalState, global_state
+from vescale_dtensor._capture.library_calls import (
+    guarded_by_call,
+    guarded_by_code,
+    imported_by,
+    is_by_arguments,
+    unsteady_call,
+)
 from vescale_dtensor._capture.live_calls import LiveCall, is_of_scaler, live_call, may_be_live
 from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.process_state import (
     guarded_by,
-    guarded_by_code,
-    imported_by,
     is_noted,
     is_unsteady,
     moves_generator,
@@ -45,6 +50,7 @@ class Watch:
     Attributes:
         failure: the first refusal.
         live: the call in progress that programs make again, see `live_calls`.
+        printing: how many calls of `print` are in progress.
         ended: those that have ended, with the lines of code that made them and the modes in
             which they ran.
     """
@@ -61,6 +67,7 @@ class Watch:
         self._stopped = False
         self._collects = False
         self._line = ""
+        self.printing = 0
         # By id, with the scaler: whether its methods are live.
         self._scalers: dict[int, tuple[Any, bool]] = {}
 
@@ -151,14 +158,28 @@ class Watch:
                     self._reads.ask(look, Origin(None, f"{code.co_name}()", code.co_name))
                 if reads_any_attribute(code):
                     self._reads.read_any_attribute()
-            module = imported_by(frame)
-            if module is not None:
-                self._reads.import_module(module)
+            if is_by_arguments(code):
+                self._hear_call(frame)
         elif event == "c_call" and is_noted(argument):
             self._hear(frame, argument)
+        elif self.printing and event in ("c_return", "c_exception") and argument is print:
+            self.printing -= 1
+
+    def _hear_call(self, frame: FrameType) -> None:
+        """Take in a call of a library's function whose arguments say which state it gives."""
+        name = frame.f_code.co_name
+        module, look = imported_by(frame), guarded_by_call(frame)
+        if module is not None:
+            self._reads.import_module(module)
+        if look is not None:
+            self._reads.ask(look, Origin(None, f"{name}()", name))
+        unsteady = unsteady_call(frame)
+        if unsteady is not None:
+            self._refuse(unsteady, name)
 
     def _hear(self, frame: FrameType, function: Any) -> None:
         """Take in that a function in C is called: it may give state, or what no guard has."""
+        self.printing += function is print
         if reads_any_attribute(function):
             self._reads.read_any_attribute()
         look = guarded_by(function, frame)

@@ -146,8 +146,8 @@ def environment(value: Any) -> Any:
 
 
 def in_array(value: Any) -> Any:
-    """What distinguishes arrays: dtype, shape, values."""
-    return value.dtype.str, value.shape, value.tobytes()
+    """What distinguishes arrays: dtype, shape, values; strides and whether they can be written."""
+    return value.dtype.str, value.shape, value.tobytes(), value.strides, value.flags.num
 
 
 COPYING = (bytes, environment, in_array)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import builtins
 import copy
 import dataclasses
+import functools
 import gc
-import importlib
 import inspect
 import io
+import locale
 import os
 import random
 import string
 import sys
-import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from datetime import date
 from types import CodeType, FrameType, FunctionType
@@ -31,7 +32,12 @@ import torch
 from vescale_dtensor._capture.code_files import LIBRARY, TORCH, USER, kind_of_code
 from vescale_dtensor._torch.compat import state_getters
 
-_GETTERS = frozenset([*state_getters(), os.getcwd, gc.isenabled, sys.getrecursionlimit])
+# Those of modules that not every Python has, by name.
+_OPTIONAL = ((sys, "get_int_max_str_digits"), (sys, "getswitchinterval"), (gc, "get_threshold"))
+_GETTERS = frozenset(
+    [*state_getters(), os.getcwd, gc.isenabled, sys.getrecursionlimit]
+    + [getattr(module, name) for module, name in _OPTIONAL if hasattr(module, name)]
+)
 # Methods of objects in C that tell a state: of locks, of torch's generators.
 _METHODS = frozenset({"locked", "initial_seed"})
 _CLOCK_NAMES = """
@@ -49,16 +55,39 @@ _INPUTS = frozenset(
     {builtins.input, io.open, os.urandom, os.open, os.read, os.stat, os.lstat, os.access}
     | {os.listdir, os.scandir, os.readlink}
 )
+# Modules in C that tell of the process and the world. What of them is not listed below is refused.
+_WORLD = frozenset(
+    {"posix", "nt", "sys", "gc", "resource", "select", "fcntl", "termios", "pwd", "grp", "_sqlite3"}
+    | {"_signal", "_socket", "_ssl", "_posixsubprocess", "_winapi", "_weakref", "_tracemalloc"}
+)
+_HARMLESS_NAMES = """
+sys: intern getsizeof exc_info exception getdefaultencoding getfilesystemencoding is_finalizing
+sys: getfilesystemencodeerrors _getframe _getframemodulename gettrace settrace getprofile setprofile
+sys: audit _is_gil_enabled displayhook _clear_type_cache _clear_internal_caches
+gc: collect enable disable freeze unfreeze is_tracked is_finalized
+posix: fspath getpid getppid cpu_count sched_getaffinity strerror _path_normpath isatty
+_weakref: proxy _remove_dead_weakref
+"""
+_HARMLESS = frozenset(
+    (module, name)
+    for module, _, names in (line.partition(": ") for line in _HARMLESS_NAMES.split("\n"))
+    for name in names.split()
+)
+_READS = frozenset({"read", "read1", "readline", "readlines", "readinto", "peek"})
 _SEEDS = frozenset({"manual_seed", "seed"})
+_WARNS = frozenset({"warn", "warn_explicit"})
 _THREADS = frozenset({"start_new_thread", "start_joinable_thread"})
 # These ask clocks how long they have waited.
 _WAITING = tuple(
     f"/{name}" for name in ("threading", "queue", "concurrent", "selectors", "asyncio")
 )
+_IN_MEMORY = (io.StringIO, io.BytesIO)
+_LRU: type = type(functools.lru_cache(lambda: None))
 _FROZEN = ("<frozen os>", "<frozen posixpath>", "<frozen genericpath>", "<frozen ntpath>")
 _READERS_OF_FILES = ("/numpy/", f"{TORCH}/serialization.py", *_FROZEN)
 
 
+_NOTED_MODULES = _WORLD | {"_locale"}
 # Most functions in C that are called are none of these.
 _NAMES = frozenset(
     {f.__name__ for f in (*_GETTERS, *_CLOCKS, *_INPUTS)}
@@ -73,6 +102,12 @@ _NAMES = frozenset(
         "dump",
         "dumps",
         "__subclasses__",
+        "cache_info",
+        "fromfile",
+        "_getframe",
+        "print",
+        *_READS,
+        *_WARNS,
     }
 )
 
@@ -87,15 +122,11 @@ _BY_ANY_NAME = _codes(
     *(inspect.getmembers, inspect.getattr_static, string.Formatter.get_field),
 )
 _BY_ANY_NAME_IN_C = frozenset({builtins.dir, builtins.vars})
-_FAST_PATH = _codes(torch.backends.mha.get_fastpath_enabled)
-_THREAD = _codes(threading.current_thread)
-_EINSUM = "/torch/backends/opt_einsum/__init__.py"
-_IMPORTS = _codes(importlib.import_module)
 
 
 def is_noted(function: Any) -> bool:
     """Whether a call of a function in C matters at all, by its name."""
-    if function.__name__ in _NAMES:
+    if function.__name__ in _NAMES or getattr(function, "__module__", None) in _NOTED_MODULES:
         return True
     return _is_numpys(type(getattr(function, "__self__", None)))
 
@@ -109,44 +140,32 @@ def reads_any_attribute(asked: Any) -> bool:
     return asked in _BY_ANY_NAME_IN_C or (pickles and "pickle" in str(asked.__module__))
 
 
-def guarded_by_code(code: CodeType) -> Callable[[], Any] | None:
-    """What gives the state that a Python function of a library is asked for; None if none."""
-    if code in _FAST_PATH:
-        return torch.backends.mha.get_fastpath_enabled
-    if code in _THREAD:
-        return _thread_state
-    return _einsum_state if code.co_filename.endswith(_EINSUM) else None
-
-
-def _thread_state() -> Any:
-    """What code may ask of its thread; not the thread, which holds streams and locks."""
-    thread = threading.current_thread()
-    return thread.ident, thread.name, thread.daemon
-
-
-def _einsum_state() -> Any:
-    """Whether, and how, torch looks for an order in which `einsum` contracts."""
-    state: Any = torch.backends.opt_einsum
-    return state.enabled, state.strategy
-
-
-def imported_by(frame: FrameType) -> str | None:
-    """The absolute name that a call of `importlib.import_module` is given."""
-    name = frame.f_locals.get("name") if frame.f_code in _IMPORTS else None
-    return name if isinstance(name, str) else None
-
-
 def guarded_by(function: Any, frame: FrameType) -> Callable[[], Any] | None:
     """What gives the state that a function in C has been asked for; None if it gives none."""
     if function in _GETTERS:
         return function  # type: ignore[no-any-return]
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    module = getattr(function, "__module__", None)
+    if module == "_locale" and _is_for_user(frame, ()):
+        return _locale
+    if module == "_warnings" and name in _WARNS and _is_for_user(frame, ()):
+        return _filters
     if name in _METHODS and (name != "locked" or kind_of_code(frame.f_code) == USER):
         return function  # type: ignore[no-any-return]
     if name == "__subclasses__" and isinstance(owner, type):
         # A tuple, as lists are compared by identity.
         return lambda: tuple(type.__subclasses__(owner))
     return None
+
+
+def _locale() -> Any:
+    """The locale of the process, of all categories."""
+    return locale.setlocale(locale.LC_ALL)
+
+
+def _filters() -> Any:
+    """What decides whether a warning is printed, or raised."""
+    return tuple(warnings.filters)
 
 
 def moves_generator(function: Any) -> bool:
@@ -175,15 +194,47 @@ def is_unsteady(function: Any, frame: FrameType | None = None) -> bool:
     # getstate and setstate, which a simulation calls where it goes on with another rank.
     if (isinstance(owner, random.Random) and name in _DRAWS) or _is_numpys(type(owner)):
         return frame is None or _is_for_user(frame, ())
-    if function in _INPUTS:
+    if function in _INPUTS or _reads_files(function, owner, name):
         return frame is None or _is_for_user(frame, _READERS_OF_FILES)
+    if name == "_getframe" and function is sys._getframe:
+        return frame is not None and _looks_at_callers(frame)
+    if name == "cache_info" and type(owner) is _LRU:
+        return frame is None or _is_for_user(frame, ())
     clock = name in _NOW and isinstance(owner, type) and issubclass(owner, date)
-    if not clock and function not in _CLOCKS:
+    world = _tells_of_world(function, name)
+    if not clock and not world and function not in _CLOCKS:
         return False
     if frame is None:
         return True
     waiting = any(part in frame.f_code.co_filename for part in _WAITING)
     return not waiting and _is_for_user(frame, ())
+
+
+def _looks_at_callers(frame: FrameType) -> bool:
+    """Whether code of the user's asks for frames, other than in the body of a module."""
+    if kind_of_code(frame.f_code) != USER:
+        return False
+    caller: FrameType | None = frame
+    while caller is not None and not caller.f_code.co_filename.startswith("<frozen importlib"):
+        caller = caller.f_back
+    return caller is None
+
+
+def _tells_of_world(function: Any, name: str) -> bool:
+    """Whether a function tells of the world: is of such a module, and not known to be harmless."""
+    module = getattr(function, "__module__", None)
+    if module not in _WORLD or function in _GETTERS:
+        return False
+    return ("posix" if module == "nt" else module, name) not in _HARMLESS
+
+
+def _reads_files(function: Any, owner: Any, name: str) -> bool:
+    """Whether a function reads a file, or what a terminal or a pipe gives."""
+    if name == "fromfile":
+        return str(getattr(function, "__module__", "")).startswith("numpy")
+    # What is read from memory was written by the function itself, or is refused as opaque.
+    memory = type(owner) in _IN_MEMORY and owner is not sys.stdin
+    return name in _READS and isinstance(owner, io.IOBase) and not memory
 
 
 def _is_numpys(cls: type) -> bool:
@@ -214,4 +265,4 @@ def numpy_draws() -> Any:
     if module is None:
         return None
     state = module.get_state(legacy=False)
-    return [v.tobytes() if hasattr(v, "tobytes") else v for v in state["state"].values()]
+    return tuple(v.tobytes() if hasattr(v, "tobytes") else v for v in state["state"].values())

@@ -37,14 +37,22 @@ from vescale_dtensor._capture.places import (
     function_state,
     in_cell,
 )
+from vescale_dtensor._capture.process_state import numpy_draws
 from vescale_dtensor._capture.walk import Walk
 
 _BUILTINS = vars(builtins)
 # Whoever names one of these asks functions about themselves, be they called or not.
 _CLOSURE = "__closure__"
 _DEFAULTS = frozenset({"__defaults__", "__kwdefaults__", "__code__"})
+# What functions have beside their namespaces, and may be set.
+_OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
+_ASKED = frozenset({_CLOSURE, "base"}) | _DEFAULTS | _OF_FUNCTIONS
+# Parts of the standard library that ask functions and classes about themselves.
+_ASKING = ("/inspect.py", "/typing.py")
 _REPLACEABLE = (FunctionType, BuiltinFunctionType, type, ModuleType)
-_TABLES = (dict, list, set, bool, int)  # a cache is switched on by a number
+# A cache is switched on by a number, a way of sharing memory chosen by a text.
+_SETTINGS = (bool, int, float, str, type(None))
+_TABLES = (dict, list, set, *_SETTINGS)
 
 
 class StateReads(Walk):
@@ -69,6 +77,9 @@ class StateReads(Walk):
         # followed.
         self._waiting: defaultdict[int, list[FunctionType]] = defaultdict(list)
         self._entered: dict[int, FunctionType] = {}  # whose defaults are guarded
+        # What code asks of functions and arrays, by names that are in no namespace; who has it.
+        self._asked: set[str] = set()
+        self._askable: list[tuple[Any, Origin | None]] = []
 
     # --- what runs
 
@@ -83,6 +94,12 @@ class StateReads(Walk):
         if kind != LIBRARY:
             self.codes.append(code)
             self._note_names(code, space, kind)
+        elif code.co_filename.startswith(TORCH):
+            self._name_settings(space, code.co_names)
+        elif code.co_filename.endswith(_ASKING):
+            names = code_names(code).attributes & _ASKED
+            self._name_attributes(names, names)
+            self._ask_all(names)
         waiting = self._waiting.pop(id(code), None)
         if waiting is None and code.co_freevars and id(code) not in self._inner and kind == USER:
             # No place led here (a decorator written in C may hold the function), and its closure is
@@ -115,8 +132,10 @@ class StateReads(Walk):
             self._guard_libraries(self._libraries.name(names.attributes, names.optional))
             self.any_attribute |= names.any_attribute
             self.identity |= names.identity
+            self._ask_of_libraries(names)
             for text in names.texts:
-                if text in imported:
+                # One that is not there may be later: `"name" in sys.modules`.
+                if all(map(str.isidentifier, text.split("."))):
                     self._meet_imported(text, "")
             for name in names.modules:
                 # The statement has not run yet. If it imports a module for the first time, there is
@@ -126,11 +145,22 @@ class StateReads(Walk):
         elif code.co_filename.startswith(TORCH):
             self._name_tables(space, names.globals)
             self._name_functions(space, names)
+        elif is_of_python(code):
+            self._name_settings(space, names.globals)
+            if "_FIELDS" in names.globals:  # by which dataclasses find those of a class
+                self._name_attributes(["__dataclass_fields__"], ())
         self._name_attributes(names.attributes, names.optional if kind == USER else ())
-        for function in [one for found in self._waiting.values() for one in found]:
-            self._meet_asked(function, names.attributes)
+        self._ask_all(names.attributes & _ASKED)
         if self.any_attribute:  # getattr with a name that is computed may read any of them
             self._follow_all()
+
+    def _ask_of_libraries(self, names: CodeNames) -> None:
+        """Take in state that libraries keep, and that no function which is heard gives."""
+        asked = names.globals | names.attributes
+        if "get_state" in asked:  # of numpy's generator
+            self._look(Steady(numpy_draws), Origin(None, "numpy.random", "random"))
+        if "modules" in asked:  # which there are
+            self._look(partial(len, imported), Origin(None, "sys.modules", "modules"))
 
     def read_any_attribute(self) -> None:
         """Take in that code of a library is about to read attributes of any name."""
@@ -160,6 +190,12 @@ class StateReads(Walk):
         if tables:
             self._name_globals(space, tables)
 
+    def _name_settings(self, space: dict[str, Any], names: Iterable[str]) -> None:
+        """Of the globals of a library, the numbers and texts that say how it works."""
+        named = [name for name in names if type(space.get(name, space)) in _SETTINGS]
+        if named:
+            self._name_globals(space, named, follow=False)
+
     def _name_functions(self, space: dict[str, Any], names: CodeNames) -> None:
         """Of the globals of torch's modules, say, the functions that users may replace."""
         held = {name: space[name] for name in names.globals & space.keys()}
@@ -185,12 +221,45 @@ class StateReads(Walk):
         code = value.__code__
         if kind_of_code(code) == USER:
             self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
+            self._add_askable(value, origin)
+        elif value.__dict__:  # what `singledispatch` and its like hang on their functions
+            self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
         # A closure matters once its function runs; functions that never do may close over anything.
         if id(code) in self._ran:
             self._enter(value)
         else:
             self._waiting[id(code)].append(value)
-            self._meet_asked(value, self.attributes)
+            self._meet_asked(value, self._asked)
+
+    def _follow_all(self) -> None:
+        """Follow all attributes of all objects met so far."""
+        super()._follow_all()
+        self._ask_all(_OF_FUNCTIONS)
+
+    def _ask_all(self, names: Set[str]) -> None:
+        """Take in what code with these names may ask of functions and arrays."""
+        new = names - self._asked - self.unguarded
+        if not new:
+            return
+        self._asked |= new
+        for function in [one for found in self._waiting.values() for one in found]:
+            self._meet_asked(function, new)
+        for value, origin in self._askable:
+            self._ask_named(value, origin, new)
+
+    def _add_askable(self, value: Any, origin: Origin | None) -> None:
+        """Take in a function, or an array, of which code may ask what is in no namespace."""
+        self._askable.append((value, origin))
+        self._ask_named(value, origin, self._asked)
+
+    def _ask_named(self, value: Any, origin: Origin | None, names: Set[str]) -> None:
+        mine = _OF_FUNCTIONS if isinstance(value, FunctionType) else {"base"}
+        for name in sorted(names & mine):
+            self._look(partial(getattr, value, name), Origin(origin, f".{name}", name))
+
+    def _meet_array(self, value: Any, origin: Origin | None) -> None:
+        super()._meet_array(value, origin)
+        self._add_askable(value, origin)
 
     def _meet_asked(self, function: FunctionType, names: Set[str]) -> None:
         """Take in what code with these names may ask of a function that does not run."""

@@ -39,6 +39,7 @@ from vescale_dtensor._capture.unsupported import (
     READERS,
     UNGUARDED,
     called_by_us,
+    called_to_print,
     check_recordable,
     name_of,
     refused,
@@ -223,6 +224,11 @@ class Recorder(TorchFunctionMode):
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := done.run(func, *args, **kwargs), Tensor):
             return self._python_value(func, name, value)
+        if name == "__repr__" and not (self._watch.printing or called_to_print()):
+            raise refused(
+                "the text of a tensor has its values in it, where a replay would go on with old "
+                "ones. Keep to tensors, print() or log the tensor itself, or do it outside"
+            )
         given = tensors_within((args, kwargs))
         constant = self._constants.holds(given)
         # The value follows from Python values that are guarded, so every replay would read the

@@ -40,7 +40,7 @@ _METADATA = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
 is_signed get_device is_same_size has_names dim_order
 is_set_to storage_offset dense_dim sparse_dim __len__ __hash__ result_type can_cast
-promote_types type __repr__ __str__ broadcast_shapes is_tensor is_storage
+promote_types type broadcast_shapes is_tensor is_storage
 __dir__ is_distributed _record_function_enter_new _record_function_exit
 _cuda_isCurrentStreamCapturing
 """
@@ -97,6 +97,14 @@ def called_by_us() -> bool:
             return here
         frame = frame.f_back
     return False
+
+
+def called_to_print() -> bool:
+    """Whether a logger formats a message; nobody sees what a tensor's text is to be part of."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("logging")
 
 
 def refused(why: str) -> CaptureError:

@@ -52,6 +52,7 @@ __module__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __firstlineno_
 __static_attributes__ __match_args__ __abstractmethods__ _abc_impl __parameters__
 __dataclass_params__ __orig_bases__
 """
+_NOT_IN_NAMESPACES = ("__name__", "__qualname__")
 _UNREAD = frozenset(_OF_CLASSES.split())
 # What libraries hold for users to change: `os.environb`, `logging.root`, `sys.argv`.
 _FOLLOWED = frozenset({"python_module", "class", "environment", "logger", "variable"})
@@ -309,6 +310,9 @@ class Walk(StandardKinds):
                     self.meet(item, Origin(origin, text, ""))
                 # An object may be a key, and code that loops over keys reads its attributes.
                 self.meet(key, origin)
+        if isinstance(value, defaultdict):
+            factory = Origin(origin, ".default_factory", "default_factory")
+            self._look(partial(getattr, value, "default_factory"), factory)
         if not is_library_class(type(value)):
             self._meet_object(value, origin)
 
@@ -351,6 +355,8 @@ class Walk(StandardKinds):
         if value is decimal.Decimal:
             self._look(Steady(decimals), Origin(origin, " in its context", ""))
         if not is_library_class(value):
+            for name in _NOT_IN_NAMESPACES:
+                self._look(partial(getattr, value, name), Origin(origin, f".{name}", name))
             # Assigning `__bases__` changes which class an attribute comes from, and no namespace.
             self._look(partial(getattr, value, "__mro__"), origin)
 

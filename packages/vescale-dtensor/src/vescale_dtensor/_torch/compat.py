@@ -343,7 +343,7 @@ _get_cublas_allow_bf16_reduced_precision_reduction _get_mkldnn_enabled _get_mkld
 _get_mkldnn_allow_tf32 _get_nnpack_enabled _get_flash_sdp_enabled _get_math_sdp_enabled
 _get_mem_efficient_sdp_enabled _get_cudnn_sdp_enabled _get_overrideable_sdp_enabled
 get_num_threads get_num_interop_threads is_anomaly_enabled is_anomaly_check_nan_enabled
-_is_multithreading_enabled
+_is_multithreading_enabled is_autocast_cache_enabled
 """
 
 
@@ -351,6 +351,15 @@ def state_getters() -> list[Any]:
     """The functions in C, without arguments, by which torch is asked for its own settings."""
     names = _STATE_GETTERS.split()
     return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+
+
+def config_getter() -> Any:
+    """The function that gives settings of torch's `config` modules; None where they have none."""
+    try:
+        config: Any = import_module("torch.utils._config_module").ConfigModule
+    except (ImportError, AttributeError):
+        return None
+    return vars(config).get("__getattr__")
 
 
 def global_module_hooks() -> list[Any]:

@@ -1,0 +1,375 @@
+"""Kinds of state in parts of objects that code seldom asks for: names, texts, tables in C."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import operator
+import types
+import warnings
+import weakref
+
+import numpy
+import torch
+from stale_kinds import factor_is, kind, mutated, of_attribute
+from stale_kinds_replaced import KINDS as KINDS
+from torch import nn
+
+
+def longer(name):
+    """A change that adds a letter to an attribute."""
+    return mutated(lambda value: setattr(value, name, getattr(value, name) + "a"))
+
+
+def length_of(name):
+    return lambda x, value: x * len(getattr(value, name))
+
+
+def function_of_its_own():
+    code = (lambda a=1.0: a).__code__
+    made = types.FunctionType(code, globals(), "made", (1.0,))
+    made.__doc__, made.__annotations__ = "text", {"a": float}
+    return made
+
+
+def own_class(**attributes):
+    return type("Own", (), attributes)
+
+
+def more(value):
+    value.__annotations__ = {**value.__annotations__, f"b{len(value.__annotations__)}": float}
+
+
+# --- functions and classes
+
+for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+    kind(f"{name} of a function", function_of_its_own, longer(name), length_of(name))
+    make = functools.partial(own_class, __doc__="text")
+    kind(f"{name} of a class", make, longer(name), length_of(name))
+kind(
+    "annotations of a function",
+    function_of_its_own,
+    mutated(more),
+    lambda x, v: x * len(v.__annotations__),
+)
+kind(
+    "name that is wrapped",
+    function_of_its_own,
+    longer("__name__"),
+    lambda x, v: x * len(functools.wraps(v)(lambda: 1).__name__),
+)
+kind("text of a class", own_class, longer("__qualname__"), lambda x, v: x * len(str(v)))
+kind(
+    "name of the class of an object",
+    lambda: own_class()(),
+    mutated(lambda v: setattr(type(v), "__name__", type(v).__name__ + "a")),
+    lambda x, v: x * len(type(v).__name__),
+)
+kind(
+    "class that a library made",
+    lambda: dataclasses.make_dataclass("Made", [("factor", float, dataclasses.field(default=2.0))]),
+    factor_is(3.0),
+    of_attribute,
+)
+kind(
+    "field of a class",
+    lambda: dataclasses.make_dataclass("Made", [("a", float, dataclasses.field(default=2.0))]),
+    mutated(lambda v: setattr(v.__dataclass_fields__["a"], "default", 3.0)),
+    lambda x, v: x * dataclasses.fields(v)[0].default,
+)
+
+
+class Dispatching:
+    def __init__(self):
+        self.__class__ = type("Own", (Dispatching,), {"method": self.made()})
+
+    @staticmethod
+    def made():
+        return functools.singledispatchmethod(lambda self, value: 1.0)
+
+
+def registered(value):
+    number = len(vars(type(value))["method"].dispatcher.registry)
+    vars(type(value))["method"].register(float, lambda self, other: number + 1.0)
+
+
+kind(
+    "method by the type of its argument",
+    Dispatching,
+    mutated(registered),
+    lambda x, v: x * v.method(2.0),
+)
+kind(
+    "function by the type of its argument",
+    lambda: functools.singledispatch(lambda value: 1.0),
+    mutated(lambda v: v.register(float)(lambda other: 5.0)),
+    lambda x, v: x * v(2.0),
+)
+
+
+class Descriptor:
+    def __init__(self):
+        self.number = 2.0
+
+    def __get__(self, owner, cls=None):
+        return self.number
+
+
+def raised_number(value):
+    vars(type(value))["read"].number += 1
+
+
+kind(
+    "number of a descriptor",
+    lambda: own_class(read=Descriptor())(),
+    mutated(raised_number),
+    lambda x, v: x * v.read,
+)
+kind(
+    "property of an attrgetter",
+    lambda: own_class(read=property(operator.attrgetter("factor")), factor=2.0)(),
+    factor_is(3.0),
+    lambda x, v: x * v.read,
+)
+
+
+class Redirecting:
+    """Attributes that are written elsewhere."""
+
+    def __init__(self):
+        object.__setattr__(self, "held", {"factor": 2.0})
+
+    def __setattr__(self, name, value):
+        self.held[name] = value
+
+    def __getattr__(self, name):
+        return object.__getattribute__(self, "held")[name]
+
+
+kind("own __setattr__", Redirecting, factor_is(3.0), of_attribute)
+kind(
+    "deleted attribute",
+    lambda: own_class(factor=2.0)(),
+    mutated(lambda v: vars(v).pop("factor", None) or setattr(v, "factor", 3.0)),
+    of_attribute,
+)
+
+
+class Meta(type):
+    def __call__(cls):
+        made = super().__call__()
+        made.factor = cls.scale
+        return made
+
+
+kind(
+    "__call__ of a metaclass",
+    lambda: Meta("Made", (), {"scale": 2.0}),
+    mutated(lambda v: setattr(v, "scale", v.scale + 1)),
+    lambda x, v: x * v().factor,
+)
+SPECIAL = {
+    "__bool__": (lambda self: self.n % 2 == 0, lambda x, v: x * 2 if v else x),
+    "__index__": (lambda self: self.n, lambda x, v: x * [1, 2, 3, 4][v]),
+    "__float__": (lambda self: float(self.n), lambda x, v: x * float(v)),
+    "__format__": (lambda self, spec: "a" * self.n, lambda x, v: x * len(f"{v}")),
+    "__eq__": (lambda self, other: self.n == other, lambda x, v: x * 2 if v == 1 else x),
+    "__contains__": (lambda self, other: self.n == other, lambda x, v: x * 2 if 1 in v else x),
+    "__class_getitem__": (classmethod(lambda cls, i: i), lambda x, v: x * type(v)[v.n]),
+}
+for name, (method, use) in SPECIAL.items():
+    kind(
+        f"{name} of an object",
+        lambda name=name, method=method: own_class(**{name: method, "n": 1})(),
+        mutated(lambda v: setattr(v, "n", v.n + 1)),
+        use,
+    )
+
+# --- containers
+
+
+class Missing(dict):
+    number = 2.0
+
+    def __missing__(self, name):
+        return self.number
+
+
+kind(
+    "__missing__ of a dict",
+    Missing,
+    mutated(lambda v: setattr(v, "number", v.number + 1)),
+    lambda x, v: x * v["a"],
+)
+
+
+def other_factory(value):
+    number = value.default_factory()
+    value.clear()
+    value.default_factory = lambda: number + 1
+
+
+kind(
+    "factory of a default dict",
+    lambda: collections.defaultdict(lambda: 2.0),
+    mutated(other_factory),
+    lambda x, v: x * v.default_factory(),
+)
+kind(
+    "order of a dict",
+    lambda: {"a": 2.0, "b": 3.0},
+    mutated(lambda v: v.update(a=v.pop("a")) if next(iter(v)) == "a" else v.update(b=v.pop("b"))),
+    lambda x, v: x * next(iter(v.values())),
+)
+kind(
+    "chain of dicts",
+    lambda: collections.ChainMap({"a": 2.0}, {}),
+    mutated(lambda v: v.maps[0].update(a=3.0)),
+    lambda x, v: x * v["a"],
+)
+kind(
+    "longest length of a deque",
+    lambda: collections.deque([1.0], 2),
+    lambda v: collections.deque(v, v.maxlen + 1),
+    lambda x, v: x * v.maxlen,
+)
+kind(
+    "memory of a view",
+    lambda: memoryview(bytearray(b"ab")),
+    mutated(lambda v: v.__setitem__(0, v[0] + 1)),
+    lambda x, v: x * v[0],
+)
+kind(
+    "one object in two places",
+    lambda: [[1], [1]],
+    mutated(lambda v: v.__setitem__(1, v[0] if v[1] is not v[0] else [1])),
+    lambda x, v: x * 2 if v[0] is v[1] else x,
+)
+HELD = own_class()
+kind(
+    "dict by weak keys",
+    lambda: weakref.WeakKeyDictionary({HELD: 2.0}),
+    mutated(lambda v: v.update({HELD: v[HELD] + 1})),
+    lambda x, v: x * v[HELD],
+)
+kind(
+    "value of an enum",
+    lambda: enum.Enum("Own", "A B"),
+    mutated(lambda v: setattr(v.A, "_value_", v.A.value + 1)),
+    lambda x, v: x * v["A"].value,
+)
+kind(
+    "number or enum",
+    lambda: enum.IntEnum("Own", "A B").A,
+    lambda v: int(v) + 1,
+    lambda x, v: x * 2 if isinstance(v, enum.Enum) else x * v,
+)
+kind(
+    "not a number",
+    lambda: float("nan"),
+    lambda v: 2.0 if v != v else float("nan"),
+    lambda x, v: x * 3 if v != v else x * v,
+)
+
+
+def remembering():
+    number = [2.0]
+    found = functools.lru_cache(lambda name: number[0])
+    found.number = number
+    return found
+
+
+kind("hits of a cache", remembering, mutated(lambda v: v(1)), lambda x, v: x * v.cache_info()[0])
+
+# --- arrays and tensors
+
+kind(
+    "array behind a view",
+    lambda: numpy.ones(4)[1:3],
+    mutated(lambda v: v.base.__setitem__(0, v.base[0] + 1)),
+    lambda x, v: x * float(v.base[0]),
+)
+kind(
+    "whether an array can be written",
+    lambda: numpy.ones(2),
+    mutated(lambda v: v.setflags(write=not v.flags.writeable)),
+    lambda x, v: x * 2 if v.flags.writeable else x,
+)
+kind(
+    "mask of an array",
+    lambda: numpy.ma.array([1.0, 2.0], mask=[0, 0]),
+    mutated(lambda v: v.mask.__setitem__(0, not v.mask[0])),
+    lambda x, v: x * float(v.sum()),
+)
+TEXTS = {
+    "str": lambda x, v: x * len(str(v)),
+    "percent": lambda x, v: x * len("%s" % v),  # noqa: UP031
+    "list": lambda x, v: x * len(str([v])),
+}
+for name, use in TEXTS.items():
+    kind(f"text of a tensor by {name}", lambda: torch.ones(2), mutated(lambda v: v.mul_(1e3)), use)
+kind(
+    "dtype of a module",
+    lambda: nn.Linear(4, 2),
+    mutated(lambda v: v.double() if v.weight.dtype is torch.float32 else v.float()),
+    lambda x, v: v(x.to_local().to(v.weight.dtype)),
+)
+kind(
+    "strides of a parameter",
+    lambda: nn.Parameter(torch.arange(16.0).view(4, 4)),
+    mutated(lambda v: setattr(v, "data", v.data.t())),
+    lambda x, v: x.to_local() @ v,
+)
+kind(
+    "train flag of a module inside",
+    lambda: nn.Sequential(nn.Sequential(nn.Dropout(1.0))),
+    mutated(lambda v: v[0][0].train(not v[0][0].training)),
+    lambda x, v: v(x),
+)
+kind(
+    "text of a module",
+    lambda: nn.Sequential(nn.LeakyReLU(1.0)),
+    mutated(lambda v: setattr(v[0], "negative_slope", v[0].negative_slope * 10)),
+    lambda x, v: x * len(str(v)),
+)
+
+
+def hooked(name, hook):
+    def change(module):
+        hooks = getattr(module[0][0], name)
+        hooks[len(hooks)] = hook
+
+    return mutated(change)
+
+
+HOOKS = {
+    "_forward_hooks": lambda module, inputs, result: result * 2,
+    "_forward_pre_hooks": lambda module, inputs: (inputs[0] * 2,),
+    "_backward_hooks": lambda module, inputs, results: (inputs[0] * 2,),
+    "_backward_pre_hooks": lambda module, results: (results[0] * 2,),
+}
+
+
+def differentiated(x, module):
+    x = x.to_local().detach().requires_grad_()
+    y = module(x)
+    y.sum().backward()
+    return y, x.grad
+
+
+for name, hook in HOOKS.items():
+    kind(
+        f"written straight into {name}",
+        lambda: nn.Sequential(nn.Sequential(nn.Tanh())),
+        hooked(name, hook),
+        differentiated,
+    )
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(4, 4))
+
+
+kind("scripted module", scripted, lambda v: v, lambda x, v: v(x))
