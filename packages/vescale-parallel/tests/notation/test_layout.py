@@ -22,6 +22,7 @@ from vescale_parallel._notation.layout import (
         ("dp:0, tp:1", (("dp", 0), ("tp", 1)), False),
         (" tp : -1 ", (("tp", -1),), False),
         ("tp:full", (("tp", None),), False),
+        ("tp : 1 / 3, dp:0", (("tp", 1), ("dp", 0)), False),
         ("replicate", (), True),
     ],
 )
@@ -45,6 +46,11 @@ def test_reads_layouts(text: str, dims: tuple[tuple[str, int | None], ...], ever
         ("replicate, tp:0", "'replicate'"),
         ("0:tp", "'0:tp'"),
         ("tp:1.5", "'tp:1.5'"),
+        ("tp:1/0", "'tp:1/0'"),
+        ("tp:1/", "'tp:1/'"),
+        ("tp:full/2", "'tp:full/2'"),
+        ("tp:1/3, dp:1", "over one axis only"),
+        ("tp:1/3, dp:1/3", "over one axis only"),
     ],
 )
 def test_refuses_what_is_no_layout(text: str, quoted: str):
@@ -105,3 +111,12 @@ def test_local_shape_is_the_first_chunk_of_chunks(extent: int, sizes: list[int])
 def test_knows_when_a_rank_holds_nothing(extent: int, size: int):
     chunks = len(torch.zeros(extent).chunk(size))
     assert some_rank_is_empty(parse_layout("tp:0"), (extent,), [("tp", size)]) == (chunks < size)
+
+
+def test_blocks_are_sharded_one_by_one():
+    layout = parse_layout("tp:-1/3")
+    assert (layout.blocks_of("tp"), layout.blocks_of("dp"), str(layout)) == (3, 1, "tp:-1/3")
+    assert local_shape(layout, (4, 15), (("dp", 2), ("tp", 2))) == (4, 9)
+    assert some_rank_is_empty(layout, (4, 15), (("tp", 4),))
+    assert not some_rank_is_empty(layout, (4, 15), (("tp", 2),))
+    assert str(parse_layout("tp:0/1")) == "tp:0"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import Replicate, Shard
+from vescale_dtensor import InterleavedShard, Replicate, Shard
 
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._notation.layout import RuleLayout
@@ -25,7 +25,8 @@ def placements(
     for position, axis in enumerate(mesh_sizes(mesh)):
         dim = layout.dim_of(axis, ndim)
         if dim is not None:
-            chosen.append(Shard(dim))
+            blocks = layout.blocks_of(axis)
+            chosen.append(InterleavedShard(dim, blocks) if blocks > 1 else Shard(dim))
         # "replicate" and "full" are explicit; an axis that is not named keeps what it has.
         elif unnamed is None or layout.covers(axis):
             chosen.append(Replicate())

@@ -160,6 +160,8 @@ def own_shape(layout: RuleLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> t
     for at, (axis, size) in zip(coordinate, mesh_sizes(mesh).items(), strict=True):
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
-            extent = -(-extents[dim] // size)
-            extents[dim] = max(0, min(extent, extents[dim] - at * extent))
+            blocks = layout.blocks_of(axis)
+            within = extents[dim] // blocks
+            extent = -(-within // size)
+            extents[dim] = blocks * max(0, min(extent, within - at * extent))
     return tuple(extents)

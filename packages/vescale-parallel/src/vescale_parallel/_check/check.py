@@ -194,6 +194,14 @@ def _place(
             f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{globs[0]}' "
             f"shards a dim that it lacks ('{layout}'). Put a rule for it before that one."
         )
+    for axis, blocks in layout.blocks:
+        dim = layout.dim_of(axis, parameter.ndim)
+        if dim is not None and parameter.shape[dim] % blocks:
+            return (
+                f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{globs[0]}' "
+                f"shards a dim of {blocks} equal blocks ('{layout}'), which {parameter.shape[dim]} "
+                "is not. Write the dim alone, or the right number of blocks."
+            )
     return _parameter_row(names, parameter, globs[0], layout, sizes)
 
 

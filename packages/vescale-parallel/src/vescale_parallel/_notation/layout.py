@@ -1,5 +1,7 @@
 """Layouts as a plan writes them: `"tp:0"`, `"dp:0, tp:1"`, `"replicate"`, `"tp:full -> tp:1"`.
 
+`"tp:0/3"` is dim 0 of three equal blocks, each of which is sharded: a merged q, k, v.
+
 A side of an activation rule says one layout for all tensors there, or one for each that it names:
 `"hidden_states = tp:full; 1 = tp:0 -> 0 = tp:1"`.
 
@@ -19,9 +21,14 @@ FULL: Final = "full"
 ARROW: Final = "->"
 
 # `full` is a word of its own, so that leaving an axis alone and replicating over it can differ.
-_ENTRY = re.compile(r"(?P<axis>[^\W\d]\w*)\s*:\s*(?P<where>-?\d+|full)")
+_ENTRY = re.compile(
+    r"(?P<axis>[^\W\d]\w*)\s*:\s*(?:(?P<where>-?\d+|full)|(?P<dim>-?\d+)\s*/\s*(?P<blocks>\d+))"
+)
 _CHOICE = re.compile(r"\d+|[^\W\d]\w*|\*")
-_HINT = "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'replicate'."
+_HINT = (
+    "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'replicate'; 'tp:0/3' for "
+    "a dim of three equal blocks."
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,13 @@ class RuleLayout:
         text: the layout, spelt as messages and tables show it.
         dims: for each axis that the text names, the tensor dim sharded over it; None for `full`.
         everywhere: whether axes that the text does not name are replicated too (`"replicate"`).
+        blocks: for axes that shard a dim of several equal blocks, how many there are.
     """
 
     text: str
     dims: tuple[tuple[str, int | None], ...]
     everywhere: bool = False
+    blocks: tuple[tuple[str, int], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -54,6 +63,10 @@ class RuleLayout:
         """Return the tensor dim sharded over `axis`, counted from 0; None where there is none."""
         dim = dict(self.dims).get(axis)
         return dim if dim is None or dim >= 0 else dim + ndim
+
+    def blocks_of(self, axis: str) -> int:
+        """Return how many equal blocks the dim has that `axis` shards, each by itself."""
+        return dict(self.blocks).get(axis, 1)
 
     def covers(self, axis: str) -> bool:
         """Return whether the layout says anything about `axis`."""
@@ -117,26 +130,35 @@ def parse_layout(text: str) -> RuleLayout:
     if ARROW in text:
         raise PlanError(f"layout {text!r}: '->' belongs to activations, not here. {_HINT}")
     # Order is kept for messages only: which axis is outer follows from the mesh.
-    dims = tuple(_parse_entry(text, part.strip()) for part in text.split(","))
+    entries = [_parse_entry(text, part.strip()) for part in text.split(",")]
+    dims = tuple((axis, dim) for axis, dim, _ in entries)
     # Twice the same axis would shard a tensor over it twice, which no mesh can do.
     axes = [axis for axis, _ in dims]
     for axis in axes:
         if axes.count(axis) > 1:
             raise PlanError(f"layout {text!r}: axis '{axis}' is named twice; name each axis once.")
-    return RuleLayout(", ".join(_entry_text(*entry) for entry in dims), dims)
+    blocks = tuple((axis, count) for axis, _, count in entries if count > 1)
+    merged = {dim for axis, dim in dims if axis in dict(blocks)}
+    if len([dim for _, dim in dims if dim in merged]) > len(blocks) or len(merged) < len(blocks):
+        raise PlanError(f"layout {text!r}: a dim of several blocks is sharded over one axis only.")
+    return RuleLayout(", ".join(_entry_text(*entry) for entry in entries), dims, blocks=blocks)
 
 
-def _parse_entry(text: str, part: str) -> tuple[str, int | None]:
+def _parse_entry(text: str, part: str) -> tuple[str, int | None, int]:
     found = _ENTRY.fullmatch(part)
     if found is None:
         where = f"{part!r} in it cannot be read" if part else "a part of it is empty"
         raise PlanError(f"layout {text!r}: {where}. {_HINT}")
+    if found["blocks"] is not None:
+        if int(found["blocks"]) < 1:
+            raise PlanError(f"layout {text!r}: {part!r} in it has no block. {_HINT}")
+        return found["axis"], int(found["dim"]), int(found["blocks"])
     where = found["where"]
-    return found["axis"], None if where == FULL else int(where)
+    return found["axis"], None if where == FULL else int(where), 1
 
 
-def _entry_text(axis: str, dim: int | None) -> str:
-    return f"{axis}:{FULL if dim is None else dim}"
+def _entry_text(axis: str, dim: int | None, blocks: int) -> str:
+    return f"{axis}:{FULL if dim is None else dim}" + (f"/{blocks}" if blocks > 1 else "")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,7 +217,8 @@ def local_shape(
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
             # Rounded up; the next axis on the same dim divides what this one has left.
-            shape[dim] = -(-shape[dim] // size)
+            blocks = layout.blocks_of(axis)
+            shape[dim] = blocks * -(-(shape[dim] // blocks) // size)
     return tuple(shape)
 
 
@@ -207,8 +230,10 @@ def some_rank_is_empty(
     for axis, size in mesh_sizes:
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
-            shard = -(-shape[dim] // size)
-            if shard * (size - 1) >= shape[dim]:
+            blocks = layout.blocks_of(axis)
+            extent = shape[dim] // blocks
+            shard = -(-extent // size)
+            if shard * (size - 1) >= extent:
                 return True
-            shape[dim] = shard
+            shape[dim] = blocks * shard
     return False

@@ -40,6 +40,7 @@ def roles_by_shape(model: nn.Module) -> dict[str, Role]:
     found: dict[str, Role] = {}
     for members in inside.values():
         found |= _roles_in_block(model, members)
+    found |= _roles_of_biases(layers, blocks, found)
     return found | vocabulary_roles(layers, found)
 
 
@@ -54,6 +55,19 @@ def _roles_in_block(model: nn.Module, members: list[Layer]) -> dict[str, Role]:
         if role is not None and not _computes_more(model.get_submodule(layer.parent)):
             found[layer.name] = role
     return found
+
+
+def _roles_of_biases(
+    layers: Mapping[str, Layer], blocks: set[str], known: Mapping[str, Role]
+) -> dict[str, Role]:
+    """Return roles of tables that bias attention by head, as heads are sharded beside them."""
+    attentions = {layers[name].parent for name, role in known.items() if role is Role.COLUMN}
+    return {
+        name: Role.FEATURES
+        for name, one in layers.items()
+        if one.embeds and "relative" in one.own and "bias" in one.own
+        if one.parent in attentions and block_of(name, blocks) is not None
+    }
 
 
 def _width(members: Iterable[Layer]) -> int:
@@ -75,9 +89,9 @@ def _role(layer: Layer, width: int, siblings: set[str]) -> Role | None:
         narrow = min(layer.inputs, layer.outputs) * 2 < width
         role = Role.COLUMN if layer.inputs == width else Role.ROW
         return None if narrow else role
-    # BERT and its kin call the projection behind attention `dense`; being square, it has no shape
-    # that tells.
-    return Role.ROW if layer.own == "dense" and layer.inputs == layer.outputs else None
+    # BERT and its kin call the projection behind attention `dense`, vision models `proj`; being
+    # square, it has no shape that tells.
+    return Role.ROW if layer.own in ("dense", "proj") and layer.inputs == layer.outputs else None
 
 
 def _computes_more(parent: nn.Module) -> bool:

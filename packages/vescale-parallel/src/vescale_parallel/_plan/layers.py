@@ -109,6 +109,26 @@ def _prefixes(name: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
+_THREE: Final = frozenset(("c_attn", "qkv", "Wqkv"))
+"""Names of projections to q, k and v, one after the other, where these are equally wide."""
+_TWO: Final = frozenset(("gate_up_proj", "gate_up", "Wi"))
+"""Names of projections to a gate and what it gates."""
+
+
+def merged_blocks(layer: Layer) -> int:
+    """Return how many equal matrices a layer has side by side, which are used one by one.
+
+    Sharded as one matrix, a rank would hold all of the first and none of the last, and each use
+    would send it. Those that go head by head (GPT-NeoX's query_key_value), or by groups of
+    heads (CodeGen's qkv_proj), are one matrix.
+    """
+    # Of others (GPT-BigCode) a c_attn that is no Conv1D goes head by head.
+    by_head = layer.own == "c_attn" and layer.out_dim == 0
+    if layer.own in _THREE and layer.outputs == 3 * layer.inputs and not by_head:
+        return 3
+    return 2 if layer.own in _TWO and layer.outputs % 2 == 0 else 1
+
+
 def parameter_layouts(layer: Layer, module: nn.Module, role: Role, axis: str) -> dict[str, str]:
     """Return the layout of each own parameter of a layer in that role, by its full name."""
     dims = {
@@ -117,6 +137,7 @@ def parameter_layouts(layer: Layer, module: nn.Module, role: Role, axis: str) ->
         Role.VOCABULARY: 0,
         Role.FEATURES: 1,
     }
+    blocks = merged_blocks(layer) if role is Role.COLUMN else 1
     found = {}
     for name, parameter in module.named_parameters(recurse=False):
         dim = dims.get(role)
@@ -124,5 +145,6 @@ def parameter_layouts(layer: Layer, module: nn.Module, role: Role, axis: str) ->
             # A bias belongs to the outputs, which are whole behind a row-parallel layer.
             dim = 0 if role in (Role.COLUMN, Role.VOCABULARY) else None
         if dim is not None:
-            found[f"{layer.name}.{name}"] = f"{axis}:{dim}"
+            text = f"{axis}:{dim}" + (f"/{blocks}" if blocks > 1 else "")
+            found[f"{layer.name}.{name}"] = text
     return found

@@ -1,0 +1,103 @@
+"""A merged projection whose blocks are sharded one by one is one device's, and sends nothing."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vescale_comm import simulate, trace
+from vescale_dtensor import DTensor
+from vescale_parallel import (
+    Plan,
+    PlanError,
+    deferred,
+    load_pretrained,
+    parallelize,
+    save_pretrained,
+)
+from vescale_parallel import mesh as make_mesh
+
+
+class Attention(nn.Module):
+    """q, k and v of one product, heads of two."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split(x.shape[-1], dim=-1)
+        heads = [one.view(*x.shape[:2], -1, 2).transpose(1, 2) for one in (q, k, v)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads)
+        return self.proj(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def model_of(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.ModuleList([Attention(width)])[0])
+
+
+def plan_of(width: int, **words: Any) -> Plan:
+    rules = {"1.qkv.*": "tp:0/3", "1.proj.weight": "tp:1", "*": "replicate"}
+    return Plan(parameters=rules, **words)
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "zero", "is_deferred"),
+    [({"tp": 2}, 8, 0, False), ({"tp": 4}, 12, 0, True), ({"dp": 2, "tp": 2}, 8, 3, True)],
+    ids=str,
+)
+def test_merged_projections(
+    sizes: dict[str, int], width: int, zero: int, is_deferred: bool, tmp_path: Path
+):
+    x = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))
+    plain = model_of(width)
+    loss = plain(x).square().mean()
+    loss.backward()
+
+    def rank(rank: int, size: int) -> None:
+        if is_deferred:
+            with deferred():
+                model = model_of(width)
+        else:
+            model = model_of(width)
+        parallelize(model, make_mesh(device_type="cpu", **sizes), plan_of(width, zero=zero))
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(one.detach()), two.detach())
+        for _ in range(3):
+            model.zero_grad()
+            with trace() as seen:
+                found = model(x).square().mean()
+                found.backward()
+        if width == 8 and not zero:
+            assert {one.op for one in seen.records} == {"all_reduce"}
+        torch.testing.assert_close(whole(found.detach()), loss.detach())
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(one.grad), two.grad)
+        save_pretrained(model, tmp_path)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.zero_()
+        load_pretrained(model, tmp_path)
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(one.detach()), two.detach())
+
+    simulate(prod(sizes.values()))(rank)
+
+
+def test_blocks_that_are_not_equal_are_refused_and_presets_find_them():
+    with pytest.raises(PlanError, match=r"shards a dim of 5 equal blocks \('tp:0/5'\), which 24"):
+        Plan(parameters={"1.qkv.weight": "tp:0/5", "*": "replicate"}).check(model_of(8), {"tp": 2})
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Attention(8), Attention(8)])
+    found = Plan.for_encoder(model).parameters
+    assert found["*.qkv.weight"] == found["*.qkv.bias"] == "tp:0/3"
+    row = plan_of(8).check(model_of(8), {"tp": 3}).parameters[2]
+    assert (row.name, row.local_shape, row.uneven) == ("1.qkv.weight", (9, 8), True)
