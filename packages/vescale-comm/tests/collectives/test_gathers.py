@@ -211,6 +211,26 @@ def test_what_torch_conjugates_and_negates_lazily_travels_as_its_values():
     assert run(lazily, 2) == [[], []]
 
 
+def into_again(rank, world_size):
+    x = torch.arange(6.0).reshape(3, 2) + 6 * rank
+    for _ in range(2):  # once with all checks, then by the short road
+        first, second, part = (torch.zeros(6, 2) for _ in range(3))
+        handle = all_gather_into(first, x, async_op=True)
+        assert all_gather_into(second, x) is second
+        assert handle.wait() is first
+        # Of memory that is sent and written to.
+        part[3 * rank : 3 * rank + 3] = x
+        all_gather_into(part, part[3 * rank : 3 * rank + 3])
+        with pytest.raises(CommArgumentError, match="the result"):
+            all_gather_into(torch.zeros(5, 2), x)
+    return [one.tolist() for one in (first, second, part)]
+
+
+def test_memory_of_the_caller_is_filled_by_either_road():
+    whole = torch.arange(12.0).reshape(6, 2).tolist()
+    assert run(into_again, 2) == [[whole] * 3] * 2
+
+
 def returned_is_new(rank, world_size):
     x = torch.ones(2, 2)
     results = [all_gather(x), broadcast(x), *gather_pieces(x, shapes=[(2, 2)] * world_size)]

@@ -175,6 +175,26 @@ def test_activation_checkpointing_of_units(options: dict[str, bool]):
     simulate(2)(checkpointing, options)
 
 
+def hooked(rank: int, world_size: int) -> None:
+    eager, static = both(lambda: make(blocks=2), {"dp": 2}, 3)
+    block = static.get_submodule("blocks.0")
+    stored, seen = dict(block.named_parameters()), []
+    train_alike((eager, static))
+
+    def look(module: nn.Module, args: Any) -> None:
+        found = [(one, stored[name]) for name, one in module.named_parameters() if one.ndim]
+        seen.extend(one is other for one, other in found)
+
+    block.register_forward_pre_hook(look)
+    train_alike((eager, static))
+    assert seen
+    assert not any(seen)  # gathered, as in eager mode
+
+
+def test_hooks_of_users_see_gathered_parameters():
+    simulate(2)(hooked)
+
+
 class Scaled(nn.Module):
     """Multiplies by a number that its owner changes."""
 

@@ -92,6 +92,41 @@ def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return torch.cat(out.view(group.size, *shape).unbind(), dim)
 
 
+class StartedGather:
+    """Gathers equal shards along dim 0 into memory of the caller; `finish` waits.
+
+    Args:
+        out: contiguous, of the dtype and on the device of `x`.
+        x: this rank's shard.
+        group: of the ranks.
+        async_op: whether this rank goes on meanwhile.
+    """
+
+    __slots__ = ("_group", "_out", "_work", "_x")
+
+    def __init__(self, out: Tensor, x: Tensor, group: Group, *, async_op: bool) -> None:
+        if group._log is not None:
+            numel = group.size * x.numel()
+            record_fast(group._log, "all_gather", x, numel, together=not async_op)
+        # Both are kept until it is over: a backend that reads freed memory would not say so.
+        self._out, self._x, self._group = out, x, group
+        try:
+            if _gather is None:
+                self._work = all_gather_single(out, x, group=group.process_group, async_op=async_op)
+            else:
+                self._work = group.process_group.all_gather_single(out, x)
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described("all_gather", x, group), error) from error
+
+    def finish(self) -> Tensor:
+        """Wait, and return the memory that was filled."""
+        try:
+            _wait(self._work)
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described("all_gather", self._x, self._group), error) from error
+        return self._out
+
+
 def fast_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, mean: bool = False) -> Tensor:
     """Reduce and scatter equal shards along a dim; if that is not 0, with one copy."""
     result = None

@@ -43,14 +43,20 @@ def recorded(log: ExecutionLog, primitive: Primitive, *, together: bool) -> None
 
 
 def record_fast(
-    log: ExecutionLog, op: str, x: Tensor, numel: int, *, in_graph: bool = False
+    log: ExecutionLog,
+    op: str,
+    x: Tensor,
+    numel: int,
+    *,
+    in_graph: bool = False,
+    together: bool = True,
 ) -> None:
     """Record a collective that takes the fast path, as if it took the other one.
 
     Which of the two it takes may differ from rank to rank, by the strides of a tensor.
     """
     mark = (_IN_GRAPH,) if in_graph else ()
-    log.record((op, x.dtype, numel, *mark), together=True)
+    log.record((op, x.dtype, numel, *mark), together=together)
 
 
 def _words(primitive: Primitive) -> tuple[object, ...]:

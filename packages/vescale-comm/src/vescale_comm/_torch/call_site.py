@@ -2,6 +2,7 @@
 
 import sys
 import sysconfig
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 
@@ -25,6 +26,8 @@ def is_inside(code: CodeType) -> bool:
     return is_inside_file(code.co_filename)
 
 
+# Asked for every frame of every call that is waited for later.
+@lru_cache(maxsize=1024)
 def is_inside_file(name: str) -> bool:
     """Return whether a source file is of this package, of torch, or of what runs them."""
     return name.startswith((*_INSIDE, *_STDLIB, "<"))
@@ -40,7 +43,7 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not is_inside(code):
+        if not is_inside_file(code.co_filename):
             return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         if frame.f_back is None:
             break

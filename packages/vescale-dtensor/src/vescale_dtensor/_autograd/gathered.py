@@ -138,8 +138,7 @@ class Gathering:
         shape = tuple(parameter.shape)
         spec, expected = _gathered_spec(self._mesh, self._placements[at], shape, dtype)
         masks, reduction = _unsummed(spec.layout) if spec.layout.replicated else ((0,), None)
-        ends_whole = masks[-1] == spec.layout.replicated
-        return _WholeUse(dtype, spec, expected, masks, reduction, ends_whole)
+        return _WholeUse(dtype, spec, expected, masks, reduction)
 
     def aliases(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """What the Function returns for these values, of which none has a history.
@@ -179,13 +178,14 @@ class Gathering:
         found: list[Tensor | None] = []
         start = 0
         for use, count in zip(self._uses, self._counts, strict=True):
-            given = cotangents[start : start + count]
-            start += count
+            end = start + count
             # Mostly all uses vary on all axes, and there is nothing to add or to mask.
-            if use.ends_whole and not any([one is not None for one in given[:-1]]):
-                found.append(given[-1])
-            elif use.reduction is not None:
-                found.append(use.reduction.reduce(use.masks, tuple(given), use.spec.shape))
+            if use.reduction is None or (count == 2 and cotangents[start] is None):
+                found.append(cotangents[end - 1])
+            else:
+                given = tuple(cotangents[start:end])
+                found.append(use.reduction.reduce(use.masks, given, use.spec.shape))
+            start = end
         return found
 
     def wrapped(self, aliases: Sequence[Tensor]) -> list[DTensor]:
@@ -215,9 +215,8 @@ class _WholeUse:
         dtype: of the values.
         spec: of their DTensor.
         local_shape: what this rank has of them.
-        masks: the varying axes of each alias.
+        masks: the varying axes of each alias, all of them last where there are two.
         reduction: adds up what arrives; None where no axis replicates.
-        ends_whole: whether the last alias varies on all axes that replicate.
     """
 
     dtype: torch.dtype
@@ -225,7 +224,6 @@ class _WholeUse:
     local_shape: tuple[int, ...]
     masks: tuple[int, ...]
     reduction: CotangentReduction | None
-    ends_whole: bool
 
 
 def _note_partial(parameter: Any) -> None:

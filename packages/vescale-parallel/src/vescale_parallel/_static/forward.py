@@ -31,6 +31,7 @@ class StaticForward:
     ) -> None:
         self.name, self.module, self.forward = name, module, forward
         self._units = tuple(units)
+        self._hooks = _count_hooks(module)
         update_wrapper(self, forward)  # so that who looks at its signature sees the model's
 
     # At the first use: while a model is copied, the copies of its modules have no parts yet.
@@ -45,6 +46,17 @@ class StaticForward:
         ]
 
     @cached_property
+    def _sources(self) -> list[tuple[Unit, int]]:
+        """For each of the parts, its unit and its number there."""
+        at = {id(held): (unit, i) for unit in self._units for i, held in enumerate(unit.held)}
+        return [at[id(held)] for held, _ in self._parts]
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether nothing else looks for gathered parameters of the module when it is called."""
+        return _count_hooks(self.module) == self._hooks
+
+    @cached_property
     def captured(self) -> Captured:
         """The forward, captured; what cannot be recorded runs as in eager mode."""
         function = _with_parameters(self.name, self.module, self.forward, self._parts)
@@ -52,25 +64,43 @@ class StaticForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
         """The forward of a copied module, with no programs yet."""
+        made = StaticForward.__new__(StaticForward)
+        memo[id(self)] = made  # first: its module and its unit lead back here
         module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
-        return StaticForward(self.name, module, forward, units)
+        StaticForward.__init__(made, self.name, module, forward, units)
+        made._hooks = self._hooks  # the copied module may not have its own yet
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; the modules hold the same parameters before and after."""
-        used = [_held_at(places) for _, places in self._parts]
+        used = [module_parameter(places) for _, places in self._parts]
         # None: not gathered at the moment, so guarded like any parameter.
         given = [
             None if one is held.stored else one
             for one, (held, _) in zip(used, self._parts, strict=True)
         ]
-        if all(one is None for one in given):
-            return self.captured(*given, *args, **kwargs)
+        swapped = any(one is not None for one in given)
+        lent = [unit for unit in self._units if unit.is_lent]
+        if lent:
+            for index, (unit, number) in enumerate(self._sources):
+                if unit.is_lent:
+                    given[index] = unit.fulls()[number]
+        if not swapped:
+            return self._run(lent, given, args, kwargs)
         put_all(self._parts, [held.stored for held, _ in self._parts])
         try:
-            return self.captured(*given, *args, **kwargs)
+            return self._run(lent, given, args, kwargs)
         finally:
             put_all(self._parts, used)
+
+    def _run(self, lent: Sequence[Unit], given: list[Any], args: Any, kwargs: Any) -> Any:
+        before = self.captured.replays
+        outputs = self.captured(*given, *args, **kwargs)
+        if self.captured.replays == before:
+            for unit in lent:
+                unit.ran_modules = True
+        return outputs
 
 
 def _with_parameters(
@@ -98,7 +128,12 @@ def _with_parameters(
     return run
 
 
-def _held_at(places: Places) -> Tensor:
+def _count_hooks(module: nn.Module) -> int:
+    # Those that come later are a user's, who may look for the parameters.
+    return len(module._forward_pre_hooks) + len(module._forward_hooks)
+
+
+def module_parameter(places: Places) -> Tensor:
     """The tensor that the modules hold at these places."""
     module, name = places[0]
     found = module._parameters[name]

@@ -55,7 +55,10 @@ def install_static(model: nn.Module) -> None:
     for name in names:
         module = model.get_submodule(name)
         # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
-        module.forward = StaticForward(name, module, module.forward, units)
+        module.forward = forward = StaticForward(name, module, module.forward, units)
+        for unit in units:
+            if unit.name == name:
+                unit.forward = forward
 
 
 def captured_units(model: nn.Module) -> list[CapturedUnit]:

@@ -7,6 +7,7 @@
 - `flat_buffer`: one flat buffer in memory: this rank's shard, all gathered values, the gradients.
 - `gather`: the one autograd.Function; `unit`: the buffers of a module, and whether its modules
   hold stored or gathered parameters at the moment.
+- `addresses`: whose view a tensor is, by its address.
 - `saved`: what autograd saves of gathered parameters is a note where to find it again.
 - `end_of_backward`: told of a backward's end, also when it raised.
 - `told`: gathers and reductions, as events of what ranks compare.

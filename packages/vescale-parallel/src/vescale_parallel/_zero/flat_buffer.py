@@ -37,7 +37,6 @@ class FlatBuffer:
         shard: this rank's elements.
         full: all ranks' elements, while they are gathered.
         unreduced: gradients that `no_sync` has kept on this rank, as large as `full`.
-        address: where the schedule knows `full` to be.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class FlatBuffer:
         self._gathered_at: tuple[int, ...] | None = None
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
         self._packed: Tensor | None = None
-        self.address: int | None = None
         self._slots = list(map(_place, row.plan.slots, shapes))
         self._starts = [slot.offset for slot in row.plan.slots]
         self._owned = self._owned_places()
@@ -101,9 +99,9 @@ class FlatBuffer:
         if self.full is not None and not (anew and self._is_old()):
             return
         self.told.record(self._events["gathers"])
-        self._ensure_views()
+        leaves = self._ensure_views(self.locals)
         # Where a write came from outside of the version counter, it is gathered at each use.
-        self._gathered_at = self.versions
+        self._gathered_at = tuple([one._version for one in leaves])
         if self.is_kept:
             if self.full is None:
                 self.full = self._new_full()
@@ -282,30 +280,35 @@ class FlatBuffer:
                 # The leaf stays the same object, with its gradient, hooks and optimizer state.
                 local.data = shard
 
-    def _are_views(self) -> bool:
+    def _are_views(self, leaves: Sequence[Tensor]) -> bool:
         first, size, dtype = self.shard.data_ptr(), self.shard.element_size(), self.shard.dtype
-        for local, (at, end) in zip(self.locals, self._owned, strict=True):
+        for local, (at, end) in zip(leaves, self._owned, strict=True):
             if end > at and (local.data_ptr() != first + at * size or local.dtype is not dtype):
                 return False
         return True
 
-    def _ensure_views(self) -> None:
+    def _ensure_views(self, leaves: list[Tensor]) -> list[Tensor]:
         """Put the parameters back into the shard, where `.to()` or `.data =` took them out of it.
+
+        Returns their local tensors, of which some may be others then.
 
         Raises:
             ParallelError: they have several dtypes now.
         """
-        dtypes = {one.dtype for one in self.locals}
+        dtypes = {one.dtype for one in leaves}
         if len(dtypes) > 1:
             names = [slot.names[0] for slot in self.row.plan.slots]
             raise ParallelError(
                 f"the parameters {names} are gathered in one buffer, and have several dtypes now: "
                 f"{sorted(map(str, dtypes))}. Convert all of them, or give them units of their own."
             )
-        if dtypes != {self.shard.dtype} or self.locals[0].device != self.shard.device:
+        if dtypes != {self.shard.dtype} or leaves[0].device != self.shard.device:
             self._allocate()
-        elif not self._are_views():
+        elif not self._are_views(leaves):
             self._adopt()
+        else:
+            return leaves
+        return self.locals
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]

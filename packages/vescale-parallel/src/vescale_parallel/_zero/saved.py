@@ -8,6 +8,7 @@ a late gather, and no wrong memory.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._common.torch_compat import saved_tensors_hooks_now
+from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 
 _CHANGED = (
@@ -53,11 +55,11 @@ class SavedTensors:
     offload around a unit would see none of its tensors, and save no memory.
 
     Args:
-        owners: by address of its storage, the gathered buffer.
+        owners: where gathered buffers are.
         find: gathers a buffer again, and returns its values.
     """
 
-    def __init__(self, owners: dict[int, FlatBuffer], find: Callable[[FlatBuffer], Tensor]) -> None:
+    def __init__(self, owners: Addresses, find: Callable[[FlatBuffer], Tensor]) -> None:
         self._owners, self._find = owners, find
         self._outer = saved_tensors_hooks_now()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -83,8 +85,12 @@ class SavedTensors:
         # By type: a DTensor (an argument that a checkpoint keeps) has no memory of its own.
         plain = (kind is Tensor or kind is nn.Parameter) and tensor.layout is torch.strided
         if plain:
-            buffer = self._owners.get(tensor.untyped_storage().data_ptr())
-            if buffer is not None and _is_view_of(tensor, buffer.full):
+            owners = self._owners
+            # An empty view has no address; its storage has, which it would keep.
+            address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()
+            at = bisect_right(owners.starts, address) - 1
+            if at >= 0 and address < owners.ends[at] and _is_view_of(tensor, owners.buffers[at]):
+                buffer = owners.buffers[at]
                 offset = int(tensor.storage_offset())
                 slot = buffer.slot_at(offset)
                 version = buffer.version_of(slot)
@@ -93,11 +99,14 @@ class SavedTensors:
         if self._outer is not None:
             pack, unpack = self._outer
             return _Outer(pack(tensor), unpack)
-        if not plain or tensor.is_inference():
+        if not plain:
             return tensor
         # Detached: an output that its own node saved would hold the node, and be never freed. With
         # its version: torch checks none of what passes through hooks.
-        return tensor.detach(), tensor._version
+        try:
+            return tensor.detach(), tensor._version
+        except RuntimeError:  # tensors of inference mode count no versions
+            return tensor
 
     def _unpack(self, packed: Any) -> Any:
         if type(packed) is tuple:
@@ -112,7 +121,8 @@ class SavedTensors:
         return packed
 
 
-def _is_view_of(tensor: Tensor, full: Tensor | None) -> bool:
+def _is_view_of(tensor: Tensor, buffer: FlatBuffer) -> bool:
+    full = buffer.full
     # An address is used again when its memory is free: only that of the present values tells.
     if full is None or tensor.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
         return False

@@ -29,6 +29,7 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._common.torch_compat import in_backward, no_torch_function
 from vescale_parallel._errors import ParallelError
+from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
@@ -67,7 +68,7 @@ class Schedule:
         self._behind: list[Unit] = []
         self._backward = EndOfBackward(self._end, self._forget)
         self._unchecked = _CHECKED_FORWARDS
-        self._owners: dict[int, FlatBuffer] = {}
+        self._owners = Addresses()
         self._saved: list[SavedTensors | None] = []
         for unit in units:
             unit.before_reduce = self._before_reduce
@@ -112,14 +113,15 @@ class Schedule:
         unit.depth += 1
 
     def _begin(self, unit: Unit) -> None:
-        if not unit.is_swapped:
+        if not (unit.is_swapped or unit.is_lent):
             unit.require_stored()
         if not in_backward():
             if unit is self.root or not self.root.depth:
                 self.told.begin()
             self._agree_on(unit, unit.name or "(the model)")
         self._gather(unit)
-        unit.swap_in()
+        unit.lend()
+        unit.ran_modules = unit.is_swapped
         if not in_backward():
             # Of a unit that is called by itself nothing is learned: no end would clear it.
             if unit is self.root or self.root.depth:
@@ -173,26 +175,35 @@ class Schedule:
         found = False
         for tensor in named_tensors_within(output).values():
             if tensor.requires_grad and tensor.grad_fn is not None:
-                before_backward(tensor, _Reached(self, unit))
+                before_backward(tensor, _Reached(self, unit, unit.ran_modules))
                 found = True
         return found
 
-    def reached(self, unit: Unit) -> None:
-        """Backward has come to the outputs of a unit."""
+    def reached(self, unit: Unit, ran_modules: bool) -> None:
+        """Backward has come to the outputs of a unit, of a call in which modules computed or not.
+
+        Modules that did may compute again, inside of a checkpoint, and look for parameters.
+        """
         self._backward.watch()
         if unit in self._behind:
+            self._lend(unit, ran_modules)
             return
         # Units without a gradient of their own have no node that tells when they are done.
         for other in [one for one in self._behind if not one.trains and one is not self.root]:
             self._leave(other)
         self._behind.append(unit)
         self._gather(unit)
-        if not unit.is_swapped:
-            with torch.enable_grad():
-                unit.swap_in()
+        self._lend(unit, ran_modules)
         # The root's outputs come first here as well.
         backwards = [one for one in reversed(self.order) if one is not self.root]
         self._prefetch(unit, [self.root, *backwards])
+
+    def _lend(self, unit: Unit, ran_modules: bool) -> None:
+        if ran_modules and not unit.is_swapped:
+            with torch.enable_grad():
+                unit.swap_in()
+        elif not ran_modules:
+            unit.is_lent = True
 
     def _before_reduce(self, unit: Unit) -> None:
         self._backward.watch()
@@ -226,37 +237,22 @@ class Schedule:
     def _gather(self, unit: Unit) -> None:
         unit.wait(anew=not in_backward())
         for buffer in unit.buffers:
-            self._own(buffer)
-
-    def _own(self, buffer: FlatBuffer) -> None:
-        assert buffer.full is not None
-        address = buffer.full.untyped_storage().data_ptr()
-        if self._owners.get(address) is not buffer:
-            # Gathered again, a buffer lies elsewhere.
-            self._disown(buffer)
-            self._owners[address] = buffer
-            buffer.address = address
-
-    def _disown(self, buffer: FlatBuffer) -> None:
-        if buffer.address is not None and self._owners.get(buffer.address) is buffer:
-            del self._owners[buffer.address]
-        buffer.address = None
+            self._owners.note(buffer)
 
     def _find(self, buffer: FlatBuffer) -> Tensor:
         """Gather the buffer of a saved tensor that is asked for, if it is not."""
         self._backward.watch()
         if buffer.full is None:
             buffer.wait()
-            self._own(buffer)
+            self._owners.note(buffer)
         assert buffer.full is not None
         return buffer.full.detach()
 
     def _release(self, unit: Unit) -> None:
         unit.release()
-        # The address may soon be that of other memory, which would be taken for the buffer.
         for buffer in unit.buffers:
             if buffer.full is None:
-                self._disown(buffer)
+                self._owners.forget(buffer)
 
     def _release_all(self, but: Unit | None = None) -> None:
         for unit in self.units:
@@ -373,5 +369,9 @@ class After(_Hook):
 
 
 class _Reached(_Hook):
+    def __init__(self, schedule: Schedule, unit: Unit, ran_modules: bool) -> None:
+        super().__init__(schedule, unit)
+        self.ran_modules = ran_modules
+
     def __call__(self) -> None:
-        self.schedule.reached(self.unit)
+        self.schedule.reached(self.unit, self.ran_modules)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,14 @@ class Held:
     compute: torch.dtype | None = None
 
 
+class TakesParameters(Protocol):
+    """A forward that asks its unit for gathered parameters."""
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether modules need not hold them meanwhile."""
+
+
 class Unit:
     """The buffers of one module, and the parameters in them.
 
@@ -56,6 +64,9 @@ class Unit:
         mesh: of the activations.
         depth: how many calls of the module are running.
         is_swapped: whether the modules hold gathered parameters.
+        forward: of the module, where it takes gathered parameters without their help.
+        is_lent: whether it may take them now.
+        ran_modules: whether modules computed in the last call, and may do so again in backward.
         syncs: whether a backward reduces gradients; `no_sync` sets it to False.
         before_reduce: called when all gradients of one run of the unit have arrived.
         collect: takes the gradients of each run in place of a reduction; None: they are reduced.
@@ -70,7 +81,10 @@ class Unit:
     ) -> None:
         self.name, self.buffers, self.held, self.mesh = name, buffers, held, mesh
         self.depth = 0
-        self.is_swapped = False
+        self.is_swapped = self.is_lent = False
+        self.forward: TakesParameters | None = None
+        self.ran_modules = True
+        self._fulls: list[Tensor] | None = None
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
         self.collect: Callable[[Unit, Sequence[Tensor | None]], None] | None = None
@@ -91,6 +105,7 @@ class Unit:
             for one in self.held
         ]
         copied.buffers = deepcopy(self.buffers, memo)
+        copied.forward = deepcopy(self.forward, memo)
         return copied
 
     def start(self, *, anew: bool = True) -> None:
@@ -164,13 +179,27 @@ class Unit:
                     # By a backward of its own, which runs the hooks of the parameter.
                     local_leaf(parameter).backward(total)  # type: ignore[no-untyped-call]
 
+    def fulls(self) -> list[Tensor]:
+        """The gathered parameters, one for each that is held; the same ones until `swap_out`."""
+        if self._fulls is None:
+            leaves = local_leaves([one.stored for one in self.held])
+            fulls: list[Any] = list(self._gathering.wrapped(gather_unit(self, leaves)))
+            for full in fulls:
+                # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
+                full._is_param = True
+            self._fulls = fulls
+        return self._fulls
+
+    def lend(self) -> None:
+        """Let the forward take the gathered parameters, or else the modules hold them."""
+        if self.forward is not None and self.forward.takes_parameters:
+            self.is_lent = True
+        else:
+            self.swap_in()
+
     def swap_in(self) -> None:
         """Let the modules hold the gathered parameters."""
-        leaves = local_leaves([one.stored for one in self.held])
-        fulls: list[Any] = list(self._gathering.wrapped(gather_unit(self, leaves)))
-        for full in fulls:
-            # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
-            full._is_param = True
+        fulls = self.fulls()
         # Before the first of them: an error in between leaves something to swap out.
         self.is_swapped = True
         put_all([one.places for one in self.held], fulls)
@@ -179,7 +208,8 @@ class Unit:
         """Let the modules hold the stored parameters again."""
         if self.is_swapped:
             put_all([one.places for one in self.held], [one.stored for one in self.held])
-        self.is_swapped = False
+        self.is_swapped = self.is_lent = False
+        self._fulls = None
 
     def require_stored(self) -> None:
         """Refuse to run when a module holds another parameter than the stored one.
