@@ -97,7 +97,7 @@ def test_blocks_that_are_not_equal_are_refused_and_presets_find_them():
         Plan(parameters={"1.qkv.weight": "tp:0/5", "*": "replicate"}).check(model_of(8), {"tp": 2})
     model = nn.Module()
     model.blocks = nn.ModuleList([Attention(8), Attention(8)])
-    found = Plan.for_encoder(model).parameters
-    assert found["*.qkv.weight"] == found["*.qkv.bias"] == "tp:0/3"
+    rows = Plan.for_encoder(model).check(model, {"tp": 2}).parameters
+    assert [str(row.layout) for row in rows[:3]] == ["tp:0/3", "tp:0/3", "tp:1"]
     row = plan_of(8).check(model_of(8), {"tp": 3}).parameters[2]
     assert (row.name, row.local_shape, row.uneven) == ("1.qkv.weight", (9, 8), True)
