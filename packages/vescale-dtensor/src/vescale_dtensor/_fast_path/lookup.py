@@ -36,8 +36,17 @@ from vescale_dtensor._fast_path.cache import (
 )
 from vescale_dtensor._fast_path.compile import compile_call, compile_constant
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
+from vescale_dtensor._fast_path.keys import (
+    GETITEM,
+    NAMED,
+    NUMBERS,
+    TENSORS,
+    extend_key,
+    index_key,
+    is_value_key,
+    kinds_within,
+)
 from vescale_dtensor._layout.executed import calls
-from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
@@ -53,19 +62,6 @@ is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 note_call = calls.append
 
-_NUMBERS = frozenset({int, float})
-_VALUES = frozenset(
-    {bool, str, type(None), type(...), torch.dtype, torch.memory_format, torch.device}
-)
-_ANY_VALUE = _VALUES | _NUMBERS
-_SEQUENCES = frozenset({tuple, list, torch.Size})
-_ONLY_DTENSORS = {DTensor}
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_TENSORS = frozenset({DTensor, *_PLAIN})
-# Separates positional arguments from named ones in a key: a string before it is a value, and one
-# behind it a name.
-NAMED = object()
-GETITEM = torch.Tensor.__getitem__
 # Always empty: a lookup in it misses, and `_general_call` joins the hidden node first.
 _NO_TABLE = CallTable()
 
@@ -169,50 +165,29 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     kind = type(args[1]) if len(args) > 1 else None
     if kind is DTensor and len(args) == 3:
         return _call_of_three(func, args, kwargs)
-    if kind in _TENSORS:
+    if kind in TENSORS:
         return (
             _call_with_plain(func, args)
             if len(args) == 2 and not kwargs
             else _general_call(func, args, kwargs or {})
         )
-    if kind in _NUMBERS and func in scalar_agnostic and len(args) == 2 and not kwargs:
+    if kind in NUMBERS and func in scalar_agnostic and len(args) == 2 and not kwargs:
         first, number = args
         compiled = table_for_operand(first).get((func, first._spec, kind))
         return _general_call(func, args, {}) if compiled is None else compiled(first, number)
     rest = args[1:]
     if func is GETITEM:
-        return call_with_values(func, _index_key(args[0]._spec, rest[0]), args[0], rest, {})
+        return call_with_values(func, index_key(args[0]._spec, rest[0]), args[0], rest, {})
     # `exact_key` written out.
     values = (*rest, *kwargs.values()) if kwargs else rest
     kinds: Any = tuple(map(type, values))
     if DTensor in kinds:  # no exact key holds a tensor: `layer_norm(x, shape, weight=…)`
         return _general_call(func, args, kwargs)
     if tuple in kinds:
-        kinds = _kinds_within(values)
+        kinds = kinds_within(values)
     return call_with_values(
         func, (func, args[0]._spec, values, kinds, *kwargs), args[0], rest, kwargs
     )
-
-
-def exact_key(
-    func: Callable[..., Any], spec: Spec, values: Any, named: dict[str, Any]
-) -> tuple[Any, ...]:
-    """The exact key of a call of one DTensor and of values: these values and their types.
-
-    `values` are the positional ones; how many there are follows from the names of the others.
-    """
-    if named:
-        values = (*values, *named.values())
-    # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too.
-    kinds: Any = tuple(map(type, values))
-    if tuple in kinds:
-        kinds = _kinds_within(values)
-    return (func, spec, values, kinds, *named)
-
-
-def _kinds_within(values: Any) -> tuple[Any, ...]:
-    """The types of values; of a tuple, those of its items."""
-    return tuple([_kinds_within(v) if type(v) is tuple else type(v) for v in values])
 
 
 def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -230,13 +205,13 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
                 table = GRAD_RECORDED
     elif last is DTensor:
         table, last = _table_for([first, second, third]), third._spec
-    elif last in _NUMBERS and func in scalar_agnostic:
+    elif last in NUMBERS and func in scalar_agnostic:
         table = _table_for([first, second])
     else:
         return _general_call(func, args, kwargs)
     key: tuple[Any, ...] = (func, first._spec, second._spec, last)
     for name, value in kwargs.items():  # at most one: `value=` or `alpha=`, a factor
-        if len(kwargs) > 1 or type(value) not in _NUMBERS or func not in scalar_agnostic:
+        if len(kwargs) > 1 or type(value) not in NUMBERS or func not in scalar_agnostic:
             return _general_call(func, args, kwargs)
         key = (*key, NAMED, name, type(value))
     compiled = table.get(key)
@@ -248,32 +223,13 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
 def _call_with_plain(func: Callable[..., Any], args: Any) -> Any:
     """A call of a DTensor and a plain tensor."""
     first, plain = args
-    # As in `_extend_key`: one that requires grad gets a typed use, and one with another memory
+    # As in `extend_key`: one that requires grad gets a typed use, and one with another memory
     # order makes another plan.
     strided = plain.layout is torch.strided
     if plain.requires_grad or not (strided and plain.is_contiguous()):
         return _general_call(func, args, {})
     compiled = table_for_operand(first).get((func, first._spec, (plain.shape, plain.dtype)))
     return _general_call(func, args, {}) if compiled is None else compiled(first, plain)
-
-
-def _index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
-    """The exact key of indexing by values. Slices are split: before 3.12 they do not hash.
-
-    Args:
-        spec: of the tensor that is indexed.
-        index: an index, or a tuple of them.
-    """
-    kind = type(index)
-    if kind is slice:
-        bounds = (index.start, index.stop, index.step)
-        return (GETITEM, spec, slice, bounds, *map(type, bounds))
-    if kind is tuple:
-        parts = tuple([(i.start, i.stop, i.step) if type(i) is slice else i for i in index])
-        # With the types of slices' bounds, and of items in a tuple: [0, 1] is no mask.
-        kinds = tuple([_kinds_within(i) if type(i) is tuple else type(i) for i in parts])
-        return (GETITEM, spec, parts, kinds, *map(type, index))
-    return (GETITEM, spec, kind, index)
 
 
 def call_with_values(
@@ -338,18 +294,18 @@ def _general_call(
     operands: list[DTensor] = []
     # Where the rule reads no numbers, one entry serves all values of a number.
     exact = func not in scalar_agnostic
-    if not _extend_key(args, key, operands, exact):
+    if not extend_key(args, key, operands, exact):
         return dispatch(func, args, kwargs)
     if kwargs:
         key.append(NAMED)
         key.extend(kwargs)
-        if not _extend_key(kwargs.values(), key, operands, exact):
+        if not extend_key(kwargs.values(), key, operands, exact):
             return dispatch(func, args, kwargs)
     table = _table_for(operands)
     full_key = tuple(key)
     compiled = table.get(full_key)
     if compiled is not None:
-        if exact_key is not None and len(operands) == 1 and _is_value_key(exact_key[2:], exact):
+        if exact_key is not None and len(operands) == 1 and is_value_key(exact_key[2:], exact):
             table.exact_keys.store(exact_key, compiled)
         return compiled(*args, **kwargs)
     if any(operand._spec.has_known_total for operand in operands):
@@ -392,68 +348,6 @@ def _known_totals(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)([_known_totals(item) for item in value])
     return value
-
-
-def _extend_key(
-    values: Iterable[Any], key: list[Any], operands: list[DTensor], exact: bool
-) -> bool:
-    """Append arguments to a key, and the DTensors among them to `operands`.
-
-    Args:
-        values: the arguments.
-        key: gets specs of DTensors, shape and dtype of plain tensors, and values.
-        operands: gets the DTensors, in order.
-        exact: whether numbers count by value; else by type.
-
-    Returns:
-        False if an argument is of a kind that no key describes: the slow path answers.
-    """
-    for value in values:
-        kind = type(value)
-        if kind is DTensor:
-            key.append(value._spec)
-            operands.append(value)
-        elif kind in _VALUES:
-            key.append(value)
-        elif kind in _NUMBERS:
-            key.append(kind)
-            if exact:
-                key.append(value)
-        elif kind in _SEQUENCES:
-            key.append((kind, len(value)))
-            # Written out for long lists: clipping stacks hundreds of norms.
-            if set(map(type, value)) == _ONLY_DTENSORS:
-                key += [item._spec for item in value]
-                operands += value
-            # Numbers in a sequence are sizes or dims, which count by value.
-            elif not _extend_key(value, key, operands, True):
-                return False
-        elif kind in _PLAIN:
-            strided = value.layout is torch.strided
-            if value.requires_grad or not (strided and value.is_contiguous()):
-                return False  # it has a gradient to type, or a memory order
-            key.append((value.shape, value.dtype))
-        elif kind is slice:
-            key.append(slice)
-            if not _extend_key((value.start, value.stop, value.step), key, operands, True):
-                return False
-        else:
-            return False
-    return True
-
-
-def _is_value_key(key: Any, numbers: bool) -> bool:
-    """Whether a key holds values alone.
-
-    A tensor in it would be kept alive by the table. A number that may vary from call to call (a
-    learning rate) would add an entry each time.
-    """
-    known = _ANY_VALUE if numbers else _VALUES
-    return all(
-        _is_value_key(part, numbers) if isinstance(part, tuple) else type(part) in known
-        for part in key
-        if part is not NAMED and not isinstance(part, type)
-    )
 
 
 def _table_for(operands: list[DTensor]) -> CallTable:

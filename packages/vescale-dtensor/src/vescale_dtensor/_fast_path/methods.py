@@ -21,8 +21,8 @@ from torch.overrides import has_torch_function_unary
 from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
+from vescale_dtensor._fast_path.keys import exact_key
 from vescale_dtensor._fast_path.lookup import (
-    exact_key,
     is_compiling,
     is_grad_enabled,
     table_for_operand,
