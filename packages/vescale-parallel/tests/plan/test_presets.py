@@ -152,6 +152,20 @@ def test_what_is_declared_and_nothing_else_inside_of_blocks():
     assert found["tokens.weight"] == found["head.weight"] == "tp:0"
 
 
+def test_stages_are_the_declared_blocks():
+    model = Declared()
+    model.config = SimpleNamespace(
+        model_type="toy",
+        base_model_pp_plan={"tokens": (["ids"], ["x"]), "blocks": (["x"], ["x"]), "gone": ([], [])},
+    )
+    said = {"microbatches": 4}
+    assert Plan.from_hf(model, pipeline=said).pipeline == {"microbatches": 4, "stages": "blocks.*"}
+    own = {"stages": "blocks.?"}
+    assert Plan.from_hf(model, pipeline=own).pipeline == own
+    assert Plan.from_hf(Declared(), pipeline=said).pipeline == said
+    assert Plan.from_hf(model).pipeline is None
+
+
 def test_styles_are_replaced_and_added():
     model = Declared()
     plan = Plan.from_hf(model, styles={"blocks.*.attn.v": "replicate", "blocks.*.ff.0": "colwise"})

@@ -81,6 +81,24 @@ def declared_styles(model: nn.Module) -> dict[str, str]:
     return {f"{inside}{name}": style for name, style in plan.items()}
 
 
+def declared_blocks(model: nn.Module) -> str | None:
+    """Return a glob for the blocks that a model's `base_model_pp_plan` names, or None.
+
+    That plan lists the modules of the base model in their order, with the arguments and results
+    that pass between them; the one that is a list holds the blocks, which stages divide.
+    """
+    config = getattr(model, "config", None)
+    prefix = getattr(model, "base_model_prefix", "")
+    inside = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    plan = getattr(config, "base_model_pp_plan", None) or {}
+    lists = [
+        f"{inside}{name}"
+        for name in plan
+        if isinstance(_module(model, f"{inside}{name}"), nn.ModuleList)
+    ]
+    return f"{lists[0]}.*" if len(lists) == 1 else None
+
+
 def declared_roles(model: nn.Module, styles: Mapping[str, str]) -> dict[str, Role]:
     """Return the roles that the styles give to modules and parameters of the model, by full name.
 

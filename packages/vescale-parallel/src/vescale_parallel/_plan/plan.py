@@ -229,7 +229,7 @@ class Plan:
                 dim 1; for models whose activations are (batch, sequence, features).
             styles: styles beside, or in place of, what the model declares, by its names with `*`
                 for indices, as `{"model.layers.*.mlp.gate_proj": "colwise"}`.
-            **fields: of the plan, as `zero=3`.
+            **fields: of the plan, as `zero=3`; `pipeline=` without stages takes declared blocks.
 
         Raises:
             PlanError: a style that is declared is not known, or no model can be built.
@@ -242,7 +242,7 @@ class Plan:
             sequence_parallel=sequence_parallel,
             styles=styles,
         )
-        return cls(**(draft._asdict() | fields))
+        return cls(**(draft._asdict() | presets.with_declared_stages(model_or_config, fields)))
 
     @classmethod
     def for_decoder(

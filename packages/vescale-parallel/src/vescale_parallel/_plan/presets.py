@@ -8,6 +8,7 @@ from torch import nn
 from vescale_parallel._errors import PlanError
 from vescale_parallel._plan.by_shape import roles_by_shape, vocabulary_roles
 from vescale_parallel._plan.declared import (
+    declared_blocks,
     declared_roles,
     declared_styles,
     model_of,
@@ -65,6 +66,18 @@ def from_hf(
     _replicate_few_heads(model, layers, roles, ranks)
     stacks = stack_layouts(model, roles, declared, axis)
     return _draft(model, layers, roles, stacks, axis, sequence_parallel)
+
+
+def with_declared_stages(model_or_config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's fields, with the blocks that the model declares where its pipeline has none.
+
+    The arguments and results that a `base_model_pp_plan` names too are found by running.
+    """
+    said = fields.get("pipeline")
+    if not isinstance(said, Mapping) or said.get("stages") is not None:
+        return dict(fields)
+    blocks = declared_blocks(model_of(model_or_config))
+    return {**fields, "pipeline": {**said, "stages": blocks} if blocks else said}
 
 
 def by_shape(model: nn.Module, *, what: str, axis: str, sequence_parallel: bool) -> Draft:
