@@ -19,6 +19,7 @@ PUBLIC = {
     "CapturedUnit": ["name", "programs", "refusal", "replays"],
     "DeferredError": [],
     "DisagreementError": [],
+    "GraphError": [],
     "MemoryPlanError": [],
     "Loader": ["load_state_dict", "set_epoch", "state_dict"],
     "MeshError": [],

@@ -34,6 +34,7 @@ from vescale_parallel._deferred.models import deferred, materialize
 from vescale_parallel._errors import (
     DeferredError,
     DisagreementError,
+    GraphError,
     MemoryPlanError,
     MeshError,
     ParallelError,
@@ -59,6 +60,7 @@ __all__ = [
     "CapturedUnit",
     "DeferredError",
     "DisagreementError",
+    "GraphError",
     "Loader",
     "MemoryPlanError",
     "MeshError",

@@ -37,6 +37,10 @@ class TrainError(ParallelError):
     """The trainer cannot do what its command line asks: options, data or checkpoint."""
 
 
+class GraphError(ParallelError, ValueError):
+    """A graph of a step whose communication cannot be scheduled as it was asked for."""
+
+
 class MemoryPlanError(ParallelError, ValueError):
     """A graph whose memory cannot be planned, or a run that a memory plan does not fit."""
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vescale_comm._errors import CommArgumentError, CommError
-from vescale_comm._torch.compat import is_registered
+from vescale_comm._torch.compat import is_registered, process_group_named
 from vescale_comm._torch.ranks import compact
 from vescale_comm._watchdog.current import execution_log, start
 from vescale_comm._watchdog.execution_log import ExecutionLog
@@ -78,10 +78,15 @@ GroupLike = Group | ProcessGroup | None
 _known: "weakref.WeakKeyDictionary[ProcessGroup, Group]" = weakref.WeakKeyDictionary()
 
 
-def as_group(group: GroupLike = None) -> Group:
-    """Return the `Group` for a torch process group, or for the default one (None)."""
+def as_group(group: GroupLike | str = None) -> Group:
+    """Return the `Group` for a torch process group, for its name, or for the default one (None).
+
+    Names are what collectives in a traced graph have in the place of groups.
+    """
     if isinstance(group, Group):
         return group
+    if isinstance(group, str):
+        group = process_group_named(group)
     process_group = default_process_group() if group is None else group
     # What new_group returns to those that are not in it.
     if cast(object, process_group) is dist.GroupMember.NON_GROUP_MEMBER:

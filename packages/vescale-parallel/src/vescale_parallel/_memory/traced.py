@@ -155,13 +155,22 @@ class _Interpreter(fx.Interpreter):
             now.touched |= recorder.keep(self.values[given])
         now.touched |= recorder.keep(value)
         now.effects = n.op != "placeholder" and (n.is_impure() or not _pure(n, self.module))
-        now.effects &= not now.written  # those are ordered by what they write
+        # Those are ordered by what they write, or by the chain of collectives.
+        now.effects &= not now.written and not now.communicates
         self.seen[n], self.values[n] = now, value
         return value
 
 
-def traced(module: fx.GraphModule, inputs: Sequence[Any] | None) -> Traced:
+CHAINS: Final = ("draws", "communicates", "effects")
+"""What has to stay in the order of the graph among itself."""
+
+
+def traced(
+    module: fx.GraphModule, inputs: Sequence[Any] | None, chains: Sequence[str] = CHAINS
+) -> Traced:
     """Run a graph without values, and return what a planner needs to know of it.
+
+    `chains`: who waits for the one before; a scheduler of collectives orders those by itself.
 
     Raises:
         MemoryPlanError: shapes depend on values, inputs are missing, or a node cannot run so.
@@ -176,7 +185,7 @@ def traced(module: fx.GraphModule, inputs: Sequence[Any] | None) -> Traced:
         interpreter = _Interpreter(module, recorder)
         with recorder:
             interpreter.run(*values, enable_io_processing=False)
-    return _Reader(module, interpreter).traced(values)
+    return _Reader(module, interpreter, chains).traced(values)
 
 
 def placeholders(module: fx.GraphModule) -> list[fx.Node]:
@@ -259,8 +268,8 @@ def _pure(node: fx.Node, module: nn.Module) -> bool:
 class _Reader:
     """Makes a program of what was seen."""
 
-    def __init__(self, module: fx.GraphModule, ran: _Interpreter) -> None:
-        self.module, self.ran = module, ran
+    def __init__(self, module: fx.GraphModule, ran: _Interpreter, chains: Sequence[str]) -> None:
+        self.module, self.ran, self.chains = module, ran, chains
         graph = list(module.graph.nodes)
         self.nodes = [one for one in graph if one.op not in ("placeholder", "get_attr", "output")]
         self.step = {node: at for at, node in enumerate(self.nodes)}
@@ -358,7 +367,7 @@ class _Reader:
                     written[key] = at
                 else:
                     readers.setdefault(key, []).append(at)
-            for chain in ("draws", "communicates", "effects"):
+            for chain in self.chains:
                 if getattr(seen, chain):
                     waits |= {last[chain]} if chain in last else set()
                     last[chain] = at

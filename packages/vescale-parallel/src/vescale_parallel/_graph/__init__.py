@@ -1,0 +1,12 @@
+"""The communication of a step's graph: seen, agreed on, bucketed, reordered, simulated.
+
+How a graph goes through the files:
+
+- `collectives`: what communicates in it, and what each collective has to wait for.
+- `agreed`: all ranks tell each other their lists of collectives. They must be the same; what
+  collectives need is united over ranks, sizes are the largest. Every decision is made from this.
+- `planned`: which collectives travel together, and in which order: a pure function of what is
+  agreed, so ranks whose graphs differ (where a gradient is masked, say) decide alike.
+- `rearranged`: the plan carried out on this rank's graph.
+- `timeline`: the graph run on paper, computation beside communication; `drawn` shows it.
+"""

@@ -1,0 +1,166 @@
+"""What all ranks agree on: one list of collectives, and what those need on any rank.
+
+Ranks may have different graphs: where a gradient is masked on some of them, one has a `zeros_like`
+more, sizes of shards differ, and what depends on what does as well. So a rank that decided from its
+own graph could start collectives in another order than the others, and all would wait for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_parallel._common.agreement import gather, several_ranks
+from vescale_parallel._errors import DisagreementError, GraphError
+from vescale_parallel._graph.collectives import Collective
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A collective, as all ranks see it.
+
+    Attributes:
+        kind, how, dtype, parameter: see `Collective`.
+        group: a number, by the order in which groups are first used.
+        members: of the group.
+        bytes: the most that any rank has.
+    """
+
+    kind: str
+    how: str
+    dtype: str
+    parameter: str
+    group: int
+    members: int
+    bytes: int
+
+    def __str__(self) -> str:
+        what = f"{self.kind}({self.how})" if self.how else self.kind
+        of = f" of '{self.parameter}'" if self.parameter else ""
+        return f"{what}{of} over group {self.group} of {self.members}, {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on all ranks.
+
+    Attributes:
+        entries: collectives in the order in which they are started.
+        needs: for each, those that it waits for on any rank, by index, transitively.
+    """
+
+    entries: tuple[Entry, ...]
+    needs: tuple[frozenset[int], ...]
+
+
+def agreed(found: Sequence[Collective], needs: Sequence[frozenset[int]], fault: str = "") -> Agreed:
+    """Compare the collectives of all ranks, and unite what they need. Collective.
+
+    Args:
+        found: of this rank, in order.
+        needs: of each of them, by index.
+        fault: why there are none to be told.
+
+    Raises:
+        GraphError: on every rank, if one has a fault.
+        DisagreementError: on every rank, if ranks have different collectives.
+    """
+    groups: dict[tuple[int, ...], int] = {}
+    rows = [
+        [
+            *(one.kind, one.how, str(one.dtype).removeprefix("torch."), one.parameter),
+            *(groups.setdefault(one.ranks, len(groups)), len(one.ranks)),
+            *(one.bytes, prod(one.shape)),
+        ]
+        for one in found
+    ]
+    mine: dict[str, object] = {
+        "rows": rows,
+        "needs": [sorted(one) for one in needs],
+        "groups": [*groups],
+    }
+    mine["fault"] = fault
+    told = [json.loads(one) for one in _gathered(json.dumps(mine))]
+    for rank, one in enumerate(told):
+        if one["fault"]:
+            raise GraphError(f"rank {rank}: {one['fault']}")
+    _check([one["rows"] for one in told])
+    _check_groups(told)
+    entries = tuple(
+        _entry(row, max(one["rows"][at][6] for one in told))
+        for at, row in enumerate(told[0]["rows"])
+    )
+    united = tuple(
+        frozenset(need for one in told for need in one["needs"][at]) for at in range(len(entries))
+    )
+    return Agreed(entries, united)
+
+
+def _entry(row: Sequence[Any], size: int) -> Entry:
+    kind, how, dtype, parameter, group, members = row[:6]
+    return Entry(kind, how, dtype, parameter, group, members, size)
+
+
+def _check(told: Sequence[list[list[Any]]]) -> None:
+    """Every rank sees all lists, so all raise or none does."""
+    same = [[row[:6] for row in rows] for rows in told]
+    for rank, rows in enumerate(same):
+        if rows == same[0]:
+            continue
+        at = next(
+            (at for at, (a, b) in enumerate(zip(rows, same[0], strict=False)) if a != b),
+            min(len(rows), len(same[0])),
+        )
+        texts = [_text(each, at) for each in (same[0], rows)]
+        raise DisagreementError(
+            f"the graphs of ranks have different collectives: number {at} is {texts[0]} on rank 0, "
+            f"and {texts[1]} on rank {rank} ({len(same[0])} and {len(rows)} in all). Nothing was "
+            "scheduled. Trace the same step, for batches of the same layout, on all ranks"
+        )
+
+
+def _text(rows: Sequence[Sequence[Any]], at: int) -> str:
+    if at >= len(rows):
+        return "not there"
+    return str(_entry(rows[at], 0))
+
+
+def _check_groups(told: Sequence[dict[str, Any]]) -> None:
+    """Members of a group mean the same group, and give equally much, where a collective asks it."""
+    for rank, one in enumerate(told):
+        for number, ranks in enumerate(one["groups"]):
+            others = [other for other in ranks if told[other]["groups"][number] != ranks]
+            if others or rank not in ranks:
+                raise DisagreementError(
+                    f"group {number} of the graph has the ranks {ranks} on rank {rank}, and others "
+                    f"on rank {(others or [rank])[0]}. Make meshes in the same way on all ranks"
+                )
+        for at, row in enumerate(one["rows"]):
+            first = told[one["groups"][row[4]][0]]["rows"][at]
+            if row[0] != "all_to_all" and row[7] != first[7]:
+                raise DisagreementError(
+                    f"collective number {at} of the graph ({_text([row[:6]], 0)}) has {row[7]} "
+                    f"elements on rank {rank}, and {first[7]} on another member of its group"
+                )
+
+
+def _gathered(text: str) -> list[str]:
+    """One text from each rank, in rank order. Collective."""
+    if not several_ranks():
+        return [text]
+    packed = zlib.compress(text.encode())
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    lengths = [int(one) for one in gather(torch.tensor([len(packed)], device=device))]
+    padded = bytearray(packed.ljust(max(lengths), b"\0"))
+    found = gather(torch.frombuffer(padded, dtype=torch.uint8).to(device))
+    return [
+        zlib.decompress(bytes(one[:length].tolist())).decode()
+        for one, length in zip(found, lengths, strict=True)
+    ]

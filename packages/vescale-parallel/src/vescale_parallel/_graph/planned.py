@@ -1,0 +1,120 @@
+"""Which collectives travel together and in which order: decided from what is agreed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+from vescale_parallel._errors import GraphError
+from vescale_parallel._graph.agreed import Agreed, Entry
+
+BUCKETED: Final = ("all_reduce", "all_gather", "reduce_scatter")
+Order = tuple[int, ...]
+Buckets = tuple[tuple[int, ...], ...]
+"""Indices of collectives: each tuple is one collective of the scheduled graph."""
+
+
+def early(agreed: Agreed) -> Order:
+    """An order in which sums that no other collective needs come as soon as they can.
+
+    Those are the sums of gradients. In a traced step they stand after the whole backward, and so
+    after the collectives of tensor parallelism, which one order of all would make them wait for.
+    """
+    needed = frozenset().union(*agreed.needs)
+    held: dict[int, list[int]] = {}
+    for at, entry in enumerate(agreed.entries):
+        if at not in needed and entry.kind in ("all_reduce", "reduce_scatter"):
+            held.setdefault(max(agreed.needs[at], default=-1), []).append(at)
+    late = {at for one in held.values() for at in one}
+    order = list(held.get(-1, ()))
+    for at in range(len(agreed.entries)):
+        if at not in late:
+            # What the others wait for goes first; a sum has nobody that waits for it yet.
+            order += [at, *held.get(at, ())]
+    return tuple(order)
+
+
+def by_size(agreed: Agreed, order: Order, caps: Mapping[int, int], *, exact: bool) -> Buckets:
+    """Merge neighbours of one kind, group and dtype, up to a number of bytes.
+
+    `caps`: these, by the number of members.
+    """
+    return _merged(agreed, order, lambda at: _key(agreed.entries[at]), caps, exact=exact)
+
+
+def by_parameters(
+    agreed: Agreed, order: Order, plan: Sequence[str | Sequence[str]], *, exact: bool
+) -> Buckets:
+    """Merge the collectives of parameters that one entry of a plan names, by glob or module.
+
+    Raises:
+        GraphError: an entry that no collective's parameter matches.
+    """
+    chosen: dict[int, int] = {}
+    for number, patterns in enumerate(plan):
+        wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        for at, entry in enumerate(agreed.entries):
+            if entry.parameter and any(_matches(entry.parameter, one) for one in wanted):
+                chosen.setdefault(at, number)
+        if number not in chosen.values():
+            known = sorted({one.parameter for one in agreed.entries if one.parameter})
+            raise GraphError(
+                f"buckets: {list(wanted)} is no parameter, module or glob that the graph sums or "
+                f"gathers{' first' if known else ''}; there are {', '.join(known[:8]) or 'none'}"
+            )
+    keys = {at: (number, _key(agreed.entries[at])) for at, number in chosen.items()}
+    return _merged(agreed, order, keys.get, None, exact=exact)
+
+
+def _matches(parameter: str, pattern: str) -> bool:
+    return fnmatchcase(parameter, pattern) or parameter.startswith(f"{pattern}.")
+
+
+def _key(entry: Entry) -> tuple[object, ...]:
+    return entry.kind, entry.how, entry.dtype, entry.group
+
+
+def _merged(
+    agreed: Agreed,
+    order: Order,
+    key_of: Callable[[int], object],
+    caps: Mapping[int, int] | None,
+    *,
+    exact: bool,
+) -> Buckets:
+    """Fill buckets in order; a bucket goes where its last member was."""
+    open_: dict[object, list[int]] = {}
+    filled: list[list[int]] = []
+    place = {at: position for position, at in enumerate(order)}
+    for at in order:
+        key, entry = key_of(at), agreed.entries[at]
+        bucket = open_.get(key) if key is not None and _can_travel(entry, exact) else None
+        size = sum(agreed.entries[one].bytes for one in bucket or ()) + entry.bytes
+        fits = caps is None or size <= caps[entry.members]
+        if bucket is not None and fits and _may_wait(agreed, order, place, bucket, at):
+            bucket.append(at)
+            continue
+        bucket = [at]
+        filled.append(bucket)
+        if key is not None and _can_travel(entry, exact):
+            open_[key] = bucket
+    return tuple(tuple(one) for one in sorted(filled, key=lambda one: place[one[-1]]))
+
+
+def _can_travel(entry: Entry, exact: bool) -> bool:
+    """Whether a collective may be a part of a larger one."""
+    if entry.kind not in BUCKETED:
+        return False
+    # Where three or more floats are added, a backend's order of them may depend on their place.
+    sums = entry.how in ("sum", "avg", "product") and "int" not in entry.dtype
+    return not (exact and sums and entry.members > 2)
+
+
+def _may_wait(
+    agreed: Agreed, order: Order, place: dict[int, int], bucket: Sequence[int], last: int
+) -> bool:
+    """Whether all of a bucket may be started where the last one is: nobody before needs any."""
+    members = {*bucket}
+    between = order[place[bucket[0]] : place[last] + 1]
+    return not any(agreed.needs[at] & members for at in between)

@@ -1,0 +1,282 @@
+"""A plan of collectives carried out on this rank's graph: merged, and in another order.
+
+Results have the bits of the graph as it was: operators run on the same values. Draws, writes in
+place and other effects keep their order among each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from vescale_parallel._common.torch_compat import FakeTensorMode
+from vescale_parallel._graph.collectives import (
+    Collective,
+    collectives,
+    is_wait,
+    ops,
+)
+from vescale_parallel._graph.planned import Buckets
+
+aten: Any = torch.ops.aten
+Waits = dict[fx.Node, set[fx.Node]]
+
+
+def copied(module: fx.GraphModule, waits: Waits) -> tuple[fx.GraphModule, Waits]:
+    """A copy whose nodes may be changed, and what those wait for; constants are shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    made = fx.GraphModule(module, graph)
+    return made, {copies[node]: {copies[one] for one in before} for node, before in waits.items()}
+
+
+def rearranged(
+    module: fx.GraphModule,
+    waits: Waits,
+    buckets: Buckets,
+    *,
+    overlap: bool,
+    ahead_bytes: int,
+) -> fx.GraphModule:
+    """The graph with these collectives, started in this order.
+
+    Args:
+        module: the graph; it stays as it is.
+        waits: what each of its nodes waits for.
+        buckets: for each collective of the new graph, those of the old one, by index.
+        overlap: start as early, and wait as late, as the order allows.
+        ahead_bytes: what may be under way before anything needs it.
+    """
+    made, waits = copied(module, waits)
+    found = collectives(made.graph)
+    place = {node: at for at, node in enumerate(made.graph.nodes)}
+    chain: list[tuple[fx.Node, int]] = []
+    for bucket in buckets:
+        members = [found[at] for at in bucket]
+        size = sum(one.bytes for one in members)
+        start = members[0].start if len(members) == 1 else _merge(made, members, waits, place)
+        chain.append((start, size))
+    for (before, _), (after, _) in pairwise(chain):
+        waits[after].add(before)
+    run = _Overlapped(chain, waits, ahead_bytes) if overlap else _Emitted(waits)
+    steps = [node for node in sorted(place, key=place.__getitem__) if node in waits]
+    # Sorting is stable, and a bucket stands where its last member does.
+    run.all_of(steps)
+    output = made.graph.output_node()
+    for node in run.order:
+        output.prepend(node)
+    made.graph.lint()
+    made.recompile()
+    return made
+
+
+def _merge(
+    module: fx.GraphModule, members: Sequence[Collective], waits: Waits, place: dict[fx.Node, int]
+) -> fx.Node:
+    """Put one collective in the place of several; returns the node that starts it."""
+    maker = _Maker(module, members, waits)
+    merge = {"all_reduce": _reduced, "all_gather": _gathered, "reduce_scatter": _scattered}
+    results = merge[members[0].kind](maker, members)
+    after = {one for member in members for one in waits[member.start]}
+    replaced: dict[fx.Node, set[fx.Node]] = {}
+    for member, result in zip(members, results, strict=True):
+        member.wait.replace_all_uses_with(result)
+        replaced[member.start] = {maker.start}
+        replaced[member.wait] = {result}
+    at = max(place[member.start] for member in members)
+    for node in maker.made:
+        waits[node] |= after
+        place[node] = at
+    for node, before in waits.items():
+        for gone in before & replaced.keys():
+            before.remove(gone)
+            if node not in maker.made:
+                before |= replaced[gone]
+    for member in members:
+        for gone in (member.wait, member.start):
+            module.graph.erase_node(gone)
+            waits.pop(gone)
+            place.pop(gone)
+    return maker.start
+
+
+class _Maker:
+    """Adds nodes that say what they make."""
+
+    def __init__(self, module: fx.GraphModule, members: Sequence[Collective], waits: Waits) -> None:
+        self.graph, self.waits = module.graph, waits
+        self.made: list[fx.Node] = []
+        self.start: fx.Node
+        first = members[0]
+        self.label = first.start.meta.get("label")
+        given: Any = first.start.args[0]
+        self.mode = getattr(given.meta["val"], "fake_mode", None) or FakeTensorMode()
+
+    def __call__(self, target: Any, *args: Any) -> Any:
+        """Add a node before the output; returns it."""
+        with self.graph.inserting_before(self.graph.output_node()):
+            node = self.graph.call_function(target, args)
+        with self.mode, torch.no_grad():
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda one: one.meta["val"]))
+        if self.label is not None:
+            node.meta["label"] = self.label
+        self.made.append(node)
+        self.waits[node] = {one for one in node.all_input_nodes if one in self.waits}
+        return node
+
+    def sent(self, target: Any, *args: Any) -> Any:
+        """Add a collective and its wait; returns the result."""
+        self.start = self(target, *args)
+        return self(ops.wait_tensor.default, self.start)
+
+    def flat(self, member: Collective, *shape: int) -> Any:
+        """What a member gives, of another shape."""
+        return self(aten.reshape.default, member.start.args[0], list(shape))
+
+
+def _reduced(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
+    flat = make(aten.cat.default, [make.flat(one, -1) for one in members])
+    found = make.sent(ops.all_reduce.default, flat, members[0].how, members[0].group)
+    return [
+        make(aten.view.default, part, list(one.shape))
+        for one, part in zip(members, _parts(make, found, 0, members, 1), strict=True)
+    ]
+
+
+def _gathered(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
+    count = len(members[0].ranks)
+    flat = make(aten.cat.default, [make.flat(one, -1) for one in members])
+    found = make.sent(ops.all_gather_into_tensor.default, flat, count, members[0].group)
+    rows = make(aten.view.default, found, [count, -1])
+    results = []
+    for one, part in zip(members, _parts(make, rows, 1, members, 1), strict=True):
+        shape = [count * one.shape[0], *one.shape[1:]]
+        # Copied: what follows is written for a result that lies in one piece.
+        whole = make(aten.clone.default, part)
+        results.append(make(aten.view.default, whole, shape))
+    return results
+
+
+def _scattered(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
+    count = len(members[0].ranks)
+    rows = make(aten.cat.default, [make.flat(one, count, -1) for one in members], 1)
+    flat = make(aten.view.default, rows, [-1])
+    how, group = members[0].how, members[0].group
+    found = make.sent(ops.reduce_scatter_tensor.default, flat, how, count, group)
+    return [
+        make(aten.view.default, part, [one.shape[0] // count, *one.shape[1:]])
+        for one, part in zip(members, _parts(make, found, 0, members, count), strict=True)
+    ]
+
+
+def _parts(
+    make: _Maker, whole: fx.Node, dim: int, members: Sequence[Collective], divisor: int
+) -> Iterable[fx.Node]:
+    start = 0
+    for one in members:
+        size = prod(one.shape) // divisor
+        yield make(aten.slice.Tensor, whole, dim, start, start + size)
+        start += size
+
+
+class _Emitted:
+    """Nodes in an order in which each comes after what it waits for."""
+
+    def __init__(self, waits: Waits) -> None:
+        self.waits = waits
+        self.order: list[fx.Node] = []
+        self.done: set[fx.Node] = set()
+
+    def all_of(self, nodes: Sequence[fx.Node]) -> None:
+        """Emit all, in this order as far as it goes."""
+        for node in nodes:
+            self.pull(node)
+
+    def pull(self, node: fx.Node) -> None:
+        """Emit a node after what it waits for; no recursion, as graphs are deep."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in self.done:
+                stack.pop()
+                continue
+            missing = [one for one in self.waits[top] if one not in self.done]
+            if missing:
+                stack += sorted(missing, key=_name_of, reverse=True)
+            else:
+                stack.pop()
+                self.emit(top)
+
+    def emit(self, node: fx.Node) -> None:
+        """Put a node next."""
+        self.order.append(node)
+        self.done.add(node)
+
+
+def _name_of(node: fx.Node) -> str:
+    return node.name
+
+
+class _Overlapped(_Emitted):
+    """Starts as soon as they are ready, waits and views of what arrives only where needed."""
+
+    def __init__(
+        self, chain: Sequence[tuple[fx.Node, int]], waits: Waits, ahead_bytes: int
+    ) -> None:
+        super().__init__(waits)
+        self.chain, self.next = chain, 0
+        self.sizes = dict(chain)
+        self.under_way, self.ahead = 0, ahead_bytes
+
+    def all_of(self, nodes: Sequence[fx.Node]) -> None:
+        """Emit all, in this order as far as it goes."""
+        self.launch()
+        late = [node for node in nodes if is_wait(node) or _is_view(node)]
+        starts = self.sizes.keys() | {*late}
+        for node in nodes:
+            if node not in starts:
+                self.pull(node)
+                self.launch()
+        for node in nodes:
+            self.pull(node)
+
+    def launch(self) -> None:
+        """Emit the collectives that are next, while they are ready and not too much is sent."""
+        while self.next < len(self.chain):
+            node, size = self.chain[self.next]
+            if node in self.done:
+                self.next += 1
+                continue
+            ready = all(self._soon(one) for one in self.waits[node])
+            if not ready or (self.under_way and self.under_way + size > self.ahead):
+                return
+            self.pull(node)
+
+    def _soon(self, node: fx.Node) -> bool:
+        """Whether a node is there, or can be at no cost: a view, or a copy into a bucket."""
+        if node in self.done:
+            return True
+        free = _is_view(node) or node.target is aten.cat.default
+        return free and all(self._soon(one) for one in self.waits[node])
+
+    def emit(self, node: fx.Node) -> None:
+        super().emit(node)
+        self.under_way += self.sizes.get(node, 0)
+        if is_wait(node):
+            given: Any = node.args[0]
+            self.under_way -= self.sizes.get(given, 0)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node makes nothing: it looks at its argument in another way."""
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    aliases = [one.alias_info for one in schema.returns]
+    return bool(aliases) and all(one is not None and not one.is_write for one in aliases)

@@ -1,0 +1,174 @@
+"""`schedule`: the collectives of a graph merged and reordered, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from vescale_parallel._common.agreement import gather, several_ranks
+from vescale_parallel._common.messages import human_bytes, table
+from vescale_parallel._cost import Link
+from vescale_parallel._errors import GraphError
+from vescale_parallel._graph import planned
+from vescale_parallel._graph.agreed import Agreed, agreed
+from vescale_parallel._graph.collectives import Collective, collectives, dependencies, needs
+from vescale_parallel._graph.rearranged import Waits, rearranged
+
+Wanted = Literal["auto"] | Sequence[str | Sequence[str]] | None
+CAP_BYTES: Final = 25 * 2**20
+_SHARE: Final = 0.1  # of a bucket's time that latency may take
+_HALVINGS: Final = 6  # of what is in flight, and of buckets, where memory is short
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A graph whose communication is scheduled.
+
+    Attributes:
+        graph_module: it, for `Joint.running` or to be called; `graph_module` of the step stays.
+        agreed: the collectives of the graph as it was, the same on all ranks.
+        buckets: for each collective of the scheduled graph, in the order in which they are started,
+            the indices of those that travel in it.
+        peak: bytes that live at most while it runs, simulated, without inputs.
+        peak_before: the same, of the graph as it was.
+    """
+
+    graph_module: fx.GraphModule
+    agreed: Agreed
+    buckets: planned.Buckets
+    peak: int
+    peak_before: int
+
+    def __str__(self) -> str:
+        rows = []
+        for bucket in self.buckets:
+            members = [self.agreed.entries[at] for at in bucket]
+            size = sum(one.bytes for one in members)
+            names = [one.parameter for one in members if one.parameter]
+            named = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+            first = members[0]
+            rows.append(
+                [first.kind, str(first.members), human_bytes(size), str(len(members)), named]
+            )
+        header = ["collective", "members", "bytes", "merged", "of"]
+        return (
+            f"{table(header, rows, right=header[1:4])}\n\n{len(self.agreed.entries)} collectives "
+            f"in {len(self.buckets)}; most alive {human_bytes(self.peak)}, before "
+            f"{human_bytes(self.peak_before)}"
+        )
+
+
+def schedule(
+    graph: fx.GraphModule,
+    *,
+    buckets: Wanted = "auto",
+    cap_bytes: int = CAP_BYTES,
+    link: Link | None = None,
+    overlap: bool = True,
+    ahead_bytes: int = 2 * CAP_BYTES,
+    memory_bytes: int | None = None,
+    exact: bool = False,
+) -> Schedule:
+    """Merge and reorder the collectives of a graph. Collective: all ranks call it alike.
+
+    All-reduces, all-gathers and reduce-scatters of one group, dtype and reduction may travel
+    together where none needs another. Sums that nothing else waits for (those of gradients) start
+    right after what they add up; everybody starts collectives in one order, which is decided from
+    what all ranks tell each other, never from one rank's graph. Results are bitwise those of the
+    graph as it was; where floats of three or more ranks are added, a backend may add the parts of a
+    merged sum in another order (`exact`).
+
+    Args:
+        graph: of `vescale_dtensor.joint`, or of `make_fx` with functional collectives. It stays.
+        buckets: `"auto"`: neighbours, up to a size; a list of modules, or of globs of parameters,
+            each of them (or each list of them) a bucket; None: none.
+        cap_bytes: of an automatic bucket.
+        link: in place of `cap_bytes`: buckets as small as the link carries them well, which is
+            where latency takes a tenth of the time.
+        overlap: start early and wait late. Without it, merged collectives stand where the last of
+            them stood.
+        ahead_bytes: of collectives that may be under way before anything needs them.
+        memory_bytes: what may live at most while the graph runs, without inputs: buckets, and what
+            is under way, are halved until it fits on all ranks.
+        exact: leave apart what is added up over three or more ranks in floating point.
+
+    Raises:
+        DisagreementError: on every rank, if their collectives differ.
+        GraphError: on every rank, if no schedule fits into `memory_bytes`; collectives of an
+            unknown kind; `buckets` that match nothing.
+    """
+    if cap_bytes < 1 or ahead_bytes < 1:
+        raise GraphError(f"cap_bytes={cap_bytes}, ahead_bytes={ahead_bytes}: at least one byte")
+    found, waits, before, fault = _seen(graph)
+    known = agreed(found, needs(found, waits), fault)
+    order = planned.early(known) if overlap else tuple(range(len(known.entries)))
+    tried = []
+    for divisor in _divisors(memory_bytes):
+        cap = {
+            n: max(1, (_saturating(link, n) if link else cap_bytes) // divisor)
+            for n in {one.members for one in known.entries}
+        }
+        merged = _buckets(known, order, buckets if divisor == 1 else _smaller(buckets), cap, exact)
+        ahead = max(1, ahead_bytes // divisor)
+        made = rearranged(graph, waits, merged, overlap=overlap, ahead_bytes=ahead)
+        peak = dependencies(made)[1]
+        tried.append(_highest(peak))
+        if memory_bytes is None or tried[-1] <= memory_bytes:
+            return Schedule(made, known, merged, peak, before)
+    raise GraphError(
+        f"no schedule of the graph lives in {memory_bytes} bytes on all ranks: the least that was "
+        f"found is {min(tried)}, and the graph as it was takes {_highest(before)}"
+    )
+
+
+def _seen(graph: fx.GraphModule) -> tuple[list[Collective], Waits, int, str]:
+    """The collectives of this rank's graph, what nodes wait for, the peak, and what is wrong.
+
+    A fault is told to the others: they would wait for this rank's list.
+    """
+    try:
+        return collectives(graph.graph), *dependencies(graph), ""
+    except GraphError as error:
+        return [], {}, 0, str(error)
+
+
+def _buckets(
+    known: Agreed, order: planned.Order, wanted: Wanted, cap: dict[int, int], exact: bool
+) -> planned.Buckets:
+    if wanted is None:
+        return tuple((at,) for at in order)
+    if isinstance(wanted, str):
+        if wanted != "auto":
+            raise GraphError(f"buckets={wanted!r}: 'auto', a list of modules or globs, or None")
+        return planned.by_size(known, order, cap, exact=exact)
+    return planned.by_parameters(known, order, wanted, exact=exact)
+
+
+def _smaller(wanted: Wanted) -> Wanted:
+    """Buckets of the user's own cannot be halved: without them is what is left to try."""
+    return wanted if wanted == "auto" else None
+
+
+def _divisors(memory_bytes: int | None) -> Iterator[int]:
+    return (1 << at for at in range(1 if memory_bytes is None else _HALVINGS + 1))
+
+
+def _saturating(link: Link, members: int) -> int:
+    """Bytes of a collective of which latency takes a tenth of the time."""
+    if members < 2:
+        return CAP_BYTES
+    latency = link.steps(members) * link.latency
+    return max(1, int(latency * (1 / _SHARE - 1) * link.bandwidth * members / (members - 1)))
+
+
+def _highest(peak: int) -> int:
+    """The largest of all ranks. Collective: all of them have to decide alike."""
+    if not several_ranks():
+        return peak
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    return max(int(one) for one in gather(torch.tensor([peak], device=device)))

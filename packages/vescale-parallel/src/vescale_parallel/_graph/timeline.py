@@ -1,0 +1,216 @@
+"""The graph run on paper: computation on one line, communication beside it.
+
+A collective begins when it was started and the one before it has ended (one stream of collectives,
+as backends have); its wait ends when it has. What computation waits for is exposed communication.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from vescale_parallel._cost import Link, collective_seconds
+from vescale_parallel._errors import GraphError
+from vescale_parallel._graph.collectives import Collective, collectives, is_wait, schema_name
+
+_WIDTH: Final = 1200
+_ROW: Final = 26
+_LEFT: Final = 110
+_COLOURS: Final = {
+    "forward": "#8ecae6", "backward": "#ffb703", "total": "#90be6d", "update": "#cdb4db",
+    "": "#84a59d", "wait": "#e63946", "communication": "#6d597a",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Span:
+    """One thing that takes time.
+
+    Attributes:
+        name: of the node.
+        line: "computation" or "communication".
+        kind: the direction of an operation, "wait", or the kind of a collective.
+        start, end: seconds from the beginning.
+    """
+
+    name: str
+    line: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything of a graph runs.
+
+    Attributes:
+        spans: by their starts, those that take no time left out.
+    """
+
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return max((one.end for one in self.spans), default=0.0)
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which something is computed."""
+        return self._sum(lambda one: one.line == "computation" and one.kind != "wait")
+
+    @property
+    def communicating(self) -> float:
+        """Seconds in which something is sent."""
+        return self._sum(lambda one: one.line == "communication")
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which computation waits for communication."""
+        return self._sum(lambda one: one.kind == "wait")
+
+    def _sum(self, of: Callable[[Span], bool]) -> float:
+        return sum(one.end - one.start for one in self.spans if of(one))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds * 1e3:.3f} ms: computing {self.computing * 1e3:.3f}, communicating "
+            f"{self.communicating * 1e3:.3f}, of which {self.exposed * 1e3:.3f} are waited for"
+        )
+
+    def to_perfetto(self) -> str:
+        """As JSON for https://ui.perfetto.dev."""
+        lines = ("computation", "communication")
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": at, "args": {"name": line}}
+            for at, line in enumerate(lines)
+        ]
+        for one in self.spans:
+            events.append(
+                {
+                    **{"ph": "X", "pid": 0, "tid": lines.index(one.line), "name": one.name},
+                    **{"ts": one.start * 1e6, "dur": (one.end - one.start) * 1e6, "cat": one.kind},
+                }
+            )
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def to_svg(self) -> str:
+        """As a picture: time from left to right, computation above communication."""
+        scale = _WIDTH / max(self.seconds, 1e-12)
+        drawn = [f'<text x="4" y="14">{escape(str(self))}</text>']
+        for row, line in enumerate(("computation", "communication")):
+            top = 24 + row * (_ROW + 8)
+            drawn.append(f'<text x="4" y="{top + 17}">{line}</text>')
+            for one in self.spans:
+                if one.line == line:
+                    colour = _COLOURS.get(one.kind, _COLOURS["communication"])
+                    wide = max((one.end - one.start) * scale, 0.2)
+                    told = f"{one.name}: {(one.end - one.start) * 1e6:.1f} us"
+                    drawn.append(
+                        f'<rect x="{_LEFT + one.start * scale:.2f}" y="{top}" width="{wide:.2f}" '
+                        f'height="{_ROW}" fill="{colour}"><title>{escape(told)}</title></rect>'
+                    )
+        size = f'width="{_WIDTH + _LEFT + 20}" height="{2 * _ROW + 50}"'
+        style = 'font-family="sans-serif" font-size="12"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(drawn)}</svg>'
+
+
+def timeline(
+    graph: fx.GraphModule,
+    *,
+    link: Link,
+    flops: float,
+    memory_bandwidth: float,
+    seconds: Mapping[str, float] | None = None,
+) -> Timeline:
+    """Run a graph on paper. Not collective; nothing is executed.
+
+    Args:
+        graph: whose nodes say what they make (`meta["val"]`), as traced ones do.
+        link: by which collectives travel.
+        flops: floating-point operations a second of matrix products, as reached.
+        memory_bandwidth: bytes a second that an operation reads and writes.
+        seconds: of nodes by name, where they were measured; the others are estimated: the longer of
+            what flops and bytes take.
+
+    Raises:
+        GraphError: rates that are not positive; nodes that say nothing of what they make.
+    """
+    if flops <= 0 or memory_bandwidth <= 0:
+        raise GraphError(f"flops={flops}, memory_bandwidth={memory_bandwidth}: rates are positive")
+    known = seconds or {}
+    found = {one.start: one for one in collectives(graph.graph)}
+    spans: list[Span] = []
+    now, free = 0.0, 0.0  # of computation, and when the last collective ends
+    ends: dict[fx.Node, float] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if node in found:
+            one = found[node]
+            begin = max(now, free)
+            free = begin + known.get(node.name, _sending(one, link))
+            ends[node] = free
+            spans.append(Span(node.name, "communication", one.kind, begin, free))
+        elif is_wait(node):
+            given: Any = node.args[0]
+            end = ends[given]
+            if end > now:
+                spans.append(Span(node.name, "computation", "wait", now, end))
+            now = max(now, end)
+        else:
+            took = known.get(node.name, _computing(node, flops, memory_bandwidth))
+            kind = str(getattr(node.meta.get("label"), "direction", ""))
+            if took > 0:
+                spans.append(Span(node.name, "computation", kind, now, now + took))
+            now += took
+    return Timeline(tuple(sorted(spans, key=lambda one: (one.start, one.line))))
+
+
+def _sending(one: Collective, link: Link) -> float:
+    # An all-to-all and a broadcast count as an all-gather of what is given.
+    return collective_seconds(one.kind, one.bytes, len(one.ranks), link)
+
+
+def _computing(node: fx.Node, flops: float, memory_bandwidth: float) -> float:
+    """The longer of what its flops and its bytes take; nothing for what only looks."""
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None or all(one.alias_info is not None for one in schema.returns):
+        writes = schema is not None and schema.is_mutable
+        if not writes:
+            return 0.0
+    values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes)]
+    moved = sum(_bytes(tree_leaves(value)) for value in values)
+    return max(_flops(node) / flops, moved / memory_bandwidth)
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    return sum(prod(one.shape) * one.itemsize for one in values if isinstance(one, Tensor))
+
+
+_COUNTED: Final = ("mm", "bmm", "conv", "attention")
+
+
+def _flops(node: fx.Node) -> float:
+    if not any(one in schema_name(node) for one in _COUNTED):
+        return 0.0
+    mode = next(
+        (getattr(one.meta.get("val"), "fake_mode", None) for one in node.all_input_nodes), None
+    )
+    if mode is None:
+        raise GraphError(f"node '{node.name}' says nothing of its shapes (meta['val'])")
+    counter = FlopCounterMode(display=False)
+    given = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    with mode, torch.no_grad(), counter:
+        node.target(*given[0], **given[1])  # type: ignore[operator]
+    return float(counter.get_total_flops())

@@ -1,0 +1,34 @@
+"""The communication of a step's graph, scheduled: buckets, early starts, late waits, a timeline.
+
+    from vescale_dtensor import capture, joint
+    from vescale_parallel import graph, memory
+
+    step = capture(lambda words: model(words))       # forward and loss
+    whole = joint(step, words)                       # with backward and sums of gradients
+    planned = graph.schedule(whole.graph_module)     # alike on all ranks
+    print(planned)
+    whole = whole.running(planned.graph_module)
+    loss = whole(words)                              # the same bits; p.grad is set
+
+A `torch.fx` graph with torch's functional collectives is all that it needs. `timeline` runs the
+graph on paper, computation beside communication.
+"""
+
+from vescale_parallel._cost import Link
+from vescale_parallel._errors import DisagreementError, GraphError
+from vescale_parallel._graph.agreed import Agreed, Entry
+from vescale_parallel._graph.scheduled import Schedule, schedule
+from vescale_parallel._graph.timeline import Span, Timeline, timeline
+
+__all__ = [
+    "Agreed",
+    "DisagreementError",
+    "Entry",
+    "GraphError",
+    "Link",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "schedule",
+    "timeline",
+]
