@@ -16,7 +16,7 @@ from vescale_dtensor._capture import reads
 
 DEPTHS = 4, 16, 64
 # In time it is less, as an eager call spends more of its time in C++ than recording adds to it.
-MOST = 24
+MOST = 20
 
 
 class Block(nn.Module):
@@ -90,6 +90,7 @@ def linear(rank, world_size):
     costs(1)  # what is worked out once for each function
     found = [costs(depth) for depth in DEPTHS]
     for eager, recorded, replayed, searches in found:
+        print(f"recorded {recorded / eager:.2f}, replayed {replayed / eager:.2f} times eager")
         assert recorded <= MOST * eager, found
         assert replayed <= eager, found
         assert searches == 0, found

@@ -34,7 +34,7 @@ class Constants:
     def holds(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all of these are constants; of none, they are."""
         # A call without tensors has constant results, such as `torch.arange(4)`.
-        return all(self._is_constant(tensor) for tensor in tensors)
+        return all(map(self._is_constant, tensors))
 
     def _is_constant(self, tensor: Tensor) -> bool:
         node = self._node_of(tensor)

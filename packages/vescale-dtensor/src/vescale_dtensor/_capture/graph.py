@@ -27,6 +27,7 @@ from vescale_dtensor._torch.compat import storage_identity
 
 _PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
 _TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TEXT = frozenset({str})
 # What fx can print as code. Exact types: a subclass may compare or print as it likes.
 _WRITTEN_OUT = frozenset(_PYTHON + _TORCH)
 
@@ -296,11 +297,11 @@ class TracedGraph:
     def _use_of(self, leaf: LeafGradient) -> LeafUse | None:
         """The uses of a leaf from outside; None if the leaf was made inside."""
         if leaf not in self.uses:
-            found = next((pair for pair in self._wrappers if pair[0]._leaf_gradient is leaf), None)
-            if found is None:
-                return None
-            self.uses[leaf] = LeafUse(*found)
-        return self.uses[leaf]
+            for wrapper, source in self._wrappers:
+                if wrapper._leaf_gradient is leaf:
+                    self.uses[leaf] = LeafUse(wrapper, source)
+                    break
+        return self.uses.get(leaf)
 
     def leaf_node(self, leaf: LeafGradient) -> fx.Node:
         """The gradient state of a leaf: of an argument, of a free tensor, or made inside."""
@@ -346,11 +347,11 @@ class TracedGraph:
         if kind in _WRITTEN_OUT:
             return value
         if kind is tuple or kind is torch.Size:
-            return tuple(self.argument(item) for item in value)
+            return tuple(map(self.argument, value))
         if kind is list:
-            return [self.argument(item) for item in value]
-        if kind is dict and all(type(key) is str for key in value):
-            return {key: self.argument(item) for key, item in value.items()}
+            return list(map(self.argument, value))
+        if kind is dict and _TEXT.issuperset(map(type, value)):
+            return dict(zip(value, map(self.argument, value.values()), strict=True))
         if isinstance(value, list | tuple | dict):
             return self._remade(value)
         if kind is slice:

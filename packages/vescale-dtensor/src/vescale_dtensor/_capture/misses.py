@@ -13,7 +13,7 @@ from collections import Counter
 MOST_PROGRAMS = 32
 """How many programs a captured function keeps, and how many it records without having replayed."""
 
-# A recording runs about 22 times as many Python functions as a call does, a replay half as many,
+# A recording runs about 18 times as many Python functions as a call does, a replay half as many,
 # and a call that is not replayed a tenth more: so 64 replays pay for one, and for what is missed.
 _REPLAYS_FOR_ONE = 64
 # And so do 512 calls that ran, at a price of 4 %: state that has changed for good (gradients that

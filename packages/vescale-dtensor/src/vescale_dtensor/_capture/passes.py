@@ -38,7 +38,6 @@ def graph_module(trace: TracedGraph) -> fx.GraphModule:
         if is_free_local(trace.sources[node]):
             last[0].append(node)
             last = [node]
-    graph.lint()
     # Only constants that are still used: the others would be kept alive as long as the program.
     names = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
     return fx.GraphModule({name: trace.constants[name] for name in names}, graph, "Program")
@@ -98,7 +97,7 @@ def _is_closed(trace: TracedGraph) -> bool:
     """Whether no gradient graph of a program outlives it, or is built of another one."""
     nodes = list(trace.graph.nodes)
     # A hook sits on a node, which leaving out an alias would take away.
-    if any(node.target is _HOOKED or _differentiates_again(node) for node in nodes):
+    if any([node.target is _HOOKED or _differentiates_again(node) for node in nodes]):
         return False
     # An argument written to with a history carries it out of the program.
     if any(trace.has_new_history(node) for node in nodes if node.op == "placeholder"):
@@ -154,7 +153,7 @@ def _joined(drops: list[fx.Node]) -> None:
 def _remove_dead_code(trace: TracedGraph) -> None:
     """Drop steps without effect whose results are not used; then unused arguments."""
     graph = trace.graph
-    hooked = any(node.target is _HOOKED for node in graph.nodes)
+    hooked = any([node.target is _HOOKED for node in graph.nodes])
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op != "output" and not node.meta.get("effect"):
             graph.erase_node(node)

@@ -35,6 +35,7 @@ from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_pl
 from vescale_dtensor._capture.step_arguments import is_in_place, written_by_name
 from vescale_dtensor._capture.unsupported import (
     ASKED,
+    FIXED,
     METADATA,
     READERS,
     UNGUARDED,
@@ -64,6 +65,9 @@ _GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
 # Fields of the global state that a program does not change on its way.
 _fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
+# In C, here and where lists are made in place of generators: a recording asks for every tensor.
+_requires_grad = operator.attrgetter("requires_grad")
+_is_wrapper = type.__subclasscheck__.__get__(DTensor)
 _RAW = "torch.distributed.distributed_c10d"
 
 
@@ -122,8 +126,9 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """See one call."""
         kwargs = kwargs or {}
-        if not overrides_enabled():
-            return func(*args, **kwargs)  # a wrapper is asked about itself
+        # A wrapper is asked about itself; or what guards fix, by far the most calls.
+        if not overrides_enabled() or (func in FIXED and type(args[0]) is not DTensor):
+            return func(*args, **kwargs)
         if self._runs_on and self.failure is not None:
             self._note_meshes((args, kwargs))
             return run_plainly(func, types, args, kwargs)  # nothing is recorded any more
@@ -159,7 +164,7 @@ class Recorder(TorchFunctionMode):
             self._note_live_calls()
         if isinstance(func, FunctionType):
             check_not_replaced(func)
-        if types and any([issubclass(kind, DTensor) for kind in types]):
+        if any(map(_is_wrapper, types)):
             return self._through(func, types, args, kwargs, done)
         return self._local(func, args, kwargs, done)
 
@@ -243,10 +248,9 @@ class Recorder(TorchFunctionMode):
         # Before the call, which may change what the tensors are.
         nodes = self.trace.argument(args), self.trace.argument(kwargs)
         # Compared after the call, these show what it wrote to, whatever its name.
-        versions = [_version(t) for t in given]
-        # Lists, here and below: a generator would be resumed for each tensor of each step.
+        versions = _versions(given)
         # Grad mode makes a difference only where an operand requires grad, or a result does.
-        sensitive = name != "detach" and any([t.requires_grad for t in given])
+        sensitive = name != "detach" and any(map(_requires_grad, given))
         sent = len(self._collectives.records)
         result = done.run(func, *args, **kwargs)
         made = tensors_within(result)
@@ -257,14 +261,13 @@ class Recorder(TorchFunctionMode):
             return self._python_value(func, name, result)
         # Asked after each step, so that what moves a generator between steps is told from steps.
         drew = self._drew()
-        changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
+        now = _versions(given)
+        changed = [t for t, v, n in zip(given, versions, now, strict=True) if v != n]
         # Fused optimizers, and what runs in inference mode, count no versions.
         changed += written_by_name(func, name, args, kwargs)
         written = bool(changed) or is_in_place(name)
         # Before the node is made: a change of modes has to come first in the graph.
-        self._follow(
-            GlobalState(*global_state()), sensitive or any([t.requires_grad for t in made])
-        )
+        self._follow(GlobalState(*global_state()), sensitive or any(map(_requires_grad, made)))
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
         # Dead code is removed later. A step that draws, writes or communicates stays, even if
@@ -396,7 +399,11 @@ class Recorder(TorchFunctionMode):
     def _node(self, func: Any, title: str | None, arguments: tuple[Any, dict[str, Any]]) -> fx.Node:
         """The node of a call; `title` is what to name it after, if not the function."""
         kind, target, args, kwargs = _as_node(func, *arguments)
-        node = self.trace.graph.create_node(kind, target, tuple(args), kwargs, name=title)
+        # Arguments afterwards: fx looks for symbolic numbers in those that a node is made with.
+        node = self.trace.graph.create_node(kind, target, name=title)
+        node.args = tuple(args)
+        if kwargs:
+            node.kwargs = kwargs
         call = self._call or (public_name(func), user_line())
         node.meta["op"], node.meta["line"] = call
         return node
@@ -462,7 +469,7 @@ class Recorder(TorchFunctionMode):
         self._follow(self._start, True)
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
-        return any(n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes)
+        return any([n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes])
 
 
 def _as_node(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, Any, dict[str, Any]]:
@@ -492,7 +499,7 @@ def _is_step(func: Callable[..., Any], name: str, result: Any) -> bool:
     return result is None or hasattr(result, "hooks_dict_ref")
 
 
-def _version(tensor: Tensor) -> int:
-    """The version of a tensor, which grows with each write that torch sees."""
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """The versions of tensors, which grow with each write that torch sees."""
     # Tensors of inference mode count no versions, and raise when asked.
-    return 0 if tensor.is_inference() else tensor._version
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -17,15 +17,18 @@ from torch import Tensor
 
 from vescale_dtensor._errors import CaptureError
 
-_OURS = Path(__file__).parent.parent
+_OURS = str(Path(__file__).parent.parent)
+_CAPTURE = str(Path(__file__).parent)
 # Frames of these stand between the user's line and a torch function. `functools` and `contextlib`
 # run decorators, such as `no_grad`.
 _NOT_THE_USERS = (
-    str(_OURS),
+    _OURS,
     *(str(Path(str(m.__file__)).parent) for m in (torch, vescale_comm, vescale_rng)),
     functools.__file__,
     contextlib.__file__,
 )
+
+_INSIDE = (*_NOT_THE_USERS, "<")
 
 # Also what gives memory to others: what they write there, or read later, no step shows.
 _READERS = """
@@ -66,6 +69,15 @@ ASKED = frozenset(
 UNGUARDED = frozenset({"_version", "_base", "output_nr", "retains_grad"})
 """Properties of tensors that no guard compares."""
 
+_PLAIN = """
+shape dtype device requires_grad is_leaf layout ndim is_meta is_cuda is_cpu is_sparse is_quantized
+is_nested is_mkldnn is_sparse_csr itemsize nbytes
+"""
+FIXED = frozenset(
+    {getattr(torch.Tensor, name).__get__ for name in _PLAIN.split() if hasattr(torch.Tensor, name)}
+)
+"""The functions that get properties of tensors which guards fix."""
+
 # A 0-dim tensor where one of these asks for a number is read.
 _NUMBERS_ONLY = frozenset(_NUMBERS.split())
 _INDEXED = frozenset({"__getitem__", "index"})
@@ -92,8 +104,8 @@ def called_by_us() -> bool:
         name = frame.f_code.co_filename
         # The first frame that is neither of torch nor of the recorder decides: what torch's Python
         # code calls on behalf of dispatch counts as called by dispatch.
-        here = name.startswith(str(_OURS)) and not name.startswith(str(_OURS / "_capture"))
-        if here or not name.startswith((*_NOT_THE_USERS, "<")):
+        here = name.startswith(_OURS) and not name.startswith(_CAPTURE)
+        if here or not name.startswith(_INSIDE):
             return here
         frame = frame.f_back
     return False
@@ -172,6 +184,7 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
+@functools.lru_cache(maxsize=4096)
 def name_of(func: Callable[..., Any]) -> str:
     """The short name of a torch function; of a property, its own."""
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
