@@ -6,37 +6,21 @@ deferred, and for rank 0 of a mesh of simulated ranks to make what it stores, co
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 from vescale_comm import simulate
 from vescale_parallel import Plan, deferred, parallelize
 from vescale_parallel import mesh as make_mesh
 
-
-class Peak(TorchDispatchMode):
-    """Counts the bytes of storages that are alive at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[StorageWeakRef, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta:
-                storage = one.untyped_storage()
-                self.alive.setdefault(StorageWeakRef(storage), storage.nbytes())
-        self.alive = {ref: size for ref, size in self.alive.items() if not ref.expired()}
-        self.most = max(self.most, sum(self.alive.values()))
-        return made
+SUPPORT = Path(__file__).parents[1] / "packages/vescale-parallel/tests/support"
+sys.path.insert(0, str(SUPPORT))
+from peak import Peak  # noqa: E402, the same as in the tests
 
 
 def model_of(width: int, layers: int, vocabulary: int) -> LlamaForCausalLM:

@@ -8,6 +8,7 @@ weights that they save are read by `from_pretrained`, and `load_pretrained` read
 from __future__ import annotations
 
 import importlib.util
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,18 @@ def values(tensors: Any) -> dict[str, torch.Tensor]:
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+NAMES = ("gpt2", "llama", "bert", "vit")
+# A run takes one of them, another each day; `-m slow` takes the rest.
+TODAY = datetime.now(UTC).toordinal() % len(NAMES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if at == TODAY else [pytest.mark.slow])
+        for at, name in enumerate(NAMES)
+    ],
+)
 def test_a_deferred_model_is_that_of_one_device(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     expected, batch = model_of(name)

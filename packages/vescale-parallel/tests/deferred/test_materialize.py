@@ -11,6 +11,7 @@ import torch
 from deferred_zoo import ZOO, Rotary, Tied
 from torch import nn
 from vescale_parallel import DeferredError, deferred, materialize
+from vescale_parallel._common import torch_compat
 from vescale_parallel._deferred.models import is_deferred
 from vescale_parallel._deferred.recording import DeferredTensor, value_of
 from vescale_parallel._deferred.tape import making_of
@@ -137,3 +138,10 @@ def test_the_default_dtype_is_that_of_the_time_of_building():
         torch.set_default_dtype(torch.float32)
     assert torch.equal(materialize(module)[0], expected)
     assert module[1].dtype == torch.float64
+
+
+def test_a_torch_that_lacks_what_it_needs_is_named(monkeypatch):
+    monkeypatch.setattr(torch_compat, "_make_wrapper", None)
+    said = r"needs 'torch.Tensor._make_wrapper_subclass'"
+    with pytest.raises(DeferredError, match=said), deferred():
+        pass

@@ -10,35 +10,13 @@ from typing import Any
 import pytest
 import torch
 from deferred_zoo import ZOO, Rotary
+from peak import Peak
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import DisagreementError, Plan, StaleParameterError, deferred, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._deferred.models import is_deferred
-from vescale_parallel._deferred.recording import DeferredTensor
-
-
-class Peak(TorchDispatchMode):
-    """Counts the bytes of storages that are alive at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[StorageWeakRef, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, torch.Tensor) and type(one) is not DeferredTensor:
-                storage = one.untyped_storage()
-                self.alive.setdefault(StorageWeakRef(storage), storage.nbytes())
-        self.alive = {ref: size for ref, size in self.alive.items() if not ref.expired()}
-        self.most = max(self.most, sum(self.alive.values()))
-        return made
 
 
 class Everything(nn.Module):

@@ -175,3 +175,20 @@ def schedule_of(model: nn.Module) -> Schedule:
     """The schedule of a parallelised model."""
     found: Schedule = getattr(model, SCHEDULE)
     return found
+
+
+def train_scaled(
+    model: nn.Module, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
+    """Steps with a loss scale, clipped by value; returns the scale after each."""
+    scales = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        scaler.scale(model(*batch(step))).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales

@@ -19,6 +19,7 @@ from zero_models import (
     require_same_values,
     schedule_of,
     train,
+    train_scaled,
     whole,
 )
 
@@ -304,13 +305,8 @@ def scaled(rank: int, world_size: int) -> None:
     model = distributed(net(), {"dp": 4}, 3, precision={"compute": "float16"}, **WORDS)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    start, scales = whole(model.head.weight.detach()).clone(), []
-    for step in range(40):
-        optimizer.zero_grad()
-        scaler.scale(model(*batch(step))).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
+    start = whole(model.head.weight.detach()).clone()
+    scales = train_scaled(model, scaler, optimizer, 40)
     assert scales[0] == 2.0**39
     assert scales[-1] == scales[-2] >= 1
     moved = whole(model.head.weight.detach())

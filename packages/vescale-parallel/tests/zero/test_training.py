@@ -9,12 +9,12 @@ from vescale_comm.testing import run
 from vescale_dtensor import DTensor
 from zero_models import (
     adamw,
-    batch,
     distributed,
     make,
     require_same_values,
     schedule_of,
     train,
+    train_scaled,
     whole,
 )
 
@@ -150,14 +150,7 @@ def scaled(rank: int, world_size: int) -> None:
     for model in (make(), distributed(make(), {"dp": 2, "tp": 2}, 3)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            torch.manual_seed(step)
-            scaler.scale(model(*batch(step))).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
-            scaler.step(optimizer)
-            scaler.update()
+        train_scaled(model, scaler, optimizer, 3)
         found.append(model)
     require_same_values(found[1], found[0], rtol=1e-4, atol=1e-5)
 

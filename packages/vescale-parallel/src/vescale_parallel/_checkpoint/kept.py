@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vescale_parallel._common.torch_compat import schema_of
 from vescale_parallel._errors import ParallelError
 
 FAMILIES: Final = {
@@ -50,7 +51,7 @@ def _overloads(space: str, operator: str, overload: str) -> Iterable[Any]:
     names = [overload] if overload else packet.overloads()
     found = [getattr(packet, name, None) for name in names]
     # An overload that writes has no result of its own to keep.
-    return [one for one in found if one is not None and not one._schema.is_mutable]
+    return [one for one in found if one is not None and not schema_of(one).is_mutable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,9 @@ class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _draws(operator: Any, args: Any, kwargs: Any) -> bool:
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    names = [one.name for one in operator._schema.arguments]
+    names = [one.name for one in schema_of(operator).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    defaults = {one.name: one.default_value for one in operator._schema.arguments}
+    defaults = {one.name: one.default_value for one in schema_of(operator).arguments}
     # Attention is marked for its dropout, and mostly has none.
     return bool(given.get("dropout_p", defaults.get("dropout_p", True)))
 

@@ -13,6 +13,10 @@
   taken to have some, and Muon orthogonalises each matrix on every rank.
 - `saved_tensors_hooks_now`: hooks that others have set on tensors that autograd saves. Without it
   ours would hide them, so activation checkpointing around a unit saves no memory.
+- `plain_functions`: a context in which functions take instances of subclasses as plain tensors, as
+  torch's notes on extending it show. `wrapper_of`: a tensor of a subclass that has no storage.
+  `schema_of`: arguments and results of an operator, and which of them are written to. Without one
+  of these (`missing_for_deferred`) `deferred()` raises an error that names it.
 - `FakeTensor`, `FakeTensorMode`: tensors without values, by which memory plans see what a graph
   makes. Documented as torch.compiler's fake tensors, imported from where torch itself has them.
 """
@@ -33,8 +37,12 @@ __all__ = [
     "has_step_hooks",
     "hooks_of",
     "in_backward",
+    "missing_for_deferred",
     "no_torch_function",
+    "plain_functions",
     "saved_tensors_hooks_now",
+    "schema_of",
+    "wrapper_of",
 ]
 
 no_torch_function: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
@@ -74,3 +82,34 @@ def saved_tensors_hooks_now() -> tuple[Any, Any] | None:
     """Return the innermost pair of hooks on tensors that autograd saves; None if none is set."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
+
+
+plain_functions: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
+_make_wrapper: Any = getattr(Tensor, "_make_wrapper_subclass", None)
+
+
+def missing_for_deferred() -> list[str]:
+    """Return what tensors without storage need of torch and this torch lacks."""
+    found = {
+        "torch._C.DisableTorchFunctionSubclass": plain_functions is not nullcontext,
+        "torch.Tensor._make_wrapper_subclass": _make_wrapper is not None,
+        "OpOverload._schema": hasattr(torch.ops.aten.fill_.Scalar, "_schema"),
+    }
+    return [name for name, is_there in found.items() if not is_there]
+
+
+def wrapper_of(kind: type[Tensor], meta: Tensor, device: torch.device) -> Any:
+    """Return a tensor of a subclass without storage: shape, strides and dtype of `meta`."""
+    return _make_wrapper(
+        kind,
+        meta.shape,
+        strides=meta.stride(),
+        storage_offset=meta.storage_offset(),
+        dtype=meta.dtype,
+        device=device,
+    )
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator: `name`, `arguments`, `returns`."""
+    return operator._schema

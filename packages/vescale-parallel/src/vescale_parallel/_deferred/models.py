@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vescale_parallel._common.messages import listed
+from vescale_parallel._common.torch_compat import missing_for_deferred, schema_of
 from vescale_parallel._deferred.recording import (
     FACTORIES,
     DeferredTensor,
@@ -17,6 +20,7 @@ from vescale_parallel._deferred.recording import (
     value_of,
 )
 from vescale_parallel._deferred.replay import replay, replaying
+from vescale_parallel._errors import DeferredError
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,7 +34,7 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not replaying.get():
             leaves = tree_leaves((args, kwargs))
-            made = str(func._schema.name).rpartition("::")[2] in FACTORIES
+            made = str(schema_of(func).name).rpartition("::")[2] in FACTORIES
             into_real = isinstance(kwargs.get("out"), Tensor)
             if any(isinstance(one, DeferredTensor) for one in leaves) or (made and not into_real):
                 return record(func, args, kwargs)
@@ -57,8 +61,15 @@ def deferred() -> Iterator[None]:
     numbers (`torch.tensor(...)`) or of numpy's arrays are real, as their values are there already.
 
     Raises:
-        DeferredError: inside, what asks for memory: `data_ptr()`, pickling, `resize_`.
+        DeferredError: inside, what asks for memory: `data_ptr()`, pickling, `resize_`; at once, a
+            torch that lacks what this needs of it.
     """
+    missing = missing_for_deferred()
+    if missing:
+        raise DeferredError(
+            f"deferred() needs {listed(missing)} of torch, which {torch.__version__} does not "
+            "have. Build the model without deferred()."
+        )
     with _Deferring():  # type: ignore[no-untyped-call]
         yield
 

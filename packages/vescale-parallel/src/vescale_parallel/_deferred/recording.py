@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vescale_dtensor import DTensor
 from vescale_rng import position
 
+from vescale_parallel._common.torch_compat import plain_functions, schema_of, wrapper_of
 from vescale_parallel._deferred.draws import Draw, generator_of, is_random, skipped
 from vescale_parallel._deferred.replay import replay
 from vescale_parallel._deferred.tape import Buffer, Constant, Fill, Step, Value, names_of
@@ -71,7 +72,7 @@ class DeferredTensor(Tensor):
             # What a distributed tensor computes with has memory.
             return func(*tree_map(real, tuple(args)), **tree_map(real, kwargs))
         special = _SPECIAL.get(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return special(*args, **kwargs) if special else func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -105,14 +106,7 @@ def value_of(tensor: DeferredTensor) -> Value:
 def tensor_of(value: Value) -> DeferredTensor:
     """A deferred tensor of a value."""
     meta = value.meta
-    made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
-        DeferredTensor,
-        meta.shape,
-        strides=meta.stride(),
-        storage_offset=meta.storage_offset(),
-        dtype=meta.dtype,
-        device=value.device,
-    )
+    made: DeferredTensor = wrapper_of(DeferredTensor, meta, value.device)
     made._deferred_value = value
     return made
 
@@ -164,7 +158,7 @@ def _shapes(
     try:
         return func(*tree_map(_meta, tuple(args)), **_for_meta(kwargs))
     except NotImplementedError:
-        if any(one.alias_info for one in (*func._schema.arguments, *func._schema.returns)):
+        if any(one.alias_info for one in (*schema_of(func).arguments, *schema_of(func).returns)):
             raise DeferredError(
                 f"torch cannot tell the shape that {func} returns without running it, and it "
                 "writes to a tensor that deferred() built without storage. Build that part of the "
@@ -186,13 +180,13 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _name_of(func: Any) -> str:
-    return str(func._schema.name).rpartition("::")[2]
+    return str(schema_of(func).name).rpartition("::")[2]
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the names of the schema, defaults included."""
     bound = {}
-    for place, one in enumerate(func._schema.arguments):
+    for place, one in enumerate(schema_of(func).arguments):
         if place < len(args):
             bound[one.name] = args[place]
         elif one.name in kwargs:
@@ -204,14 +198,14 @@ def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 def _written(func: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """The tensors that an op writes to."""
-    written = [one.name for one in func._schema.arguments if one.alias_info and one.is_write]
+    written = [one.name for one in schema_of(func).arguments if one.alias_info and one.is_write]
     found = tree_leaves([arguments.get(name) for name in written])
     return [one for one in found if isinstance(one, Tensor)]
 
 
 def _is_recordable(func: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether shapes are all that is needed now."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     tensors = returns and all(str(one.type) in ("Tensor", "List[Tensor]") for one in returns)
     asks = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     # What is written to a real tensor is wanted there now.
@@ -235,7 +229,7 @@ def _explicit(
     func: Any, arguments: Mapping[str, Any], kwargs: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Keyword arguments with what may be another default when the step runs."""
-    names = {one.name for one in func._schema.arguments}
+    names = {one.name for one in schema_of(func).arguments}
     said = dict(kwargs)
     if {"device", "dtype", "layout"} <= names and _name_of(func) in FACTORIES:
         said["device"] = device

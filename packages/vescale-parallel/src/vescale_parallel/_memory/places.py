@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from vescale_parallel._common.torch_compat import schema_of
 from vescale_parallel._memory.traced import Result, Traced
 
 # With `out=` but no better for it: measured by what they allocate inside.
@@ -102,11 +103,11 @@ def _barred(of: Traced) -> set[int]:
 
 def _place(node: fx.Node, results: tuple[Result, ...], storages: list[int]) -> Place | None:
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or len(op._schema.returns) != len(results):
+    if not isinstance(op, torch._ops.OpOverload) or len(schema_of(op).returns) != len(results):
         return None
     if [one.storage for one in results] != storages or not all(map(_whole, results)):
         return None
-    name = op._schema.name
+    name = schema_of(op).name
     single = len(results) == 1
     write = _filled(op, name) if single else None
     write = write or _with_out(op) or (_in_place(op, name) if single else None)
@@ -134,7 +135,7 @@ def _filled(op: Any, name: str) -> Write | None:
         value = _FILLS[name]
         return lambda args, kwargs, outs: outs[0].fill_(value)
     if name in _VALUES:
-        position = [one.name for one in op._schema.arguments].index(_VALUES[name])
+        position = [one.name for one in schema_of(op).arguments].index(_VALUES[name])
         wanted = _VALUES[name]
 
         def fill(args: Any, kwargs: Any, outs: Any) -> Any:
@@ -158,15 +159,15 @@ def _in_place(op: Any, name: str) -> Write | None:
 
 
 def _with_out(op: Any) -> Write | None:
-    if op._schema.name in _COPIES_INSIDE or op._schema.is_mutable:
+    if schema_of(op).name in _COPIES_INSIDE or schema_of(op).is_mutable:
         return None
-    mine = [(one.name, str(one.type)) for one in op._schema.arguments]
+    mine = [(one.name, str(one.type)) for one in schema_of(op).arguments]
     less = [one for one in mine if one[0] not in _FACTORY]
     for name in op.overloadpacket.overloads():
         other = getattr(op.overloadpacket, name)
-        outs = [one.name for one in other._schema.arguments if one.is_out]
-        theirs = [(one.name, str(one.type)) for one in other._schema.arguments if not one.is_out]
-        if len(outs) != len(op._schema.returns) or torch.Tag.generated in other.tags:
+        outs = [one.name for one in schema_of(other).arguments if one.is_out]
+        theirs = [(one.name, str(one.type)) for one in schema_of(other).arguments if not one.is_out]
+        if len(outs) != len(schema_of(op).returns) or torch.Tag.generated in other.tags:
             continue
         if theirs in (mine, less):
             return _Out(other, tuple(outs), frozenset(one for one, _ in theirs))

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_parallel._common.torch_compat import FakeTensor, FakeTensorMode
+from vescale_parallel._common.torch_compat import FakeTensor, FakeTensorMode, schema_of
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.program import Operation, Program, Storage, program
 
@@ -91,7 +91,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(self.fake, (args, kwargs or {}))
         now = self.now
-        schema = func._schema.arguments
+        schema = schema_of(func).arguments
         given = {one.name: value for one, value in zip(schema, args, strict=False)} | kwargs
         for one in schema:
             tensors = self.keep(given.get(one.name))
@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now.draws |= any(isinstance(one, torch.Generator) for one in given.values())
         now.communicates |= any(one in func.namespace for one in _COLLECTIVES)
         # Without values it makes a new tensor; in truth it returns the one that it waited for.
-        waits = func._schema.name == "_c10d_functional::wait_tensor"
+        waits = schema_of(func).name == "_c10d_functional::wait_tensor"
         made = args[0] if waits else func(*args, **kwargs)
         for tensor in _tensors(made):
             key = self.key(tensor)
