@@ -22,7 +22,7 @@ from typing import Any
 from vescale_comm.testing import run
 
 from tools.bench import Ratio
-from tools.bench._train.cases import EAGER, GOALS, HAND, LAYOUTS, MEMORY_GOAL, STEP
+from tools.bench._train.cases import GOALS, HAND, LAYOUTS, MEMORY_GOAL, SHARDED, STEP
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare, mesh_size
 from tools.bench._train.words import profile_table, spread_table
@@ -112,7 +112,7 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
         yield _speed(f"{case} {STEP}", job, found[0], STEP, HAND, 1.0)
     for name in others:
         ours, torchs = (max(one[n].peak.total for one in found) / 1e6 for n in (name, first))
-        goal = MEMORY_GOAL if name in (EAGER, STEP) else None
+        goal = MEMORY_GOAL if name in SHARDED.get(job.layout, ()) else None
         yield Ratio(f"{case} {name}", ours, torchs, "MB", first, goal)
     for name in others:
         ours, torchs = (sum(found[0][n].collectives.values()) for n in (name, first))

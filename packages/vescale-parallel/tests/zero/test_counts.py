@@ -59,9 +59,10 @@ def of_dp(rank: int, world_size: int, zero: int, microbatches: int) -> None:
         # Once a step, before its first forward.
         gathers, gathered = BLOCKS + 1, total
     else:
-        # The root once, each block in forward and in backward of each microbatch.
-        gathers = microbatches * (2 * BLOCKS + 1)
-        gathered = microbatches * (2 * total - root)
+        # The root and the last block, with which backward begins, once; each of the others in
+        # forward and in backward of each microbatch.
+        gathers = microbatches * 2 * BLOCKS
+        gathered = microbatches * (2 * total - root - units[f"blocks.{BLOCKS - 1}"])
     one_less = world_size - 1
     assert found["gathers"] == gathers
     assert found["gathered"] == gathered // world_size * one_less
@@ -139,7 +140,8 @@ def memory(rank: int, world_size: int, ahead: int) -> None:
     loss = model(*batch(0))
     # One gathered ahead is under way, and counts when it has arrived.
     assert forward == inside == [root + block] * BLOCKS
-    assert schedule.gathered_bytes == root
+    # What backward gathers first has stayed.
+    assert schedule.gathered_bytes == root + ahead * block
     loss.backward()
     assert behind == [root + block] * BLOCKS
     # Gradients are packed only while they are reduced: none waits at a boundary.

@@ -203,8 +203,10 @@ def wire(rank: int, world_size: int, zero: int, words: Any, sizes: tuple[int, in
         op: sum(r.bytes for r in seen.records if r.op == op and r.axes == ("dp",))
         for op in ("all_gather", "reduce_scatter")
     }
-    # At level 3 the root once and each block twice, in each of three microbatches.
-    gathered = 3 * (2 * elements - root) if zero == 3 else elements
+    # At level 3 the root once and each block twice, in each of three microbatches; the last block,
+    # with which backward begins, once when that is known.
+    last = report.buffers[-1].plan.largest * (world_size - 1)
+    gathered = 3 * (2 * elements - root) - 2 * last if zero == 3 else elements
     assert sent == {"all_gather": gathered * sizes[0], "reduce_scatter": elements * sizes[1]}
     assert sum(row.gather_bytes for row in report.buffers) == elements * sizes[0]
     assert sum(row.reduce_bytes for row in report.buffers) == elements * sizes[1]

@@ -65,10 +65,11 @@ def _least(sizes: dict[str, int], zero: int) -> Iterator[tuple[Any, tuple[int, i
     dp, tp, replicas = (sizes.get(axis, 1) for axis in ("dp", "tp", "replica"))
     own = ELEMENTS * FLOAT // tp
     if zero:
-        # Gathered once a step, or in forward and again in backward; reduced once.
-        passes = 2 if zero == 3 else 1
+        # Gathered once a step, or in forward and again in backward, but for the last layer, with
+        # which backward begins; reduced once.
+        gathers = 2 * LAYERS - 1 if zero == 3 else LAYERS
         shard = own // dp
-        yield ("all_gather", ("dp",)), (passes * LAYERS, passes * (dp - 1) * shard)
+        yield ("all_gather", ("dp",)), (gathers, gathers * (dp - 1) * shard // LAYERS)
         yield ("reduce_scatter", ("dp",)), (LAYERS, (dp - 1) * shard)
         own = shard
     elif dp > 1:

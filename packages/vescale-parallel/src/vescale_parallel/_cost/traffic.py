@@ -75,9 +75,11 @@ def parameter_transfers(
         yield Transfer(axis, "reduce_scatter", split * precision.wire, hides=True)
         # Of what the update has just written: nothing computes until it has arrived.
         yield Transfer(axis, "all_gather", split * precision.compute)
-    for unit, some in by_unit(one for one in pieces if one.zero >= 3).items():
+    units = by_unit(one for one in pieces if one.zero >= 3)
+    last = next((unit for unit in reversed(list(units)) if unit), None)
+    for unit, some in units.items():
         elements = sum(one.elements for one in some)
-        # The root unit stays gathered between forward and backward.
-        gathers = 2 if unit else 1
+        # The root unit, and that with which backward begins, stay gathered after forward.
+        gathers = 1 if unit in ("", last) else 2
         yield Transfer(axis, "all_gather", elements * precision.compute, gathers, hides=True)
         yield Transfer(axis, "reduce_scatter", elements * precision.wire, hides=True)

@@ -46,10 +46,14 @@ class StaticForward:
         ]
 
     @cached_property
-    def _sources(self) -> list[tuple[Unit, int]]:
-        """For each of the parts, its unit and its number there."""
+    def _numbers(self) -> dict[int, list[tuple[int, int]]]:
+        """By the id of a unit, the numbers of its parameters among the parts, and there."""
         at = {id(held): (unit, i) for unit in self._units for i, held in enumerate(unit.held)}
-        return [at[id(held)] for held, _ in self._parts]
+        found: dict[int, list[tuple[int, int]]] = {}
+        for index, (held, _) in enumerate(self._parts):
+            unit, number = at[id(held)]
+            found.setdefault(id(unit), []).append((index, number))
+        return found
 
     @property
     def takes_parameters(self) -> bool:
@@ -81,11 +85,11 @@ class StaticForward:
             for one, (held, _) in zip(used, self._parts, strict=True)
         ]
         swapped = any(one is not None for one in given)
-        lent = [unit for unit in self._units if unit.is_lent]
-        if lent:
-            for index, (unit, number) in enumerate(self._sources):
-                if unit.is_lent:
-                    given[index] = unit.fulls()[number]
+        lent = [unit for unit in self._units if unit.is_lent and id(unit) in self._numbers]
+        for unit in lent:
+            fulls = unit.fulls()
+            for index, number in self._numbers[id(unit)]:
+                given[index] = fulls[number]
         if not swapped:
             return self._run(lent, given, args, kwargs)
         put_all(self._parts, [held.stored for held, _ in self._parts])

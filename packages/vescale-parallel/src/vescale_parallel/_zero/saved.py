@@ -89,7 +89,7 @@ class SavedTensors:
             # An empty view has no address; its storage has, which it would keep.
             address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()
             at = bisect_right(owners.starts, address) - 1
-            if at >= 0 and address < owners.ends[at] and _is_view_of(tensor, owners.buffers[at]):
+            if at >= 0 and address < owners.ends[at] and _is_view_of(tensor, owners, at):
                 buffer = owners.buffers[at]
                 offset = int(tensor.storage_offset())
                 slot = buffer.slot_at(offset)
@@ -121,10 +121,10 @@ class SavedTensors:
         return packed
 
 
-def _is_view_of(tensor: Tensor, buffer: FlatBuffer) -> bool:
-    full = buffer.full
+def _is_view_of(tensor: Tensor, owners: Addresses, at: int) -> bool:
+    full = owners.buffers[at].full
     # An address is used again when its memory is free: only that of the present values tells.
-    if full is None or tensor.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+    if full is None or full.data_ptr() != owners.starts[at]:
         return False
     # A view as another dtype, or a lazy conjugate, would be found again as something else.
     return tensor.dtype == full.dtype and not tensor.is_conj() and not tensor.is_neg()

@@ -142,15 +142,24 @@ class Schedule:
         if unit in self._behind:
             return  # recomputed: backward needs the parameters next
         unit.swap_out()
-        # The root is needed first in backward, so giving it back would only gather it again.
-        if not (in_backward() or (returns and unit is self.root)):
+        # A unit that is called by itself is given back: no end of a forward would do it later.
+        kept = self._first_behind() if unit is self.root or self.root.depth else ()
+        if not (in_backward() or (returns and unit in kept)):
             self._release(unit)
         if unit is self.root and not in_backward():
             if output is not None:
                 self._agree_on(unit, "none: the model has run")
                 self._unchecked -= 1
             self.order, self._seen = self._seen, []
-            self._release_all(but=self.root if returns else None)
+            self._release_all(but=self._first_behind() if returns else ())
+
+    def _first_behind(self) -> list[Unit]:
+        """The root, and what backward would gather with it: given back, they would only come again.
+
+        So they take no more memory than backward takes for them.
+        """
+        inner = [one for one in self.order if one is not self.root]
+        return [self.root, *inner[max(len(inner) - self.ahead, 0) :]]
 
     def _agree_on(self, unit: Unit, what: str) -> None:
         """Compare with all ranks which unit comes next, in the first forwards of the model.
@@ -254,9 +263,9 @@ class Schedule:
             if buffer.full is None:
                 self._owners.forget(buffer)
 
-    def _release_all(self, but: Unit | None = None) -> None:
+    def _release_all(self, but: Sequence[Unit] = ()) -> None:
         for unit in self.units:
-            if unit is not but and unit.depth == 0:
+            if unit not in but and unit.depth == 0:
                 self._release(unit)
 
     def _prefetch(self, unit: Unit, order: Sequence[Unit]) -> None:
