@@ -1,5 +1,6 @@
 """A model in stages trains as one device does that accumulates over the same microbatches."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,47 @@ def test_processes_do_as_simulated_ranks():
     run(train, 2, {"pp": 2}, plan("1f1b", 4), True, 7)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "zero", "tied"),
+    [
+        ({"pp": 2, "dp": 2}, "1f1b", 3, False),
+        ({"pp": 2, "dp": 2}, "gpipe", 2, True),
+        ({"pp": 2, "dp": 2}, "interleaved", 1, False),
+        ({"pp": 2, "dp": 2, "tp": 2}, "1f1b", 3, True),
+    ],
+    ids=str,
+)
+def test_stages_are_sharded_by_zero(sizes: dict[str, int], schedule: str, zero: int, tied: bool):
+    ranks = torch.Size(sizes.values()).numel()
+    simulate(ranks)(train, sizes, plan(schedule, 4, zero=zero), tied, 7)
+
+
 @pytest.mark.parametrize("checkpoint", ["full", "selective"])
 def test_blocks_are_computed_again(checkpoint: str):
     simulate(2)(train, {"pp": 2}, plan("1f1b", 4, checkpoint=checkpoint), False, 8)
+
+
+def test_checkpoints_move_between_meshes(tmp_path: Path):
+    ckpt = pytest.importorskip("vescale_ckpt")
+    path = str(tmp_path / "saved")
+
+    def state_of(sizes: dict[str, int], seed: int, **fields: Any) -> tuple[nn.Module, Any]:
+        model = make(True)
+        parallelize(model, make_mesh(device_type="cpu", **sizes), plan("1f1b", 4, **fields))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        forward_backward(model, *batch(seed))
+        optimizer.step()
+        return model, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def save(rank: int, world_size: int) -> list[Tensor]:
+        model, state = state_of({"pp": 2, "dp": 2}, 0, zero=3)
+        ckpt.save(path, state)
+        return [whole(one).detach() for one in model.parameters()]
+
+    def load(rank: int, world_size: int) -> list[Tensor]:
+        model, state = state_of({"pp": 2, "tp": 2}, 1)
+        ckpt.load(path, into=state)
+        return [whole(one).detach() for one in model.parameters()]
+
+    expected, found = simulate(4)(save), simulate(4)(load)
+    assert all(map(torch.equal, expected[0], found[3]))

@@ -84,7 +84,7 @@ def parallelize(
     invariant = report.invariant
     where: StoredPlacements | StagePlacements
     if report.split is not None:
-        where = stage_placements(mesh, report.split.owners)
+        where = stage_placements(mesh, report)
     else:
         # Logical shards are computed one after another: no activation lies over the batch's axes.
         used = mesh if invariant is None else compute_mesh(mesh, invariant.axes)
@@ -98,7 +98,7 @@ def parallelize(
         install_static(model)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, where.mesh, here)
-    install_steps(model, report, mesh, where)
+    install_steps(model, here, mesh, where, plan.prefetch)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     if invariant is not None:
         schedule = getattr(model, SCHEDULE, None)

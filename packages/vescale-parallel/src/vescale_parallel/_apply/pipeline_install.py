@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -11,6 +12,12 @@ from vescale_comm import group_of
 from vescale_dtensor import Placement, RaggedShard
 
 from vescale_parallel._apply.placements import placements
+from vescale_parallel._apply.zero_install import (
+    StoredPlacements,
+    cast_buffers,
+    held_of,
+    install_zero,
+)
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._notation.rows import ParameterRow
@@ -23,7 +30,7 @@ from vescale_parallel._pipeline.step import MicrobatchStep, StagedStep
 from vescale_parallel._pipeline.streams import Streams
 from vescale_parallel._pipeline.units import install_units
 from vescale_parallel._step.forward_backward import STEP
-from vescale_parallel._zero.unit import Held
+from vescale_parallel._zero.units import ROOT
 
 
 @dataclass(frozen=True)
@@ -36,31 +43,39 @@ class StagePlacements:
     Attributes:
         mesh: that of the activations: the ranks of one stage.
         stored: all ranks, the axis of stages last: a parameter is sharded by the other axes first,
-            and all of that is on one rank.
+            and all of that is on one rank. With `zero` that axis and the one of its shards are one.
         owners: for each parameter, by every name, the rank that stores it; None: every rank does.
+        shares: by the name of a parameter in a buffer of `zero`, the elements of each rank of the
+            last axis: none on other stages.
     """
 
     mesh: DeviceMesh
     stored: DeviceMesh
     owners: Mapping[str, int | None]
+    shares: Mapping[str, tuple[int, ...]]
 
     def of(self, row: ParameterRow) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Mesh and placements of a stored parameter."""
         ndim = len(row.global_shape)
         where = placements(row.layout, self.stored, ndim)
         owner = self.owners[row.name]
-        if owner is not None:
+        if row.name in self.shares:
+            where = (*where[:-1], RaggedShard(tuple(range(ndim)), self.shares[row.name]))
+        elif owner is not None:
             units = [0] * self.stored.size(self.stored.ndim - 1)
             units[owner] = 1
             where = (*where[:-1], RaggedShard((0,), units))
         return self.stored, where
 
 
-def stage_placements(mesh: DeviceMesh, owners: Mapping[str, int | None]) -> StagePlacements:
+def stage_placements(mesh: DeviceMesh, report: Report) -> StagePlacements:
     """Return where the parameters of a mesh with stages are stored. Collective: it makes groups."""
+    assert report.split is not None
     names = list(mesh_sizes(mesh))
     others = [name for name in names if name != AXIS]
     ranks = mesh.mesh
+    if any(report.split.buffers):
+        return _with_shares(mesh, report, report.split, others)
     if not others:
         # Activations need a mesh as well; that of a stage of one rank has one axis of one.
         others, ranks = ["dp"], ranks.unsqueeze(-1)
@@ -71,7 +86,26 @@ def stage_placements(mesh: DeviceMesh, owners: Mapping[str, int | None]) -> Stag
         ranks.permute(order).contiguous(),
         mesh_dim_names=tuple(names[i] for i in order),
     )
-    return StagePlacements(stored[tuple(others)], stored, owners)
+    return StagePlacements(stored[tuple(others)], stored, report.split.owners, {})
+
+
+def _with_shares(
+    mesh: DeviceMesh, report: Report, split: Split, others: list[str]
+) -> StagePlacements:
+    names = list(mesh_sizes(mesh))
+    rest = [name for name in others if name != report.over]
+    order = [names.index(name) for name in (*rest, AXIS, report.over)]
+    ranks = mesh.mesh.permute(order).flatten(-2).contiguous()
+    stored = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*rest, f"{AXIS}_{report.over}"))
+    stages = mesh_sizes(mesh)[AXIS]
+    shares = {}
+    for rank, buffers in enumerate(split.buffers):
+        for buffer in buffers:
+            for index, slot in enumerate(buffer.plan.slots):
+                own = tuple(buffer.plan.shares(index))
+                before, behind = (0,) * len(own) * rank, (0,) * len(own) * (stages - rank - 1)
+                shares[slot.names[0]] = (*before, *own, *behind)
+    return StagePlacements(mesh[tuple(others)], stored, split.owners, shares)
 
 
 def of_stage(report: Report, mesh: DeviceMesh) -> Report:
@@ -92,6 +126,14 @@ def of_stage(report: Report, mesh: DeviceMesh) -> Report:
 
     return replace(
         report,
+        # What every stage holds is swapped in with the model: in each forward of every stage, so
+        # that all of them know that its gradient is a sum over stages.
+        parameters=tuple(
+            replace(row, unit=ROOT) if split.owners[row.name] is None else row
+            for row in report.parameters
+            if split.owners[row.name] in (None, rank)
+        ),
+        buffers=split.buffers[rank],
         boundaries=tuple(row for row in report.boundaries if is_here(row.module)),
         regions=tuple(row for row in report.regions if is_here(row.module)),
     )
@@ -105,38 +147,57 @@ def _absent(split: Split, rank: int) -> set[str]:
     return held_elsewhere & set(split.stem)
 
 
-def install_steps(model: nn.Module, report: Report, mesh: DeviceMesh, where: object) -> None:
-    """Let `forward_backward` know how steps of the model are made. Collective."""
-    dims = [dim for _, dim in (report.batch.dims if report.batch else ()) if dim is not None]
+def install_steps(
+    model: nn.Module,
+    here: Report,
+    mesh: DeviceMesh,
+    where: StagePlacements | StoredPlacements,
+    ahead: int,
+) -> None:
+    """Let `forward_backward` know how steps of the model are made. Collective.
+
+    Args:
+        model: with distributed parameters.
+        here: what of the report this rank installs.
+        mesh: all ranks.
+        where: of the parameters.
+        ahead: how many units of `zero` are gathered ahead.
+    """
+    dims = [dim for _, dim in (here.batch.dims if here.batch else ()) if dim is not None]
     dim = dims[0] if dims else 0
     if isinstance(where, StagePlacements):
-        assert report.split is not None
-        scene = _scene(model, report, report.split, mesh, where)
-        forward, backward = group_of(mesh, AXIS), group_of(where.stored, AXIS)
+        scene = _scene(model, here, mesh, where, ahead)
+        forward, backward = group_of(mesh, AXIS), group_of(_second(mesh), AXIS)
         lines = Lines(forward, backward, mesh.device_type)
         setattr(model, STEP, StagedStep(scene, lines, mesh, dim))
         install_units(scene)
-    elif report.microbatches > 1:
-        setattr(model, STEP, MicrobatchStep(model, report.microbatches, dim))
+    elif here.microbatches > 1:
+        setattr(model, STEP, MicrobatchStep(model, here.microbatches, dim))
+
+
+def _second(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks along the axis of stages, in groups of their own."""
+    names = list(mesh_sizes(mesh))
+    at = names.index(AXIS)
+    ranks = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).contiguous()
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("lines", AXIS))
 
 
 def _scene(
-    model: nn.Module, report: Report, split: Split, mesh: DeviceMesh, where: StagePlacements
+    model: nn.Module, here: Report, mesh: DeviceMesh, where: StagePlacements, ahead: int
 ) -> Scene:
+    split = here.split
+    assert split is not None
     rank = mesh.get_local_rank(AXIS)
-    here = [
-        Held(
-            row.name,
-            model.get_parameter(row.name),
-            tuple(
-                (model.get_submodule(prefix), name)
-                for prefix, _, name in (full.rpartition(".") for full in row.names)
-            ),
-            placements(row.layout, where.mesh, len(row.global_shape)),
-        )
-        for row in report.parameters
-        if split.owners[row.name] in (None, rank)
-    ]
-    held = HeldParameters(here, where.mesh)
+    held: HeldParameters | nullcontext[None]
+    if any(split.buffers):
+        # The units of `zero` swap by hooks, and gather what they share.
+        stored = StoredPlacements(where.mesh, where.stored, {}, here.over, where.mesh)
+        install_zero(model, here, stored, ahead, compares=False)
+        held = nullcontext()
+    else:
+        cast_buffers(model, here)
+        rows = [held_of(model, row, where.mesh) for row in here.parameters]
+        held = HeldParameters(rows, where.mesh)
     absent = frozenset(_absent(split, rank))
     return Scene(model, split, where.mesh, rank, held, Streams(mesh.device_type), absent)

@@ -84,9 +84,24 @@ def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(names[i] for i in order))
 
 
-def install_zero(model: nn.Module, report: Report, where: StoredPlacements, ahead: int) -> None:
-    """Put the stored parameters into buffers, and register the hooks that gather them."""
-    _cast_buffers(model, report)
+def install_zero(
+    model: nn.Module,
+    report: Report,
+    where: StoredPlacements,
+    ahead: int,
+    *,
+    compares: bool = True,
+) -> None:
+    """Put the stored parameters into buffers, and register the hooks that gather them.
+
+    Args:
+        model: with distributed parameters.
+        report: the plan, resolved.
+        where: of the parameters.
+        ahead: how many units are gathered ahead.
+        compares: whether all ranks compare what they gather first; stages do so at other times.
+    """
+    cast_buffers(model, report)
     # Parameters that are not sharded take part only to change their mesh, or their dtype.
     moved = where.stored is not where.mesh
     kept = [r for r in report.parameters if not r.zero and (moved or r.compute != r.dtype)]
@@ -107,7 +122,7 @@ def install_zero(model: nn.Module, report: Report, where: StoredPlacements, ahea
         )
         for name in names
     ]
-    schedule = Schedule(units, ahead, told)
+    schedule = Schedule(units, ahead, told, compares=compares)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 
@@ -129,11 +144,11 @@ def _make_unit(
         group = group_of(where.whole, where.over)
         made.append(FlatBuffer(buffer, group, parameters, shapes, told))
     held_rows = [rows[slot.names[0]] for buffer in buffers for slot in buffer.plan.slots] + kept
-    held = [_held(model, row, where.mesh) for row in held_rows]
+    held = [held_of(model, row, where.mesh) for row in held_rows]
     return Unit(name, made, held, where.mesh)
 
 
-def _cast_buffers(model: nn.Module, report: Report) -> None:
+def cast_buffers(model: nn.Module, report: Report) -> None:
     """Store buffers of modules in the dtypes of the report."""
     buffers = dict(model.named_buffers())
     for name, dtype in report.cast_buffers:
@@ -141,7 +156,7 @@ def _cast_buffers(model: nn.Module, report: Report) -> None:
         buffers[name].data = buffers[name].data.to(dtype)
 
 
-def _held(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
+def held_of(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
     places = tuple(
         (model.get_submodule(prefix), name)
         for prefix, _, name in (full.rpartition(".") for full in row.names)

@@ -42,6 +42,8 @@ def check_rules(
     parameters, zero_problems = _with_levels(rules, model, parameters, sizes)
     regions, region_problems = _regions(rules, model)
     split, split_problems = _split(rules, model, sizes)
+    if split is not None:
+        split, parameters = _with_stages(rules, model, split, parameters, sizes)
     problems += zero_problems + region_problems + split_problems
     if problems:
         head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
@@ -58,7 +60,11 @@ def check_rules(
             + notes_of(parameters, rules.zero)
             + dtype_notes(parameters, rules.zero)
         ),
-        buffers=buffers_of(rules.zero, model, parameters, sizes),
+        buffers=(
+            buffers_of(rules.zero, model, parameters, sizes)
+            if split is None
+            else tuple(one for of_rank in split.buffers for one in of_rank)
+        ),
         over=rules.zero.over,
         cast_buffers=cast_buffers_of(rules.zero, model),
         regions=tuple(regions),
@@ -101,10 +107,6 @@ def _split(
     if ranks == 1 or not rules.pipeline.is_used:
         return None, []
     problems = []
-    if rules.zero.is_used:
-        problems.append(
-            "pipeline with zero, owned or precision: not run together yet. Leave one of them out."
-        )
     others = [rules.batch, *rules.parameters.values(), *rules.activations.values()]
     if any(AXIS in one.axes for one in others if one is not None):
         problems.append(f"pipeline: its stages lie over '{AXIS}', so no layout can name that axis.")
@@ -114,6 +116,30 @@ def _split(
         return split_model(rules.pipeline, model, ranks), problems
     except PlanError as error:
         return None, [*problems, str(error)]
+
+
+def _with_stages(
+    rules: Rules,
+    model: nn.Module,
+    split: Split,
+    rows: list[ParameterRow],
+    sizes: Mapping[str, int],
+) -> tuple[Split, list[ParameterRow]]:
+    """Return stages and rows that agree: which parameters each rank shards with its stage."""
+    if not any(row.zero for row in rows):
+        return replace(split, buffers=((),) * sizes[AXIS]), rows
+    owners = dict(split.owners)
+    for row in rows:
+        # Shards lie over the axes of stages and of `zero` as one, along which a parameter is either
+        # sharded or everywhere.
+        if not row.zero:
+            owners |= dict.fromkeys(row.names, None)
+    kept = [row if owners[row.name] is not None else replace(row, zero=0) for row in rows]
+    buffers = tuple(
+        buffers_of(rules.zero, model, [r for r in kept if owners[r.name] == rank], sizes)
+        for rank in range(sizes[AXIS])
+    )
+    return replace(split, owners=owners, buffers=buffers), kept
 
 
 def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:

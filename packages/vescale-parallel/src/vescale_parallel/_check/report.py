@@ -75,20 +75,19 @@ class Report:
     @property
     def bytes_per_rank(self) -> int:
         """Bytes of parameters, between steps, on the rank that holds most."""
-        kept = self._kept_bytes()
-        ranks = range(self.buffers[0].plan.shards if self.buffers else 1)
-        # By rank: the one with most of one buffer need not be that with most of another.
-        return kept + max(sum(row.stored_on(rank) for row in self.buffers) for rank in ranks)
-
-    def _kept_bytes(self) -> int:
         if self.split is None:
-            return sum(row.local_bytes for row in self.parameters if not row.zero)
+            return self._bytes_of(self.parameters, self.buffers)
         owners = self.split.owners
-        by_rank = dict.fromkeys(self.split.ranks, 0)
-        for row in self.parameters:
-            for rank in by_rank:
-                by_rank[rank] += row.local_bytes * (owners[row.name] in (None, rank))
-        return max(by_rank.values())
+        return max(
+            self._bytes_of([r for r in self.parameters if owners[r.name] in (None, rank)], own)
+            for rank, own in enumerate(self.split.buffers)
+        )
+
+    def _bytes_of(self, rows: Sequence[ParameterRow], buffers: Sequence[BufferRow]) -> int:
+        kept = sum(row.local_bytes for row in rows if not row.zero)
+        ranks = range(buffers[0].plan.shards if buffers else 1)
+        # By rank: the one with most of one buffer need not be that with most of another.
+        return kept + max(sum(row.stored_on(rank) for row in buffers) for rank in ranks)
 
     @property
     def activations(self) -> Activations:

@@ -7,6 +7,7 @@ so all of them come to the end of the step, where every rank hears of it and rai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from vescale_parallel._pipeline.stage import (
 from vescale_parallel._pipeline.streams import Place
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
+from vescale_parallel._zero.schedule import SCHEDULE
+from vescale_parallel._zero.schedule import Schedule as Zero
 
 
 class Microbatch(NamedTuple):
@@ -92,9 +95,15 @@ class Runner:
         """Do all actions of this rank; returns what one of them raised."""
         row = self._schedule.ranks[self._scene.rank]
         failure: Exception | None = None
+        last = max((at for at, action in enumerate(row) if action.kind != "F"), default=-1)
         for at, action in enumerate(row):
             try:
-                self._do(action)
+                if action.kind == "F":
+                    self._forward(action)
+                else:
+                    # Gradients are reduced once, behind the last of them.
+                    with self._no_sync() if at < last else nullcontext():
+                        self._backward(action)
             except Exception as error:
                 failure = error
                 for rest in row[at:]:
@@ -109,14 +118,12 @@ class Runner:
             one.wait()
         return failure
 
-    def _do(self, action: Action) -> None:
-        self._now = action.microbatch
-        if action.kind == "F":
-            self._forward(action)
-        else:
-            self._backward(action)
+    def _no_sync(self) -> AbstractContextManager[None]:
+        zero = getattr(self._scene.model, SCHEDULE, None)
+        return zero.no_sync() if isinstance(zero, Zero) else nullcontext()
 
     def _forward(self, action: Action) -> None:
+        self._now = action.microbatch
         stage, here = action.stage, self._microbatches[action.microbatch]
         self._scene.streams.seek(here.start)
         running = StageForward(self._scene, stage, here.kind, self)
@@ -134,6 +141,7 @@ class Runner:
         self._just_sent = []
 
     def _backward(self, action: Action) -> None:
+        self._now = action.microbatch
         stage, number = action.stage, action.microbatch
         kept = self._kept.pop((stage, number))
         needs, gives = message_into(action, self._schedule.stages)

@@ -13,6 +13,7 @@ from vescale_parallel._pipeline.rules import PipelineRules
 from vescale_parallel._schedules.actions import Schedule, looped
 from vescale_parallel._schedules.check import check_schedule
 from vescale_parallel._schedules.choice import make_schedule
+from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.units import unit_names
 
 
@@ -27,6 +28,7 @@ class Split:
             where those are not there.
         owners: for each parameter, by every name, the rank that stores it; None: every rank does.
         schedule: the actions of each rank, for a training step.
+        buffers: with `zero`, the flat buffers of each rank's parameters.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -34,6 +36,7 @@ class Split:
     stem: tuple[str, ...]
     owners: Mapping[str, int | None]
     schedule: Schedule
+    buffers: tuple[tuple[BufferRow, ...], ...] = ()
 
     @property
     def blocks(self) -> tuple[str, ...]:

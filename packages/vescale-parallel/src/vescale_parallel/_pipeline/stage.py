@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -98,7 +98,7 @@ class Scene:
     split: Split
     mesh: DeviceMesh
     rank: int
-    held: HeldParameters
+    held: HeldParameters | nullcontext[None]
     streams: Streams
     absent: frozenset[str]
     running: StageForward | None = None
@@ -133,8 +133,11 @@ class Repeated(PipelineError):
     """What another stage has said: that one raises its own error."""
 
 
-class StageEnded(BaseException):
-    """The forward of a stage has come to the first block of the next one; no error."""
+class StageEnded(Exception):
+    """The forward of a stage has come to the first block of the next one; no error.
+
+    Hooks that run also after an error (those of `zero`) run after no other kind of exception.
+    """
 
 
 class StageForward:

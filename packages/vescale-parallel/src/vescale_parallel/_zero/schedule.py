@@ -60,14 +60,14 @@ class Schedule:
         order: the units as the last forward of the root ran them.
     """
 
-    def __init__(self, units: list[Unit], ahead: int, told: Told) -> None:
+    def __init__(self, units: list[Unit], ahead: int, told: Told, *, compares: bool = True) -> None:
         self.units, self.ahead, self.told = units, ahead, told
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
         # Units that backward has reached and not left.
         self._behind: list[Unit] = []
         self._backward = EndOfBackward(self._end, self._forget)
-        self._unchecked = _CHECKED_FORWARDS
+        self._unchecked = _CHECKED_FORWARDS if compares else 0
         self._owners = Addresses()
         self._saved: list[SavedTensors | None] = []
         for unit in units:
