@@ -8,7 +8,8 @@ import torch
 from invariant_runs import OPTIONS, batch, build, digest, resumed, trained
 from torch import Tensor
 from vescale_comm import simulate
-from vescale_parallel import forward_backward
+from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
 from zero_models import Decoder, whole
 
 
@@ -53,7 +54,27 @@ def test_hybrid_shards_and_levels_by_rule(sizes: Any, zero: Any):
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_beside_tensor_parallel(zero: int):
-    assert trained({"dp": 2, "tp": 2}, zero, 2) == trained({"dp": 1, "tp": 2}, 0, 2)
+    # A mesh without the axis of the batch is one rank of it.
+    assert trained({"dp": 2, "tp": 2}, zero, 2) == trained({"tp": 2}, 0, 2)
+
+
+def transposed(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    model[0].weight.data = torch.randn(4, 6).t()
+    plan = Plan(deterministic="dp-invariant", shards=4)
+    parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 20).view(5, 4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        forward_backward(model, x, loss=lambda out: out.square().mean())
+        optimizer.step()
+    return whole(model[0].weight.detach()).flatten().tolist()
+
+
+def test_parameters_in_another_memory_order():
+    assert simulate(2).run(transposed)[1] == simulate(1).run(transposed)[0]
 
 
 @pytest.mark.parametrize("words", [{"checkpoint": "full"}, {"precision": {"compute": "bfloat16"}}])

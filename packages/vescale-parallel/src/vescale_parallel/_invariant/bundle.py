@@ -56,6 +56,11 @@ def even_parts(total: int, ranks: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(ends))
 
 
+def row_major(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of what is unpacked: sums lie in a row, whatever parameters do."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients are added: halves in float32, rounded once at the end."""
     return torch.float32 if dtype.itemsize < 4 else dtype

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor, Partial, Replicate, local_leaf
 
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._invariant.bundle import Bundle, even_parts, sum_dtype
+from vescale_parallel._invariant.bundle import Bundle, even_parts, row_major, sum_dtype
 from vescale_parallel._invariant.collected import Collected
 from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -60,7 +60,7 @@ def _add(parameter: nn.Parameter, local: Tensor, partial: Sequence[str]) -> None
     # A copy: a view would keep the memory of all gradients alive as long as one of them.
     own = local.to(parameter.dtype, copy=True)
     found = DTensor.from_local(
-        own, parameter.device_mesh, where, shape=parameter.shape, stride=parameter.stride()
+        own, parameter.device_mesh, where, shape=parameter.shape, stride=row_major(parameter.shape)
     )
     before = parameter.grad
     parameter.grad = found if before is None else before + found

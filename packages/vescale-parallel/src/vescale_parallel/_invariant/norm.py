@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vescale_comm import all_gather
 from vescale_dtensor import DTensor
 
+from vescale_parallel._invariant.bundle import row_major
 from vescale_parallel._invariant.step import InvariantStep
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -85,7 +86,7 @@ def _of_buffer(unit: Unit, buffer: FlatBuffer, held: list[Held]) -> dict[int, Te
     for one, slot, shape in zip(held, plan.slots, buffer.shapes, strict=True):
         if one.stored.grad is not None:
             local = whole[slot.offset : slot.offset + torch.Size(shape).numel()].view(shape)
-            size, strides = one.stored.shape, one.stored.stride()
+            size, strides = one.stored.shape, row_major(one.stored.shape)
             where: Any = one.placements
             found[id(one.stored)] = DTensor.from_local(
                 local, unit.mesh, where, shape=size, stride=strides
