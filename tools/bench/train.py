@@ -112,7 +112,7 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
         yield _speed(f"{case} {STEP}", job, found[0], STEP, HAND, 1.0)
     for name in others:
         ours, torchs = (max(one[n].peak.total for one in found) / 1e6 for n in (name, first))
-        goal = MEMORY_GOAL if name in SHARDED.get(job.layout, ()) else None
+        goal = MEMORY_GOAL if job.layout in SHARDED and name != HAND else None
         yield Ratio(f"{case} {name}", ours, torchs, "MB", first, goal)
     for name in others:
         ours, torchs = (sum(found[0][n].collectives.values()) for n in (name, first))

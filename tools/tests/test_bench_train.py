@@ -43,6 +43,8 @@ def test_every_variant_trains_as_one_device(found):
 
 def test_the_step_by_hand_sends_what_it_must_and_what_the_cost_model_says(found):
     job, ranks = found
+    if cases.HAND not in ranks[0]:
+        pytest.skip("nobody wrote this layout by hand")
     tp, zero3 = job.layout == "dp2.tp2", job.layout == "dp4.zero3"
     layers = SMALL.layers
     expected = {"all_reduce": 1 + (4 * layers if tp else 0)}

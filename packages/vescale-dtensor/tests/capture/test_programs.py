@@ -4,6 +4,7 @@ Every check runs on the ranks of a mesh dp=2 x tp=2.
 """
 
 import gc
+import re
 import warnings
 import weakref
 
@@ -147,6 +148,16 @@ def nothing_of_a_recording_is_kept():
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4
     assert len(captured.programs) == 1
+
+
+@check
+def a_weak_reference_to_what_counts_as_constant_is_followed():
+    pattern = re.compile("constant")
+    known, x = weakref.ref(pattern), spread(data(5, 6))
+    captured = vd.capture(lambda x: x * (2 if known() is pattern else 3))
+    for _ in range(3):
+        assert torch.equal(captured(x).to_local(), (x * 2).to_local())
+    assert captured.replays == 2
 
 
 @check

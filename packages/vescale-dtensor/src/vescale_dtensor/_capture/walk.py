@@ -232,8 +232,8 @@ class Walk(StandardKinds):
         if found is None or id(found) in self._known:
             return
         self.meet(found, origin)
-        # Classes and Python modules live on.
-        if kind_of_class(type(found)) not in ("class", "python_module"):
+        # Classes and Python modules live on, and what counts as constant has nothing to compare.
+        if kind_of_class(type(found)) not in ("class", "python_module", "constant"):
             self._weakly[id(found)] = origin
 
     def _meet_tensor(self, value: Any, origin: Origin | None) -> None:
