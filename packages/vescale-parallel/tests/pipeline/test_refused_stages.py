@@ -63,6 +63,22 @@ def again(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
     return model.blocks[0](x) if at == 1 else x
 
 
+class Hidden(torch.autograd.Function):
+    """Adds, where no torch function mode sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients
+
+
+def hides(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    return Hidden.apply(x) if at == 1 else x
+
+
 CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "first stage": ({"fails": 0}, 4, "a block does not like this"),
     "last stage": ({"fails": 3}, 4, "a block does not like this"),
@@ -71,6 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "last stage in the step": ({"fails": 2, "when": 3}, 4, "a block does not like this"),
     "reads a value": ({"through": reads}, 4, "reads a value that another stage"),
     "uses what is not passed on": ({"through": adds}, 4, "takes values that only other stages"),
+    "hides a value": ({"through": hides}, 4, "no numbers"),
     "calls a block twice": ({"through": again}, 4, "where 'blocks.2' is due"),
     "too few rows": ({}, 1, "1 rows do not make 2 microbatches"),
 }
@@ -114,6 +131,35 @@ def test_a_failed_step_can_be_made_again():
             model(batch)
         with torch.no_grad():
             torch.testing.assert_close(forward_backward(model, batch), found)
+
+    simulate(2)(on_a_rank)
+
+
+def test_ranks_that_call_it_otherwise_are_told():
+    def on_a_rank(rank: int, world_size: int) -> str:
+        torch.manual_seed(0)
+        model = Model()
+        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        for _ in range(3):
+            forward_backward(model, torch.ones(4, 3))
+        return failures_of(lambda: forward_backward(model, torch.ones(4 + 2 * rank, 3)))
+
+    for told in simulate(2)(on_a_rank):
+        assert "tensor 'args[0]': (4, 3) torch.float32 on rank 0; (6, 3)" in told
+
+
+def test_what_is_trained_may_change():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model, batch = Model(), torch.randn(4, 3)
+        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        for trained in (False, True, False):
+            model.embed.requires_grad_(trained)
+            model.blocks[:2].requires_grad_(trained)
+            model.zero_grad()
+            forward_backward(model, batch)
+            assert (model.blocks[0].layer.weight.grad is not None) == trained
+            assert model.head.weight.grad is not None
 
     simulate(2)(on_a_rank)
 

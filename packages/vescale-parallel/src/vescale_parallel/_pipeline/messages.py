@@ -120,6 +120,10 @@ class Inbox:
         lines: the connections.
         schedule: who does what in which order.
         specs: what a message consists of.
+
+    Attributes:
+        takers: for each message the rank that takes it, and at which of its actions.
+        seen: by rank, the action from which the latest message came: it has done those before.
     """
 
     def __init__(
@@ -131,15 +135,19 @@ class Inbox:
         self._lines, self._specs = lines, specs
         self._kept: dict[Message, list[Tensor]] = {}
         # By sender and way: each way has a communicator of its own.
-        self._coming: dict[tuple[int, Way], deque[Message]] = {}
+        self._coming: dict[tuple[int, Way], deque[tuple[Message, int]]] = {}
+        self.takers: dict[Message, tuple[int, int]] = {}
+        self.seen: dict[int, int] = {}
         self._senders: dict[Message, tuple[int, Way]] = {}
         for rank, row in enumerate(schedule.ranks):
-            for action in row:
-                _, gives = message_into(action, schedule.stages)
+            for at, action in enumerate(row):
+                needs, gives = message_into(action, schedule.stages)
+                if needs is not None:
+                    self.takers[needs] = (rank, at)
                 if gives is None or schedule.stage_ranks[gives.stage] != lines.rank:
                     continue
                 if rank != lines.rank:
-                    self._coming.setdefault((rank, gives.way), deque()).append(gives)
+                    self._coming.setdefault((rank, gives.way), deque()).append((gives, at))
                     self._senders[gives] = (rank, gives.way)
 
     def put(self, message: Message, tensors: list[Tensor]) -> None:
@@ -150,13 +158,14 @@ class Inbox:
         """Return a message, once it has come."""
         while message not in self._kept:
             sender = self._senders[message]
-            first = self._coming[sender].popleft()
+            first, at = self._coming[sender].popleft()
             self._kept[first] = self._lines.recv(self._specs(first), *sender)
+            self.seen[sender[0]] = max(at, self.seen.get(sender[0], -1))
         return self._kept.pop(message)
 
     def drain(self) -> None:
         """Receive and drop what is still to come, so that no sender waits for this rank."""
         for sender, coming in self._coming.items():
             while coming:
-                self._lines.recv(self._specs(coming.popleft()), *sender)
+                self._lines.recv(self._specs(coming.popleft()[0]), *sender)
         self._kept.clear()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vescale_comm import CommError
 
 from vescale_parallel._pipeline.described import TensorSpec
 from vescale_parallel._pipeline.foreign import Foreign
@@ -58,13 +59,11 @@ class _Kept:
         received: leaves, whose gradients go to the stage before.
         sent: tensors, whose gradients come from the stage after.
         loss: on the last stage, its part of the loss of the batch.
-        handles: of the messages that went to the stage after.
     """
 
     received: list[Tensor]
     sent: list[Tensor]
     loss: Tensor | None
-    handles: list[Any]
 
 
 class Runner:
@@ -85,9 +84,9 @@ class Runner:
         self._microbatches = microbatches
         self._inbox = Inbox(lines, schedule, self._specs)
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._handles: list[Any] = []
+        # Messages on their way, with their memory.
+        self._sent: dict[Message, list[Any]] = {}
         self._given: set[Message] = set()
-        self._just_sent: list[Any] = []
         self._now = 0
         self.loss: Tensor | None = None
 
@@ -104,18 +103,18 @@ class Runner:
                     # Gradients are reduced once, behind the last of them.
                     with self._no_sync() if at < last else nullcontext():
                         self._backward(action)
+            except CommError:
+                raise  # who does not answer now would not later: nothing can be told to others
             except Exception as error:
                 failure = error
                 for rest in row[at:]:
                     self._give_nothing(rest)
                 break
         self._inbox.drain()
-        for kept in self._kept.values():
-            self._handles += kept.handles
-        self._handles += self._just_sent
         self._kept.clear()
-        for one in self._handles:
-            one.wait()
+        for handles in self._sent.values():
+            for one in handles:
+                one.wait()
         return failure
 
     def _no_sync(self) -> AbstractContextManager[None]:
@@ -134,11 +133,7 @@ class Runner:
             value = loss.detach()
             self.loss = value if self.loss is None else self.loss + value
         if torch.is_grad_enabled():
-            kept = _Kept(running.received, running.sent, loss, self._just_sent)
-            self._kept[stage, action.microbatch] = kept
-        else:
-            self._handles += self._just_sent
-        self._just_sent = []
+            self._kept[stage, action.microbatch] = _Kept(running.received, running.sent, loss)
 
     def _backward(self, action: Action) -> None:
         self._now = action.microbatch
@@ -146,10 +141,7 @@ class Runner:
         kept = self._kept.pop((stage, number))
         needs, gives = message_into(action, self._schedule.stages)
         if needs is not None:
-            gradients = self._inbox.take(needs)
-            # They came back, so what went there has arrived.
-            for one in kept.handles:
-                one.wait()
+            gradients = self._take(needs)
             wanted = [
                 one
                 for one, spec in zip(kept.sent, self._entry(needs.stage + 1).specs, strict=True)
@@ -166,13 +158,13 @@ class Runner:
         if gives is not None:
             specs = self._entry(stage).specs
             leaves = [one for one, s in zip(kept.received, specs, strict=True) if s.requires_grad]
-            self._handles += self._send(
-                gives, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-            )
+            # One that the stage did not use: the stage before waits for its gradient all the same.
+            back = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            self._send(gives, back)
 
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
         """Receive what the stage before has sent for this microbatch."""
-        return self._entry(stage), self._inbox.take(Message("forward", stage, self._now))
+        return self._entry(stage), self._take(Message("forward", stage, self._now))
 
     def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
         """Send to the stage after; returns what gradients will come for."""
@@ -181,7 +173,7 @@ class Runner:
         locals_ = check_specs(tensors, entry.specs, stage)
         # Copies on one rank: a leaf of the next stage must not share the history of this one.
         message = Message("forward", stage + 1, self._now)
-        self._just_sent = self._send(message, [one.detach() for one in locals_])
+        self._send(message, [one.detach() for one in locals_])
         return locals_
 
     def _entry(self, stage: int) -> Entry:
@@ -193,14 +185,23 @@ class Runner:
             return list(kind.entries[message.stage].specs)
         return [one for one in kind.entries[message.stage + 1].specs if one.requires_grad]
 
-    def _send(self, message: Message, tensors: list[Tensor]) -> list[Any]:
-        """Start to send; returns handles, which have to be waited for."""
+    def _send(self, message: Message, tensors: list[Tensor]) -> None:
         self._given.add(message)
         target = self._schedule.stage_ranks[message.stage]
         if target == self._scene.rank:
             self._inbox.put(message, tensors)
-            return []
-        return self._lines.send(tensors, target, message.way)
+        else:
+            self._sent[message] = self._lines.send(tensors, target, message.way)
+
+    def _take(self, message: Message) -> list[Tensor]:
+        found = self._inbox.take(message)
+        # Who has sent this has taken what came before in its row: that memory can go.
+        for sent in list(self._sent):
+            taker, at = self._inbox.takers[sent]
+            if at <= self._inbox.seen.get(taker, -1):
+                for one in self._sent.pop(sent):
+                    one.wait()
+        return found
 
     def _give_nothing(self, action: Action) -> None:
         """Send what an action would have sent, without values."""
@@ -213,7 +214,7 @@ class Runner:
             torch.zeros(one.shape, dtype=one.dtype, device=self._lines.device)
             for one in self._specs(gives)
         ]
-        self._handles += self._send(gives, empty)
+        self._send(gives, empty)
 
 
 def forwards_only(schedule: Schedule) -> Schedule:

@@ -230,6 +230,21 @@ class StageForward:
                 "arguments of their first block; let every stage hold what makes these: "
                 "pipeline={'everywhere': ...}."
             )
+        if self.is_rehearsal and self.stage:
+            self._require_values(name, args, kwargs)
+
+    def _require_values(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse what no mark told of: values of other stages that came by a hidden way."""
+        for path, one in named_tensors_within((args, kwargs)).items():
+            local = local_of(one.detach())
+            if local.is_floating_point() and local.numel() and bool(local.isnan().all()):
+                raise PipelineError(
+                    f"'{name}' on stage {self.stage} takes {path} of its (args, kwargs), in which "
+                    "there are no numbers: a value that only an earlier stage has went through "
+                    "code that torch does not show (an autograd.Function, a redistribution of the "
+                    "model's own), or the model has diverged. Let every stage hold what makes it: "
+                    "pipeline={'everywhere': ...}."
+                )
 
     def _take_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Receive what the first block of this stage is called with."""

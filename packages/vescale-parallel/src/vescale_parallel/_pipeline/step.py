@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -19,13 +20,16 @@ from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
 from vescale_parallel._pipeline.stage import Kind, Scene
-from vescale_parallel._pipeline.streams import after
+from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import SCHEDULE
 from vescale_parallel._zero.schedule import Schedule as Zero
 
 _CHECKED: Final = 2
-"""How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
+"""How many batches are compared by value: a loader that is wrong is wrong from the start."""
+
+_HEAD: Final = "forward_backward is not called with the same on all ranks:"
+_ADVICE: Final = "Pass the whole batch on every rank, on those of other stages as well."
 
 
 def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
@@ -95,7 +99,7 @@ class StagedStep:
 
     def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
-        self._unchecked = _CHECKED
+        self._calls = 0
         self._kinds: dict[Any, Kind] = {}
 
     def forward_backward(self, part: Part) -> Tensor:
@@ -109,78 +113,107 @@ class StagedStep:
                 stages as it is, or a rank failed: its own error there, elsewhere one that names it.
         """
         scene = self._scene
-        if self._unchecked > 0:
-            self._unchecked -= 1
-            _require_same_batch(self._mesh, part)
         start = scene.streams.here()
-        failure: Exception | None = None
-        microbatches: list[Microbatch] = []
-        try:
-            microbatches = self._known(part)
-        except Exception as error:
-            failure = error
-        require_success(failure, self._place)
+        modes = _modes_of(scene.model, self._mesh.device_type)
+        self._agree(part, modes)
+        # From here on all ranks decide alike: what they decide by has been compared.
+        parts = divided(part, scene.split.schedule.microbatches, self._dim)
+        keys = [(*_shapes_of(one), modes) for one, _ in parts]
+        if not self._kinds.keys() >= set(keys):
+            failure = self._rehearse(parts, keys)
+            self._require_success(failure, start)
+        microbatches = self._placed(parts, keys)
         schedule = scene.split.schedule
         if not torch.is_grad_enabled():
             schedule = forwards_only(schedule)
         runner = Runner(scene, self._lines, schedule, microbatches)
         failure = runner.run()
         scene.streams.seek(microbatches[-1].end)
-        try:
-            require_success(failure, self._place)
-        except Exception:
-            # What was learned may be what was wrong: the next call looks again.
-            self._kinds.clear()
-            scene.streams.seek(start)
-            raise
+        self._require_success(failure, start)
         total = loss_of_all(runner.loss, microbatches[-1].kind, scene, self._lines)
         if torch.is_grad_enabled():
             trained = [one for one in scene.model.parameters() if one.requires_grad]
             finish_gradients(trained, self._lines)
         return total
 
-    @property
-    def _place(self) -> str:
+    def _require_success(self, failure: Exception | None, start: Place) -> None:
+        """Raise on every rank where one has failed. Collective."""
         split = self._scene.split
         own = [str(i) for i, rank in enumerate(split.ranks) if rank == self._scene.rank]
-        return f"stage {', '.join(own)}"
+        try:
+            require_success(failure, f"stage {', '.join(own)}")
+        except Exception:
+            # What was learned may be what was wrong: the next call looks again.
+            self._kinds.clear()
+            self._scene.streams.seek(start)
+            raise
 
-    def _known(self, part: Part) -> list[Microbatch]:
-        """The microbatches, and where in the streams each begins; new kinds are rehearsed."""
+    def _agree(self, part: Part, modes: object) -> None:
+        """Refuse calls that differ between ranks: they would wait for each other. Collective."""
+        shapes, plain = _shapes_of(part)
+        found = {path: f"{shape} {dtype}" for path, shape, dtype in shapes}
+        digest = f"digest {zlib.crc32(repr(modes).encode()):08x}"
+        facts = {
+            "tensor": found,
+            "value of": self._values_of(part),
+            "argument": {name: repr(value) for name, value in plain},
+            "setting": {
+                "train mode, requires_grad, autocast": digest,
+                "gradients": str(torch.is_grad_enabled()),
+                "calls before": str(self._calls),
+            },
+        }
+        advice = dict.fromkeys(facts, _ADVICE)
+        require_same(facts, peers=mesh_ranks(self._mesh), head=_HEAD, advice=advice)
+        self._calls += 1
+
+    def _values_of(self, part: Part) -> dict[str, str]:
+        if self._calls >= _CHECKED:
+            return {}
+        plain = {n: one for n, one in _tensors_of(part).items() if not isinstance(one, DTensor)}
+        return {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
+
+    def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> Exception | None:
+        try:
+            for (one, _), key in zip(parts, keys, strict=True):
+                if key not in self._kinds:
+                    # With a graph also for an evaluation: what needs gradients is known for both.
+                    with torch.enable_grad():
+                        self._kinds[key] = Rehearsal(self._scene, self._lines).run(one)
+        except Exception as error:
+            return error
+        return None
+
+    def _placed(self, parts: list[tuple[Part, float]], keys: list[Any]) -> list[Microbatch]:
+        """The microbatches, and where in the streams each begins and ends."""
         place = self._scene.streams.here()
         made = []
-        for one, weight in divided(part, self._scene.split.schedule.microbatches, self._dim):
-            key = _kind_of(self._scene.model, one)
-            kind = self._kinds.get(key)
-            if kind is None:
-                # With a graph also for an evaluation: what needs gradients is known for both.
-                with torch.enable_grad():
-                    kind = Rehearsal(self._scene, self._lines).run(one)
-                self._kinds[key] = kind
+        for (one, weight), key in zip(parts, keys, strict=True):
+            kind = self._kinds[key]
             end = after(place, kind.total)
             made.append(Microbatch(one, weight, kind, place, end))
             place = end
         return made
 
 
-def _kind_of(model: nn.Module, part: Part) -> Any:
-    found = named_tensors_within((part.args, part.kwargs, part.targets))
-    shapes = tuple((path, tuple(one.shape), one.dtype) for path, one in found.items())
-    plain = tuple((k, v) for k, v in part.kwargs.items() if isinstance(v, bool | int | str))
-    return shapes, plain, tuple(module.training for module in model.modules())
-
-
-def _require_same_batch(mesh: DeviceMesh, part: Part) -> None:
-    found = {
+def _tensors_of(part: Part) -> dict[str, Tensor]:
+    return {
         **named_tensors_within(part.args, "args"),
         **named_tensors_within(part.kwargs, "kwargs"),
         **named_tensors_within(part.targets, "loss"),
     }
-    plain = {name: one for name, one in found.items() if not isinstance(one, DTensor)}
-    facts = {
-        "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in plain.items()},
-        "value of": {name: f"checksum {checksum(one):08x}" for name, one in plain.items()},
-    }
-    head = "the batches that forward_backward is given differ between ranks:"
-    advice = "Pass the whole batch on every rank, on those of other stages as well."
-    require_same(facts, peers=mesh_ranks(mesh), head=head, advice=dict.fromkeys(facts, advice))
+
+
+def _shapes_of(part: Part) -> tuple[Any, Any]:
+    """Shapes and dtypes of tensors by their paths, and simple keyword arguments."""
+    found = _tensors_of(part)
+    shapes = tuple((path, tuple(one.shape), one.dtype) for path, one in found.items())
+    plain = tuple((k, v) for k, v in part.kwargs.items() if isinstance(v, bool | int | str))
+    return shapes, plain
+
+
+def _modes_of(model: nn.Module, device: str) -> tuple[object, ...]:
+    """What decides beside shapes what a model draws, in which dtypes, and where gradients go."""
+    trained = tuple(one.requires_grad for one in model.parameters())
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return tuple(module.training for module in model.modules()), trained, cast
