@@ -256,10 +256,11 @@ ROWS = [
         lambda x: x * sys.getrefcount(CLOCK),
     ),
     Row(
-        "custom `autograd.Function`s, full backward hooks of modules",
+        "custom `autograd.Function`s that are given DTensors, return their arguments, or are "
+        "defined inside; full backward hooks of modules",
         "custom autograd.Function",
-        "`torch.library.custom_op`, or call it outside",
-        lambda x: Doubled.apply(x.to_local().requires_grad_()) * 2,
+        "`local_map(F.apply, …)`, which gives it local tensors; `torch.library.custom_op`",
+        lambda x: Doubled.apply(x.requires_grad_()) * 2,
     ),
     Row(
         "tensors made where torch's overrides do not see it: `torch.from_numpy`, C++ extensions",

@@ -7,11 +7,13 @@ How it works, in the order in which it happens:
 - `noting` watches which Python functions run while the call is recorded. Of each, `reads` takes in
   the state that its code can read, before it runs: `code_names` says what code names, `code_files`
   whose code counts, `kinds` what sort of thing an object is, `places` what is remembered,
-  `outside` which tensors were there before. `own_state` refuses what cannot be compared, or done
-  again.
+  `outside` which tensors were there before. `process_state` and `library_calls` know which calls
+  give state that has no place. `own_state` refuses what cannot be compared, or done again.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
-  cannot record, `constants` which tensors Python may read. `running_on` is what runs after a
-  refusal, where that ends the recording and not the function (`refused="run"`).
+  cannot record, `constants` which tensors Python may read. `live_calls` and `custom_functions` are
+  calls that replays make again as they are. `running_on` is what runs after a
+  refusal, where that ends the recording and not the function (`refused="run"`), `nesting` which
+  captured functions inside just run, or run on this rank alone.
 - `graph` is the graph as it grows, and where its arguments come from; `outputs` how to return;
   `passes` removes what is not needed, `fx_compile` makes Python of it.
 - `program` is the finished program: its guards (`free_tensors`, `module_guards`, `state_guard`,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import update_wrapper
 from threading import RLock
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, outsid
 from vescale_dtensor._capture.global_state import GlobalState
 from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
 from vescale_dtensor._capture.module_guards import ModuleGuard
+from vescale_dtensor._capture.nesting import is_alone, is_inside, running_alone, running_inside
 from vescale_dtensor._capture.noting import Watch, can_watch
 from vescale_dtensor._capture.outputs import plan_outputs, tensors_in
 from vescale_dtensor._capture.outsiders import Given, Outsiders
@@ -33,7 +33,6 @@ from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes, jit_traces
 
@@ -43,14 +42,6 @@ is_compiling = torch.compiler.is_compiling
 
 # When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
 _EARLY, _RARELY = 3, 1024
-# A context variable, as ranks of a simulation are threads of one process.
-# Set where the function of a captured one runs: captured functions that it calls just run. They are
-# part of the recording, or other ranks replay them as a part of this call.
-_inside: ContextVar[bool] = ContextVar("vescale_dtensor_inside_captured", default=False)
-# Set where a refused function runs, which other ranks may replay: captured functions that it calls
-# are replayed, but nothing that ranks do together is counted, compared or voted on.
-_alone: ContextVar[bool] = ContextVar("vescale_dtensor_alone_in_captured", default=False)
-
 
 # Every captured function: what was recorded by rules that have changed since is recorded anew.
 # Weak: a captured function lives as long as its user wants it.
@@ -115,9 +106,9 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
-        if _inside.get() or is_compiling():
+        if is_inside() or is_compiling():
             return self.function(*args, **kwargs)
-        alone = _alone.get()
+        alone = is_alone()
         due = self._check and not alone and self._is_due()
         if observers or dispatch_modes() or jit_traces():
             if due:
@@ -142,7 +133,7 @@ class Captured:
             self._use_first(program)
         # Ranks may differ in whether they have a program, and the function communicates.
         if due and agreed(self._layouts, True):
-            with _running_inside():
+            with running_inside():
                 return compared(self.function, program, call, self._layouts or ())
         return program.replay(call.flat, locals_)
 
@@ -173,7 +164,7 @@ class Captured:
         # What the first call executes is compared over ranks, also where some of them record it:
         # then captured functions that it calls just run.
         seen = self._noting_layouts() if first else uncompared()
-        with _running_inside() if inside or first else _running_alone(), seen:
+        with running_inside() if inside or first else running_alone(), seen:
             outputs = self.function(*args, **kwargs)
         _drop_lineage(outputs, tensors_in((args, kwargs)))
         return outputs
@@ -191,7 +182,7 @@ class Captured:
 
     def _begins(self) -> bool:
         """Whether this is the first call, which all ranks make together."""
-        first = not self._started and not _alone.get()
+        first = not self._started and not is_alone()
         self._started |= first
         return first
 
@@ -216,7 +207,7 @@ class Captured:
         first = self._begins()
         quiet = nullcontext() if first else uncompared()
         self._misses.recordings += 1
-        with traced() as collectives, quiet, _running_inside():
+        with traced() as collectives, quiet, running_inside():
             start = GlobalState(*call.key[-1])
             recorder = Recorder(reads, watch, start, collectives, runs_on=self._runs_on)
             for index, value in enumerate(call.flat):
@@ -307,41 +298,6 @@ def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
     """What the arguments of a call lead to, for the walk."""
     origin = Origin(None, "an argument", "")
     return [(value, origin) for value in outside_arguments(call.flat)]
-
-
-@contextmanager
-def _running_inside() -> Iterator[None]:
-    """Run captured functions as they are in the block, and note no lineage of writes in it.
-
-    Other ranks may replay what runs in it, and a replay notes none.
-    """
-    token = _inside.set(True)
-    try:
-        with _without_lineage():
-            yield
-    finally:
-        _inside.reset(token)
-
-
-@contextmanager
-def _running_alone() -> Iterator[None]:
-    """Run a refused function in the block, which other ranks may replay."""
-    token = _alone.set(True)
-    try:
-        with _without_lineage():
-            yield
-    finally:
-        _alone.reset(token)
-
-
-@contextmanager
-def _without_lineage() -> Iterator[None]:
-    """Note no lineage of writes in the block."""
-    pause.depth += 1
-    try:
-        yield
-    finally:
-        pause.depth -= 1
 
 
 def _drop_lineage(outputs: Any, given: Iterable[Any]) -> None:

@@ -230,6 +230,11 @@ class TracedGraph:
         """The node that made a tensor, if one did."""
         return self._known[id(tensor)].node if self.has_node(tensor) else None
 
+    def forget(self, nodes: set[fx.Node]) -> None:
+        """Forget the tensors that these nodes made, which are taken out of the graph."""
+        self._known = {k: known for k, known in self._known.items() if known.node not in nodes}
+        self._made_leaves = {k: n for k, n in self._made_leaves.items() if n not in nodes}
+
     def changed(self, tensor: Tensor) -> None:
         """A recorded step may have given this tensor another history."""
         if self.has_node(tensor):

@@ -14,6 +14,7 @@ from threading import get_ident
 from types import FrameType
 from typing import Any
 
+from vescale_dtensor._capture.custom_functions import CustomCall, Steps, is_apply, record
 from vescale_dtensor._capture.global_state import GlobalState, global_state
 from vescale_dtensor._capture.library_calls import (
     guarded_by_call,
@@ -50,6 +51,7 @@ class Watch:
     Attributes:
         failure: the first refusal.
         live: the call in progress that programs make again, see `live_calls`.
+        finishes: whether torch finishes the call of a custom Function, whose forward has ended.
         printing: how many calls of `print` are in progress.
         ended: those that have ended, with the lines of code that made them and the modes in
             which they ran.
@@ -68,6 +70,13 @@ class Watch:
         self._collects = False
         self._line = ""
         self.printing = 0
+        # The recorder of the recording; the call of a custom Function that is in progress, the
+        # frame of its forward, and what that returned.
+        self.recorder: Steps | None = None
+        self._custom: CustomCall | None = None
+        self._forward: FrameType | None = None
+        self._outputs: Any = None
+        self.finishes = False
         # By id, with the scaler: whether its methods are live.
         self._scalers: dict[int, tuple[Any, bool]] = {}
 
@@ -83,6 +92,7 @@ class Watch:
             if draws != numpy_draws():
                 self._refuse("numpy.random", "random")
         finally:
+            self.recorder = None  # which refers to this
             if sys.getprofile() == self._event:
                 sys.setprofile(None)
             elif not self._stopped:
@@ -139,6 +149,8 @@ class Watch:
         """Called by Python at each call and return in this thread."""
         if self._collects:
             return
+        if self._custom is not None:
+            self._note_custom(frame, event, argument)
         if self._frame is not None:
             # Nothing of it is watched: replays run it as it is, and it reads what it finds.
             if event == "return" and frame is self._frame:
@@ -177,9 +189,31 @@ class Watch:
         if unsteady is not None:
             self._refuse(unsteady, name)
 
+    def _note_custom(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Follow the call of a custom Function: its forward begins, returns; it ends."""
+        call, recorder = self._custom, self.recorder
+        assert call is not None
+        assert recorder is not None
+        if event == "call" and call.arguments is None:
+            call.begins(frame)
+            self._forward = frame
+        elif event == "return" and frame is self._forward:
+            self._outputs, self.finishes = argument, call.is_plain
+        elif event in ("c_return", "c_exception") and call.is_of(frame, argument):
+            outputs, self._custom, self._forward, self._outputs = self._outputs, None, None, None
+            self.finishes = False
+            if event == "c_return" and self.failure is None and recorder.failure is None:
+                try:
+                    with no_torch_function():  # the recorder is a mode, which need not see itself
+                        record(call, outputs, recorder)
+                except CaptureError as error:  # kept, not raised: see `_hear`
+                    self.failure = error
+
     def _hear(self, frame: FrameType, function: Any) -> None:
         """Take in that a function in C is called: it may give state, or what no guard has."""
         self.printing += function is print
+        if self._custom is None and self.recorder is not None and is_apply(function):
+            self._custom = CustomCall(frame, function, self.recorder)
         if reads_any_attribute(function):
             self._reads.read_any_attribute()
         look = guarded_by(function, frame)

@@ -106,6 +106,7 @@ _NAMES = frozenset(
         "fromfile",
         "_getframe",
         "print",
+        "apply",
         *_READS,
         *_WARNS,
     }

@@ -32,7 +32,7 @@ from vescale_dtensor._capture.live_calls import Kept, call_again
 from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
-from vescale_dtensor._capture.step_arguments import is_in_place, written_by_name
+from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
 from vescale_dtensor._capture.unsupported import (
     ASKED,
     FIXED,
@@ -58,10 +58,9 @@ from vescale_dtensor._torch.compat import (
     set_grad_mode,
     storage_identity,
 )
-from vescale_dtensor._torch.overridable import implementation_of
 from vescale_dtensor._torch.pytree import tensors_within
 
-_GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
+_GETTER = "__get__"
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
 # Fields of the global state that a program does not change on its way.
 _fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
@@ -102,6 +101,7 @@ class Recorder(TorchFunctionMode):
         self._runs_on = runs_on
         self.trace = TracedGraph(reads.tensors, reads.has_met)
         self._watch = watch
+        watch.recorder = self
         self.gradients = False
         self.offsets = False
         self.failure: CaptureError | None = None
@@ -158,7 +158,7 @@ class Recorder(TorchFunctionMode):
         """Run a call and record it."""
         if self._watch.failure is not None:
             raise self._watch.failure
-        if self._watch.live is not None:
+        if self._watch.live is not None or self._watch.finishes:
             return done.run(func, *args, **kwargs)  # a part of one step
         if self._watch.ended:
             self._note_live_calls()
@@ -267,7 +267,7 @@ class Recorder(TorchFunctionMode):
         changed += written_by_name(func, name, args, kwargs)
         written = bool(changed) or is_in_place(name)
         # Before the node is made: a change of modes has to come first in the graph.
-        self._follow(GlobalState(*global_state()), sensitive or any(map(_requires_grad, made)))
+        self.follow(GlobalState(*global_state()), sensitive or any(map(_requires_grad, made)))
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
         # Dead code is removed later. A step that draws, writes or communicates stays, even if
@@ -300,7 +300,7 @@ class Recorder(TorchFunctionMode):
         if result is local and outside:
             return result
         # The alias has a history, or none, by grad mode.
-        self._follow(GlobalState(*global_state()), True)
+        self.follow(GlobalState(*global_state()), True)
         arguments = (self.trace.leaf_node(leaf), node, varying, tuple(shape))
         step = self._node(leaf_for_use, None, (arguments, {}))
         step.meta["effect"] = not outside  # it notes the use, which a program does at its beginning
@@ -367,7 +367,7 @@ class Recorder(TorchFunctionMode):
         for call, line, state in ended:
             # It reads gradients, whatever it does with them.
             self.gradients = True
-            self._follow(state, True)
+            self.follow(state, True)
             owners = (self.trace.constant(one) for one in (call.owner, *call.more))
             arguments = (self.trace.constant(call.function, check=False), *owners)
             node = self.trace.graph.call_function(call_again, arguments)
@@ -382,7 +382,7 @@ class Recorder(TorchFunctionMode):
 
     # --- nodes
 
-    def _follow(self, now: GlobalState, sensitive: bool) -> None:
+    def follow(self, now: GlobalState, sensitive: bool) -> None:
         """Let the program change modes as the function has, where the next step would notice."""
         graph = self.trace.graph
         # Put off until a step is sensitive: code under `no_grad` that needs none gets no steps.
@@ -398,7 +398,7 @@ class Recorder(TorchFunctionMode):
 
     def _node(self, func: Any, title: str | None, arguments: tuple[Any, dict[str, Any]]) -> fx.Node:
         """The node of a call; `title` is what to name it after, if not the function."""
-        kind, target, args, kwargs = _as_node(func, *arguments)
+        kind, target, args, kwargs = as_node(func, *arguments)
         # Arguments afterwards: fx looks for symbolic numbers in those that a node is made with.
         node = self.trace.graph.create_node(kind, target, name=title)
         node.args = tuple(args)
@@ -407,6 +407,19 @@ class Recorder(TorchFunctionMode):
         call = self._call or (public_name(func), user_line())
         node.meta["op"], node.meta["line"] = call
         return node
+
+    def step(self, func: Any, first: Any, arguments: list[Any], call: tuple[str, str]) -> fx.Node:
+        """Make a step of a call; `call` is how it is listed, and the line."""
+        given = self.trace.constant(first), *map(self.trace.argument, arguments)
+        node = self.trace.graph.call_function(func, given)
+        node.meta["op"], node.meta["line"] = call
+        return node
+
+    def function_ended(self, node: fx.Node, outputs: Any, modes: GlobalState) -> None:
+        """Note what a step gives that is a custom Function."""
+        self._grad, self._autocast = modes.grad, modes.autocast  # its forward's own are gone
+        self._constants.note(node, node.target, tensors_within(outputs), False)
+        self._results(outputs, node)
 
     def _results(self, result: Any, node: fx.Node) -> None:
         """Remember which node made each tensor of a result."""
@@ -466,29 +479,10 @@ class Recorder(TorchFunctionMode):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id not in hooks:
                 raise refused("a gradient hook is registered and removed inside; do it outside")
-        self._follow(self._start, True)
+        self.follow(self._start, True)
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
         return any([n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes])
-
-
-def _as_node(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, Any, dict[str, Any]]:
-    """A call of a torch function as graphs write it: methods as methods, properties as such."""
-    # Without the test for modes, which a replay has no need of.
-    func = implementation_of(func)
-    method = getattr(func, "__name__", "")
-    if method == _GETTER:
-        return "call_function", getattr, (args[0], name_of(func)), {}
-    if method in _SETTERS:
-        value = args[1] if len(args) > 1 else None
-        return "call_function", setattr, (args[0], name_of(func), value), {}
-    if func is torch.Tensor.__getitem__:
-        return "call_function", operator.getitem, args, {}
-    if func is torch.Tensor.__setitem__:
-        return "call_function", operator.setitem, args, {}
-    if getattr(torch.Tensor, method, None) is func:
-        return "call_method", method, args, kwargs
-    return "call_function", func, args, kwargs
 
 
 def _is_step(func: Callable[..., Any], name: str, result: Any) -> bool:

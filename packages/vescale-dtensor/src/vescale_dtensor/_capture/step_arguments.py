@@ -7,6 +7,7 @@ replay; a function stays the one of the recording, so it must not hold what belo
 from __future__ import annotations
 
 import dis
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -19,8 +20,11 @@ from torch import Tensor
 from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.records import attributes_of
+from vescale_dtensor._capture.unsupported import name_of
+from vescale_dtensor._torch.overridable import implementation_of
 from vescale_dtensor._torch.pytree import tensors_within
 
+_GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)
 _MUTABLE = frozenset({"contents", "bytes", "array"})
 
@@ -172,3 +176,25 @@ def _is_full(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+# --- functions
+
+
+def as_node(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, Any, Any, dict[str, Any]]:
+    """A call of a torch function as graphs write it: methods as methods, properties as such."""
+    # Without the test for modes, which a replay has no need of.
+    func = implementation_of(func)
+    method = getattr(func, "__name__", "")
+    if method == _GETTER:
+        return "call_function", getattr, (args[0], name_of(func)), {}
+    if method in _SETTERS:
+        value = args[1] if len(args) > 1 else None
+        return "call_function", setattr, (args[0], name_of(func), value), {}
+    if func is torch.Tensor.__getitem__:
+        return "call_function", operator.getitem, args, {}
+    if func is torch.Tensor.__setitem__:
+        return "call_function", operator.setitem, args, {}
+    if getattr(torch.Tensor, method, None) is func:
+        return "call_method", method, args, kwargs
+    return "call_function", func, args, kwargs
