@@ -19,6 +19,8 @@ from vescale_dtensor._fast_path import compile as _compile
 from vescale_dtensor._fast_path import compile_general as _general
 from vescale_dtensor._fast_path import forms as _forms
 from vescale_dtensor._fast_path import lookup as _lookup
+from vescale_dtensor._ops.optim import foreach as _foreach
+from vescale_dtensor._ops.optim import fused as _fused
 from vescale_dtensor._planning import op_call as _call
 from vescale_dtensor._planning import plan as _plan
 from vescale_dtensor._tensor import dtensor as _tensor
@@ -158,6 +160,8 @@ def known_functions(mesh):
     """Each name -> a call of a common function."""
     x, y = (distributed(mesh, torch.ones(4, WIDE), Shard(0)) for _ in "xy")
     weight = distributed(mesh, torch.ones(WIDE, WIDE), Replicate()).requires_grad_()
+    columns = distributed(mesh, torch.ones(4, WIDE), Shard(1))
+    scale = distributed(mesh, torch.ones(WIDE), Replicate()).requires_grad_()
     return {
         "add": lambda: x + y,
         "mul": lambda: x * 2.0,
@@ -166,6 +170,7 @@ def known_functions(mesh):
         "slice": lambda: weight[2:4],
         "softmax": lambda: torch.softmax(x, -1),
         "norm": lambda: F.layer_norm(x, (WIDE,)),
+        "moved norm, by name": lambda: F.rms_norm(columns, (WIDE,), weight=scale),
         "stack": lambda: torch.stack([x, y], 1),
         "split": lambda: x.split(4, 1),
         "in place": lambda: y.mul_(1.0),
@@ -216,7 +221,9 @@ def constructions(rank, world):
 
 def test_a_known_call_builds_a_wrapper_for_each_result_and_nothing_else():
     for found in run(constructions, 2):
-        expected = dict.fromkeys(found, (1, 0)) | {"split": (2, 0), "in place": (0, 0)}
+        # What is redistributed has a wrapper, too.
+        others = {"split": (2, 0), "in place": (0, 0), "moved norm, by name": (2, 0)}
+        expected = dict.fromkeys(found, (1, 0)) | others
         assert found == expected
 
 
@@ -243,3 +250,38 @@ def optimizer_wrappers(rank, world):
 def test_an_optimizer_step_wraps_only_what_it_makes():
     # foreach: one square root for each parameter. fused: nothing.
     assert run(optimizer_wrappers, 2) == [{"foreach": 10, "fused": 0}] * 2
+
+
+def steps_on_sums(rank, world):
+    """How often steps do what the slow path does, whose gradients are partial sums each time."""
+    mesh = device_mesh((world,), ("dp",))
+    x = distributed(mesh, torch.ones(4, WIDE), Shard(0))
+    found = {}
+    for form in ("foreach", "fused"):
+        weights = [
+            nn.Parameter(distributed(mesh, torch.ones(WIDE, WIDE), Replicate())) for _ in range(3)
+        ]
+        optimizer = torch.optim.AdamW(weights, **{form: True})
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum((x @ weight).square().sum() for weight in weights).backward()
+            assert weights[0].grad.placements[0].is_partial()
+            patch = pytest.MonkeyPatch()
+            slow_path = slow_path_counts(patch)
+            plans = Counted(patch, _foreach, "plan_for")
+            steps = Counted(patch, _fused, "_step")
+            try:
+                optimizer.step()
+            finally:
+                patch.undo()
+            counted = [c.calls for c in (*slow_path, plans, steps)]
+            found.setdefault(form, []).append(sum(counted))
+            assert not weights[0].grad.placements[0].is_partial()
+    return found
+
+
+def test_steps_on_partial_gradients_are_known_from_the_second_on():
+    for found in run(steps_on_sums, 2):
+        for form, (first, _, *later) in found.items():
+            assert first > 0, form
+            assert later == [0], form

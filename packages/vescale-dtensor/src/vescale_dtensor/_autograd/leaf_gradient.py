@@ -176,13 +176,21 @@ class LeafGradient:
 
     def store_total(self, total: Tensor) -> None:
         """Write the total into `.grad`; before the next accumulation it is a contribution again."""
+        with torch.no_grad():
+            self.writable().copy_(total)
+        self.note_total()
+
+    def writable(self) -> Tensor:
+        """`.grad`, which exists, as a tensor that can be written to."""
         local = self.local()
         assert local is not None
         assert local.grad is not None
-        with torch.no_grad():
-            if local.grad._is_zerotensor():
-                local.grad = materialized(local.grad)  # symbolic zeros cannot be written to
-            local.grad.detach().copy_(total)
+        if local.grad._is_zerotensor():
+            local.grad = materialized(local.grad)  # symbolic zeros cannot be written to
+        return local.grad.detach()
+
+    def note_total(self) -> None:
+        """Note that the total was written into `.grad`."""
         self.is_reduced = True
         self._retype()
         self.hook_accumulation()
@@ -488,5 +496,8 @@ class GradientReducer:
                 f"a gradient reducer got {len(unreduced)} pending gradients and returned "
                 f"{len(totals)}; it must return one total for each, in order"
             )
-        for (leaf, _), total in zip(unreduced, totals, strict=True):
-            leaf.store_total(total)
+        # One call for all: there are hundreds.
+        with torch.no_grad():
+            torch._foreach_copy_([leaf.writable() for leaf, _ in unreduced], totals)
+        for leaf, _ in unreduced:
+            leaf.note_total()

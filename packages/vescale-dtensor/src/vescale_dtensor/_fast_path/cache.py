@@ -7,7 +7,7 @@ Tables are bounded; an entry that was dropped is compiled again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 
@@ -51,8 +51,10 @@ binary_cache: BoundedCache[Key, tuple[Spec, torch.dtype, int, tuple[Any, Spec]]]
     _MOST_CALLS
 )
 # Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
-# list.
-list_cache: BoundedCache[Key, tuple[Spec, ...] | None] = BoundedCache(4096)
+# list; `REDUCES_GRADIENTS` if it is such a call once gradients of leaves in it hold their totals.
+ListResult = tuple[Spec, ...] | None | Literal["reduces gradients"]
+REDUCES_GRADIENTS: Final = "reduces gradients"
+list_cache: BoundedCache[Key, ListResult] = BoundedCache(4096)
 
 for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, binary_cache, list_cache):
     on_change(_cache.clear)  # every entry followed from a rule

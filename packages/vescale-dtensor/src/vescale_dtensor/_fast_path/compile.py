@@ -142,7 +142,7 @@ def _compilable_plan(call: OpCall, plan: OpPlan | None) -> OpPlan | None:
         return plan
     # A redistributed operand is new memory: neither a write nor a view would reach the original.
     plain = all(type(value) is DTensor for value in call.operands) and plan.rule.writes is None
-    return plan if plain and not plan.rule.views and _dtensor_positions(call) is not None else None
+    return plan if plain and not plan.rule.views and _dtensor_names(call) is not None else None
 
 
 def _needs_no_redistribution(call: OpCall, plan: OpPlan) -> bool:
@@ -230,34 +230,48 @@ def _specialize(
 def _compile_redistributing(
     call: OpCall, plan: OpPlan, specs: tuple[Spec, ...], table: CallTable
 ) -> CompiledCall:
-    """Compile a call that redistributes operands first; all of them are positional arguments."""
+    """Compile a call that redistributes operands first; none of them is in a list."""
     func, strategy = call.func, plan.strategy
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     if len(specs) != 1 or (strategy.local is not None and bound is None):
         return partial(slow_path, func)
     wrap_result, typed = result_wrapper(func, specs[0], table), table is GRAD_RECORDED
     token = call_token(func, specs[0])
-    places = _dtensor_positions(call) or ()
-    uses = tuple(zip(places, plan.uses, strict=True))
+    places, names = _dtensor_names(call) or ((), ())
+    uses = plan.uses
 
     def run(*args: Any, **named: Any) -> DTensor:
-        if any(args[place]._grad_of is not None for place in places):
+        operands = [args[place] for place in places]
+        operands += [named[name] for name in names]
+        if any(operand._grad_of is not None for operand in operands):
             # Reducing a gradient for one argument changes the layout of another that is the same
             # gradient: the slow path looks again after all were redistributed.
             return dispatch(func, args, named)  # type: ignore[no-any-return]
-        values = list(args)
-        lineages = [args[place]._lineage for place in places]
+        lineages = [operand._lineage for operand in operands]
         # All are redistributed before any is used, in the order of the slow path, which another
         # rank may take. Backward runs nodes in the reverse order of their making, and those that
         # communicate have to do so in one order on all ranks.
-        for place, use in uses:
-            values[place] = redistributed_cached(args[place], use.layout)
-        for place, use in uses:
-            operand = values[place]
-            values[place] = recorded_local(operand, use.varying) if typed else operand._local_tensor
+        moved = [redistributed_cached(o, use.layout) for o, use in zip(operands, uses, strict=True)]
+        if typed:
+            used = [recorded_local(o, use.varying) for o, use in zip(moved, uses, strict=True)]
+        else:
+            used = [operand._local_tensor for operand in moved]
+        values = list(args)
+        for place, local in zip(places, used, strict=False):
+            values[place] = local
+        for name, local in zip(names, used[len(places) :], strict=True):
+            named[name] = local
         return wrap_result((bound or func)(*values, **named), hash((*lineages, token)))
 
     return run
+
+
+def _dtensor_names(call: OpCall) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
+    """Positions and names of the DTensors among the arguments; None if one is in a list."""
+    places = tuple(i for i, value in enumerate(call.args) if type(value) is DTensor)
+    names = tuple(name for name, value in call.kwargs.items() if type(value) is DTensor)
+    wrappers = sum(type(operand) is DTensor for operand in call.operands)
+    return (places, names) if len(places) + len(names) == wrappers else None
 
 
 def _dtensor_positions(call: OpCall) -> tuple[int, ...] | None:

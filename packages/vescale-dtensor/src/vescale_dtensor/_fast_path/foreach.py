@@ -7,20 +7,21 @@ is recorded there, so no use has to be typed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vescale_dtensor._fast_path.cache import list_cache
-from vescale_dtensor._layout.spec import Spec
+from vescale_dtensor._autograd.leaf_gradient import owner_of
+from vescale_dtensor._fast_path.cache import REDUCES_GRADIENTS, ListResult, list_cache
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_each
 
 _NUMBERS = frozenset({int, float})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_UNKNOWN = object()
 
 
 class ListCall:
@@ -103,39 +104,69 @@ def _local_list(value: Any, key: list[Any], exact: bool) -> Any:
     return value
 
 
-def run_cached(func: Callable[..., Any], args: Any, lists: ListCall) -> tuple[bool, Any]:
-    """Run a call that is known.
+def run_cached(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], exact: bool
+) -> tuple[ListCall, bool, Any]:
+    """Run a call if it is known. Collective, if it needs totals of gradients.
 
     Args:
         func: the torch function.
-        args: its arguments by position, as given.
-        lists: the same, split.
+        args: its arguments by position.
+        kwargs: its arguments by name.
+        exact: whether numbers count by value; else by type.
 
     Returns:
-        Whether it is known, and its result.
+        The call, with gradients as they lie now, whether it was known, and its result.
     """
-    if lists.key is None or lists.key not in list_cache:
-        return False, None
-    specs = list_cache[lists.key]
+    lists = ListCall(func, args, kwargs, exact)
+    specs = _known(lists)
+    if specs is REDUCES_GRADIENTS:
+        # In the order of the lists, as the slow path does, which another rank may take.
+        reduce_gradients((*args, *kwargs.values()))
+        lists = ListCall(func, args, kwargs, exact)
+        specs = _known(lists)
+    if specs is _UNKNOWN or specs is REDUCES_GRADIENTS:
+        return lists, False, None
     # It writes to its first list, and returns that, or nothing, as torch does.
     if specs is None:
         check_all_writable(args[0], func)
         found = func(*lists.args, **lists.kwargs)
         after_mutations(args[0])
-        return True, None if found is None else args[0]
+        return lists, True, None if found is None else args[0]
     found = func(*lists.args, **lists.kwargs)
-    return True, wrap_each(found, specs)
+    return lists, True, wrap_each(found, specs)
 
 
-def store_specs(lists: ListCall, specs: tuple[Spec, ...] | None) -> None:
+def _known(lists: ListCall) -> Any:
+    return _UNKNOWN if lists.key is None else list_cache.get(lists.key, _UNKNOWN)
+
+
+def store_specs(lists: ListCall, specs: ListResult) -> None:
     """Store the specs of the results of a call that redistributed nothing.
 
     Args:
         lists: the call.
-        specs: one per result; None if it writes to its first list.
+        specs: one per result; None if it writes to its first list; or `REDUCES_GRADIENTS`.
     """
     if lists.key is not None:
         list_cache.store(lists.key, specs)
+
+
+def reduce_gradients(arguments: Iterable[Any]) -> None:
+    """Let the gradients of leaves in these lists hold their totals. Collective.
+
+    Whether there is anything to do follows from layouts, so that all ranks do it or none.
+    """
+    for tensors in arguments:
+        if not isinstance(tensors, list | tuple):
+            continue
+        for tensor in tensors:
+            if type(tensor) is DTensor and tensor._grad_of is not None:
+                if not tensor._spec.layout.partial or tensor._local_tensor.requires_grad:
+                    continue
+                leaf = owner_of(tensor)
+                if leaf is not None:
+                    leaf.reduce()
 
 
 def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> None:

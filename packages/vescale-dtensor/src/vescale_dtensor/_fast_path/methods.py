@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._autograd.backward import tensor_backward
@@ -91,7 +92,8 @@ def _operator(name: str, function: str) -> Callable[..., Any]:
         if named or has_torch_function_unary(None) or type(self) is not DTensor:
             return own(self, other, **named)
         kind = type(other)
-        if kind is DTensor:  # observers, tracers and compilers are looked for there
+        # Observers, tracers and compilers are looked for there.
+        if kind is DTensor or (reflected is own and (kind is torch.Tensor or kind is Parameter)):
             return torch_function(DTensor, func, (), (self, other))
         if observers or is_compiling() or dispatch_modes():
             return own(self, other)

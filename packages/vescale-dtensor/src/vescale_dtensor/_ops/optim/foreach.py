@@ -15,7 +15,8 @@ from vescale_dtensor._dispatch.execute import after_mutation, global_shape, loca
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
-from vescale_dtensor._fast_path.foreach import ListCall, local_lists, run_cached, store_specs
+from vescale_dtensor._fast_path.cache import REDUCES_GRADIENTS
+from vescale_dtensor._fast_path.foreach import local_lists, run_cached, store_specs
 from vescale_dtensor._planning import OpCall, Reads
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
@@ -35,8 +36,7 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
             return slow(arguments, kwargs)[0]
         # Looked up at the call: rules are registered after the handlers are made.
         exact = bool(rule_of(single).reads & Reads.NUMBERS)
-        lists = ListCall(func, arguments, kwargs, exact)
-        known, result = run_cached(func, arguments, lists) if lists.key else (False, None)
+        lists, known, result = run_cached(func, arguments, kwargs, exact)
         if not known:
             result, specs = slow(arguments, kwargs)
             # A cached call takes local tensors as they are: not if one was redistributed here.
@@ -73,9 +73,13 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         # One call on lists passes a shared tensor once, so it cannot have a layout per element.
         if not _is_shared_in_one_layout((*arguments, *kwargs.values()), ready):
             return _element_by_element(alone, elements, named), _REDISTRIBUTED
+        # Reducing a gradient has changed its layout in place.
+        reduced = all(_has_layout(call, plan) for call, plan in planned if plan is not None)
         result = _on_lists(func, planned, arguments, kwargs, ready)  # type: ignore[arg-type]
-        if unknown or not in_layout:
+        if unknown or not (in_layout or reduced):
             return result, _REDISTRIBUTED
+        if not in_layout:
+            return result, REDUCES_GRADIENTS
         # In place, the written list is itself the result: None says that there is nothing to wrap.
         writes = planned[0][1].rule.writes is not None  # type: ignore[union-attr]
         return result, None if writes else tuple(item._spec for item in result)

@@ -22,6 +22,7 @@ from vescale_dtensor._fast_path.foreach import (
     after_mutations,
     check_all_writable,
     local_lists,
+    reduce_gradients,
 )
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning import OpCall, Reads
@@ -46,6 +47,11 @@ def _fused(func: Callable[..., Any]) -> Callable[..., None]:
         targets = [lists[i] for i in written]
         for target in targets:
             check_all_writable(target, func)
+        same = all(len(one) == len(lists[0]) for one in lists if one)
+        if same and not torch.is_grad_enabled():
+            # Before the key is made, which has the layouts: each step comes with partial sums, and
+            # what is stored is the call on their totals.
+            reduce_gradients(lists[1:2])
         call = ListCall(func, lists, kwargs)
         # The key has the layouts of all lists, and hyperparameters by type alone: a new learning
         # rate finds the stored call.
