@@ -104,12 +104,12 @@ def state_of(training):
     return [(v.to_local() if isinstance(v, vd.DTensor) else v).detach().clone() for v in values]
 
 
-def trains(build, steps=STEPS, check=False):
+def trains(build, steps=STEPS, check=False, refused="raise"):
     """Train both copies; the captured function is made by the case."""
     made = []
 
     def captured(function):
-        made.append(vd.capture(function, check=check))
+        made.append(vd.capture(function, check=check, refused=refused))
         return made[-1]
 
     eager, twin = build(lambda function: function), build(captured)
