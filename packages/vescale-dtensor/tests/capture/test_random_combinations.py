@@ -152,8 +152,8 @@ def trained(rank, world_size, number):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rates that change, and by schedulers of torch
         captured = trains(build(one), refused="run")
-    # A rate of each step is recorded anew. Checkpointing inside is refused, and what a scaler reads;
-    # anything else is replayed.
+    # A rate of each step is recorded anew. Refused is checkpointing inside, and what a scaler
+    # reads. Anything else is replayed.
     assert captured.replays or captured.refusal or one.scheduler != "none", one
 
 
