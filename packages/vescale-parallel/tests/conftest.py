@@ -26,7 +26,7 @@ LONG = {
     "test_mesh": 2,
     "test_invariant": 5,
     "test_refused_stages": 3,
-    "test_stages": 4,
+    "test_stages": 6,
     "test_stages_hf": 2,
 }
 
