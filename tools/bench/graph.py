@@ -4,7 +4,11 @@ Forward, loss, backward and Adam (in place) of small models on one CPU device. A
 a step makes; parameters, moments and the batch are not counted. `measured` lines are of the
 allocator: they are planned / counted, and 1 is right. `plan seconds` are of this machine.
 
+With `--ranks`, steps of a data-parallel model over gloo as well: the joint graph of a step, as it
+is traced and with its communication scheduled, against eager mode and torch's DDP, in one run.
+
     nox -s bench -- graph
+    nox -s bench -- graph --models --ranks 2
     nox -s bench -- graph --models MLP convnet --seconds 5 --solver search
 """
 
@@ -17,9 +21,11 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+from vescale_comm.testing import run
 from vescale_parallel import memory
 
 from tools.bench import Ratio
+from tools.bench._graph import overlap
 from tools.bench._graph.models import MODELS, train_step
 
 _TABLE: list[dict[str, Any]] = []
@@ -32,16 +38,24 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    made.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     made.add_argument("--seconds", type=float, default=20, help="to plan in (default: 20)")
     made.add_argument("--solver", choices=memory.SOLVERS, default="auto", help="default: auto")
+    made.add_argument("--ranks", type=int, default=2, help="for overlap; 1: none (default: 2)")
+    made.add_argument("--rounds", type=int, default=20, help="of overlap (default: 20)")
     return made
 
 
 def measure(
-    models: Sequence[str] = tuple(MODELS), seconds: float = 20, solver: Any = "auto"
+    models: Sequence[str] = tuple(MODELS),
+    seconds: float = 20,
+    solver: Any = "auto",
+    ranks: int = 2,
+    rounds: int = 20,
 ) -> Iterator[Ratio]:
     """For each model: peaks of orders, the arena, what allocators count, and seconds."""
+    if ranks > 1:
+        yield from _overlapped(ranks, rounds)
     for name in models:
         graph, inputs = train_step(name)
         workspaces = memory.workspaces(graph, *_copies(inputs))
@@ -50,6 +64,18 @@ def measure(
         _TABLE.append({"model": name, "operations": len(plan.order), **kept})
         yield from _planned(name, plan)
         yield from _counted(name, plan, graph, inputs)
+
+
+def _overlapped(ranks: int, rounds: int) -> Iterator[Ratio]:
+    told = run(overlap.trained, ranks, rounds, timeout=600)
+    # A step takes as long as its slowest rank.
+    found = {name: max(one[name] for one in told) for name in told[0]}
+    peaks = {name: found.pop(name) / 2**20 for name in ("peak", "scheduled peak", "planned peak")}
+    _TABLE.append({"overlap": found, "peaks": peaks, "ranks": ranks})
+    for name, took in found.items():
+        yield Ratio(f"dp={ranks}, {name}", took * 1e3, found["eager"] * 1e3, "ms", "eager")
+    for name in ("scheduled peak", "planned peak"):
+        yield Ratio(f"dp={ranks}, joint, {name}", peaks[name], peaks["peak"], "MiB", "as traced")
 
 
 _KEPT = (
@@ -91,13 +117,13 @@ def _counted(name: str, plan: memory.MemoryPlan, graph: Any, inputs: Any) -> Ite
     moved = plan.apply()
     expected = _copies(inputs)
     loss = graph(*expected)
-    for what, run, planned in (
+    for what, call, planned in (
         ("program order", graph, plan.program_peak),
         ("planned order", moved, plan.peak),
         ("executed", plan.run, plan.executed_peak),
     ):
         given = _copies(inputs)
-        found = memory.measured(functools.partial(run, *given))
+        found = memory.measured(functools.partial(call, *given))
         pairs = zip(tree_leaves((loss, expected)), tree_leaves((found.result, given)), strict=True)
         if not all(torch.equal(one, other) for one, other in pairs):
             raise RuntimeError(f"{name}, {what}: not the bits of the given graph")

@@ -152,5 +152,25 @@ def test_bits_of_eager_mode(axes, ranks):
     assert ranks == 1 or all(first)
 
 
+def compiled(rank, world_size):
+    mesh = mesh_of("dp", world_size)
+    model, words = built("llama", mesh), batch(mesh, 0)
+    whole = vd.joint(vd.capture(model), words)
+    found = []
+    for run_ in (whole.graph_module, torch.compile(whole.graph_module, backend="aot_eager",
+                                                   fullgraph=True)):  # fmt: skip
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss = whole.running(run_)(words)
+        grads = locals_of(p.grad for p in model.parameters())
+        found.append([loss._local_tensor, *grads, torch.get_rng_state()])
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+def test_compiled_without_a_break_it_has_the_same_bits():
+    assert all(run(compiled, 2, timeout=250))
+
+
 def test_bits_of_eager_mode_in_processes():
     assert all(run(on_a_rank, 2, "dp"))

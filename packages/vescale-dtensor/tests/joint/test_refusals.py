@@ -6,7 +6,7 @@ import vescale_dtensor as vd
 from torch import nn
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor import CaptureError, Partial, Shard, joint
+from vescale_dtensor import CaptureError, Partial, Replicate, Shard, gradient_total, joint
 
 
 def layer(mesh, **options):
@@ -56,6 +56,29 @@ def refusals(rank, world_size):
     assert not loss.requires_grad
     assert model.weight.grad is not None
     return True
+
+
+def late(rank, world_size):
+    """Rank 0 fills a cache in its first call, which is run and not recorded."""
+    mesh = device_mesh((world_size,), ("dp",))
+    model, x, cache = layer(mesh), distributed(mesh, 4, 4), {}
+
+    def step(x):
+        if not (cache or mesh.get_local_rank()):
+            cache[0] = 1
+        return model(x).square().mean().redistribute(placements=[Replicate()])  # communicates
+
+    whole = joint(vd.capture(step), x)
+    found = [whole(x).full_tensor(), gradient_total(model.weight).full_tensor()]
+    model.zero_grad()
+    loss = step(x)
+    loss.backward()
+    expected = [loss.full_tensor(), gradient_total(model.weight).full_tensor()]
+    return all(map(torch.equal, found, expected))
+
+
+def test_ranks_that_record_at_different_calls_make_as_many():
+    assert all(simulate(2).run(late))
 
 
 def backward_inside(model):

@@ -1,11 +1,12 @@
 """Collectives keep one order on all ranks; what they read lives until somebody has waited."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from vescale_comm import all_reduce
+from vescale_comm import all_gather, all_reduce
 from vescale_comm.testing import run
 from vescale_parallel import mesh
 from vescale_parallel._memory.traced import traced
@@ -32,8 +33,33 @@ def on_a_rank(rank: int, world_size: int) -> tuple[list[str], bool]:
     results: list[Any] = [function(*inputs), found.run(*inputs), found.apply()(*inputs)]
     of = traced(graph, None)
     users = [{of.nodes[at].name for at in one.users} for one in of.program.storages]
-    kept = sum({"all_reduce", "wait_tensor"} <= one for one in users) == 2  # read and made
+    # Made, and not what is read: that is copied at once.
+    kept = sum({"all_reduce", "wait_tensor"} <= one for one in users) == 1
     return names, kept and all(torch.equal(one, results[0]) for one in results)
+
+
+def reads_until_waited(rank: int, world_size: int) -> tuple[int, int]:
+    """How many storages live until a wait: of a gather, and of a sum, whose input is written to."""
+    group = mesh(dp=world_size).get_group("dp")
+    ops: Any = torch.ops._c10d_functional
+    x = torch.full((1 << 20,), rank + 1.0)
+    for call in (ops.all_reduce, ops.broadcast):
+        started = call(x, *(("sum",) if call is ops.all_reduce else (0,)), group.group_name)
+        x.fill_(-7)  # if it were read now, the result would show it
+        done = ops.wait_tensor(started)
+        assert torch.equal(done, torch.full_like(x, 3.0 if call is ops.all_reduce else 1.0))
+        x.fill_(rank + 1)
+    found = []
+    for call in (all_gather, all_reduce):
+        function = partial(lambda call, x: call(x * 2, group) + 1, call)
+        of = traced(make_fx(function, tracing_mode="fake")(torch.ones(4)), None)
+        users = [{of.nodes[at].name for at in one.users} for one in of.program.storages]
+        found.append(sum("wait_tensor" in one for one in users))
+    return found[0], found[1]
+
+
+def test_what_is_sent_lives_until_it_was_copied_or_waited_for():
+    assert run(reads_until_waited, 2) == [(2, 1)] * 2
 
 
 def test_ranks_agree():

@@ -34,7 +34,7 @@ from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import dispatch_modes, jit_traces
+from vescale_dtensor._torch.compat import dispatch_modes, jit_traces, set_late_globals
 
 Check = bool | Literal["sampled"]
 Refused = Literal["raise", "run"]
@@ -193,6 +193,7 @@ class Captured:
 
     def _record(self, call: KeyedCall) -> Any:
         """Run the function for one call, and keep a program of it if that is sound."""
+        set_late_globals()
         reads, given = StateReads(self._unguarded), Given(call)
         try:
             # Before anything runs, so that a refusal leaves no side effects.

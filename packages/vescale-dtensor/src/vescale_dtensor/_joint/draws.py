@@ -17,6 +17,8 @@ import torch
 import vescale_rng
 from torch import Tensor, fx
 
+from vescale_dtensor._errors import CaptureError
+
 _EMPTY: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 _numbers = count()
 
@@ -72,7 +74,11 @@ if not hasattr(torch.ops.vescale_dtensor, "filled"):  # a module may be imported
 
 
 def with_functional_draws(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, Draw]]:
-    """A copy of a program's graph whose fills are operators, and what they draw, by name."""
+    """A copy of a program's graph whose fills are operators, and what they draw, by name.
+
+    Raises:
+        CaptureError: a draw that is no fill.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
@@ -84,6 +90,13 @@ def with_functional_draws(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[
             draw = _draw_of(node, module)
             draws[draw.name] = _draws[draw.name] = draw
             _replace(graph, node, draw.name)
+        elif str(getattr(node.target, "__module__", "")).startswith("vescale_rng"):
+            # Traced through, it would leave the stream where this call left it.
+            raise CaptureError(
+                f"joint: {node.meta.get('op')} at {node.meta.get('line')} draws in a way that a "
+                "graph has no operator for (on an accelerator, or values that decide how many "
+                "numbers are drawn). Draw outside of the step, on CPU"
+            )
     graph.lint()
     return fx.GraphModule(module, graph, "Program"), draws
 

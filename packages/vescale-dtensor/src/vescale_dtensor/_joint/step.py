@@ -15,6 +15,7 @@ from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.capture import Captured
 from vescale_dtensor._capture.program import Program
+from vescale_dtensor._capture.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.tracing import Step, Wanted, traced
 from vescale_dtensor._layout.layout import Layout
@@ -150,9 +151,24 @@ def joint(captured: Captured, *args: Any, **kwargs: Any) -> Joint:
     """
     if not isinstance(captured, Captured):
         raise CaptureError(f"joint: it takes what capture() returned, not a {type(captured)}")
-    program, call = _program_for(captured, args, kwargs)
+    for _ in range(_TRIES):
+        program, call = _program_for(captured, args, kwargs)
+        made = _traced(captured, program, call)
+        # Tracing for the first time in a process loads parts of torch, which guards may see.
+        fits = made is not None and program.stands_for(call) is not None
+        if agreed(captured._layouts, fits) and made is not None:
+            return made
+    raise CaptureError(
+        "joint: what the step reads changes whenever it is traced: "
+        f"{program.why_not(call) or 'on another rank'}"
+    )
+
+
+def _traced(captured: Captured, program: Program, call: KeyedCall) -> Joint | None:
+    """The joint graph of a program; None where that does not stand for the call any more."""
     locals_ = program.stands_for(call)
-    assert locals_ is not None
+    if locals_ is None:
+        return None
     names = _names(captured.function, program)
     arguments = program.arguments(call.flat, locals_)
     leaves, wanted = _wanted(program, arguments, names)
@@ -169,9 +185,13 @@ def _program_for(
 ) -> tuple[Program, KeyedCall]:
     for _ in range(_TRIES):
         call = KeyedCall(args, kwargs)
-        for program in captured.programs:
-            if program.key == call.key and program.stands_for(call) is not None:
-                return program, call
+        fitting = (one for one in captured.programs if one.key == call.key)
+        program = next((one for one in fitting if one.stands_for(call) is not None), None)
+        # Ranks may differ in when they record, and a call communicates: all call, or none does. The
+        # first call is made by all, which tells the meshes that have to agree.
+        meshes = captured._layouts
+        if meshes is not None and agreed(meshes, program is not None) and program is not None:
+            return program, call
         captured(*args, **kwargs)
     why = captured.refusal or "each call of it was run, and none could be kept"
     raise CaptureError(f"joint: the step is not recorded: {why}")

@@ -20,6 +20,8 @@ from vescale_parallel._memory.program import Operation, Program, Storage, progra
 
 _PURE: Final = ("torch", "_operator", "operator", "math", "builtins")
 _COLLECTIVES: Final = ("c10d", "_dtensor", "vescale_comm")
+_functional: Any = torch.ops._c10d_functional
+_COPIED: Final = (_functional.all_reduce.default, _functional.broadcast.default)
 
 
 @dataclass(frozen=True)
@@ -338,13 +340,18 @@ class _Reader:
         return tuple(found)
 
     def _until_waited(self) -> None:
-        """What a collective reads lives until somebody has waited for the collective."""
+        """What a collective reads lives until somebody has waited for the collective.
+
+        Not what is copied before anything is sent: an all-reduce works on a copy that it makes.
+        """
         seen = [self.ran.seen[node] for node in self.nodes]
         for at, node in enumerate(self.nodes):
             if "wait_tensor" not in str(node.target):
                 continue
             for given in node.all_input_nodes:
                 start = self.step.get(given)
+                if given.target in _COPIED:
+                    continue
                 if start is not None and seen[start].communicates:
                     for key in seen[start].touched:
                         self.users[key].add(at)
