@@ -48,6 +48,22 @@ def in_an_op(model: Decoder) -> None:
     loss.backward()
 
 
+def before_what_is_packed_is_reduced(model: Decoder) -> None:
+    def hook(module: Any, *_: Any) -> None:
+        packs = module.down.weight._local_tensor.grad_fn
+        (reduces,) = [node for node, _ in packs.next_functions if node is not None]
+        reduces.register_prehook(raise_now)
+
+    handle = model.blocks[1].mlp.register_forward_hook(hook)
+    loss = loss_of(model)
+    handle.remove()
+    try:
+        loss.backward()
+    finally:
+        buffers = [one for unit in schedule_of(model).units for one in unit.buffers]
+        assert all(one.unreduced is None for one in buffers)
+
+
 class Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +119,7 @@ PLACES = [
     in_hook_of_an_output,
     in_hook_of_a_parameter,
     in_an_op,
+    before_what_is_packed_is_reduced,
     of_a_written_parameter,
     in_a_recomputation,
     in_the_forward,

@@ -5,7 +5,7 @@
 - `units`: which modules are gathered as one, from names alone. Pure.
 - `precision`: the dtypes that a plan says; `dtypes`: those of each parameter. Pure.
 - `flat_buffer`: one flat buffer in memory: this rank's shard, all gathered values, the gradients.
-- `gather`: the one autograd.Function; `unit`: the buffers of a module, and whether its modules
+- `gather`: the two nodes of autograd; `unit`: the buffers of a module, and whether its modules
   hold stored or gathered parameters at the moment.
 - `addresses`: whose view a tensor is, by its address.
 - `saved`: what autograd saves of gathered parameters is a note where to find it again.

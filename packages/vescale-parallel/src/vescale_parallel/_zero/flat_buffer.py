@@ -36,7 +36,8 @@ class FlatBuffer:
         told: who is told of gathers and reductions.
         shard: this rank's elements.
         full: all ranks' elements, while they are gathered.
-        unreduced: gradients that `no_sync` has kept on this rank, as large as `full`.
+        unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
+        reduced_next: whether the backward that packed them reduces them; else `no_sync` keeps them.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class FlatBuffer:
         self.ranges = row.plan.ranges(group.rank)
         self.full: Tensor | None = None
         self.unreduced: Tensor | None = None
+        self.reduced_next = False
         self.arrived: set[int] = set()
         self._pending: Any = None
         self._gathered_at: tuple[int, ...] | None = None
@@ -176,8 +178,10 @@ class FlatBuffer:
         """Return the slot in which an element of `full` is."""
         return max(bisect_right(self._starts, offset) - 1, 0)
 
-    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+    def add_gradients(self, gradients: Sequence[Tensor | None], *, reduced_next: bool) -> None:
         """Add this rank's contributions to those that are not reduced yet. No communication."""
+        if self.unreduced is None:
+            self.reduced_next = reduced_next
         with torch.no_grad():
             if self.unreduced is None and self._pack_at_once(gradients):
                 return
@@ -226,10 +230,15 @@ class FlatBuffer:
             self._packed = packed
         return packed
 
+    def drop_unreduced(self) -> None:
+        """Drop what a backward has packed that raised before it was reduced."""
+        if self.reduced_next:
+            self.unreduced, self.arrived, self.reduced_next = None, set(), False
+
     def reduced(self) -> list[Tensor | None]:
         """Return the totals of all contributions' shards; None for what got none. Collective."""
         packed, arrived = self.unreduced, self.arrived
-        self.unreduced, self.arrived = None, set()
+        self.unreduced, self.arrived, self.reduced_next = None, set(), False
         if packed is None:
             return [None] * len(self.parameters)
         self.told.record(self._events["reduces"])

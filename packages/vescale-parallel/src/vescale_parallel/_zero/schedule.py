@@ -241,6 +241,8 @@ class Schedule:
             # Not what runs: a forward may take gradients itself.
             if not unit.depth:
                 unit.swap_out()
+            for buffer in unit.buffers:
+                buffer.drop_unreduced()
         self._release_all()
 
     def _gather(self, unit: Unit) -> None:

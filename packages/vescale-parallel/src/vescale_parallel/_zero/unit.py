@@ -152,24 +152,32 @@ class Unit:
         """The gathered values, an alias for each kind of use, and which get no gradient."""
         return self._gathering.aliases(self.views()), self._gathering.frozen()
 
-    def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of what is stored, from what arrived at aliases. Collective, if it syncs."""
+    def pack(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Pack what arrived at aliases into the buffers; returns what belongs into none."""
         gradients = self._gathering.contributions(gradients)
         # Before memory is taken to pack gradients: the gathered values have served.
         self.before_reduce(self)
         if self.collect is not None:
             self.collect(self, gradients)
+            return []
+        start = 0
+        for buffer in self.buffers:
+            own = gradients[start : start + len(buffer.parameters)]
+            start += len(own)
+            if any([one is not None for one in own]):
+                buffer.add_gradients(own, reduced_next=self.syncs)
+        return list(gradients[start:])
+
+    def reduce(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of what is stored, from what was packed. Collective, if it syncs."""
+        if self.collect is not None:
             return [None] * len(self.held)
         found: list[Tensor | None] = []
         for buffer in self.buffers:
-            own = gradients[len(found) : len(found) + len(buffer.parameters)]
-            if any(one is not None for one in own):
-                buffer.add_gradients(own)
             # Not reduced: the gradients of the stored parameters stay as they are for now.
-            reduced = buffer.reduced() if self.syncs else [None] * len(own)
-            found += reduced
-        kept = zip(self.held[len(found) :], gradients[len(found) :], strict=True)
-        return found + [None if g is None else g.to(one.stored.dtype) for one, g in kept]
+            found += buffer.reduced() if self.syncs else [None] * len(buffer.parameters)
+        pairs = zip(self.held[len(found) :], kept, strict=True)
+        return found + [None if g is None else g.to(one.stored.dtype) for one, g in pairs]
 
     def flush(self) -> None:
         """Reduce what `no_sync` has kept, and accumulate it. Collective."""
