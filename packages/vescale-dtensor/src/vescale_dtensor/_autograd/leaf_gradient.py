@@ -91,8 +91,7 @@ class LeafGradient:
             cotangent in backward.
         wrapper: the DTensor last returned for `.grad`. It refers back weakly (`_grad_of`), so that
             no cycle keeps the gradient's memory alive.
-        views: living views of the gradient, None if there was none; they get a new layout whenever
-            `wrapper` does.
+        views: living views of the gradient, if any; they get a new layout whenever `wrapper` does.
         described: the `.grad` whose memory `wrapper` and `views` have. Torch may replace `.grad`
             unseen (`create_graph=True`): then they are tensors like any others.
         copied: whether a view of `.grad` had to be a copy. While it lives, nothing is added.
@@ -481,9 +480,8 @@ class GradientReducer:
         Raises:
             DTensorError: the callback returned another number of totals than it got gradients.
         """
-        # Which gradients are pending follows from the program (which parameters were used, and
-        # how), not from local data, so the callback gets the same list on every rank.
-        # Most are complete, and asked without a call.
+        # Which gradients are pending follows from the program, not from local data, so the callback
+        # gets the same list on every rank. Most are complete, and asked without a call.
         open_ = [leaf for leaf in self._leaves if leaf.partial and not leaf.is_reduced]
         found = [(leaf, leaf.pending()) for leaf in open_]
         unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]

@@ -40,8 +40,8 @@ from vescale_dtensor._capture.unsupported import (
     READERS,
     UNGUARDED,
     called_by_us,
-    called_to_print,
     check_recordable,
+    check_text,
     name_of,
     refused,
     user_line,
@@ -229,11 +229,7 @@ class Recorder(TorchFunctionMode):
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := done.run(func, *args, **kwargs), Tensor):
             return self._python_value(func, name, value)
-        if name == "__repr__" and not (self._watch.printing or called_to_print()):
-            raise refused(
-                "the text of a tensor has its values in it, where a replay would go on with old "
-                "ones. Keep to tensors, print() or log the tensor itself, or do it outside"
-            )
+        check_text(name, self._watch.printing > 0)
         given = tensors_within((args, kwargs))
         constant = self._constants.holds(given)
         # The value follows from Python values that are guarded, so every replay would read the

@@ -119,6 +119,23 @@ def called_to_print() -> bool:
     return frame is not None and str(frame.f_globals.get("__name__")).startswith("logging")
 
 
+def check_text(name: str, printing: bool) -> None:
+    """Refuse the text of a tensor, but for what is printed.
+
+    Args:
+        name: of the function that is called.
+        printing: whether `print` is known to run.
+
+    Raises:
+        CaptureError: the call makes a text of values, where a replay would go on with old ones.
+    """
+    if name == "__repr__" and not (printing or called_to_print()):
+        raise refused(
+            "the text of a tensor has its values in it, where a replay would go on with old "
+            "ones. Keep to tensors, print() or log the tensor itself, or do it outside"
+        )
+
+
 def refused(why: str) -> CaptureError:
     """The error for what cannot be recorded, with the line of user code."""
     return CaptureError(f"capture: {why}\n  at {user_line()}")
