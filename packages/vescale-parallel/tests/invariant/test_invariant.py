@@ -142,5 +142,9 @@ def test_evaluation_is_whole():
         torch.manual_seed(0)
         assert torch.equal(whole(found), Decoder(**OPTIONS).eval()(*batch(0)).detach())
         assert digest(model)
+        with torch.no_grad():
+            shards = forward_backward(model, *batch(0))
+        torch.testing.assert_close(shards, whole(found))
+        assert all(one.grad is None for one in model.parameters())
 
     simulate(2)(evaluate)

@@ -107,6 +107,12 @@ def other_batches(rank: int) -> None:
     forward_backward(build({"dp": 2}), *batch(rank))
 
 
+def other_rows(rank: int) -> None:
+    model = build({"dp": 2})
+    for step in range(3):  # the first two are compared as a whole
+        forward_backward(model, *batch(step, 11 + rank * (step == 2)))
+
+
 def own_backward(rank: int) -> None:
     build({"dp": 2}, 3)(*batch(0)).backward()
 
@@ -136,6 +142,7 @@ def static(rank: int) -> None:
         (counting, ParallelError, "forward has written to buffers: 'seen'"),
         (other_seeds, DisagreementError, "different seeds for the logical shards"),
         (other_batches, DisagreementError, "forward_backward differ between ranks"),
+        (other_rows, DisagreementError, "different numbers of rows"),
         (own_backward, ParallelError, "trained by forward_backward"),
         (evaluated_backward, ParallelError, "a backward outside of forward_backward"),
         (hooked, ParallelError, "parameters have hooks: 'embed.weight'"),

@@ -20,6 +20,8 @@ def test_a_plain_model_runs_once_on_the_whole_batch():
     expected.backward()
     assert torch.equal(loss, expected.detach())
     assert torch.equal(found, model.weight.grad)
+    with torch.no_grad():
+        assert torch.equal(forward_backward(model, x, loss=(nn.functional.mse_loss, y)), loss)
 
 
 def test_parts_are_views_of_the_rows():

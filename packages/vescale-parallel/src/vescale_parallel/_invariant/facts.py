@@ -1,7 +1,7 @@
 """What ranks tell each other before they exchange sums: one collective of a few bytes.
 
-Losses of the shards, which parameters have a gradient anywhere, a digest of the seeds, and whether
-all is well: a rank that found a problem takes part first, and then all raise.
+Losses of the shards, which parameters have a gradient anywhere, a digest of seeds and rows, and
+whether all is well: a rank that found a problem takes part first, and then all raise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Told:
 def tell(
     losses: Mapping[int, float],
     arrived: Sequence[bool],
-    seeds: Sequence[int],
+    alike: Sequence[int],
     problem: str,
     spans: Sequence[Span],
     group: Group | None,
@@ -49,7 +49,7 @@ def tell(
     Args:
         losses: of this rank's shards.
         arrived: whether this rank has a gradient, for each parameter.
-        seeds: of all shards: every rank has drawn the same.
+        alike: seeds and rows of all shards: every rank has the same.
         problem: what is wrong here; empty if nothing is.
         spans: the shards of each rank.
         group: the ranks that share the batch; None: this one alone.
@@ -57,11 +57,11 @@ def tell(
 
     Raises:
         ParallelError: on every rank: some rank has a problem.
-        DisagreementError: on every rank: generators have drawn different seeds.
+        DisagreementError: on every rank: ranks have drawn different seeds, or cut other rows.
     """
     own = spans[group.rank if group else 0]
     room = max(high - low for low, high in spans)
-    rows = _gathered(_row(losses, arrived, seeds, problem, own, room), group, device_type)
+    rows = _gathered(_row(losses, arrived, alike, problem, own, room), group, device_type)
     ranks = group.ranks if group else (0,)
     troubled = [rank for rank, row in zip(ranks, rows, strict=True) if row[0]]
     if troubled:
@@ -70,9 +70,10 @@ def tell(
         )
     if len({row[1] for row in rows}) > 1:
         raise DisagreementError(
-            "ranks have drawn different seeds for the logical shards: their random generators "
-            "differ. Call torch.manual_seed with the same seed on every rank before the step, and "
-            "draw the same numbers on every rank."
+            "ranks have drawn different seeds for the logical shards, as their random generators "
+            "differ, or have cut different numbers of rows. Call torch.manual_seed with the same "
+            "seed on every rank before the step, draw the same numbers on every rank, and pass "
+            "the whole batch on every rank."
         )
     found = {}
     for (low, high), row in zip(spans, rows, strict=True):
@@ -86,7 +87,7 @@ def tell(
 def _row(
     losses: Mapping[int, float],
     arrived: Sequence[bool],
-    seeds: Sequence[int],
+    alike: Sequence[int],
     problem: str,
     own: Span,
     room: int,
@@ -96,7 +97,7 @@ def _row(
     words = [0] * -(-len(arrived) // _BITS)
     for at, has in enumerate(arrived):
         words[at // _BITS] |= has << at % _BITS
-    digest = zlib.crc32(repr(list(seeds)).encode())
+    digest = zlib.crc32(repr(list(alike)).encode())
     return [int(bool(problem)), digest, *bits, *[0] * (room - len(bits)), *words]
 
 

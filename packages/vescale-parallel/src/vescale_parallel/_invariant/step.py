@@ -81,7 +81,7 @@ class InvariantStep:
         seeds = torch.randint(2**62, (self.row.shards,)).tolist()
         with self.collected.all_shards(), self._run_alone():
             losses, dtype = self._run(part.cut(self._dim_of, sizes), sizes, seeds)
-            told = self._tell(losses, seeds)
+            told = self._tell(losses, [*seeds, *sizes])
             summed = self._summed(told, sizes)
         self._deliver(told, summed)
         leaves = {
@@ -124,14 +124,15 @@ class InvariantStep:
 
     def _run_one(self, part: Part, weight: float) -> Tensor:
         loss = loss_of(part, self.model(*part.args, **part.kwargs))
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
         value = loss.detach()
         whole: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
         return whole
 
-    def _tell(self, losses: dict[int, float], seeds: Sequence[int]) -> Told:
+    def _tell(self, losses: dict[int, float], alike: Sequence[int]) -> Told:
         arrived, problem = self.collected.arrived, self.collected.problem()
-        return tell(losses, arrived, seeds, problem, self.spans, self.group, self.mesh.device_type)
+        return tell(losses, arrived, alike, problem, self.spans, self.group, self.mesh.device_type)
 
     def _summed(self, told: Told, sizes: Sequence[int]) -> list[Tensor | None]:
         """Return for each destination the sum over all shards; None where nothing arrived."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from vescale_comm import CommError
 
+from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import TensorSpec
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_into
@@ -129,6 +130,14 @@ class Runner:
         found = running.run(here.part)
         loss = None
         if found is not None:
+            # The last stage has run all of the model: blocks are looked at one by one, and this is
+            # what the model draws between them.
+            if self._scene.streams.here() != here.end:
+                raise PipelineError(
+                    "the model draws other random numbers outside of its blocks than it did for a "
+                    "batch of this shape before, so that other stages cannot know where theirs "
+                    "lie. How much it draws may change with train mode only."
+                )
             loss = found * here.weight
             value = loss.detach()
             self.loss = value if self.loss is None else self.loss + value
@@ -151,7 +160,12 @@ class Runner:
             assert kept.loss is not None
             wanted, gradients = [kept.loss], [None]  # type: ignore[list-item]
         # What is computed again in backward looks for its parameters in the modules.
-        pairs = [(one, g) for one, g in zip(wanted, gradients, strict=True) if one.requires_grad]
+        # A loss without a history is torch's error, as on one device.
+        pairs = [
+            (one, g)
+            for one, g in zip(wanted, gradients, strict=True)
+            if one.requires_grad or needs is None
+        ]
         if pairs:
             with self._scene.held:
                 torch.autograd.backward([one for one, _ in pairs], [g for _, g in pairs])

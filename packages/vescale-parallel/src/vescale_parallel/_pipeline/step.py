@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import checksum, require_same
+from vescale_parallel._common.agreement import Facts, checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._errors import PipelineError
@@ -78,7 +79,8 @@ class MicrobatchStep:
             keeps = isinstance(zero, Zero) and at + 1 < len(parts)
             with zero.no_sync() if keeps else nullcontext():  # type: ignore[union-attr]
                 found = loss_of(one, self._model(*one.args, **one.kwargs)) * weight
-                if found.requires_grad:
+                # A loss without a history is torch's error, as on one device.
+                if torch.is_grad_enabled():
                     found.backward()  # type: ignore[no-untyped-call]
             value = found.detach()
             total = value if total is None else total + value
@@ -115,13 +117,15 @@ class StagedStep:
         scene = self._scene
         start = scene.streams.here()
         modes = _modes_of(scene.model, self._mesh.device_type)
-        self._agree(part, modes)
+        self._agree(part, modes, start)
         # From here on all ranks decide alike: what they decide by has been compared.
         parts = divided(part, scene.split.schedule.microbatches, self._dim)
         keys = [(*_shapes_of(one), modes) for one, _ in parts]
         if not self._kinds.keys() >= set(keys):
             failure = self._rehearse(parts, keys)
             self._require_success(failure, start)
+            # Only now it is known whether such a batch draws anything.
+            self._compare({"setting": self._drawn_from(start)})
         microbatches = self._placed(parts, keys)
         schedule = scene.split.schedule
         if not torch.is_grad_enabled():
@@ -148,24 +152,34 @@ class StagedStep:
             self._scene.streams.seek(start)
             raise
 
-    def _agree(self, part: Part, modes: object) -> None:
+    def _agree(self, part: Part, modes: object, start: Place) -> None:
         """Refuse calls that differ between ranks: they would wait for each other. Collective."""
-        shapes, plain = _shapes_of(part)
-        found = {path: f"{shape} {dtype}" for path, shape, dtype in shapes}
+        found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in _tensors_of(part).items()}
         digest = f"digest {zlib.crc32(repr(modes).encode()):08x}"
         facts = {
             "tensor": found,
             "value of": self._values_of(part),
-            "argument": {name: repr(value) for name, value in plain},
+            "argument": {name: repr(value) for name, value in _plain_of(part).items()},
             "setting": {
                 "train mode, requires_grad, autocast": digest,
                 "gradients": str(torch.is_grad_enabled()),
                 "calls before": str(self._calls),
+                **self._drawn_from(start),
             },
         }
+        self._compare(facts)
+        self._calls += 1
+
+    def _compare(self, facts: Facts) -> None:
         advice = dict.fromkeys(facts, _ADVICE)
         require_same(facts, peers=mesh_ranks(self._mesh), head=_HEAD, advice=advice)
-        self._calls += 1
+
+    def _drawn_from(self, start: Place) -> dict[str, str]:
+        """Where the streams stand, if they are drawn from: each stage draws from its own."""
+        if not any(any(kind.total) for kind in self._kinds.values()):
+            return {}
+        digest = f"digest {zlib.crc32(repr(start).encode()):08x}"
+        return {"state of the random generators (torch.manual_seed)": digest}
 
     def _values_of(self, part: Part) -> dict[str, str]:
         if self._calls >= _CHECKED:
@@ -204,11 +218,34 @@ def _tensors_of(part: Part) -> dict[str, Tensor]:
     }
 
 
+def _plain_of(part: Part) -> dict[str, bool | int | float | str]:
+    """Plain values among the arguments, by their paths."""
+    found: dict[str, bool | int | float | str] = {}
+
+    def look(value: Any, path: str) -> None:
+        if isinstance(value, bool | int | float | str):
+            found[path] = value
+        elif isinstance(value, Mapping):
+            for key, one in value.items():
+                look(one, f"{path}[{key!r}]")
+        elif isinstance(value, tuple | list):
+            for at, one in enumerate(value):
+                look(one, f"{path}[{at}]")
+
+    look(part.args, "args")
+    look(part.kwargs, "kwargs")
+    look(part.targets, "loss")
+    return found
+
+
 def _shapes_of(part: Part) -> tuple[Any, Any]:
-    """Shapes and dtypes of tensors by their paths, and simple keyword arguments."""
-    found = _tensors_of(part)
-    shapes = tuple((path, tuple(one.shape), one.dtype) for path, one in found.items())
-    plain = tuple((k, v) for k, v in part.kwargs.items() if isinstance(v, bool | int | str))
+    """What decides what stages exchange: tensors but for their values, and plain arguments."""
+    shapes = tuple(
+        (path, tuple(one.shape), one.dtype, one.requires_grad)
+        for path, one in _tensors_of(part).items()
+    )
+    # Numbers that are scales change from step to step, and choose no branch.
+    plain = tuple((k, v) for k, v in _plain_of(part).items() if not isinstance(v, float))
     return shapes, plain
 
 
@@ -216,4 +253,6 @@ def _modes_of(model: nn.Module, device: str) -> tuple[object, ...]:
     """What decides beside shapes what a model draws, in which dtypes, and where gradients go."""
     trained = tuple(one.requires_grad for one in model.parameters())
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return tuple(module.training for module in model.modules()), trained, cast
+    # A rehearsal under inference_mode sees nothing that needs a gradient.
+    inference = torch.is_inference_mode_enabled()
+    return tuple(module.training for module in model.modules()), trained, cast, inference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from vescale_parallel._step.parts import Part, loss_of
@@ -29,7 +30,11 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
 
     The loss of the batch is the mean of the losses of its parts, weighted by their rows: what one
     device gets that accumulates over the same parts. Gradients are added to `.grad`, reduced once;
-    the optimizer's step is the caller's.
+    the optimizer's step is the caller's. Under `torch.no_grad()` only the forward runs.
+
+    Parts count by rows. The mean over tokens that are not ignored (-100) is taken within each part,
+    so where parts have unequal numbers of them it is not the mean of the whole batch, as it is not
+    on one device that accumulates.
 
     Args:
         model: what `parallelize` returned; any other model runs once, on the whole batch.
@@ -37,7 +42,9 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
         loss: what makes a scalar of the model's output. None: the output is the loss, or has it as
             `.loss` or `["loss"]`, as models of Hugging Face have. A function: `loss(output)`. A
             tuple of a function and more arguments, cut as the batch is: `(function, targets)` is
-            `function(output, targets)`.
+            `function(output, targets)`. It is a mean over rows or tokens, not a sum. With stages
+            it is called on the last one only: what it changes outside, other ranks do not see; a
+            `GradScaler` is started on every rank by `scaler.scale(torch.zeros(()))`.
         **kwargs: of the model.
 
     Returns:
@@ -51,5 +58,6 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
     if isinstance(step, Step):
         return step.forward_backward(part)
     found = loss_of(part, model(*part.args, **part.kwargs))
-    found.backward()  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        found.backward()  # type: ignore[no-untyped-call]
     return found.detach()

@@ -51,8 +51,16 @@ class Part:
             dim_of: the dim of a tensor that holds the batch; None where it has none.
 
         Raises:
-            ParallelError: tensors have different numbers of rows, or none has any.
+            ParallelError: tensors have different numbers of rows, or none has any; or losses of
+                the parts would not be means.
         """
+        if self.kwargs.get("num_items_in_batch") is not None:
+            raise ParallelError(
+                "forward_backward(num_items_in_batch=...): with it models of Hugging Face divide "
+                "the loss of each part by the items of the whole batch, and the parts' losses, "
+                "which are counted by rows here, would be too small. Leave it out; tokens that "
+                "are ignored then count within their part."
+            )
         named = {
             **named_tensors_within(self.args, "args"),
             **named_tensors_within(self.kwargs, "kwargs"),

@@ -1,0 +1,120 @@
+"""What changes between calls of `forward_backward`, or differs between ranks, is never silent."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vescale_comm import simulate
+from vescale_parallel import ParallelError, PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+from zero_models import PARAMETERS, Decoder, whole
+
+
+def make() -> nn.Module:
+    torch.manual_seed(3)
+    return Decoder(blocks=2)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def staged() -> Plan:
+    return Plan(parameters=PARAMETERS, pipeline={"microbatches": 2})
+
+
+def build(how: Plan | None = None, **sizes: int) -> nn.Module:
+    model = make()
+    torch.manual_seed(11)
+    return parallelize(model, make_mesh(device_type="cpu", **sizes), how or staged())
+
+
+def evaluated_first(rank: int, world_size: int) -> None:
+    """In the same modes as the training: what was learned from it must not say what needs grads."""
+    model, plain = build(pp=2), make()
+    with torch.inference_mode():
+        forward_backward(model, *batch(0))
+    for seed in range(2):  # accumulated
+        torch.manual_seed(seed)
+        for tokens, targets in zip(*(one.split(2) for one in batch(seed)), strict=True):
+            (plain(tokens, targets) / 2).backward()
+        torch.manual_seed(seed)
+        forward_backward(model, *batch(seed))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_training_after_an_evaluation_in_inference_mode():
+    simulate(2)(evaluated_first)
+
+
+def differing(rank: int, world_size: int) -> None:
+    model = build(pp=2)
+    forward = model.forward
+    model.forward = lambda tokens, targets, flag=None, scale=1.0: forward(tokens, targets) * scale
+    by_position: tuple[Any, ...] = (bool(rank),)
+    for more, words in ((by_position, {}), ((), {"scale": 1.0 + rank})):
+        with pytest.raises(ParallelError, match=r"argument .*on rank 0; .*on rank 1"):
+            forward_backward(model, *batch(0), *more, **words)
+    forward_backward(model, *batch(0))
+    torch.rand(1 + rank)
+    with pytest.raises(ParallelError, match="state of the random generators"):
+        forward_backward(model, *batch(0))
+
+
+def test_what_ranks_pass_is_compared():
+    simulate(2)(differing)
+
+
+def without_history(rank: int, world_size: int, how: Plan | None, axis: str) -> None:
+    model = build(how, **{axis: world_size})
+    with pytest.raises((RuntimeError, PipelineError), match="does not require grad"):
+        forward_backward(model, *batch(0), loss=lambda found: found.detach())
+
+
+def test_a_loss_without_a_history_is_torchs_error():
+    simulate(2)(without_history, None, "pp")
+    simulate(1)(without_history, Plan(microbatches=4), "dp")
+
+
+class Drawing(nn.Module):
+    """Draws between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.p = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(nn.functional.dropout(x, self.p))
+        return x.square().mean()
+
+
+def drawn_anew(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    model = Drawing()
+    how = Plan(pipeline={"microbatches": 2, "stages": "blocks.*"})
+    parallelize(model, make_mesh(device_type="cpu", pp=2), how)
+    x = torch.ones(4, 4)
+    forward_backward(model, x)
+    model.p = 0.0
+    with pytest.raises(PipelineError, match="outside of its blocks"):
+        forward_backward(model, x)
+    forward_backward(model, x)  # what was learned was forgotten
+
+
+def test_other_draws_between_blocks_are_seen():
+    simulate(2)(drawn_anew)
+
+
+def counted_in_the_batch(rank: int, world_size: int) -> None:
+    model = build(Plan(microbatches=4), dp=1)
+    with pytest.raises(ParallelError, match="num_items_in_batch"):
+        forward_backward(model, *batch(0), num_items_in_batch=3)
+
+
+def test_losses_that_are_no_means_of_their_part_are_refused():
+    simulate(1)(counted_in_the_batch)
