@@ -26,7 +26,8 @@ class Block(nn.Module):
         self.calls += 1
         if self.fails and self.calls == self.when:
             raise ValueError("a block does not like this")
-        return self.layer(x).tanh()
+        self.inner = self.layer(x)
+        return self.inner.tanh()
 
 
 class Model(nn.Module):
@@ -64,6 +65,11 @@ def again(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
     return model.blocks[0](x) if at == 1 else x
 
 
+def leaks(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    # As an auxiliary loss: on this stage that of its own blocks only.
+    return x + model.blocks[at].inner.square().mean() if at == 3 else x
+
+
 def hides(model: Any, at: int, x: Any, first: Tensor) -> Tensor:
     # By methods of Python, which no torch function mode sees.
     if at != 1:
@@ -80,6 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "reads a value": ({"through": reads}, 4, "reads a value that another stage"),
     "uses what is not passed on": ({"through": adds}, 4, "takes values that only other stages"),
     "hides a value": ({"through": hides}, 4, "no numbers"),
+    "uses what a block did not return": ({"through": leaks}, 4, "is not what that returns"),
     "calls a block twice": ({"through": again}, 4, "where 'blocks.2' is due"),
     "too few rows": ({}, 1, "1 rows do not make 2 microbatches"),
 }

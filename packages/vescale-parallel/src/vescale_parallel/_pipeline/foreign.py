@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from vescale_parallel._common.pytree import map_tensors, named_tensors_within
 from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.leaks import Leaks, name_of
 
 _READS: Final = frozenset(
     {
@@ -43,11 +44,12 @@ class Foreign(TorchFunctionMode):
 
     Attributes:
         known: by `id` of a marked tensor, the value that has come since.
+        leaks: what watches values that get out of blocks; None: nobody looks.
     """
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, leaks: Leaks | None = None) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.leaks = stage, leaks
         # The tensors are kept: an `id` names an object only as long as it lives.
         self._marked: dict[int, Tensor] = {}
         self.known: dict[int, Tensor] = {}
@@ -77,6 +79,12 @@ class Foreign(TorchFunctionMode):
     ) -> Any:
         """Run a function; its results are marked where an argument is."""
         kwargs = kwargs or {}
+        result = self._run(func, args, kwargs)
+        if self.leaks is not None:
+            self.leaks.computed(name_of(func), _tensors((args, kwargs)), _tensors(result))
+        return result
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._marked:
             return func(*args, **kwargs)
         if self.known:

@@ -30,6 +30,7 @@ from vescale_parallel._pipeline.described import (
 )
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.held import HeldParameters
+from vescale_parallel._pipeline.leaks import Leaks
 from vescale_parallel._pipeline.split import Split
 from vescale_parallel._pipeline.streams import Streams, Words, after, words_between
 from vescale_parallel._pipeline.text import add_record
@@ -154,8 +155,8 @@ class StageForward:
         self.received: list[Tensor] = []
         self.sent: list[Tensor] = []
         self.measured: dict[tuple[str, int], Call] = {}
-        self.foreign = Foreign(stage)
         self.is_rehearsal = kind.loss is None
+        self.foreign = Foreign(stage, Leaks() if self.is_rehearsal else None)
         self._calls: Counter[str] = Counter()
         self._next_block = 0
         self._places: dict[tuple[str, int], Any] = {}
@@ -209,6 +210,8 @@ class StageForward:
         if not self.scene.is_foreign(name, self.stage):
             self._require_known(name, args, kwargs)
             self._places[key] = self.scene.streams.here()
+            if number is not None and self.foreign.leaks is not None:
+                self.foreign.leaks.inside = name
         return args, kwargs
 
     def _require_order(self, name: str, number: int) -> None:
@@ -267,6 +270,8 @@ class StageForward:
         """A unit of this stage has run."""
         key = (name, self._calls[name] - 1)
         start, end = self._places.pop(key), self.scene.streams.here()
+        if self.foreign.leaks is not None and name == self.foreign.leaks.inside:
+            self.foreign.leaks.returned(named_tensors_within(output).values())
         if self.is_rehearsal:
             words = words_between(start, end, f"'{name}'")
             self.measured[key] = Call(words, None if self._is_last else describe(output))

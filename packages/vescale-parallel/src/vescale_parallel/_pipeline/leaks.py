@@ -1,0 +1,61 @@
+"""Values that get out of a block by another way than its result: other stages would not have them.
+
+Hooks on modules inside of a block, and attributes in which it leaves something, bring values to
+code outside of it, as Hugging Face's models collect the logits of their routers. On a stage that
+stands in for the block nothing of that happens, so a loss of them would be that of some blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from vescale_parallel._errors import PipelineError
+
+
+class Leaks:
+    """Watches one forward of a stage.
+
+    Attributes:
+        inside: the block that runs, if any.
+    """
+
+    def __init__(self) -> None:
+        self.inside: str | None = None
+        # Weak, as memory of activations shall go as it goes without being watched; the object is
+        # compared, as an `id` names another one later.
+        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def returned(self, tensors: Iterable[Tensor]) -> None:
+        """The block has ended, and returns these."""
+        self.inside = None
+        for one in tensors:
+            self._made.pop(id(one), None)
+
+    def computed(self, name: str, given: list[Tensor], found: list[Tensor]) -> None:
+        """A function has made tensors of others.
+
+        Raises:
+            PipelineError: outside of a block, of one that was made in a block and not returned.
+        """
+        new = [one for one in found if not any(one is other for other in given)]
+        if self.inside is not None:
+            self._made |= {id(one): (weakref.ref(one), self.inside) for one in new}
+            return
+        for one in given if new else ():
+            made, block = self._made.get(id(one), (None, ""))
+            if made is not None and made() is one:
+                raise PipelineError(
+                    f"{name}, outside of the blocks, takes a value that was computed in '{block}' "
+                    "and is not what that returns: a hook or an attribute brought it there. Blocks "
+                    "of other stages do not run here, so their part would be missing without a "
+                    "word. Let the block return it, or leave it out (as output_router_logits)."
+                )
+
+
+def name_of(function: Any) -> str:
+    """Return what to call a function in a message."""
+    return str(getattr(function, "__name__", function))
