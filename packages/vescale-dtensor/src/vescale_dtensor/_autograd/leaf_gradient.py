@@ -480,8 +480,7 @@ class GradientReducer:
         Raises:
             DTensorError: the callback returned another number of totals than it got gradients.
         """
-        # Which gradients are pending follows from the program, not from local data, so the callback
-        # gets the same list on every rank. Most are complete, and asked without a call.
+        # Which are pending follows from the program, so every rank has the same list. Most are none.
         open_ = [leaf for leaf in self._leaves if leaf.partial and not leaf.is_reduced]
         found = [(leaf, leaf.pending()) for leaf in open_]
         unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]
