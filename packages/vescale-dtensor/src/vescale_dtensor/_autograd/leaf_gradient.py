@@ -480,7 +480,7 @@ class GradientReducer:
         Raises:
             DTensorError: the callback returned another number of totals than it got gradients.
         """
-        # Which are pending follows from the program, so every rank has the same list. Most are none.
+        # Which are pending follows from the program: the same list on every rank. Most are not.
         open_ = [leaf for leaf in self._leaves if leaf.partial and not leaf.is_reduced]
         found = [(leaf, leaf.pending()) for leaf in open_]
         unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]
