@@ -118,3 +118,16 @@ def counted_in_the_batch(rank: int, world_size: int) -> None:
 
 def test_losses_that_are_no_means_of_their_part_are_refused():
     simulate(1)(counted_in_the_batch)
+
+
+def hooked(rank: int, world_size: int, kind: str) -> None:
+    model = build(pp=2)
+    forward_backward(model, *batch(0))
+    getattr(model.blocks[0].mlp.up.weight, kind)(lambda found: None)
+    with pytest.raises(PipelineError, match="parameters have hooks: 'blocks"):
+        forward_backward(model, *batch(0))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_would_not_be_called_are_refused(kind: str):
+    simulate(2)(hooked, kind)

@@ -10,11 +10,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import DTensor
+from vescale_dtensor import DTensor, local_leaf
 
 from vescale_parallel._common.agreement import Facts, checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.messages import listed
 from vescale_parallel._common.pytree import named_tensors_within
+from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish import finish_gradients, loss_of_all, require_success
 from vescale_parallel._pipeline.messages import Lines
@@ -117,7 +119,14 @@ class StagedStep:
         scene = self._scene
         start = scene.streams.here()
         modes = _modes_of(scene.model, self._mesh.device_type)
-        self._agree(part, modes, start)
+        hooked = _hooked(scene.model)
+        self._agree(part, modes, start, hooked)
+        if hooked:
+            raise PipelineError(
+                f"parameters have hooks: {listed(hooked)}. Gradients of stages are put together at "
+                "the end of a step, where no hook of autograd would be called with them. Look at "
+                ".grad after forward_backward."
+            )
         # From here on all ranks decide alike: what they decide by has been compared.
         parts = divided(part, scene.split.schedule.microbatches, self._dim)
         keys = [(*_shapes_of(one), modes) for one, _ in parts]
@@ -152,7 +161,7 @@ class StagedStep:
             self._scene.streams.seek(start)
             raise
 
-    def _agree(self, part: Part, modes: object, start: Place) -> None:
+    def _agree(self, part: Part, modes: object, start: Place, hooked: list[str]) -> None:
         """Refuse calls that differ between ranks: they would wait for each other. Collective."""
         found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in _tensors_of(part).items()}
         digest = f"digest {zlib.crc32(repr(modes).encode()):08x}"
@@ -163,6 +172,7 @@ class StagedStep:
             "setting": {
                 "train mode, requires_grad, autocast": digest,
                 "gradients": str(torch.is_grad_enabled()),
+                "parameters with hooks": str(hooked),
                 "calls before": str(self._calls),
                 **self._drawn_from(start),
             },
@@ -208,6 +218,12 @@ class StagedStep:
             made.append(Microbatch(one, weight, kind, place, end))
             place = end
         return made
+
+
+def _hooked(model: nn.Module) -> list[str]:
+    """Names of parameters on which somebody has registered hooks."""
+    named = model.named_parameters()
+    return [name for name, one in named if hooks_of(local_leaf(one))]
 
 
 def _tensors_of(part: Part) -> dict[str, Tensor]:
