@@ -131,3 +131,21 @@ def hooked(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_that_would_not_be_called_are_refused(kind: str):
     simulate(2)(hooked, kind)
+
+
+def hooked_sum(rank: int, world_size: int) -> None:
+    model = build(Plan(microbatches=2, zero=3), dp=2)
+    plain = make()
+    for one in (*model.parameters(), *plain.parameters()):
+        one.register_hook(lambda found: found * 2)
+    torch.manual_seed(0)
+    for tokens, targets in zip(*(one.split(2) for one in batch(0)), strict=True):
+        (plain(tokens, targets) / 2).backward()
+    torch.manual_seed(0)
+    forward_backward(model, *batch(0))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_hooks_see_the_sum_of_microbatches_where_shards_are_reduced_once():
+    simulate(2)(hooked_sum)

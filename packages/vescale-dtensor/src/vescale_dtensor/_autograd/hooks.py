@@ -70,7 +70,11 @@ def _on_local(
     # Layout and shape, not the wrapper: autograd would keep it alive, in a cycle.
     layout, shape = tensor._spec.layout, tuple(tensor.shape)
 
-    def called(cotangent: Tensor) -> Tensor | None:
+    def called(cotangent: Tensor | None) -> Tensor | None:
+        # Nothing came: what is accumulated elsewhere, as without a reduction under `no_sync`, comes
+        # with a later backward, as a sum.
+        if cotangent is None:
+            return None
         seen = as_gradient(cotangent, layout, varying(), shape, of_leaf)
         return _hook_result(hook(seen), layout, varying(), of_leaf)
 
