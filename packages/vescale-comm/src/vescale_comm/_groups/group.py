@@ -86,7 +86,10 @@ def as_group(group: GroupLike | str = None) -> Group:
     if isinstance(group, Group):
         return group
     if isinstance(group, str):
-        group = process_group_named(group)
+        try:
+            group = process_group_named(group)
+        except RuntimeError as error:
+            raise _no_group(group) from error
     process_group = default_process_group() if group is None else group
     # What new_group returns to those that are not in it.
     if cast(object, process_group) is dist.GroupMember.NON_GROUP_MEMBER:
@@ -94,14 +97,18 @@ def as_group(group: GroupLike | str = None) -> Group:
             f"rank {dist.get_rank()} is not a member of the group that it was given"
         )
     if not isinstance(process_group, ProcessGroup):
-        raise CommArgumentError(
-            f"not a group: {group!r}. Pass group_of(mesh, axes), a torch ProcessGroup, or None for "
-            "the default one"
-        )
+        raise _no_group(group)
     known = _known.get(process_group)
     if known is None:
         known = _known[process_group] = group_with_axes(process_group, ())
     return known
+
+
+def _no_group(given: object) -> CommArgumentError:
+    return CommArgumentError(
+        f"not a group: {given!r}. Pass group_of(mesh, axes), a torch ProcessGroup or its name, or "
+        "None for the default one"
+    )
 
 
 def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group:
