@@ -196,6 +196,31 @@ def test_a_stream_is_shared_and_resumed(dp: int):
     assert whole == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
+def test_resumed_with_another_size_amid_a_batch():
+    def on_a_rank(rank: int, world_size: int) -> list[Any]:
+        reads = made({"dp": 2}, Rows(9), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], [8]])
+        next(iter(reads))
+        other = made({"dp": 2}, Rows(9), batch_sampler=[[0, 1, 2], [], [3, 4, 5], [6, 7, 8]])
+        other.load_state_dict(reads.state_dict())
+        stream = made({"dp": 2}, Stream(9), 4)
+        next(iter(stream))
+        for options in ({"batch_size": 3}, {"batch_size": 4, "num_workers": 2}):
+            resumed = made({"dp": 2}, Stream(9), **options)
+            resumed.load_state_dict(stream.state_dict())
+            with pytest.raises(PlanError, match="Resume it"):
+                iter(resumed)
+        return [seen(one) for one in other]
+
+    assert simulate(2)(on_a_rank) == [[[4], [6, 7]], [[5], [8]]]
+
+
+def test_strings_of_tuples_in_a_batch_without_rows():
+    def on_a_rank(rank: int, world_size: int) -> list[Any]:
+        return [list(one[1]) for one in made({"dp": 2}, [(0, "a"), (1, "b"), (2, "c")], 2)]
+
+    assert simulate(2)(on_a_rank) == [[["a"], ["c"]], [["b"], []]]
+
+
 def with_workers(rank: int, world_size: int, make: Callable[[], Any]) -> list[Any]:
     torch.manual_seed(1)
     reads = made({"dp": 2}, make(), 4, num_workers=2, shuffle=not isinstance(make(), Stream))
@@ -283,6 +308,7 @@ def test_samplers_that_differ_are_told_at_the_end_of_the_epoch():
         (PLAN, Rows(3), {"sampler": [0], "shuffle": True}, "exclude each other"),
         (PLAN, Stream(3), {"shuffle": True}, "its own order"),
         (PLAN, Rows(3), {"batch_size": None}, "say batch_size or"),
+        (PLAN, Rows(3), {"num_workers": 2, "in_order": False}, "different batches"),
     ],
 )
 def test_what_cannot_be_loaded(plan: Plan, dataset: Any, words: dict[str, Any], message: str):

@@ -175,7 +175,14 @@ def broken(folder: Path) -> dict[str, Any]:
         text = json.dumps(header).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
+    def named_twice() -> None:
+        raw = file.read_bytes()
+        # As long as before: the second of two entries under one name is what JSON finds.
+        assert raw.count(b'"gain": ') == raw.count(b'"cube": ') == 1
+        file.write_bytes(raw.replace(b'"gain": ', b'"cube": '))
+
     return {
+        "instead of": named_twice,
         "neither": file.unlink,
         "ends at byte|end at byte": lambda: file.write_bytes(file.read_bytes()[:-1]),
         "header of": lambda: file.write_bytes(b"\xff" * 20),

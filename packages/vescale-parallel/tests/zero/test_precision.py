@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vescale_comm import trace
+from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, no_sync
@@ -319,3 +319,16 @@ def scaled(rank: int, world_size: int) -> None:
 
 def test_float16_with_a_grad_scaler():
     run(scaled, 4)
+
+
+@pytest.mark.parametrize("words", [{}, {"precision": MIXED}], ids=["double", "cast"])
+def test_a_forward_in_inference_mode_comes_before_training(words: dict[str, Any]):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model = distributed(make(), {"dp": 2}, 2, **words)
+        # What is gathered is made anew then, and kept for the forwards that train.
+        model = model if words else model.double()
+        with torch.inference_mode():
+            model(*batch(0))
+        train(model, 1)
+
+    simulate(2)(on_a_rank)

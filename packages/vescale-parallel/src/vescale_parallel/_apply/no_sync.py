@@ -12,8 +12,9 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
     The first backward afterwards reduces them together with its own, in one reduce-scatter a unit:
     run the last microbatch outside. Until then `.grad` does not hold them, and the step of an
-    optimizer is refused. Parameters that the plan does not shard by `zero` need no such word: their
-    gradients are summed once, when they are first needed.
+    optimizer is refused. `zero_grad` does not find them either: to throw them away, let a backward
+    outside reduce them first, and call `zero_grad` then. Parameters that the plan does not
+    shard by `zero` need no such word: their gradients are summed once, when they are first needed.
 
     Args:
         model: what `parallelize` returned.

@@ -84,6 +84,11 @@ def loader(
             each other.
     """
     _require_meaning(dataset, plan, batch_size, shuffle, sampler, batch_sampler)
+    if not options.get("in_order", True):
+        raise PlanError(
+            "loader: in_order=False passes on what is ready first, and ranks would put together "
+            "rows of different batches. Leave it out."
+        )
     if batch_sampler is not None and drop_last:
         raise PlanError("loader: drop_last is for batch_size; a batch_sampler drops by itself.")
     share, collate = _share(mesh, plan), collate_fn or default_collate
@@ -196,10 +201,16 @@ class Loader:
         }
         if self._rows is None and hasattr(self.inner, "state_dict"):
             state["stream"] = self.inner.state_dict()
+        elif self._rows is None:
+            state["workers"] = self._workers()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there at the next iteration: also on another mesh, or with another size."""
+        """Go on from there at the next iteration: also on another mesh, or with another size.
+
+        A stream of a plain `DataLoader` goes on at the beginning of a batch only, and with as many
+        workers where there are several.
+        """
         self.set_epoch(state["epoch"])
         self._samples, self._began = state["samples"], None
         self._resumes = dict(state)
@@ -210,6 +221,7 @@ class Loader:
         """Pass on the batches of an epoch, or what is left of one that is resumed. Collective.
 
         Raises:
+            PlanError: on every rank: a stream is resumed with other options than it was saved with.
             DisagreementError: on every rank: ranks are at other places, or their generators are in
                 other states; at the end of the epoch: their samplers gave other samples.
         """
@@ -224,6 +236,8 @@ class Loader:
         if resumed is not None and "stream" in resumed and hasattr(self.inner, "load_state_dict"):
             self.inner.load_state_dict(resumed["stream"])
             samples = 0
+        elif samples and resumed is not None and self._rows is None:
+            self._require_workers(resumed)
         batches = self._batches(samples)
         first = next(batches, None)
         if samples and self._generator is None:
@@ -246,8 +260,14 @@ class Loader:
         """Sizes of the global batches, this rank's rows of each, and digests."""
         if self._rows is None:
             for size, batch in self.inner:
-                if skip > 0:
+                if skip and skip >= size:
                     skip -= size
+                elif skip:
+                    raise PlanError(
+                        f"loader: the stream was left {skip} samples into what is now a batch of "
+                        f"{size}, and ranks read parts of whole batches only. Resume it with the "
+                        "batch size with which the state was saved."
+                    )
                 else:
                     yield size, batch, size
             return
@@ -275,6 +295,20 @@ class Loader:
             seen = near if near is not None else self._collate([self.inner.dataset[first]])
             self._form = without_rows(seen)
         return without_rows(self._form)
+
+    def _workers(self) -> list[int]:
+        """Workers and batch size, where the order of a stream depends on them."""
+        workers = getattr(self.inner, "num_workers", 0)
+        return [workers, self.inner.batch_size] if workers > 1 else []
+
+    def _require_workers(self, resumed: dict[str, Any]) -> None:
+        before, now = resumed.get("workers", self._workers()), self._workers()
+        if before != now:
+            raise PlanError(
+                "loader: several workers take turns with the batches of a stream, and this one was "
+                f"left with [workers, batch_size] {before or 'of one worker'}, now "
+                f"{now or 'of one worker'}: other samples would follow. Resume it as it was saved."
+            )
 
     def _begins(self) -> str:
         where = self._began

@@ -82,9 +82,11 @@ class RowsOfBatches(Sampler[list[Any]]):
     def _walk(self, noted: deque[Batch], skip: int) -> Iterator[list[Any]]:
         for one in self.batches:
             samples = list(one)
-            if skip > 0:
+            if skip and skip >= len(samples):
                 skip -= len(samples)
                 continue
+            # Of a batch that was passed on in part, as another size cut them, what is left of it.
+            samples, skip = samples[skip:], 0
             mine = self.share.of(samples)
             first = samples[0] if samples else None
             noted.append(Batch(len(samples), len(mine), first, zlib.crc32(repr(samples).encode())))
@@ -115,6 +117,9 @@ def _emptied(value: Any) -> Any:
     """Lists of strings and the like, which collation leaves as lists of one a sample, without."""
     if isinstance(value, list) and all(isinstance(one, _LEAVES) for one in value):
         return []
+    # Of samples that are tuples, torch collates strings to tuples; numbers it makes tensors.
+    if type(value) is tuple and value and all(isinstance(one, str | bytes) for one in value):
+        return ()
     if isinstance(value, list) or type(value) is tuple:
         return type(value)(_emptied(one) for one in value)
     if isinstance(value, dict):

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -93,7 +93,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             for name, said in header.items()
             if name != "__metadata__"
         }
-        end = max((one.start + one.nbytes for one in found.values()), default=8 + length)
+        end = _end_without_gaps(found.values(), 8 + length)
         if end != size:
             raise ValueError(f"its tensors end at byte {end}, and the file at byte {size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -101,6 +101,16 @@ def read_header(file: Path) -> dict[str, Stored]:
             f"'{file}' is no whole safetensors file: {error}. Copy or download it again."
         ) from error
     return found
+
+
+def _end_without_gaps(tensors: Iterable[Stored], start: int) -> int:
+    """Where the last of the tensors ends; a name that a header has twice leaves a gap as well."""
+    at = start
+    for one in sorted(tensors, key=lambda one: (one.start, one.nbytes)):
+        if one.start != at:
+            raise ValueError(f"tensor '{one.name}' begins at byte {one.start} instead of {at}")
+        at += one.nbytes
+    return at
 
 
 def _stored(file: Path, name: str, said: Any, base: int) -> Stored:

@@ -125,7 +125,9 @@ class FlatBuffer:
         return None if plan.is_even else plan.sizes
 
     def _new_full(self) -> Tensor:
-        return self.shard.new_empty(self.row.plan.total, dtype=self.compute)
+        # What is kept outlives a forward in inference mode, whose tensors no backward may have.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_kept):
+            return self.shard.detach().new_empty(self.row.plan.total, dtype=self.compute)
 
     @property
     def compute(self) -> torch.dtype:
@@ -269,6 +271,11 @@ class FlatBuffer:
         return found
 
     def _allocate(self) -> None:
+        # Also at the first forward after `model.double()`, which may be one in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self._allocate_kept()
+
+    def _allocate_kept(self) -> None:
         first = local_leaf(self.parameters[0])
         self.full = None
         if self.is_kept and self.row.compute == self.row.dtype:
