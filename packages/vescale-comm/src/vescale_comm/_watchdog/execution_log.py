@@ -101,7 +101,8 @@ class ExecutionLog:
         """Add an event, which all ranks of the log add at the same point of the program.
 
         Args:
-            what: what it is, for messages as well: equal on every rank, and equal as text.
+            what: what it is, for messages as well: equal on every rank, and equal as text. It is
+                kept for as long as the process lives, so it refers to no tensor, mesh or group.
             detail: more that is equal on every rank.
             together: whether every rank comes here, whatever this one does from here on. What was
                 never met before, or not after the event before it, is compared before it goes on.

@@ -6,7 +6,6 @@ an input stands for all its aliases, whose cotangents are combined into one comp
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -26,7 +25,9 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.executed import record
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.worlds import cached
 
 
 def cotangent_of(tensor: DTensor, value: Tensor | None) -> Tensor | None:
@@ -80,7 +81,7 @@ def start_of(layout: Layout, local: Tensor) -> Tensor | None:
     return start if factor == 1 else start / factor
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _start_factor(layout: Layout) -> int:
     """Divisor of the start: the cotangent of each local tensor of an average of n is 1/n.
 
@@ -93,6 +94,12 @@ def _start_factor(layout: Layout) -> int:
                 f"backward from a tensor that is {placement}: redistribute it to Replicate() first"
             )
     return average_factor(layout)
+
+
+@cached(1024)
+def _words(spec: Spec) -> str:
+    """What is recorded of a backward. Text, since the log outlives the mesh that a spec holds."""
+    return f"backward from {spec}"
 
 
 def _listed(value: Any) -> list[Any]:
@@ -176,7 +183,7 @@ def _roots(outputs: list[Any], given: list[Any]) -> tuple[list[Tensor], list[Ten
     starts: list[Tensor | None] = []
     for output, start in zip(outputs, given, strict=True):
         if isinstance(output, DTensor):
-            record(output._spec.layout.mesh, ("backward from", output._spec), output._lineage)
+            record(output._spec.layout.mesh, _words(output._spec), output._lineage)
             # An invariant use: the start is complete wherever the output is replicated.
             roots.append(local_for_use(output, 0))
             starts.append(cotangent_of(output, start))

@@ -44,6 +44,7 @@ from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._tensor.value_digest import sampled_digests
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import is_traced, is_transformed
+from vescale_dtensor._torch.worlds import on_world_change
 
 # Elements of a tensor whose values are looked at while it is distributed: of larger ones a digest
 # costs as much as distributing them.
@@ -52,6 +53,7 @@ _MOST_LOOKED_AT = 1 << 22
 # Mesh, placements and local shape, strides and dtype -> the spec of even shards. A hit skips every
 # check of `from_agreed_local`, since their outcomes follow from the key.
 _even_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
+on_world_change(_even_specs.clear)
 
 
 def from_local(

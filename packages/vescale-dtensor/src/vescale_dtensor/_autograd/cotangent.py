@@ -10,7 +10,6 @@ and the axes on which its uses vary. `dual` gives the type of its cotangent; for
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from vescale_dtensor._redistribute.plan import plan_redistribution
 from vescale_dtensor._tensor.observers import notify_redistribution, observers
 from vescale_dtensor._torch.compat import materialized
 from vescale_dtensor._torch.overridable import overridable
+from vescale_dtensor._torch.worlds import cached
 
 
 class GradType(NamedTuple):
@@ -51,7 +51,7 @@ def dual(grad_type: GradType) -> GradType:
     return GradType(cotangent_layout(grad_type.layout, grad_type.varying), grad_type.layout.partial)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def cotangent_layout(layout: Layout, varying: int) -> Layout:
     """Layout of a tensor's cotangent: the typed rule, axis by axis.
 

@@ -30,12 +30,14 @@ from vescale_dtensor._autograd.function_forwards import Forwards, running_forwar
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import apply_code
+from vescale_dtensor._torch.worlds import on_world_change
 
 logger = logging.getLogger("vescale_dtensor")
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _MOST_NOTES = 1000
 _noted: set[tuple[str, tuple[Layout, ...]]] = set()
+on_world_change(_noted.clear)  # layouts hold meshes
 
 
 def note_plain_target(first: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +25,7 @@ from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._tensor.dtensor import DTensor, wrap, wrap_each
+from vescale_dtensor._torch.worlds import cached
 
 
 def local_leaf(parameter: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def _note_partial(parameter: Any) -> None:
 
 
 # Asked for every parameter at every step. A mesh is of one rank, so its part follows from the key.
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _gathered_spec(
     mesh: ById, placements: tuple[object, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Spec, tuple[int, ...]]:
@@ -251,7 +251,7 @@ def _gathered_spec(
     return spec_of(layout, shape, dtype), tuple(local_shape(layout, shape))
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _unsummed(layout: Layout) -> tuple[tuple[int, ...], CotangentReduction]:
     """Masks of the aliases of a gathered tensor, and a backward that leaves their sum partial."""
     return use_masks(layout), CotangentReduction(layout, layout.replicated, layout)

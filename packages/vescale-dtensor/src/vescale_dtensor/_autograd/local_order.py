@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.placements import Shard, Sharded
 from vescale_dtensor._layout.spec import order_of, strides_of
+from vescale_dtensor._torch.worlds import cached
 
 
 def in_memory_order(local: Tensor, order: Order | None) -> Tensor:
@@ -62,7 +61,7 @@ def computed_order(local: Tensor, layout: Layout, shape: Shape) -> Order | None:
     return told_order(local, layout, shape) if _is_even(layout, shape) else None
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _is_even(layout: Layout, shape: Shape) -> bool:
     """Whether all ranks hold the same shape."""
     extents = list(shape)
@@ -75,7 +74,7 @@ def _is_even(layout: Layout, shape: Shape) -> bool:
     return True
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _telling_dims(layout: Layout, shape: Shape) -> tuple[int, ...]:
     """The dims whose place in memory follows from strides on every rank.
 

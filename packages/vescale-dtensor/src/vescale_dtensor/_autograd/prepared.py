@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from vescale_dtensor._autograd.uses import CotangentReduction, average_factor, use_masks
@@ -12,6 +10,7 @@ from vescale_dtensor._layout.layout import Layout, bits
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._redistribute.plan import plan_redistribution
+from vescale_dtensor._torch.worlds import cached
 
 
 class PreparedRedistribution:
@@ -64,7 +63,7 @@ class PreparedRedistribution:
 
 
 # A model has hundreds of pairs of layouts at most; an evicted entry costs one more planning.
-prepared_redistribution = lru_cache(maxsize=8192)(PreparedRedistribution)
+prepared_redistribution = cached(8192)(PreparedRedistribution)
 
 
 def one_mesh(source: Layout, target: Layout) -> bool:

@@ -8,7 +8,6 @@ sum back to the source's layout once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +32,7 @@ from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import notify_redistribution, observers
 from vescale_dtensor._torch.compat import materialized
+from vescale_dtensor._torch.worlds import cached
 
 
 def redistributed(
@@ -129,7 +129,7 @@ def redistribute_to(
     return redistributed(tensor, target, None if wire == tensor.dtype else wire)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _target(mesh: ById, placements: tuple[object, ...], ndim: int) -> Layout:
     return Layout.of(mesh.mesh, normalized(placements, ndim))
 

@@ -14,7 +14,6 @@ context holds layouts and never the wrapper, so that no cycle keeps memory alive
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -33,6 +32,7 @@ from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import applied
 from vescale_dtensor._torch.overridable import overridable
+from vescale_dtensor._torch.worlds import cached
 
 # The aliases are one per subset of the replicated axes, 2**n in all. Beyond this n, a use that
 # varies on further axes gets a node of its own, which costs one more collective in backward.
@@ -244,7 +244,7 @@ def fork_local(local: Tensor, layout: Layout, shape: Any, mask: int) -> UseAlias
     return UseAliases(local, dict(zip(masks, outputs, strict=True)))
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _fork_of(layout: Layout, mask: int) -> tuple[tuple[int, ...], CotangentReduction]:
     """Masks of the aliases of a tensor in this layout, and the backward of their node."""
     # Not the empty mask: an invariant use takes the local tensor itself, without a node.

@@ -31,12 +31,14 @@ from vescale_dtensor._planning.plan import function_name, mesh_of
 from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
+from vescale_dtensor._torch.worlds import on_world_change
 
 logger = logging.getLogger("vescale_dtensor")
 
 # Function names and operand layouts that were logged, and their bound: beyond it none is.
 _MOST_NOTES = 1000
 _noted: set[tuple[str, tuple[object, ...]]] = set()
+on_world_change(_noted.clear)  # layouts hold meshes
 
 
 def fallback(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -138,11 +138,12 @@ def _is_unread(operand: Tensor, call: OpCall) -> bool:
 def _comparison_key(operand: Tensor, call: OpCall) -> Hashable:
     """The kind of a call, by which executions are counted. Equal on every rank.
 
-    So it holds no extents: those of a batch that was not wrapped may differ over ranks.
+    So it holds no extents: those of a batch that was not wrapped may differ over ranks. Layouts are
+    in it as text: counts are kept for as long as their mesh lives, and a layout holds its mesh.
     """
     place = next(i for i, other in enumerate(call.operands) if other is operand)
     kinds = [
-        other._spec.layout if isinstance(other, DTensor) else (other.ndim, other.dtype)
+        repr(other._spec.layout) if isinstance(other, DTensor) else (other.ndim, other.dtype)
         for other in call.operands
     ]
     return (call.func, place, *kinds)

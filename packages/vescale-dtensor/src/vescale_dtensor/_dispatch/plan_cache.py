@@ -21,6 +21,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, Rule, build
 from vescale_dtensor._torch.bounded_cache import BoundedCache
+from vescale_dtensor._torch.worlds import on_world_change
 
 
 class _Other(Enum):
@@ -40,6 +41,7 @@ _write_layouts: BoundedCache[tuple[Key, SizeRatios], Layout | None] = BoundedCac
 
 for _cache in (_plans, _plans_by_size, _by_shape_class, _write_layouts):
     on_change(_cache.clear)
+    on_world_change(_cache.clear)  # layouts, in keys and plans, hold meshes
 
 
 def plan_for(call: OpCall, rule: Rule) -> OpPlan | None:

@@ -15,6 +15,7 @@ from vescale_dtensor._dispatch.plain_operands import on_reset
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._torch.bounded_cache import BoundedCache
+from vescale_dtensor._torch.worlds import on_world_change
 
 CompiledCall = Callable[..., Any]
 Key = tuple[Any, ...]
@@ -59,6 +60,7 @@ list_cache: BoundedCache[Key, ListResult] = BoundedCache(4096)
 for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, binary_cache, list_cache):
     on_change(_cache.clear)  # every entry followed from a rule
     on_reset(_cache.clear)  # a compiled call skips the comparison of plain operands
+    on_world_change(_cache.clear)  # specs, in keys and calls, hold meshes
 
 
 def compiled_call_count() -> int:

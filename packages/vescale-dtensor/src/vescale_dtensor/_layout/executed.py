@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import ExecutionLog, execution_log
 
 from vescale_dtensor._torch.compat import no_torch_function
+from vescale_dtensor._torch.worlds import on_world_change
 
 silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
 """Set where some ranks run what others do not: nothing is compared there."""
@@ -31,6 +32,7 @@ unrecorded: ContextVar[bool] = ContextVar("vescale_dtensor_unrecorded", default=
 # The last calls, for messages: function and spec of the result, or a log and the number of an
 # event. Neither holds a tensor.
 calls: deque[tuple[Any, Any]] = deque(maxlen=2048)
+on_world_change(calls.clear)  # specs hold meshes
 # Calls that are told of one event.
 _MOST_TOLD = 40
 _MOST_MESHES = 256

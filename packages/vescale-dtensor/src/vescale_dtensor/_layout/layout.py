@@ -8,7 +8,6 @@ has dropped them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,6 +16,7 @@ from vescale_dtensor._layout.derived_placements import as_placement, on_dim
 from vescale_dtensor._layout.mesh import describe, own_coordinate
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Sharded
 from vescale_dtensor._layout.shard_geometry import dim_groups
+from vescale_dtensor._torch.worlds import cached, note_world
 
 Shape = tuple[int, ...]
 Order = tuple[int, ...]
@@ -53,6 +53,7 @@ class Layout:
     def __init__(
         self, mesh: DeviceMesh, placements: tuple[Placement, ...], order: Order | None
     ) -> None:
+        note_world()
         self.mesh = mesh
         self.placements = placements
         self.order = order
@@ -136,7 +137,7 @@ class ById:
 
 
 # Bounded. A dropped layout lives on in the specs and caches that hold it.
-@lru_cache(maxsize=8192)
+@cached(8192)
 def _interned(mesh: ById, placements: tuple[Placement, ...], order: Order | None) -> Layout:
     return Layout(mesh.mesh, placements, order)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.mesh import Coordinate
@@ -11,11 +9,12 @@ from vescale_dtensor._layout.placements import (
     Interval,
 )
 from vescale_dtensor._layout.shard_geometry import Box, DimGroup, check_fits, owned
+from vescale_dtensor._torch.worlds import cached
 
 
 # Both caches are asked for every new shape of a program; layouts are for one rank each, so the keys
 # hold the coordinate.
-@lru_cache(maxsize=8192)
+@cached(8192)
 def local_groups(layout: Layout, shape: Shape) -> tuple[DimGroup, ...]:
     """Return what this rank owns of a tensor of global `shape`, by group of dims.
 
@@ -27,7 +26,7 @@ def local_groups(layout: Layout, shape: Shape) -> tuple[DimGroup, ...]:
     return owned(layout.placements, layout.sizes, shape, layout.coordinate)
 
 
-@lru_cache(maxsize=8192)
+@cached(8192)
 def local_shape(layout: Layout, shape: Shape) -> Shape:
     """Return the shape of this rank's local tensor; dims sharded as one are one dim of it."""
     return tuple(group.extent for group in local_groups(layout, shape))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import product
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._torch.compat import entered_mesh
+from vescale_dtensor._torch.worlds import cached
 
 Coordinate = tuple[int, ...]
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the mesh axes; an unnamed axis is called by its index."""
     return mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.shard_geometry import strided_boxes
+from vescale_dtensor._torch.worlds import cached
 
 
 class HeldBox(NamedTuple):
@@ -77,7 +77,7 @@ def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayo
 
 # Cached, as random factories and checkpoints ask at every call. By strides and not by tensor: a
 # cache must not keep data alive.
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _owned_boxes(layout: Layout, shape: Shape, strides: Sequence[int]) -> tuple[HeldBox, ...]:
     """Return one box for each choice of one strided box per group of dims."""
     per_group = [strided_boxes(group) for group in local_groups(layout, shape)]

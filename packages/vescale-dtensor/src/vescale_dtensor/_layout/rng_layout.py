@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import vescale_rng
 from torch import Tensor
@@ -12,6 +10,7 @@ from vescale_dtensor._layout.executed import record_draw
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.protocol import described
 from vescale_dtensor._layout.spec import Spec
+from vescale_dtensor._torch.worlds import cached
 
 
 def random_layout(
@@ -35,7 +34,7 @@ def random_layout(
     return _random_layout(layout, tuple(shape), local.stride())
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.ShardLayout:
     """Return `random_layout` for a tensor of this spec whose local tensor has these strides."""
     return _random_layout(spec.layout, tuple(spec.shape), strides)
@@ -43,6 +42,6 @@ def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.ShardLayout:
 
 # Shared by both functions: vescale_rng keeps its plans on the layout object, so another equal
 # object would plan again.
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _random_layout(layout: Layout, shape: Shape, strides: Shape) -> vescale_rng.ShardLayout:
     return vescale_rng.as_layout(described(layout, shape, strides))

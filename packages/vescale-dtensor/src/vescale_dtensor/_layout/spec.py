@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 
 import torch
 
 from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.notation import short
+from vescale_dtensor._torch.worlds import cached
 
 
 def strides_of(shape: Shape, order: Order | None) -> Shape:
@@ -129,13 +129,13 @@ class Spec:
 
 # Interned, since the fast path finds compiled calls by the identity of a spec. A spec that the
 # table dropped is made anew: its calls are compiled again, which costs time only.
-@lru_cache(maxsize=16384)
+@cached(16384)
 def spec_of(layout: Layout, shape: Shape, dtype: torch.dtype) -> Spec:
     """Return the interned spec of a tensor."""
     return Spec(layout, torch.Size(shape), dtype)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def with_strides(spec: Spec, strides: Shape) -> Spec:
     """Return the spec of a view that has these strides on one device."""
     usual = spec.tensor_meta.stride

@@ -9,7 +9,6 @@ stages without looking at the shape; `lower` turns them into the steps of one ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +28,7 @@ from vescale_dtensor._redistribute.steps import (
     Slice,
     Step,
 )
+from vescale_dtensor._torch.worlds import cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class RedistributionPlan:
 
 # Layouts compare by the identity of their mesh and hold this rank's coordinate, so a cached plan is
 # never used for another rank or for process groups that were destroyed meanwhile.
-@lru_cache(maxsize=4096)
+@cached(4096)
 def plan_redistribution(
     source: Layout, target: Layout, shape: Shape, itemsize: int = 4
 ) -> RedistributionPlan:

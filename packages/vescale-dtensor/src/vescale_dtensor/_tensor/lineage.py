@@ -32,6 +32,7 @@ from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.bounded_cache import BoundedCache
+from vescale_dtensor._torch.worlds import on_world_change
 
 # These give their operand itself, or a copy, by its memory on this rank. So whoever clones on some
 # ranks only does no more than they do: the values are the same, and the gradients.
@@ -51,6 +52,7 @@ _VALUES = frozenset({bool, int, float, str, type(None), torch.dtype})
 _names: BoundedCache[Any, int] = BoundedCache(16384)
 _writes: BoundedCache[Any, int] = BoundedCache(16384)
 _calls: BoundedCache[tuple[Any, Spec], int] = BoundedCache(32768)
+on_world_change(_calls.clear)  # it holds specs
 
 
 class _Pause(threading.local):

@@ -5,7 +5,8 @@
 - `schemas` reads from torch's schemas what a function's arguments are called and which it writes.
 - `pytree` finds tensors in nested arguments; `scalars` converts NumPy's and torch's numbers;
   `opmath` is the precision in which reductions of half floats run; `bounded_cache` holds results
-  that can be computed again, and lets caches subscribe to changes.
+  that can be computed again, and lets caches subscribe to changes; `worlds` empties those that hold
+  meshes once their process groups were destroyed and others made.
 
 Nothing here imports another part of the package.
 """

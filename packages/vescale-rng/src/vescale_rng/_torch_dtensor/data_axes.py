@@ -1,8 +1,8 @@
 """The ranks among which the rows of the global batch are divided, and what they tell each other."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -50,10 +50,18 @@ class DataAxes:
         Raises:
             LayoutError: it includes a part of them only.
         """
-        return _includes(mesh, self.ranks)
+        known = _included.setdefault(mesh, {})
+        if self.ranks not in known:
+            known[self.ranks] = _includes(mesh, self.ranks)
+        return known[self.ranks]
 
 
-@lru_cache(maxsize=256)
+# Weakly: a mesh that is kept keeps its process groups, also after they were destroyed.
+_included: "weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _includes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> bool:
     # By ranks, not by names: a mesh that was sliced or made anew is still the same ranks.
     common = set(mesh.mesh.flatten().tolist()) & set(ranks)

@@ -7,7 +7,6 @@ Of a shard the number would be this rank's, so what is given can be compared and
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NoReturn
@@ -23,6 +22,7 @@ from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.compat import storage_identity
+from vescale_dtensor._torch.worlds import cached
 
 
 class MemoryIdentity:
@@ -79,7 +79,7 @@ def _data_ptr(name: str) -> Callable[[DTensor], Any]:
     return run
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _some_rank_is_empty(layout: Layout, shape: Shape) -> bool:
     """Whether a rank's part has no elements: what it holds of another view looks the same then."""
     if not prod(shape):
