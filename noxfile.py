@@ -32,6 +32,7 @@ from tools.packages import (  # noqa: E402
     closure,
     edges,
     third_party,
+    torch_versions,
 )
 from tools.steps import (  # noqa: E402
     TEST_ENV,
@@ -155,6 +156,21 @@ def floors(session: nox.Session) -> None:
     folders = [package.tests for package in PACKAGES]
     # Old releases of others use what still others have deprecated since: not ours to fix.
     run_tests(session, folders, "-W", "default::DeprecationWarning", *session.posargs)
+
+
+@nox.session(requires=["build"], reuse_venv=True, default=False)
+@nox.parametrize("version", [nox.param(one, id=one) for one in torch_versions()])
+def torches(session: nox.Session, version: str) -> None:
+    """Run the tests on one declared torch: nox -s "torches(2.14)" -- [FOLDER...] [-k NAME]."""
+    wanted = ROOT / "runs" / "torch.txt"  # not the constraints, which pin another torch
+    wanted.parent.mkdir(exist_ok=True)
+    wanted.write_text(f"torch=={version}.*\n")
+    install(session, str(wanted), *third_party(extras=True, tests=True), *TEST_TOOLS)
+    swap(session, [package.wheel for package in PACKAGES])
+    # They run from another folder: what is named by its place in this one is named in full.
+    named = [ROOT / one for one in session.posargs if (ROOT / one.split("::")[0]).exists()]
+    options = [one for one in session.posargs if not (ROOT / one.split("::")[0]).exists()]
+    run_tests(session, named or [package.tests for package in PACKAGES], *options)
 
 
 @nox.session(requires=["build"], tags=["ci"], default=False)

@@ -213,6 +213,18 @@ def project_of(requirement: str) -> str:
     return match[0].lower()
 
 
+def torch_versions(requirement: str = TORCH) -> tuple[str, ...]:
+    """The minor versions of torch that a requirement admits: `torch>=2.11,<2.13` is 2.11 and 2.12.
+
+    Raises:
+        ValueError: the requirement has another form, or its ends are of different major versions.
+    """
+    match = re.fullmatch(r"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)", requirement)
+    if match is None or match[1] != match[3]:
+        raise ValueError(f"not of the form torch>=A.B,<A.C: {requirement!r}")
+    return tuple(f"{match[1]}.{minor}" for minor in range(int(match[2]), int(match[4])))
+
+
 def siblings_in(requirements: Iterable[str]) -> tuple[str, ...]:
     """Those of the named projects that are packages of this workspace."""
     projects = (project_of(one) for one in requirements)

@@ -13,6 +13,7 @@ from tools.packages import (
     find,
     project_of,
     third_party,
+    torch_versions,
 )
 
 
@@ -66,6 +67,17 @@ def test_third_party_leaves_the_workspace_out():
 @pytest.mark.parametrize("requirement", ["numpy>=1.26", "numpy", "NumPy[x]<2"])
 def test_project_of(requirement):
     assert project_of(requirement) == "numpy"
+
+
+def test_declared_torches_are_the_minor_versions_from_the_lowest_to_below_the_bound():
+    assert torch_versions("torch>=2.9,<2.12") == ("2.9", "2.10", "2.11")
+    assert torch_versions(), "of what the packages declare"
+
+
+@pytest.mark.parametrize("requirement", ["torch>=2.11", "torch>=2.11,<3.0", "numpy>=1.2,<1.4"])
+def test_torches_without_a_last_minor_version_cannot_be_listed(requirement):
+    with pytest.raises(ValueError, match=r"torch>=A\.B,<A\.C"):
+        torch_versions(requirement)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():

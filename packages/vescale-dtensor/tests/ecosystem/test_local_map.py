@@ -211,3 +211,8 @@ def mistakes_are_named(mesh):
 @pytest.mark.parametrize("name", CASES)
 def test_local_map(name):
     run(run_case, 4, name)
+
+
+def test_types_of_local_tensors_are_not_checked_and_it_is_said():
+    with pytest.raises(vd.UnsupportedError, match=r"spmd_types=True.*Leave it out.*in_placements"):
+        vd.local_map(torch.exp, out_placements=[Shard(0)], spmd_types=True)

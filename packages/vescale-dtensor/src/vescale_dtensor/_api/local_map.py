@@ -29,7 +29,7 @@ from vescale_dtensor._autograd.local_aliases import partial_alias
 from vescale_dtensor._autograd.local_order import computed_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
-from vescale_dtensor._errors import LayoutError, MeshError
+from vescale_dtensor._errors import LayoutError, MeshError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement, on_dim
 from vescale_dtensor._layout.layout import Layout, Shape, bits, normalized
 from vescale_dtensor._layout.mesh import describe
@@ -40,6 +40,12 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 PlacementsLike = Sequence[object] | None
 Function = Callable[..., Any]
+
+_NO_TYPES = (
+    "local_map: spmd_types=True was asked for, and nothing here checks the types of local tensors"
+    " inside of a function. Leave it out: gradients are typed by in_placements, out_placements and"
+    " in_grad_placements"
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
     out_shapes: Sequence[Sequence[int] | None] | None = None,
 ) -> Function:
     """Let a function that is written for local tensors take and return DTensors.
@@ -85,6 +92,8 @@ def local_map(
         device_mesh: mesh of the outputs. Default: the one of the inputs.
         redistribute_inputs: redistribute inputs to `in_placements`; otherwise a difference is an
             error.
+        spmd_types: only False. torch 2.14 and later let a package of that name check what `func`
+            does inside; here only inputs and outputs have types, by their placements.
         out_shapes: global shapes of the outputs. Default: the ranks find them out together, as for
             `from_local`. That is one all-reduce of about two hundred bytes for each output with a
             sharded dim, at every call, and one more exchange if the shards are uneven. With
@@ -99,7 +108,10 @@ def local_map(
         LayoutError: placements that do not fit, local shapes that are not those which the layout
             gives each rank, or an output whose global shape is not known.
         MeshError: inputs on several meshes.
+        UnsupportedError: `spmd_types=True`.
     """
+    if spmd_types:
+        raise UnsupportedError(_NO_TYPES)
     if func is None:
         return lambda later: local_map(
             later,

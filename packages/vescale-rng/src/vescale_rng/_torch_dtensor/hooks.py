@@ -26,7 +26,9 @@ from vescale_rng._torch_dtensor.ops import HANDLERS, named_arguments
 from vescale_rng.distributions import Normal, Uniform
 
 _TRUNCATED = "_no_grad_trunc_normal_"
-_FRAMES, _REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+_REENTRANT, _FRAMES = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+if hasattr(checkpoints, f"{_FRAMES}_impl"):  # what both the former and `checkpoint` itself call
+    _FRAMES += "_impl"
 _BORN = {torch.rand: Uniform(), torch.randn: Normal()}
 _lock = threading.Lock()
 # What undoes the hooks, while there are any; and how many blocks, of all threads, need them.
