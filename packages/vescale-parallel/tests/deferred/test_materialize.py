@@ -61,6 +61,22 @@ def test_what_is_shared_stays_shared_and_attributes_get_values_too():
     assert rotary.rates == Rotary().rates
 
 
+def test_a_tensor_copied_to_itself_is_not_overwritten():
+    def built() -> nn.Linear:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight)
+            layer.bias.fill_(7.0)
+            layer.bias.copy_(layer.bias)
+        return layer
+
+    with deferred():
+        layer = built()
+    for found, expected in zip(materialize(layer).parameters(), built().parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_what_follows_after_the_block_is_recorded_too():
     torch.manual_seed(2)
     expected = nn.Linear(4, 3).to(torch.bfloat16)

@@ -330,7 +330,8 @@ def _leaves_nothing(step: Step, name: str) -> bool:
     if name not in _OVERWRITING or len(step.written) != 1 or not step.written[0].is_whole:
         return False
     target = step.written[0]
-    return all(one is target or one.buffer is not target.buffer for one in step.values)
+    # Once as what is written: `p.copy_(p)` reads it as well.
+    return [one for one in step.values if one.buffer is target.buffer] == [target]
 
 
 def fill_with(tensor: DeferredTensor, fill: Fill, draw: Draw | None = None) -> None:
