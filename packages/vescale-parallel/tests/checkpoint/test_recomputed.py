@@ -214,3 +214,50 @@ def test_what_would_happen_twice_is_refused(cache: Any, message: str):
             alone(Writing(cache), {"part": "full"})(torch.ones(1, 2))
 
     vescale_comm.simulate(1)(on_a_rank)
+
+
+class Noting(nn.Module):
+    """Appends to a list of its caller's, as routers do with their auxiliary losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, losses: list[Tensor], seen: dict[str, list[int]]) -> Tensor:
+        y = torch.dropout(self.layer(x), 0.5, train=True)
+        seen["counts"].append(len(losses))
+        losses.append(y.square().mean())
+        return y if len(losses) == 1 else y + losses[0]
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noting() for _ in range(3))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        seen: dict[str, list[int]] = {"counts": []}
+        for block in self.blocks:
+            x = block(x, losses, seen)
+        self.seen = seen["counts"]
+        return x.sum() + torch.stack(losses).sum()
+
+
+def test_lists_that_a_block_appends_to_are_the_callers():
+    def build(kind: Any) -> nn.Module:
+        torch.manual_seed(1)
+        return parallelize(Noted(), make_mesh(dp=1, device_type="cpu"), Plan(checkpoint=kind))
+
+    x = torch.randn(6, 4)
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        expected = step(build(None), x)
+        for kind in ("full", 2, "selective"):
+            model = build(kind)
+            for one, other in zip(step(model, x), expected, strict=True):
+                assert torch.equal(one, other), kind
+            assert model.seen == [0, 1, 2]
+
+    vescale_comm.simulate(1)(on_a_rank)

@@ -234,3 +234,30 @@ def test_weights_that_are_there_are_not_overwritten_and_one_name_of_shared_ones_
     save_pretrained(untied, tmp_path / "other")
     with pytest.raises(PretrainedError, match="stored with different values"):
         load_pretrained(built(5), tmp_path / "other")
+
+
+class Config:
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise ValueError(self.words)
+
+
+@pytest.mark.parametrize("words", ["not a configuration", ""])
+def test_what_fails_while_saving_is_raised_on_every_rank(tmp_path: Path, words: str):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model = parallelize(built(1), make_mesh(dp=2, device_type="cpu"), Plan())
+        model.config = Config(words)
+        with pytest.raises(PretrainedError, match=words or "ValueError"):
+            save_pretrained(model, tmp_path / "saved")
+
+    simulate(2)(on_a_rank)
+
+
+def test_a_model_without_memory_is_not_loaded(tmp_path: Path):
+    save_pretrained(built(1), tmp_path)
+    with torch.device("meta"):
+        model = Small()
+    with pytest.raises(PretrainedError, match="is on the meta device"):
+        load_pretrained(model, tmp_path)

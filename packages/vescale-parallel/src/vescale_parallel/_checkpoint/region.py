@@ -68,12 +68,19 @@ class Region:
         tensors = _tensors(given)
         # Tensors are arguments of their own, so that torch notices when one is written to in
         # between; what is around them must not keep them alive.
-        hollow = map_tensors(lambda _: _HOLLOW, given)
+        hollow = map_tensors(lambda _: _HOLLOW, given, copies=True)
+        # Forward gets the caller's own lists, to which it may append; the recomputation gets copies
+        # from before, so that it finds what forward found, and appends nothing a second time.
+        first = [given]
+        del given, args, kwargs
         forward = self.__wrapped__
 
         def run(_: Tensor, *tensors: Tensor) -> Any:
+            if first:
+                own_args, own_kwargs = first.pop()
+                return forward(*own_args, **own_kwargs)
             rest = iter(tensors)
-            inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow)
+            inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow, copies=True)
             return forward(*inner_args, **inner_kwargs)
 
         buffers = _Buffers(self.name, self.module)

@@ -7,26 +7,36 @@ from typing import Any
 from torch import Tensor
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any, *, copies: bool = False) -> Any:
     """Return the same nesting of tuples, lists and dicts with every tensor replaced.
 
     Named tuples stay named; dicts, their subclasses and what behaves like one (model outputs and
     batches of Hugging Face among them) are copied and their items set, so they keep their type and
-    attributes. Other values stay as they are.
+    attributes. Other values stay as they are, and so does a container in which nothing is replaced:
+    a list to which a module appends its auxiliary loss has to be the caller's own.
+
+    Args:
+        function: gives what takes the place of a tensor.
+        value: the nesting.
+        copies: whether every container is a new one.
     """
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        # A named tuple is made of its fields one by one, other tuples of an iterable.
-        return type(value)(*(map_tensors(function, one) for one in value))
-    # `torch.Size` and torch's named results are tuples made of an iterable as well.
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(function, one) for one in value)
+        items = [map_tensors(function, one, copies=copies) for one in value]
+        if not copies and all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        # A named tuple is made of its fields one by one; other tuples, `torch.Size` and torch's
+        # named results among them, of an iterable.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
+        changed = {key: map_tensors(function, value[key], copies=copies) for key in list(value)}
+        if not copies and all(new is value[key] for key, new in changed.items()):
+            return value
         # Not `type(value)(...)`: model outputs are dataclasses too, whose constructor takes fields.
         mapped = copy.copy(value)
-        for key in list(value):
-            mapped[key] = map_tensors(function, value[key])
+        for key, new in changed.items():
+            mapped[key] = new
         return mapped
     return value
 

@@ -193,6 +193,8 @@ class Loader:
         `samples` of the global order were passed on in this epoch, which began with `generator` in
         that state (None between epochs where it is torch's own, which is not the loader's).
         """
+        if self._resumes is not None:  # loaded, and not gone on with yet
+            return {**self._resumes, "epoch": self.epoch}
         own = None if self._generator is None else self._generator.get_state()
         state: dict[str, Any] = {
             "samples": self._samples,

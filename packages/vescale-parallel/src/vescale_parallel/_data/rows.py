@@ -110,7 +110,9 @@ class CollateRows:
 
 def without_rows(batch: Any) -> Any:
     """Return a batch of the same form and no rows; scalars, which have none, stay."""
-    return _emptied(map_tensors(lambda one: one[:0].clone() if one.ndim else one, batch))
+    return _emptied(
+        map_tensors(lambda one: one[:0].clone() if one.ndim else one, batch, copies=True)
+    )
 
 
 def _emptied(value: Any) -> Any:

@@ -53,6 +53,7 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
     pairs: list[tuple[Saved, tuple[Stored, ...]]] = []
     try:
         tensors = saved_tensors(model)
+        _require_memory(tensors)
         stored = stored_in(Path(folder))
         pairs = matched(tensors, stored, folder, cast=cast)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
@@ -73,6 +74,20 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
             else:
                 _load(one.tensor, of_one)
     return model
+
+
+def _require_memory(tensors: list[Saved]) -> None:
+    """Refuse a model on the meta device, which would stay without values.
+
+    Raises:
+        PretrainedError: a tensor has no memory, and is not one of `deferred()`.
+    """
+    for one in tensors:
+        if one.tensor.device.type == "meta" and not isinstance(one.tensor, DeferredTensor):
+            raise PretrainedError(
+                f"'{one.names[0]}' is on the meta device, which holds no values. Build the model "
+                "under `with deferred():`, or call model.to_empty(device=...) first."
+            )
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def _writes() -> bool:
 
 def _require_fine(problem: Exception | None, together: bool) -> None:
     """Raise on every rank what rank 0 found."""
-    said = "" if problem is None else str(problem)
+    said = "" if problem is None else str(problem) or repr(problem)
     if together and several_ranks():
         said = broadcast_text(said, 0)
     if said:
@@ -118,7 +118,7 @@ class _Writer:
         if self.problem is None:
             try:
                 call()
-            except (OSError, PretrainedError) as error:
+            except Exception as error:  # whatever it is: the other ranks wait to hear of it
                 self.problem = error
         return self.problem
 
