@@ -23,11 +23,7 @@ from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._cost import Cluster
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
-from vescale_parallel._invariant.resolve import (
-    InvariantWords,
-    parse_invariant,
-    resolve_invariant,
-)
+from vescale_parallel._invariant.resolve import InvariantWords, parse_invariant, resolve_invariant
 from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._pipeline.rules import parse_pipeline, require_together
 from vescale_parallel._plan import presets
