@@ -168,6 +168,8 @@ def refusals(rank, world_size):
     refused("no schedule .* lives in 8 bytes", same, memory_bytes=8)
     refused("no parameter, module or glob", same, buckets=["blocks"])
     refused("'auto'", same, buckets="all")
+    refused("memory_bytes is 1000 on rank 0, and 1001 on rank 1", same, memory_bytes=1000 + rank)
+    refused("overlap is True on rank 0", same, overlap=rank == 0)
     refused("at least one byte", same, cap_bytes=0)
     unwaited = traced(lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", group.tag))
     # On one rank: the other is told, and does not wait.

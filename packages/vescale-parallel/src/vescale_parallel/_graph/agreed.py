@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -60,17 +60,23 @@ class Agreed:
     needs: tuple[frozenset[int], ...]
 
 
-def agreed(found: Sequence[Collective], needs: Sequence[frozenset[int]], fault: str = "") -> Agreed:
+def agreed(
+    found: Sequence[Collective],
+    needs: Sequence[frozenset[int]],
+    fault: str = "",
+    options: Mapping[str, object] | None = None,
+) -> Agreed:
     """Compare the collectives of all ranks, and unite what they need. Collective.
 
     Args:
         found: of this rank, in order.
         needs: of each of them, by index.
         fault: why there are none to be told.
+        options: what else ranks decide by: compared as `repr` writes it.
 
     Raises:
         GraphError: on every rank, if one has a fault.
-        DisagreementError: on every rank, if ranks have different collectives.
+        DisagreementError: on every rank, if ranks have different collectives, or other options.
     """
     groups: dict[tuple[int, ...], int] = {}
     rows = [
@@ -87,10 +93,12 @@ def agreed(found: Sequence[Collective], needs: Sequence[frozenset[int]], fault: 
         "groups": [*groups],
     }
     mine["fault"] = fault
+    mine["options"] = {name: repr(one) for name, one in (options or {}).items()}
     told = [json.loads(one) for one in _gathered(json.dumps(mine))]
     for rank, one in enumerate(told):
         if one["fault"]:
             raise GraphError(f"rank {rank}: {one['fault']}")
+    _check_options([one["options"] for one in told])
     _check([one["rows"] for one in told])
     _check_groups(told)
     entries = tuple(
@@ -106,6 +114,18 @@ def agreed(found: Sequence[Collective], needs: Sequence[frozenset[int]], fault: 
 def _entry(row: Sequence[Any], size: int) -> Entry:
     kind, how, dtype, parameter, group, members = row[:6]
     return Entry(kind, how, dtype, parameter, group, members, size)
+
+
+def _check_options(told: Sequence[Mapping[str, str]]) -> None:
+    """Every rank sees all options, so all raise or none does."""
+    for rank, options in enumerate(told):
+        for name, value in options.items():
+            if value != told[0][name]:
+                raise DisagreementError(
+                    f"graph.schedule: {name} is {told[0][name]} on rank 0, and {value} on rank "
+                    f"{rank}. Ranks would start other collectives. Pass the same on all ranks (of "
+                    "memory that is free here or there: the least of all)"
+                )
 
 
 def _check(told: Sequence[list[list[Any]]]) -> None:

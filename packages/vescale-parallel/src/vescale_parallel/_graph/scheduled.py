@@ -98,14 +98,17 @@ def schedule(
         exact: leave apart what is added up over three or more ranks in floating point.
 
     Raises:
-        DisagreementError: on every rank, if their collectives differ.
+        DisagreementError: on every rank, if their collectives, or these arguments, differ.
         GraphError: on every rank, if no schedule fits into `memory_bytes`; collectives of an
             unknown kind; `buckets` that match nothing.
     """
     if cap_bytes < 1 or ahead_bytes < 1:
         raise GraphError(f"cap_bytes={cap_bytes}, ahead_bytes={ahead_bytes}: at least one byte")
+    options: dict[str, object] = {"buckets": buckets, "cap_bytes": cap_bytes, "link": link}
+    options |= {"overlap": overlap, "ahead_bytes": ahead_bytes, "exact": exact}
+    options["memory_bytes"] = memory_bytes
     found, waits, before, fault = _seen(graph)
-    known = agreed(found, needs(found, waits), fault)
+    known = agreed(found, needs(found, waits), fault, options)
     order = planned.early(known) if overlap else tuple(range(len(known.entries)))
     tried = []
     for divisor in _divisors(memory_bytes):
