@@ -15,7 +15,6 @@ from vescale_dtensor import DTensor, local_leaf
 from vescale_parallel._common.agreement import Facts, checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish import finish_gradients, loss_of_all, require_success
@@ -163,7 +162,7 @@ class StagedStep:
 
     def _agree(self, part: Part, modes: object, start: Place, hooked: list[str]) -> None:
         """Refuse calls that differ between ranks: they would wait for each other. Collective."""
-        found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in _tensors_of(part).items()}
+        found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in part.tensors().items()}
         digest = f"digest {zlib.crc32(repr(modes).encode()):08x}"
         facts = {
             "tensor": found,
@@ -194,7 +193,7 @@ class StagedStep:
     def _values_of(self, part: Part) -> dict[str, str]:
         if self._calls >= _CHECKED:
             return {}
-        plain = {n: one for n, one in _tensors_of(part).items() if not isinstance(one, DTensor)}
+        plain = {n: one for n, one in part.tensors().items() if not isinstance(one, DTensor)}
         return {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
 
     def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> Exception | None:
@@ -226,14 +225,6 @@ def _hooked(model: nn.Module) -> list[str]:
     return [name for name, one in named if hooks_of(local_leaf(one))]
 
 
-def _tensors_of(part: Part) -> dict[str, Tensor]:
-    return {
-        **named_tensors_within(part.args, "args"),
-        **named_tensors_within(part.kwargs, "kwargs"),
-        **named_tensors_within(part.targets, "loss"),
-    }
-
-
 def _plain_of(part: Part) -> dict[str, bool | int | float | str]:
     """Plain values among the arguments, by their paths."""
     found: dict[str, bool | int | float | str] = {}
@@ -258,7 +249,7 @@ def _shapes_of(part: Part) -> tuple[Any, Any]:
     """What decides what stages exchange: tensors but for their values, and plain arguments."""
     shapes = tuple(
         (path, tuple(one.shape), one.dtype, one.requires_grad)
-        for path, one in _tensors_of(part).items()
+        for path, one in part.tensors().items()
     )
     # Numbers that are scales change from step to step, and choose no branch.
     plain = tuple((k, v) for k, v in _plain_of(part).items() if not isinstance(v, float))

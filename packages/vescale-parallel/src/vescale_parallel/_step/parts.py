@@ -44,6 +44,14 @@ class Part:
             )
         return cls(args, dict(kwargs), function, tuple(targets))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors among the arguments, by where they are: "args[0]", "loss[1]"."""
+        return {
+            **named_tensors_within(self.args, "args"),
+            **named_tensors_within(self.kwargs, "kwargs"),
+            **named_tensors_within(self.targets, "loss"),
+        }
+
     def rows(self, dim_of: Callable[[Tensor], int | None]) -> int:
         """Return the number of rows of the batch.
 
@@ -61,13 +69,8 @@ class Part:
                 "which are counted by rows here, would be too small. Leave it out; tokens that "
                 "are ignored then count within their part."
             )
-        named = {
-            **named_tensors_within(self.args, "args"),
-            **named_tensors_within(self.kwargs, "kwargs"),
-            **named_tensors_within(self.targets, "loss"),
-        }
         found: dict[int, list[str]] = {}
-        for name, tensor in named.items():
+        for name, tensor in self.tensors().items():
             dim = dim_of(tensor)
             if dim is not None:
                 found.setdefault(tensor.shape[dim], []).append(name)
