@@ -113,6 +113,19 @@ def other_rows(rank: int) -> None:
         forward_backward(model, *batch(step, 11 + rank * (step == 2)))
 
 
+def drifting_batches(rank: int) -> None:
+    """The same up to the one that is looked at next."""
+    model = parallelize(nn.Linear(2, 1), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
+    for step in range(1, 17):
+        x = torch.ones(8, 2) + rank * (step == 16)
+        forward_backward(model, x, loss=lambda out: out.mean())
+
+
+def uneven_rows(rank: int) -> None:
+    tokens, targets = batch(0)
+    forward_backward(build({"dp": 2}), tokens, targets[: len(targets) - rank])
+
+
 def own_backward(rank: int) -> None:
     build({"dp": 2}, 3)(*batch(0)).backward()
 
@@ -143,6 +156,8 @@ def static(rank: int) -> None:
         (other_seeds, DisagreementError, "different seeds for the logical shards"),
         (other_batches, DisagreementError, "forward_backward differ between ranks"),
         (other_rows, DisagreementError, "different numbers of rows"),
+        (drifting_batches, DisagreementError, "rows of other values"),
+        (uneven_rows, DisagreementError, "forward_backward differ between ranks"),
         (own_backward, ParallelError, "trained by forward_backward"),
         (evaluated_backward, ParallelError, "a backward outside of forward_backward"),
         (hooked, ParallelError, "parameters have hooks: 'embed.weight'"),

@@ -49,7 +49,7 @@ def tell(
     Args:
         losses: of this rank's shards.
         arrived: whether this rank has a gradient, for each parameter.
-        alike: seeds and rows of all shards: every rank has the same.
+        alike: seeds and rows of all shards, and checksums of some batches: every rank has the same.
         problem: what is wrong here; empty if nothing is.
         spans: the shards of each rank.
         group: the ranks that share the batch; None: this one alone.
@@ -71,9 +71,9 @@ def tell(
     if len({row[1] for row in rows}) > 1:
         raise DisagreementError(
             "ranks have drawn different seeds for the logical shards, as their random generators "
-            "differ, or have cut different numbers of rows. Call torch.manual_seed with the same "
-            "seed on every rank before the step, draw the same numbers on every rank, and pass "
-            "the whole batch on every rank."
+            "differ, or have cut different numbers of rows, or rows of other values. Call "
+            "torch.manual_seed with the same seed on every rank before the step, draw the same "
+            "numbers on every rank, and pass the whole batch on every rank."
         )
     found = {}
     for (low, high), row in zip(spans, rows, strict=True):

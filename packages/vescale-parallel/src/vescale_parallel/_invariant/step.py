@@ -17,7 +17,6 @@ from vescale_dtensor import DTensor, local_leaf
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._invariant.collected import Collected
@@ -31,6 +30,9 @@ from vescale_parallel._zero.schedule import Schedule
 
 _CHECKED_BATCHES: Final = 2
 """How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
+
+_LOOKED_AT: Final = 16
+"""Of later batches, each of so many is compared: a loader or an augmentation may drift."""
 
 
 class InvariantStep:
@@ -57,7 +59,7 @@ class InvariantStep:
         self.rank = self.group.rank if self.group else 0
         self.spans = shares(row.shards, row.ranks)
         self.running = False
-        self._unchecked, self._is_copy = _CHECKED_BATCHES, False
+        self._batches, self._is_copy = 0, False
         self.collected = Collected(model, schedule, self)
         self._over, self._trained = over, [False]
         self.destinations: list[Destination] = []
@@ -73,15 +75,16 @@ class InvariantStep:
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch; gradients are left complete. Collective."""
         self._require_ready()
-        rows = part.rows(self._dim_of)
+        # Before rows are counted: a batch that cannot be cut on one rank is told to all.
         self._require_same(part)
+        rows = part.rows(self._dim_of)
         self._find_destinations()
         sizes = rows_of(rows, self.row.shards)
         # Drawn alike on every rank, before anything depends on which shards it computes.
         seeds = torch.randint(2**62, (self.row.shards,)).tolist()
         with self.collected.all_shards(), self._run_alone():
             losses, dtype = self._run(part.cut(self._dim_of, sizes), sizes, seeds)
-            told = self._tell(losses, [*seeds, *sizes])
+            told = self._tell(losses, [*seeds, *sizes, *self._looked_at(part)])
             summed = self._summed(told, sizes)
         self._deliver(told, summed)
         leaves = {
@@ -206,14 +209,10 @@ class InvariantStep:
 
     def _require_same(self, part: Part) -> None:
         """Compare the first batches between ranks: each passes the whole one."""
-        if not self._unchecked:
+        self._batches += 1
+        if self._batches > _CHECKED_BATCHES:
             return
-        self._unchecked -= 1
-        found = {
-            **named_tensors_within(part.args, "args"),
-            **named_tensors_within(part.kwargs, "kwargs"),
-            **named_tensors_within(part.targets, "loss"),
-        }
+        found = part.tensors()
         facts = {
             "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in found.items()},
             "value of": {name: f"checksum {checksum(one):08x}" for name, one in found.items()},
@@ -225,6 +224,12 @@ class InvariantStep:
             head="the batches that are passed to forward_backward differ between ranks:",
             advice=dict.fromkeys(facts, advice),
         )
+
+    def _looked_at(self, part: Part) -> list[int]:
+        """Return checksums of the batch now and then: they travel with what is told anyway."""
+        if self._batches % _LOOKED_AT:
+            return []
+        return [checksum(one) for one in part.tensors().values()]
 
     def _refuse_others(self, module: nn.Module, args: Any) -> None:
         """The root's forward pre-hook."""
