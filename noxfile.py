@@ -22,9 +22,10 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools import matrix as matrices  # noqa: E402
-from tools import tags  # noqa: E402
+from tools import skips, tags  # noqa: E402
 from tools.packages import (  # noqa: E402
     JOB_TOOLS,
+    MODEL_TOOLS,
     PACKAGES,
     TEST_TOOLS,
     Package,
@@ -41,6 +42,7 @@ from tools.steps import (  # noqa: E402
     probe,
     python_of,
     run_marked,
+    run_pytest,
     run_tests,
     smoke,
     swap,
@@ -51,6 +53,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 CONSTRAINTS = str(ROOT / "tools" / "constraints.txt")
 BUILD_TOOLS = ("build", "hatchling>=1.26")
+TESTS = [*(package.tests for package in PACKAGES), ROOT / "tests-integration"]
 ONE_EACH = nox.parametrize("package", [nox.param(one, id=one.short) for one in PACKAGES])
 
 
@@ -66,21 +69,29 @@ def train(session: nox.Session) -> None:
 @nox.session(requires=["workspace"], venv_backend="none", tags=["ci", "each-python"])
 def tests(session: nox.Session) -> None:
     """Run every package's tests; arguments after -- go to pytest."""
-    session.run(python_of(session), "-m", "pytest", *session.posargs, env=TEST_ENV)
+    command = [python_of(session), "-m", "pytest", *session.posargs]
+    run_pytest(session, command, skippable=skips.ALONE)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
 def integration(session: nox.Session) -> None:
     """Run the tests that span packages; arguments after -- go to pytest."""
-    command = [python_of(session), "-m", "pytest", "tests-integration"]
-    session.run(*command, *session.posargs, env=TEST_ENV)
+    command = [python_of(session), "-m", "pytest", "tests-integration", *session.posargs]
+    run_pytest(session, command, skippable=skips.ALONE)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes, which the two above leave out."""
-    folders = [*(package.tests for package in PACKAGES), ROOT / "tests-integration"]
-    run_marked(session, "slow", folders, python=python_of(session))
+    run_marked(session, "slow and not models", TESTS, python=python_of(session))
+
+
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
+def models(session: nox.Session) -> None:
+    """Train unmodified Hugging Face models; with `-- -m models` all of them (an hour)."""
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
+    swap(session, [package.wheel for package in PACKAGES])
+    run_marked(session, "models and not slow", TESTS, skippable=skips.ANYWHERE)
 
 
 # --- The code
@@ -199,15 +210,21 @@ def gpu(session: nox.Session) -> None:
         session.skip("this machine has no NVIDIA driver: nvidia-smi is not there")
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS)
     swap(session, [package.wheel for package in PACKAGES])
-    folders = [*(package.tests for package in PACKAGES), ROOT / "tests-integration"]
-    run_marked(session, "gpu or multigpu", folders)
+    run_marked(session, "gpu or multigpu", TESTS, skippable=skips.NATURE + skips.FEWER)
 
 
-@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
 def kernels_interpret(session: nox.Session) -> None:
     """Run the Triton kernels' tests on the CPU, interpreted."""
+    if not sys.platform.startswith("linux"):
+        session.skip("triton has releases for Linux only")
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS)
+    session.install(
+        "-c", CONSTRAINTS, *(one for one in third_party(extras=True) if "triton" in one)
+    )
+    swap(session, [package.wheel for package in PACKAGES])
     folders = [package.tests for package in PACKAGES]
-    run_marked(session, "kernels", folders, python=python_of(session), TRITON_INTERPRET="1")
+    run_marked(session, "kernels", folders, skippable=skips.ANYWHERE, TRITON_INTERPRET="1")
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)

@@ -16,9 +16,12 @@ from vescale_comm import simulate, trace
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 
 LAYERS = 2
 TOKENS = torch.arange(24).view(2, 12) % 90

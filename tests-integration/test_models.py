@@ -16,6 +16,7 @@ from model_zoo_more import MORE
 from model_zoo_wide import ALL, WIDE_ZOO
 from vescale_comm.testing import run
 
+pytestmark = pytest.mark.models
 HERE = importlib.util.find_spec("transformers") is not None
 # Rounding of float32, through a few layers.
 LIMIT = 2e-5

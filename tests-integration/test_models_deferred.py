@@ -20,9 +20,12 @@ from vescale_parallel import Plan, deferred, load_pretrained, parallelize, save_
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._deferred.recording import DeferredTensor
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 
 TOKENS = torch.arange(24).view(2, 12) % 90
 TEXT = {"input_ids": TOKENS, "labels": TOKENS}

@@ -16,9 +16,12 @@ from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
 from vescale_parallel import Plan, parallelize
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 
 
 HOW: dict[str, dict[str, Any]] = {

@@ -15,9 +15,12 @@ from model_runs import LAYOUTS
 from model_zoo import MODELS
 from vescale_comm.testing import run
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 # A gradient is the sum of a step's roundings, so that it scatters; AdamW's first step is hardly
 # more than the signs of gradients, and scatters more.
 OUTPUT, GRADIENT, STEP = 1.25, 1.4, 1.75

@@ -12,9 +12,12 @@ import pytest
 from model_recipes import RECIPES, compare
 from vescale_comm.testing import run
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 # Rounding of float32 over three steps, as a share of the largest element of a parameter.
 LIMIT = 2e-5
 # Muon makes steps orthogonal in bf16, by five iterations that amplify what they round.

@@ -14,9 +14,12 @@ import pytest
 from plan_runs import LAYOUTS, NAMES, compare
 from plan_table import FILE
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 # Rounding of float32, through a few layers.
 LIMIT = 2e-5
 # A run takes one case in sixteen, another part each day; `-m slow` takes them all.

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PYTHONS = ("3.11", "3.12", "3.13")
 TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100")
+MODEL_TOOLS = ("transformers>=5.0",)  # brings the models that nobody adapted
 JOB_TOOLS = ("matplotlib>=3.8",)  # what draws the main job's curves
 
 TORCH = "torch>=2.11,<2.15"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nox
 
-from tools import released, wheels
+from tools import released, skips, wheels
 from tools.packages import PACKAGES, ROOT, Package, closure, find
 
 # One thread a process: the tests start several, on machines that may have two cores. And what
@@ -63,13 +63,37 @@ def smoke(session: nox.Session, packages: Sequence[Package], *more: Path) -> Non
                  if "mark.smoke" in path.read_text()]  # fmt: skip
         if not files:
             session.error(f"no test of {packages[0].name} is marked smoke")
-        run_tests(session, [*files, *more], "-q", "-m", "smoke")
+        run_tests(session, [*files, *more], "-q", "-m", "smoke", skippable=skips.PARTIAL)
 
 
-def run_tests(session: nox.Session, paths: Sequence[Path], *arguments: str) -> None:
+def run_tests(
+    session: nox.Session,
+    paths: Sequence[Path],
+    *arguments: str,
+    skippable: Sequence[str] = skips.ALONE,
+) -> None:
     """Run tests on what is installed, under the workspace's settings, from outside it."""
     with elsewhere(session):
-        session.run(*pytest_outside("python", paths), *arguments, env=TEST_ENV)
+        run_pytest(session, [*pytest_outside("python", paths), *arguments], skippable=skippable)
+
+
+def run_pytest(
+    session: nox.Session,
+    command: Sequence[str],
+    *,
+    skippable: Sequence[str],
+    env: Mapping[str, str | None] = TEST_ENV,
+) -> None:
+    """Run pytest; fails also if tests were skipped for reasons other than these patterns."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        session.run(*command, f"--junitxml={report}", env=env)
+        if not report.exists():  # only asked for help, or for what there is
+            return
+        outcome = skips.read(report)
+    session.log(skips.summary(outcome))
+    if found := skips.faults(outcome, skippable):
+        session.error("\n".join(["this run proves less than it should:", *found]))
 
 
 def pytest_outside(python: str, paths: Sequence[Path]) -> list[str]:
@@ -81,17 +105,24 @@ def pytest_outside(python: str, paths: Sequence[Path]) -> list[str]:
 
 
 def run_marked(
-    session: nox.Session, marker: str, paths: Sequence[Path], *, python: str = "python", **env: str
+    session: nox.Session,
+    marker: str,
+    paths: Sequence[Path],
+    *,
+    python: str = "python",
+    skippable: Sequence[str] = skips.ALONE,
+    **env: str,
 ) -> None:
-    """Run the tests with that marker; skip, saying so, while there is none."""
+    """Run the tests with that marker; there must be some."""
     command = [*pytest_outside(python, paths), "-m", marker]
     variables = {**TEST_ENV, **env}
     with elsewhere(session):
         collect = [*command, "--collect-only", "-q"]
         found = session.run(*collect, silent=True, success_codes=[0, 5], env=variables)
         if "no tests collected" in str(found):
-            session.skip(f"no test is marked {marker} yet")
-        session.run(*command, *session.posargs, env=variables)
+            session.error(f"no test is marked {marker}")
+        everything = [*command, *session.posargs]
+        run_pytest(session, everything, skippable=skippable, env=variables)
 
 
 def compare(
@@ -112,4 +143,5 @@ def compare(
     swap(session, chosen)
     with tempfile.TemporaryDirectory() as folder:
         source = sdist if old is package else package.sdist
-        run_tests(session, [wheels.unpack_tests(source, Path(folder))], *session.posargs)
+        tests = wheels.unpack_tests(source, Path(folder))
+        run_tests(session, [tests], *session.posargs, skippable=skips.PARTIAL)

@@ -57,6 +57,7 @@ def test_the_table_has_all_rows_and_figures():
     assert all(str(figure) in text for pair in TORCHTITAN.values() for figure in pair)
 
 
+@pytest.mark.models
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

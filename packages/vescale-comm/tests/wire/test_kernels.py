@@ -60,6 +60,9 @@ def test_a_block_that_is_not_finite_has_no_finite_scale(bad):
     decoded = dequantise(scales.cpu(), found.cpu())
     assert decoded[256:512].isnan().all()
     assert decoded[:256].eq(1).all()
+    decoded = dequantise(*quantise(x, "int8"))
+    assert decoded[256:512].isnan().all(), "torch's path"
+    assert decoded[:256].eq(1).all()
 
 
 @pytest.mark.kernels

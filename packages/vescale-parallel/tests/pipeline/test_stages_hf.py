@@ -10,9 +10,12 @@ from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, forward_backward, mesh, parallelize
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 
 
 def gpt2() -> nn.Module:

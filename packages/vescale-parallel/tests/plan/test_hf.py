@@ -19,9 +19,12 @@ from vescale_dtensor import Shard
 from vescale_parallel import Plan, PlanError, mesh, parallelize
 from vescale_parallel._cli.arguments import main
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 SIZES = {
     "vocab_size": 53,
     "hidden_size": 24,

@@ -9,9 +9,12 @@ from torch import nn
 from vescale_comm import simulate
 from vescale_parallel import Plan, captured_units, mesh, parallelize
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 STEPS = 4
 
 

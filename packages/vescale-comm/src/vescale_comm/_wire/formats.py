@@ -130,6 +130,8 @@ def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
     # Zeros at the end: they are below every absolute value and change no block's scale.
     rows = torch.nn.functional.pad(x, (0, blocks(numel) * BLOCK - numel)).view(-1, BLOCK)
     scales = rows.abs().amax(1) / largest if numel else x.new_empty(0)
+    # What a NaN is as an int8 differs from device to device, and only a scale of NaN makes it NaN.
+    scales = scales.where(scales.isfinite(), torch.nan)
     # A block of zeros has scale 0; it is divided by 1 instead, so that it stays zeros.
     divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
     # Clamped although no quotient should exceed it: dividing rounds, and casting would wrap.

@@ -25,6 +25,9 @@ def _quantise(  # type: ignore[no-untyped-def]
     # and those of a NaN are above all others, where a maximum of floats might drop it.
     bits = tl.max(tl.abs(element).to(tl.int32, bitcast=True), axis=0)
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), LARGEST)
+    # From infinity's bits on. What a NaN is as an integer differs from device to device, and only a
+    # scale of NaN makes all of them NaN again.
+    scale = tl.where(bits >= 0x7F800000, float("nan"), scale)
     tl.store(scales + tl.program_id(0), scale)
     scaled = tl.div_rn(element, tl.where(scale == 0.0, 1.0, scale))
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)

@@ -1,0 +1,78 @@
+"""A run that left tests out is told apart from one that proved something."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tools import skips
+from tools.skips import Outcome, faults, read, summary
+
+FILE = """
+import pytest
+
+def test_runs(): pass
+
+@pytest.mark.skip(reason="no CUDA device")
+def test_device(): pass
+
+@pytest.mark.skip(reason="nobody installed it")
+def test_forgotten(): pass
+
+@pytest.mark.xfail(strict=True)
+def test_known(): raise ValueError
+"""
+
+
+def report(folder, text: str):
+    (folder / "test_it.py").write_text(text)
+    out = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    subprocess.run([*command, f"--junitxml={out}"], capture_output=True, timeout=60, cwd=folder)
+    return read(out)
+
+
+def test_reasons_are_read_from_pytest_s_report(tmp_path):
+    outcome = report(tmp_path, FILE)
+    assert outcome == Outcome(2, Counter({"no CUDA device": 1, "nobody installed it": 1}))
+    assert outcome.total == 4
+    (found,) = faults(outcome, skips.ANYWHERE)
+    assert "1 skipped" in found
+    assert "nobody installed it" in found
+    assert "2 ran, 2 skipped" in summary(outcome)
+
+
+def test_a_module_that_cannot_be_imported_is_a_skip_too(tmp_path):
+    outcome = report(tmp_path, "import pytest\npytest.importorskip('no_such_module')\n")
+    assert outcome.ran == 0
+    found = faults(outcome, [r"could not import 'no_such_module'.*"])
+    assert found == ["nothing ran: all 1 tests were skipped"]
+
+
+def test_nothing_left_out_is_no_fault():
+    assert not faults(Outcome(3, Counter()), ())
+    assert summary(Outcome(3, Counter())) == "3 ran, none was skipped"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "transformers is not installed",
+        "triton is not installed",
+        "needs triton and TRITON_INTERPRET=1: nox -s kernels_interpret",
+        "needs 2 CUDA devices, found 0",
+        "needs a GPU, and there is none",
+    ],
+)
+def test_what_the_usual_sessions_leave_to_others(reason):
+    outcome = Outcome(1, Counter({reason: 1}))
+    assert not faults(outcome, skips.ALONE)
+    of_others = "transformers" in reason or "triton" in reason
+    assert bool(faults(outcome, skips.ANYWHERE)) == of_others
+
+
+def test_a_package_that_is_absent_may_be_missed_only_where_packages_are_left_out():
+    outcome = Outcome(1, Counter({"vescale-comm is not installed": 1}))
+    assert faults(outcome, skips.ALONE)
+    assert not faults(outcome, skips.PARTIAL)
