@@ -9,7 +9,6 @@ wheels use dist/, which `build` brings up to date, and environments of their own
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from tools import matrix as matrices  # noqa: E402
 from tools import skips, tags  # noqa: E402
 from tools.packages import (  # noqa: E402
     JOB_TOOLS,
@@ -80,13 +78,13 @@ def integration(session: nox.Session) -> None:
     run_pytest(session, command, skippable=skips.ALONE)
 
 
-@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
+@nox.session(requires=["workspace"], venv_backend="none", tags=["nightly"], default=False)
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes, which the two above leave out."""
     run_marked(session, "slow and not models", TESTS, python=python_of(session))
 
 
-@nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci", "nightly"], default=False)
 def models(session: nox.Session) -> None:
     """Train unmodified Hugging Face models; with `-- -m models` all of them (an hour)."""
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
@@ -120,6 +118,18 @@ def contracts(session: nox.Session) -> None:
     """Prove that packages import only what they declare, and nothing private."""
     session.install("-c", CONSTRAINTS, "import-linter", "packaging")
     session.run("python", "-m", "tools.contracts", *session.posargs)
+
+
+@nox.session(reuse_venv=True, tags=["ci"], default=False)
+def workflows(session: nox.Session) -> None:
+    """Check .github: schemas, security (zizmor), and each command in a dry run."""
+    session.install("-c", CONSTRAINTS, "check-jsonschema", "nox", "pyyaml", "zizmor")
+    files = sorted(map(str, (ROOT / ".github" / "workflows").glob("*.yml")))
+    schema = ["check-jsonschema", "--builtin-schema"]
+    session.run(*schema, "vendor.github-workflows", *files)
+    session.run(*schema, "vendor.dependabot", str(ROOT / ".github" / "dependabot.yml"))
+    session.run("zizmor", "--offline", "--quiet", ".github")
+    session.run("python", "-m", "tools.workflows")
 
 
 # --- The wheels
@@ -169,7 +179,7 @@ def floors(session: nox.Session) -> None:
     run_tests(session, folders, "-W", "default::DeprecationWarning", *session.posargs)
 
 
-@nox.session(requires=["build"], reuse_venv=True, default=False)
+@nox.session(requires=["build"], reuse_venv=True, tags=["nightly"], default=False)
 @nox.parametrize("version", [nox.param(one, id=one) for one in torch_versions()])
 def torches(session: nox.Session, version: str) -> None:
     """Run the tests on one declared torch: nox -s "torches(2.14)" -- [FOLDER...] [-k NAME]."""
@@ -187,7 +197,7 @@ def torches(session: nox.Session, version: str) -> None:
 @nox.session(requires=["build"], tags=["ci"], default=False)
 def compat(session: nox.Session) -> None:
     """Run each package against the last release of its neighbours, both ways."""
-    known = {package: tags.last(package, tags.in_repository()) for package in PACKAGES}
+    known = {package: tags.last(package, tags.before_head()) for package in PACKAGES}
     for package in PACKAGES:
         if known[package] is None:
             session.warn(f"{package.name} is left out: it has no tag {package.name}-v* yet")
@@ -270,6 +280,8 @@ def workspace(session: nox.Session) -> None:
 @nox.session(python=False, default=False)
 def matrix(session: nox.Session) -> None:
     """Print the sessions that CI runs, as the JSON that the workflow reads."""
-    command = [sys.executable, "-m", "nox", "-f", __file__, "-l", "--json", "-t", "ci"]
+    tagged = ["-t", "ci", "nightly"]  # without tags nox lists only what it runs by default
+    command = [sys.executable, "-m", "nox", "-f", __file__, "-l", "--json", *tagged]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    print(json.dumps(matrices.matrix(json.loads(listed))))
+    command = [sys.executable, "-m", "tools.matrix", *session.posargs]
+    subprocess.run(command, check=True, input=listed, text=True, cwd=ROOT)

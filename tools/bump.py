@@ -1,7 +1,8 @@
 """Move a package to its next version: its version file and the heading of its changelog.
 
 `python -m tools.bump rng release` dates the heading of the version in the checkout, ready for
-the tag; `... rng minor` (or patch, major) opens the next version with an undated heading.
+the tag; `... rng minor` (or patch, major) opens the next version with an undated heading. Between
+the two, `... rng rc` makes release candidates of it, 0.2.0rc1 and on; the heading stays as it is.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import sys
 from collections.abc import Sequence
 
 from tools.packages import Package, find
+from tools.tags import VERSION, final
 
 PARTS = ("major", "minor", "patch")
 
 
 def following(version: str, part: str) -> str:
-    """The version after `version`: minor of 0.1.3 is 0.2.0."""
+    """The version after `version`: minor of 0.1.3 is 0.2.0, rc of 0.2.0rc1 is 0.2.0rc2."""
+    if part == "rc":
+        match = VERSION.fullmatch(version)
+        last = int(match[5]) if match and match[4] == "rc" else 0
+        return f"{final(version)}rc{last + 1}"
+    if version != final(version):
+        raise ValueError(f"{version} is a pre-release: release it first, or make another rc of it")
     numbers = [int(number) for number in version.split(".")]
     at = PARTS.index(part)
     return ".".join(map(str, [*numbers[:at], numbers[at] + 1, *([0] * (2 - at))]))
@@ -44,10 +52,15 @@ def bump(package: Package, part: str, day: datetime.date) -> str:
     log = package.folder / "CHANGELOG.md"
     version = package.version
     if part == "release":
-        log.write_text(dated(log.read_text(), version, day))
-        return version
-    new = following(version, part)
-    log.write_text(opened(log.read_text(), new))
+        new = final(version)
+        log.write_text(dated(log.read_text(), new, day))
+    elif part == "rc":
+        if f"## {final(version)} (unreleased)" not in log.read_text():
+            raise ValueError(f"{version} is released: open the next version first")
+        new = following(version, part)
+    else:
+        new = following(version, part)
+        log.write_text(opened(log.read_text(), new))
     text = package.version_file.read_text()
     package.version_file.write_text(text.replace(f'"{version}"', f'"{new}"'))
     return new
@@ -57,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bump", description=__doc__)
     parser.add_argument("package")
-    parser.add_argument("part", choices=("release", *PARTS))
+    parser.add_argument("part", choices=("release", "rc", *PARTS))
     options = parser.parse_args(arguments)
     try:
         package = find(options.package)
@@ -67,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     print(f"{package.name} is at {version}")
-    if options.part == "release":
+    if options.part in ("release", "rc"):
         print(f"next: commit, then tag {package.name}-v{version}")
     return 0
 

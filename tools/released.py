@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.released", description=__doc__)
     parser.parse_args(arguments)
-    known = tags.in_repository()
+    known = tags.before_head()
     for package in PACKAGES:
         tag = tags.last(package, known)
         if tag is None:

@@ -1,4 +1,8 @@
-"""What a release tag names: `vescale-rng-v0.1.0` is version 0.1.0 of vescale-rng."""
+"""What a release tag names: `vescale-rng-v0.1.0` is version 0.1.0 of vescale-rng.
+
+`vescale-rng-v0.2.0rc1` is a pre-release (a, b or rc, as Python's versions have them): pip takes it
+only when asked to, and no release is compared with it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from collections.abc import Sequence
 
 from tools.packages import ROOT, Package, find
 
-TAG = re.compile(r"(?P<name>vescale-[a-z]+)-v(?P<version>\d+\.\d+\.\d+)")
+VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?")
+TAG = re.compile(rf"(?P<name>vescale-[a-z]+)-v(?P<version>{VERSION.pattern})")
 
 
 def parse(tag: str) -> tuple[Package, str]:
@@ -21,34 +26,60 @@ def parse(tag: str) -> tuple[Package, str]:
     return find(match["name"]), match["version"]
 
 
+def final(version: str) -> str:
+    """The release that a version leads to: 0.2.0 of 0.2.0rc1, and of 0.2.0."""
+    match = VERSION.fullmatch(version)
+    if match is None:
+        raise ValueError(f"{version!r} is no version: it must read like 0.1.0 or 0.1.0rc1")
+    return ".".join(match.group(1, 2, 3))
+
+
 def last(package: Package, tags: Sequence[str]) -> str | None:
-    """The tag of the highest version of the package among `tags`; None without any."""
-    own = [tag for tag in tags if TAG.fullmatch(tag) and parse(tag)[0] is package]
-    return max(own, key=lambda tag: [int(part) for part in parse(tag)[1].split(".")], default=None)
+    """The tag of the package's highest final version among `tags`; None without any."""
+    versions = {parse(tag)[1]: tag for tag in tags
+                if TAG.fullmatch(tag) and parse(tag)[0] is package}  # fmt: skip
+    finals = [version for version in versions if final(version) == version]
+    highest = max(finals, key=lambda one: [int(part) for part in one.split(".")], default=None)
+    return None if highest is None else versions[highest]
 
 
-def in_repository() -> list[str]:
-    """All tags of this repository."""
-    listed = subprocess.run(["git", "tag"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return listed.stdout.split()
+def before_head() -> list[str]:
+    """The tags of this repository but for those of the commit that is checked out.
+
+    A release is tried against the one before it: when it is tagged, its own tag is there already.
+    """
+    return sorted({*_git("tag")} - {*_git("tag", "--points-at", "HEAD")})
+
+
+def _git(*command: str) -> list[str]:
+    run = subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True)
+    return run.stdout.split()
 
 
 def changes(package: Package, version: str) -> str:
-    """The section of its changelog about that version; ValueError when it has no date yet."""
+    """The section of its changelog about that version.
+
+    Raises:
+        ValueError: there is none, or it has no date yet; only a pre-release needs no date.
+    """
+    wanted = final(version)
     text = (package.folder / "CHANGELOG.md").read_text()
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     for section in sections:
         heading, _, body = section.partition("\n")
-        if re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading.strip()):
+        day = r"\d{4}-\d\d-\d\d" if version == wanted else r"(\d{4}-\d\d-\d\d|unreleased)"
+        if re.fullmatch(rf"{re.escape(wanted)} \({day}\)", heading.strip()):
             return body.strip()
-    raise ValueError(f"{package.name}: CHANGELOG.md has no heading `## {version} (YYYY-MM-DD)`")
+    raise ValueError(f"{package.name}: CHANGELOG.md has no heading `## {wanted} (YYYY-MM-DD)`")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.tags", description=__doc__)
     parser.add_argument("tag", help="it must equal the version in the checkout")
-    parser.add_argument("--notes", action="store_true", help="print the changes, not the name")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--notes", action="store_true", help="print the changes, not the name")
+    shown.add_argument("--kind", action="store_true", help="print release or prerelease")
     options = parser.parse_args(arguments)
     try:
         package, version = parse(options.tag)
@@ -58,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(notes if options.notes else package.short)
+    kind = "release" if version == final(version) else "prerelease"
+    print(notes if options.notes else kind if options.kind else package.short)
     return 0
 
 

@@ -46,3 +46,13 @@ def test_a_second_release_of_the_same_version_is_refused(package):
     bump.bump(package, "release", DAY)
     with pytest.raises(ValueError, match="no heading"):
         bump.bump(package, "release", DAY)
+
+
+def test_release_candidates_lead_to_the_release_whose_heading_stands_there(package):
+    assert [bump.bump(package, "rc", DAY) for _ in range(2)] == ["0.1.3rc1", "0.1.3rc2"]
+    assert "## 0.1.3 (unreleased)" in (package.folder / "CHANGELOG.md").read_text()
+    with pytest.raises(ValueError, match="is a pre-release"):
+        bump.bump(package, "minor", DAY)
+    assert bump.bump(package, "release", DAY) == package.version == "0.1.3"
+    with pytest.raises(ValueError, match="open the next version"):
+        bump.bump(package, "rc", DAY)

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 
-from tools.matrix import matrix
-from tools.packages import PACKAGES, PYTHONS, ROOT
+import pytest
+
+from tools.matrix import USUAL, affected, matrix
+from tools.packages import PACKAGES, PYTHONS, ROOT, torch_versions
 
 
 def test_each_session_runs_on_the_oldest_python_and_the_marked_ones_on_all():
@@ -16,17 +18,61 @@ def test_each_session_runs_on_the_oldest_python_and_the_marked_ones_on_all():
             {"session": "workspace", "tags": []},
         ]
     )["include"]
-    assert rows[0] == {"session": "lint", "python": PYTHONS[0]}
+    lint = {"session": "lint", "python": PYTHONS[0], "arguments": "", "minutes": USUAL}
+    assert rows[0] == lint
     assert [row["python"] for row in rows if row["session"] == "tests"] == list(PYTHONS)
     assert "workspace" not in {row["session"] for row in rows}
 
 
-def test_the_session_prints_one_json_document_with_a_row_for_every_package():
-    command = [sys.executable, "-m", "nox", "-s", "matrix"]
+@pytest.mark.parametrize(
+    ("paths", "shorts"),
+    [
+        (["packages/vescale-rng/src/vescale_rng/init.py"], "rng dtensor parallel"),
+        (["packages/vescale-ckpt/README.md"], "dtensor ckpt parallel"),
+        (["packages/vescale-parallel/tests/conftest.py", "README.md"], "parallel"),
+        (["README.md"], ""),
+        ([], ""),
+        (["packages/vescale-parallel/README.md", "noxfile.py"], "rng comm dtensor ckpt parallel"),
+        (["tools/steps.py"], "rng comm dtensor ckpt parallel"),
+    ],
+)
+def test_a_change_concerns_the_packages_that_lean_on_what_changed(paths, shorts):
+    assert [package.short for package in affected(paths)] == shorts.split()
+
+
+def test_what_a_change_does_not_concern_is_left_out():
+    sessions = [
+        {"session": "lint", "tags": ["ci"]},
+        {"session": "tests", "tags": ["ci"]},
+        {"session": "isolated(rng)", "tags": ["ci"]},
+        {"session": "isolated(parallel)", "tags": ["ci"]},
+    ]
+    rows = matrix(sessions, affected(["packages/vescale-parallel/pyproject.toml"]))["include"]
+    assert [row["session"] for row in rows] == ["lint", "tests", "isolated(parallel)"]
+    (arguments,) = (row["arguments"] for row in rows if row["session"] == "tests")
+    folders = arguments.split()
+    assert folders == ["packages/vescale-parallel/tests", "tools/tests"]
+    assert all((ROOT / folder).is_dir() for folder in folders)
+
+
+def listed(*arguments: str) -> set[str]:
+    command = [sys.executable, "-m", "nox", "-s", "matrix", "--", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     rows = json.loads(done.stdout)["include"]
-    assert all(row.keys() == {"session", "python"} for row in rows)
-    sessions = {row["session"] for row in rows}
+    assert all(row.keys() == {"session", "python", "arguments", "minutes"} for row in rows)
+    return {row["session"] for row in rows}
+
+
+def test_the_session_prints_one_json_document_with_a_row_for_every_package():
+    sessions = listed()
     assert {f"isolated({package.short})" for package in PACKAGES} < sessions
-    assert {"tests", "slow", "lint", "types", "contracts", "subsets", "floors", "compat"} < sessions
-    assert not sessions & {"gpu", "matrix", "workspace"}
+    assert {"tests", "lint", "types", "contracts", "subsets", "floors", "compat"} < sessions
+    assert {"models", "kernels_interpret", "integration"} < sessions
+    assert not sessions & {"gpu", "matrix", "workspace", "slow"}
+
+
+def test_what_takes_long_runs_every_night():
+    sessions = listed("--nightly")
+    assert {"slow", "models"} < sessions
+    assert {f"torches({version})" for version in torch_versions()} < sessions
+    assert "tests" not in sessions
