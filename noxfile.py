@@ -89,7 +89,8 @@ def models(session: nox.Session) -> None:
     """Train unmodified Hugging Face models; with `-- -m models` all of them (an hour)."""
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
     swap(session, [package.wheel for package in PACKAGES])
-    run_marked(session, "models and not slow", TESTS, skippable=skips.ANYWHERE)
+    allowed = skips.ANYWHERE + skips.KERNELS
+    run_marked(session, "models and not slow", TESTS, skippable=allowed)
 
 
 # --- The code
@@ -118,6 +119,13 @@ def contracts(session: nox.Session) -> None:
     """Prove that packages import only what they declare, and nothing private."""
     session.install("-c", CONSTRAINTS, "import-linter", "packaging")
     session.run("python", "-m", "tools.contracts", *session.posargs)
+
+
+@nox.session(reuse_venv=True, tags=["ci"], default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into runs/docs/site, strictly; `-- --serve` watches it."""
+    session.install("-c", CONSTRAINTS, "mkdocs-material", "mkdocstrings[python]")
+    session.run("python", "-m", "tools.docs", *session.posargs)
 
 
 @nox.session(reuse_venv=True, tags=["ci"], default=False)

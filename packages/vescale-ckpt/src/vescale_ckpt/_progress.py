@@ -36,7 +36,7 @@ def progress_line(what: str) -> Progress:
     Args:
         what: How the line begins.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, vescale_ckpt
         >>> path, line = tempfile.mkdtemp() + "/step-1", vescale_ckpt.progress_line("saving")
         >>> vescale_ckpt.save(path, {"weight": torch.ones(2)}, progress=line)

@@ -99,7 +99,7 @@ def inspect(
     Raises:
         CheckpointError: There is no committed checkpoint at `path`, or it is damaged.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, vescale_ckpt
         >>> path = tempfile.mkdtemp() + "/step-1"
         >>> vescale_ckpt.save(path, {"weight": torch.tensor([1.0, 3.0]), "step": 1})

@@ -47,7 +47,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
         CorruptError: Naming each file, tensor and byte range that is damaged.
         CheckpointError: There is no committed checkpoint at `path`, or its manifest is not legal.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, vescale_ckpt
         >>> path = tempfile.mkdtemp() + "/step-1"
         >>> vescale_ckpt.save(path, {"weight": torch.ones(1000)})

@@ -95,7 +95,7 @@ def load(
         CheckpointError: On every rank. If it comes from reading data (`CorruptError`,
             `StorageError`), tensors of `into` may hold a mixture of old and new.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, vescale_ckpt
         >>> path = tempfile.mkdtemp() + "/step-1"
         >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "step": 1})
@@ -135,7 +135,7 @@ def compare(
     Raises:
         CheckpointError: There is no committed checkpoint at `path`, or its manifest is damaged.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, vescale_ckpt
         >>> path = tempfile.mkdtemp() + "/step-1"
         >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "bias": torch.ones(1)})

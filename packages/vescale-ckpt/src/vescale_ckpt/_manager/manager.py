@@ -55,7 +55,7 @@ class CheckpointManager:
     `save` was told so or given a metric that is nan or infinite, pushes out no other and replaces
     none; it goes with the next save, and `restore` passes it over.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> manager = CheckpointManager(tempfile.mkdtemp(), keep_last=2)
         >>> for step in (100, 200, 300):

@@ -190,7 +190,7 @@ def async_save(
         CoordinationError: As `save` does.
         CheckpointError: On every rank: the state cannot be saved, or the save before it failed.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, vescale_ckpt
         >>> path, weight = tempfile.mkdtemp() + "/step-1", torch.ones(2)
         >>> handle = vescale_ckpt.async_save(path, {"weight": weight})

@@ -85,7 +85,7 @@ def save(
         CheckpointError: On every rank, naming the rank that failed and why. Nothing is committed
             then, and what was at `path` before is still there.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, vescale_ckpt
         >>> path = tempfile.mkdtemp() + "/step-1"
         >>> vescale_ckpt.save(path, {"weight": torch.ones(2), "step": 1})

@@ -12,7 +12,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
     The state's numbers are placeholders: load a checkpoint into them before training continues.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.AdamW([weight])

@@ -27,7 +27,7 @@ class RankLocal:
     number of ranks `reshard(values, rank, world_size)` of the object in `into` decides; without
     one that is a `MismatchError`.
 
-    Example:
+    Examples:
         >>> RankLocal({"position": 3}).value
         {'position': 3}
     """
@@ -44,7 +44,7 @@ class Replicated:
     from most are named in a `StateError`; without, not even small ones are. Plain values are
     always compared.
 
-    Example:
+    Examples:
         >>> Replicated({"epoch": 3}).check
         True
     """

@@ -61,7 +61,7 @@ class Bucket:
         shapes: shape of each tensor.
         buffers: the buffers, in the order of their first tensors.
 
-    Example:
+    Examples:
         bucket = Bucket.plan([p.shape for p in params], [p.dtype for p in params])
         flats = bucket.pack([p.grad for p in params])           # one copy
         grads = bucket.unpack([all_reduce_(f, group) for f in flats])  # in place, and views

@@ -126,7 +126,7 @@ class Reducer:
         scatter: whether each member gets only its part of each buffer (`Bucket.own_parts`).
         device: where the buffers are.
 
-    Example:
+    Examples:
         reducer = Reducer(bucket, group, op="avg")
         for index, parameter in enumerate(in_reverse):
             parameter.register_post_accumulate_grad_hook(

@@ -64,7 +64,7 @@ def explained_failures(op: str, x: Tensor, group: GroupLike = None) -> Iterator[
         CommMismatchError: the ranks have drifted apart.
         CollectiveError: the backend failed for another reason.
 
-    Example:
+    Examples:
         with explained_failures("all_gather", own, group):
             dist.all_gather(rows, own, group=group.process_group)
     """

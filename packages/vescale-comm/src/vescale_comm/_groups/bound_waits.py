@@ -45,7 +45,7 @@ def bound_waits(
     Raises:
         CommArgumentError: a time that is not positive.
 
-    Example:
+    Examples:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         bound_waits(timeout=3600)  # rank 0 prepares data for up to an hour
     """

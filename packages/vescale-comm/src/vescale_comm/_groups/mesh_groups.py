@@ -39,7 +39,7 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
         CommArgumentError: an axis that the mesh does not have, none at all, one named twice, or a
             mesh that this rank is not in.
 
-    Example:
+    Examples:
         group_of(mesh, "tp")            # this rank's row of tp
         group_of(mesh, ("dp", "cp"))    # one group over both
     """

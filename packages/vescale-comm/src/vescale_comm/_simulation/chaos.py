@@ -68,7 +68,7 @@ def chaos(plan: Sequence[Fault], *, seed: int = 0) -> Iterator[list[str]]:
         plan: the faults; several may hit one call.
         seed: of their probabilities, and of the bits that are flipped.
 
-    Example:
+    Examples:
         with chaos([Fault("delay", rank=1, probability=0.1)], seed=3): ...
     """
     trouble = _Trouble(tuple(plan), seed)

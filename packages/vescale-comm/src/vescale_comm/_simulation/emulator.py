@@ -45,7 +45,7 @@ class Emulator:
     Args:
         world_size: number of members.
 
-    Example:
+    Examples:
         Emulator(2).all_reduce([torch.ones(2), torch.ones(2)], order="tree")
     """
 

@@ -119,7 +119,7 @@ def simulate(world_size: int) -> Simulation:
     Raises:
         CommArgumentError: a world size that is not positive.
 
-    Example:
+    Examples:
         simulate(2)(lambda rank, world_size: all_reduce(torch.ones(2)))
     """
     if world_size < 1:

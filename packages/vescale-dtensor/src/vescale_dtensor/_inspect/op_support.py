@@ -55,7 +55,7 @@ def op_support() -> dict[str, Support]:
         but its sharded operands are replicated first. Each is a string, whose `placements` say how
         the function fared in the OpInfo sweep of this version; OPS.md shows the same.
 
-    Example:
+    Examples:
         >>> op_support()["torch.tanh"]
         'pointwise'
     """

@@ -143,7 +143,7 @@ def joint(captured: Captured, *args: Any, **kwargs: Any) -> Joint:
             libraries inside of the step, arguments or plain tensors that require grad, hooks on
             parameters, `Partial("avg")` parameters, random draws on accelerators.
 
-    Example:
+    Examples:
         step = capture(lambda x, y: cross_entropy(model(x), y))
         whole = joint(step, x, y)
         loss = whole(x, y)       # p.grad is set

@@ -56,7 +56,7 @@ def half_sums(how: HalfSums) -> Iterator[None]:
     Raises:
         DTensorError: there is no such way.
 
-    Example:
+    Examples:
         with half_sums("native"):
             loss.backward()
             optimizer.step()

@@ -123,7 +123,7 @@ def check_rule(
             the layout of every operand, which output or gradient, and by how much. Also raised if
             no rule ever answered.
 
-    Example:
+    Examples:
         check_rule(torch.hypot, [(torch.randn(5, 4), torch.randn(4))])
     """
     name = _name_with_a_rule(func)

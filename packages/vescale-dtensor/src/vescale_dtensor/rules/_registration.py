@@ -43,7 +43,7 @@ def register_rule(func: Any, rule: Rule, *, replace: bool = True) -> None:
             type, or does not say that `func` writes to an operand; or `func` has a rule or handler
             and `replace` is False. Nothing has changed then.
 
-    Example:
+    Examples:
         register_rule(torch.ops.mylib.scale, Rule("scale", scale_strategy, reads=Reads.NOTHING))
     """
     _check_rule(func, rule)

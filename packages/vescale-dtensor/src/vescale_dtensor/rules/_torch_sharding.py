@@ -70,7 +70,7 @@ def register_sharding(op: Any) -> Callable[[F], F]:
         RuleError: as `register_rule` does; and when a call is planned, a list whose entries do not
             fit the call.
 
-    Example:
+    Examples:
         @register_sharding(torch.ops.mylib.scale)
         def scale_sharding(x, factor):
             return [([Shard(d)], [Shard(d), None]) for d in range(x.ndim)]

@@ -19,7 +19,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     Args:
         model: what `parallelize` returned.
 
-    Example:
+    Examples:
         with no_sync(model):
             for part in parts[:-1]:
                 loss(model(part)).backward()

@@ -42,7 +42,7 @@ def mesh(
             the timeout is no time.
         DisagreementError: on every rank, before any group is made: ranks ask for other meshes.
 
-    Example:
+    Examples:
         >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
         ('dp', 'tp')
     """

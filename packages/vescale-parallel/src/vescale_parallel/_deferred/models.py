@@ -45,7 +45,7 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def deferred() -> Iterator[None]:
     """Build models without storage, in the block of a `with` statement.
 
-    Example:
+    Examples:
         >>> with deferred():
         ...     model = nn.Linear(1 << 20, 1 << 20)
         >>> model.weight.shape

@@ -96,7 +96,7 @@ class Plan:
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
 
-    Example:
+    Examples:
         >>> plan = Plan(parameters={"*.up.weight": "tp:0", "*": "replicate"})
         >>> Plan.from_json(plan.to_json()) == plan
         True

@@ -70,7 +70,7 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
     Args:
         model: what `parallelize` returned.
 
-    Example:
+    Examples:
         print(*captured_units(model), sep="\n")
     """
     found = {name: one.captured for name, one in _forwards(model)}
