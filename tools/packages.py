@@ -18,7 +18,10 @@ TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100")
 MODEL_TOOLS = ("transformers>=5.0",)  # brings the models that nobody adapted
 JOB_TOOLS = ("matplotlib>=3.8",)  # what draws the main job's curves
 
-TORCH = "torch>=2.11,<2.15"
+TORCH = "torch>=2.11"
+# The newest that was tested: no bound, which would turn newer ones into riddles of a resolver.
+# Each package says it again (`_torch_versions`), and warns at its import of any other.
+NEWEST_TORCH = "2.15"
 NUMPY = "numpy>=1.26"
 RNG = "vescale-rng>=0.1,<0.2"
 COMM = "vescale-comm>=0.1,<0.2"
@@ -119,7 +122,7 @@ PACKAGES = (
             "_portable",
             "_cpu | _cuda",
             "_layout | distributions | _policy",
-            "_errors | _version",
+            "_errors | _torch_versions | _version",
         ),
     ),
     Package(
@@ -135,7 +138,7 @@ PACKAGES = (
             "_groups | _wire",
             "_watchdog",
             "_torch",
-            "_errors | _outcome | _version",
+            "_errors | _outcome | _torch_versions | _version",
         ),
     ),
     Package(
@@ -157,7 +160,7 @@ PACKAGES = (
             "_redistribute",
             "_layout",
             "_torch",
-            "_errors | _version",
+            "_errors | _torch_versions | _version",
         ),
     ),
     Package(
@@ -179,7 +182,7 @@ PACKAGES = (
             "_format",
             "_state",
             "_tensors",
-            "_errors | _progress | _version",
+            "_errors | _progress | _torch_versions | _version",
         ),
     ),
     Package(
@@ -200,7 +203,7 @@ PACKAGES = (
             "_cost | _deferred | _memory | _schedules | _zero",
             "_notation | _step",
             "_common",
-            "_errors | _version",
+            "_errors | _torch_versions | _version",
         ),
     ),
 )
@@ -214,16 +217,16 @@ def project_of(requirement: str) -> str:
     return match[0].lower()
 
 
-def torch_versions(requirement: str = TORCH) -> tuple[str, ...]:
-    """The minor versions of torch that a requirement admits: `torch>=2.11,<2.13` is 2.11 and 2.12.
+def torch_versions(requirement: str = TORCH, newest: str = NEWEST_TORCH) -> tuple[str, ...]:
+    """The minor versions of torch from the lowest of a requirement to the newest, both included.
 
     Raises:
         ValueError: the requirement has another form, or its ends are of different major versions.
     """
-    match = re.fullmatch(r"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)", requirement)
+    match = re.fullmatch(r"torch>=(\d+)\.(\d+) to (\d+)\.(\d+)", f"{requirement} to {newest}")
     if match is None or match[1] != match[3]:
-        raise ValueError(f"not of the form torch>=A.B,<A.C: {requirement!r}")
-    return tuple(f"{match[1]}.{minor}" for minor in range(int(match[2]), int(match[4])))
+        raise ValueError(f"not of the form torch>=A.B and A.C: {requirement!r} and {newest!r}")
+    return tuple(f"{match[1]}.{minor}" for minor in range(int(match[2]), int(match[4]) + 1))
 
 
 def siblings_in(requirements: Iterable[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import tomllib
 import pytest
 
 from tools.packages import (
+    NEWEST_TORCH,
     PACKAGES,
     ROOT,
     closed_sets,
@@ -69,15 +70,28 @@ def test_project_of(requirement):
     assert project_of(requirement) == "numpy"
 
 
-def test_declared_torches_are_the_minor_versions_from_the_lowest_to_below_the_bound():
-    assert torch_versions("torch>=2.9,<2.12") == ("2.9", "2.10", "2.11")
-    assert torch_versions(), "of what the packages declare"
+def test_declared_torches_are_the_minor_versions_from_the_lowest_to_the_newest():
+    assert torch_versions("torch>=2.9", "2.11") == ("2.9", "2.10", "2.11")
+    assert torch_versions()[-1] == NEWEST_TORCH
 
 
-@pytest.mark.parametrize("requirement", ["torch>=2.11", "torch>=2.11,<3.0", "numpy>=1.2,<1.4"])
-def test_torches_without_a_last_minor_version_cannot_be_listed(requirement):
-    with pytest.raises(ValueError, match=r"torch>=A\.B,<A\.C"):
+@pytest.mark.parametrize("requirement", ["torch>=2.11,<2.15", "torch>=1.11", "numpy>=2.2"])
+def test_torches_without_a_lowest_minor_version_cannot_be_listed(requirement):
+    with pytest.raises(ValueError, match=r"torch>=A\.B"):
         torch_versions(requirement)
+
+
+def test_every_package_warns_of_the_same_torches():
+    files = [package.source / package.module / "_torch_versions.py" for package in PACKAGES]
+    assert len({file.read_text() for file in files}) == 1
+    ends = [tuple(map(int, torch_versions()[end].split("."))) for end in (0, -1)]
+    assert f"OLDEST, NEWEST = {ends[0]}, {ends[1]}\n" in files[0].read_text()
+    for package in PACKAGES:
+        opening = (package.source / package.module / "__init__.py").read_text()
+        first = f"from {package.module} import _torch_versions as _torch_versions\n"
+        before = opening.partition(first)[0]
+        assert before != opening
+        assert "vescale_" not in before.split('"""')[-1], "it comes before what may break"
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():

@@ -1,5 +1,6 @@
 """Checkpoints that cannot be half-written, silently wrong, or tied to a mesh."""
 
+from vescale_ckpt import _torch_versions as _torch_versions
 from vescale_ckpt._convert.dcp_import import import_dcp
 from vescale_ckpt._convert.safetensors_export import Exported, export_safetensors
 from vescale_ckpt._convert.safetensors_import import import_safetensors

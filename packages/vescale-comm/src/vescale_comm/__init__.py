@@ -1,5 +1,6 @@
 """Collectives that are typed, fused, ordered, compressed, traced and simulated."""
 
+from vescale_comm import _torch_versions as _torch_versions
 from vescale_comm._checks.agreement import checked
 from vescale_comm._collectives.all_gather import all_gather, gather_pieces
 from vescale_comm._collectives.all_reduce import all_reduce

@@ -2,6 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_dtensor import _torch_versions as _torch_versions
 from vescale_dtensor._api.distribute_module import distribute_module
 from vescale_dtensor._api.factories import arange, empty, full, ones, rand, randint, randn, zeros
 from vescale_dtensor._api.factories_random import normal, randperm

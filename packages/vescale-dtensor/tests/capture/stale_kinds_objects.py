@@ -367,8 +367,7 @@ for name, hook in HOOKS.items():
 
 
 def scripted():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(action="ignore"):  # of its deprecation
         return torch.jit.script(nn.Linear(4, 4))
 
 

@@ -25,6 +25,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_common/`, `_errors`: what all of them stand on: the mesh, agreement between ranks, messages.
 """
 
+from vescale_parallel import _torch_versions as _torch_versions
 from vescale_parallel._apply.no_sync import no_sync
 from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._check.report import Report

@@ -8,10 +8,12 @@ Reading guide, from below: `_errors`, `_policy`, `distributions` and `_layout` (
 generator; `_cpu`, `_cuda` and `_portable` draw, each by its own map from places to numbers;
 `_draw` and `init` are the public functions on top of them, `_state` is about where generators
 stand, and `_torch_dtensor` connects all of it to torch's DTensor. Imports point down only.
+`_torch_versions` warns of a torch that was not tested.
 """
 
 from typing import Any
 
+from vescale_rng import _torch_versions as _torch_versions
 from vescale_rng import cuda, distributions, errors, init, layouts, streams, torch_dtensor
 from vescale_rng._cpu.generator_state import Position
 from vescale_rng._cpu.stream_ops import BernoulliOf, Dropout, Multinomial, RandPerm

@@ -21,7 +21,8 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from vescale_rng import LayoutError, use
+from vescale_rng import LayoutError, RngError, use
+from vescale_rng._torch_dtensor import hooks
 from vescale_rng.torch_dtensor import consistent
 
 RANKS = 4
@@ -162,6 +163,33 @@ def test_nothing_is_left_behind(mesh):
         piece.normal_()
     torch.manual_seed(3)
     assert torch.equal(piece.to_local(), torch.empty(2).normal_())
+
+
+PLACES = {
+    "FRAMES": torch.utils.checkpoint,
+    "REENTRANT": torch.utils.checkpoint,
+    "TRUNCATED": nn.init,
+    "BORN": dt._api,
+}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["gone", "no longer called"])
+@pytest.mark.parametrize("hook", PLACES)
+def test_a_torch_that_calls_other_functions_is_refused(monkeypatch, hook, kept):
+    place = PLACES[hook]
+    if kept:  # as torch 2.14 kept the function that `checkpoint` had called before
+        monkeypatch.setattr(place, "_former", lambda *args: None, raising=False)
+    monkeypatch.setattr(hooks, hook, "_former")
+    handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+    there = [dict(vars(one)) for one in PLACES.values()]
+    for _ in range(2):  # also at the second try
+        with pytest.raises(RngError, match=r"does not call torch.*\._former"), consistent():
+            pass
+    assert DTensor._op_dispatcher._custom_op_handlers == handlers
+    assert [vars(one) for one in PLACES.values()] == there
+    monkeypatch.undo()
+    with consistent():
+        assert hook
 
 
 def test_policy_is_that_in_force(mesh):

@@ -26,6 +26,8 @@ from vescale_dtensor._torch.compat import no_torch_function
 
 Function: Any = torch.autograd.Function
 _STEPS = frozenset({"call_function", "call_method"})
+# The file of torch's own functions that `apply` calls from C.
+_OF_FUNCTION = torch.autograd.function.__file__
 
 
 class Steps(Protocol):
@@ -84,6 +86,10 @@ class CustomCall:
         """Whether this is the call that ends, and not another one inside."""
         return frame is self._frame and called == self._called
 
+    def is_forward(self, frame: FrameType) -> bool:
+        """Whether this is the forward, and not what torch calls before it to bind arguments."""
+        return frame.f_back is self._frame and frame.f_code.co_filename != _OF_FUNCTION
+
     @property
     def is_plain(self) -> bool:
         """Whether it was given no DTensors."""
@@ -91,7 +97,7 @@ class CustomCall:
         return given is not None and not any(isinstance(value, DTensor) for value in given)
 
     def begins(self, frame: FrameType) -> None:
-        """Take the arguments from the forward, the first function that `apply` calls."""
+        """Take the arguments from the forward."""
         code, given = frame.f_code, frame.f_locals
         names = code.co_varnames[: code.co_argcount]
         arguments = [given[name] for name in names]

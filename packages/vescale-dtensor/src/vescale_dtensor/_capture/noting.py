@@ -194,7 +194,7 @@ class Watch:
         call, recorder = self._custom, self.recorder
         assert call is not None
         assert recorder is not None
-        if event == "call" and call.arguments is None:
+        if event == "call" and call.arguments is None and call.is_forward(frame):
             call.begins(frame)
             self._forward = frame
         elif event == "return" and frame is self._forward:

@@ -193,8 +193,9 @@ def has_effect(node: fx.Node) -> bool:
 
 def _remove_unused(graph: fx.Graph) -> None:
     """Leave out what nothing needs, and the `detach` of what nobody differentiates any more."""
+    aten = torch.ops.aten
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten.detach.default:
+        if node.target in (aten.detach.default, aten.alias.default):  # as newer versions trace it
             node.replace_all_uses_with(node.args[0])
     for node in reversed(list(graph.nodes)):
         if not node.users and not has_effect(node):

@@ -445,12 +445,16 @@ def name_of_overload(op: Any) -> Any:
     )
 
 
+# The module that defines `isinstance` for torch's placements: its name differs over versions.
+_PLACEMENT_META = type(placement_types.Shard).__module__
+
+
 def asked_by_torch_dtensor() -> bool:
     """Whether a module of torch.distributed.tensor reads the attribute whose getter asks."""
     # Frame 0 is this function, 1 the getter, 2 the code that reads the attribute. `isinstance`
     # itself has no frame.
     frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "torch._opaque_base":
+    while frame is not None and frame.f_globals.get("__name__") == _PLACEMENT_META:
         frame = frame.f_back  # the `isinstance` of torch's placements is a Python function
     name = "" if frame is None else str(frame.f_globals.get("__name__"))
     return name.startswith("torch.distributed.tensor")

@@ -10,7 +10,8 @@ Reading guide:
     empty_rows: what functions draw that return early where a rank has no rows.
     parameters: which plain tensors are parameters, or made like one.
     ops: what each random op of ATen does on a part of a tensor.
-    hooks: replaces torch's functions by ours, and restores them. The one module
-        that uses names that are private to torch.
+    hooks: replaces torch's functions by ours, and restores them.
+    probes: what of torch is replaced, and whether the installed torch calls it. These two alone
+        use names that are private to torch.
     in_force: which rule is in force in this thread.
 """

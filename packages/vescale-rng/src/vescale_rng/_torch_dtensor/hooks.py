@@ -1,4 +1,4 @@
-"""The private hooks of torch that `consistent` needs: here, and nowhere else.
+"""The private hooks of torch that `consistent` needs: here and in `probes`, and nowhere else.
 
 There are four. `DTensor._op_dispatcher._custom_op_handlers` maps an ATen overload to a function
 that runs in its place, below autograd: torch's own loss-parallel and context-parallel modes use
@@ -6,6 +6,8 @@ it. `torch.distributed.tensor._api._dtensor_init_helper` makes what `rand` and `
 `torch.nn.init._no_grad_trunc_normal_`, which asks each rank for itself whether its elements are
 within bounds, goes out of step on a `DTensor`. And what `torch.utils.checkpoint.checkpoint` calls,
 so that a region which is recomputed after the block has ended is drawn as inside of it.
+
+Each is asked for before it is installed (`probes`): a torch that calls something else is refused.
 """
 
 import threading
@@ -23,12 +25,9 @@ from vescale_rng._draw.truncated import trunc_normal_
 from vescale_rng._errors import RngError
 from vescale_rng._torch_dtensor.in_force import decide, deciding, placing
 from vescale_rng._torch_dtensor.ops import HANDLERS, named_arguments
+from vescale_rng._torch_dtensor.probes import BORN, FRAMES, REENTRANT, TRUNCATED, missing
 from vescale_rng.distributions import Normal, Uniform
 
-_TRUNCATED = "_no_grad_trunc_normal_"
-_REENTRANT, _FRAMES = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-if hasattr(checkpoints, f"{_FRAMES}_impl"):  # what both the former and `checkpoint` itself call
-    _FRAMES += "_impl"
 _BORN = {torch.rand: Uniform(), torch.randn: Normal()}
 _lock = threading.Lock()
 # What undoes the hooks, while there are any; and how many blocks, of all threads, need them.
@@ -52,8 +51,8 @@ def installed(recompute: Recompute) -> Iterator[None]:
     """
     with _lock:
         if not _users[0]:
-            undo_draws, undo_checkpoints = _install(), _install_checkpoints(recompute)
-            _undo.extend((undo_draws, undo_checkpoints))
+            handlers = _handlers()  # which refuses, before anything is changed
+            _undo.extend((_install(handlers), _install_checkpoints(recompute)))
         _users[0] += 1
     try:
         yield
@@ -66,49 +65,40 @@ def installed(recompute: Recompute) -> Iterator[None]:
 
 def _install_checkpoints(recompute: Recompute) -> Callable[[], None]:
     """Wrap what `checkpoint` will recompute; return what undoes it."""
-    found = {name: getattr(checkpoints, name, None) for name in (_FRAMES, _REENTRANT)}
-    frames, reentrant = found[_FRAMES], found[_REENTRANT]
-    # Where a torch has them elsewhere, a backward outside of the block draws by itself, as is said
-    # of it in `consistent`.
-    if frames is not None:
+    frames, reentrant = getattr(checkpoints, FRAMES), getattr(checkpoints, REENTRANT)
+    stock = reentrant.apply
 
-        def generate(function: Any, *args: Any, **kwargs: Any) -> Any:
-            return frames(recompute(function), *args, **kwargs)
+    def generate(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return frames(recompute(function), *args, **kwargs)
 
-        setattr(checkpoints, _FRAMES, generate)
-    if reentrant is not None:
-        stock = reentrant.apply
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, *args: Any) -> Any:
+            return stock(recompute(function), *args)
 
-        class Reentrant:
-            @staticmethod
-            def apply(function: Any, *args: Any) -> Any:
-                return stock(recompute(function), *args)
-
-        setattr(checkpoints, _REENTRANT, Reentrant)
+    setattr(checkpoints, FRAMES, generate)
+    setattr(checkpoints, REENTRANT, Reentrant)
 
     def undo() -> None:
-        for name, before in found.items():
-            if before is not None:
-                setattr(checkpoints, name, before)
+        setattr(checkpoints, FRAMES, frames)
+        setattr(checkpoints, REENTRANT, reentrant)
 
     return undo
 
 
-def _install() -> Callable[[], None]:
+def _install(handlers: dict[Any, Any]) -> Callable[[], None]:
     """Install the handlers; return what removes them again."""
-    api, handlers = _places()
+    api: Any = getattr(torch_tensor, "_api", None)  # `_handlers` has asked for it
     ours = {op: _handler(run) for op, run in _overloads()}
     before = {op: handlers.get(op) for op in ours}
-    helper, truncated = api._dtensor_init_helper, getattr(init, _TRUNCATED, None)
+    helper, truncated = getattr(api, BORN), getattr(init, TRUNCATED)
     handlers.update(ours)
-    api._dtensor_init_helper = _born(helper)
-    if truncated is not None:
-        setattr(init, _TRUNCATED, _truncating(truncated))
+    setattr(api, BORN, _born(helper))
+    setattr(init, TRUNCATED, _truncating(truncated))
 
     def undo() -> None:
-        api._dtensor_init_helper = helper
-        if truncated is not None:
-            setattr(init, _TRUNCATED, truncated)
+        setattr(api, BORN, helper)
+        setattr(init, TRUNCATED, truncated)
         for op, handler in before.items():
             if handler is None:
                 handlers.pop(op, None)
@@ -118,18 +108,25 @@ def _install() -> Callable[[], None]:
     return undo
 
 
-def _places() -> tuple[Any, dict[Any, Any]]:
-    """Return the module with the factories, and the table of handlers."""
-    api: Any = getattr(torch_tensor, "_api", None)
+def _handlers() -> dict[Any, Any]:
+    """Return the table of handlers.
+
+    Raises:
+        RngError: the installed torch has none, or does not call what the other hooks replace.
+    """
     dispatcher = getattr(torch_tensor.DTensor, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", None)
-    if not isinstance(handlers, dict) or not callable(getattr(api, "_dtensor_init_helper", None)):
+    lacking = missing(FRAMES, REENTRANT, TRUNCATED, BORN)
+    if not isinstance(handlers, dict):
+        lacking = ("DTensor._op_dispatcher._custom_op_handlers", *lacking)
+    if lacking or not isinstance(handlers, dict):
         raise RngError(
-            f"torch {torch.__version__} has no DTensor._op_dispatcher._custom_op_handlers or no "
-            "torch.distributed.tensor._api._dtensor_init_helper: this version of vescale-rng "
-            "cannot make its DTensor consistent. Use fill_, dropout and their like on the DTensor"
+            f"torch {torch.__version__} does not call {' or '.join(lacking)} as earlier versions "
+            "do: this version of vescale-rng cannot make the random numbers of its DTensor, FSDP2 "
+            "and DDP consistent. Use a torch that it was tested with, or fill_, dropout and their "
+            "like on the tensors"
         )
-    return api, handlers
+    return handlers
 
 
 def _overloads() -> Iterator[tuple[Any, Callable[..., Any]]]:

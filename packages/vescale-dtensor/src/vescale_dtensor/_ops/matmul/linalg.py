@@ -183,16 +183,20 @@ def _lu_solve(call: OpCall) -> Strategy | None:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 _PLACES = (torch, torch.Tensor, torch.linalg)
-# Outside of torch.linalg these are left only to raise that they were removed.
-_REMOVED = frozenset({"cond", "eig", "matrix_rank", "solve"})
+# Where functions are that are left only to raise that they were removed: `torch.linalg` has them.
+_REMOVED = "torch._linalg_utils"
+
+
+def _places(name: str) -> tuple[Any, ...]:
+    """Where the functions of linear algebra of a name are to be found, in the installed torch."""
+    former = getattr(torch, name, None)
+    # `torch.cond` is a branch of a program.
+    other = name == "cond" or getattr(former, "__module__", None) == _REMOVED
+    return (torch.linalg,) if other else _PLACES
 
 
 def _found(names: str) -> list[Any]:
-    return [
-        func
-        for name in names.split()
-        for func in functions(name, (torch.linalg,) if name in _REMOVED else _PLACES)
-    ]
+    return [func for name in names.split() for func in functions(name, _places(name))]
 
 
 RULES: dict[Any, Rule] = {

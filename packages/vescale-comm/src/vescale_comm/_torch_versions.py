@@ -1,0 +1,54 @@
+"""Which versions of torch this package was tested with, and a warning where it meets another one.
+
+The distributions state no upper bound: with one, pip would install an old release of ours, or
+answer with a riddle, where most newer versions work. `__init__` imports this before anything else,
+so that the warning comes before what a new torch may break.
+"""
+
+import re
+import sys
+import warnings
+from types import FrameType
+
+import torch
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def warn_untested(version: str) -> None:
+    """Warn at the user's import if this version of torch is older or newer than those tested.
+
+    Packages of vescale import each other: Python shows the same text at the same line once.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
+        return
+    way = "newer" if (int(match[1]), int(match[2])) > NEWEST else "older"
+    oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    message = (
+        f"torch {version} is {way} than what this release of vescale was tested with, torch "
+        f"{oldest} to {newest}. Much may work as it is; where something fails or differs, install "
+        f"torch {newest}, or the release of vescale for your torch"
+    )
+    frame = _importer()
+    if frame is None:
+        warnings.warn(message, stacklevel=1)
+        return
+    where = frame.f_globals
+    registry = where.setdefault("__warningregistry__", {})
+    at = (frame.f_code.co_filename, frame.f_lineno, str(where.get("__name__")), registry)
+    warnings.warn_explicit(message, UserWarning, *at)
+
+
+def _importer() -> FrameType | None:
+    """The code outside of vescale that imports it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not name.startswith(("vescale_", "importlib.")):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+warn_untested(torch.__version__)
