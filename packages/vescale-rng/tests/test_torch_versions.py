@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from vescale_rng import _torch_versions
 from vescale_rng._torch_versions import NEWEST, OLDEST, warn_untested
 
 
@@ -43,7 +42,7 @@ def test_one_import_warns_once(tmp_path):
         "import torch\n"
         "torch.__version__ = '9.1.0'\n"
         "import vescale_comm, vescale_rng, vescale_rng.init\n"  # two packages on one line
-        "assert vescale_rng.rand(2).shape == (2,)\n"
+        "vescale_rng.position()\n"
     )
     command = [sys.executable, "-W", "default::UserWarning", str(script)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr
@@ -52,5 +51,5 @@ def test_one_import_warns_once(tmp_path):
 
 
 def test_this_torch_is_one_of_them():
-    assert _torch_versions.torch is torch
-    assert warn_untested(torch.__version__) is None
+    with warnings.catch_warnings(action="error"):
+        warn_untested(torch.__version__)

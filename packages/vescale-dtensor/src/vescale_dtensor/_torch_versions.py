@@ -13,13 +13,12 @@ from types import FrameType
 import torch
 
 OLDEST, NEWEST = (2, 11), (2, 15)
+# What was warned of: packages of vescale import each other, and one warning is enough.
+said: list[str] = []
 
 
 def warn_untested(version: str) -> None:
-    """Warn at the user's import if this version of torch is older or newer than those tested.
-
-    Packages of vescale import each other: Python shows the same text at the same line once.
-    """
+    """Warn once, at the user's import, of a torch that is older or newer than those tested."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
         return
@@ -30,14 +29,17 @@ def warn_untested(version: str) -> None:
         f"{oldest} to {newest}. Much may work as it is; where something fails or differs, install "
         f"torch {newest}, or the release of vescale for your torch"
     )
+    ours = [one for name, one in list(sys.modules.items()) if name.endswith("._torch_versions")]
+    if any(message in getattr(one, "said", ()) for one in ours):
+        return
+    said.append(message)
     frame = _importer()
     if frame is None:
         warnings.warn(message, stacklevel=1)
         return
-    where = frame.f_globals
-    registry = where.setdefault("__warningregistry__", {})
-    at = (frame.f_code.co_filename, frame.f_lineno, str(where.get("__name__")), registry)
-    warnings.warn_explicit(message, UserWarning, *at)
+    where = str(frame.f_globals.get("__name__"))
+    code, line = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(message, UserWarning, code, line, where)
 
 
 def _importer() -> FrameType | None:
