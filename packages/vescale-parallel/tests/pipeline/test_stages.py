@@ -5,49 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import batch, make, plan, train, whole
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_dtensor import DTensor
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from zero_models import PARAMETERS, Decoder
-
-ROWS, TOKENS, VOCABULARY = 8, 5, 16
-
-
-def make(tied: bool = False, blocks: int = 4) -> nn.Module:
-    torch.manual_seed(3)
-    return Decoder(tied=tied, blocks=blocks)
-
-
-def batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    draws = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCABULARY, (rows, TOKENS + 1), generator=draws)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def one_device(model: nn.Module, seed: int, parts: int, rows: int = ROWS) -> Tensor:
-    """The reference: accumulation over the same microbatches."""
-    size = -(-rows // parts)
-    total = torch.zeros(())
-    for pieces in zip(*(one.split(size) for one in batch(seed, rows)), strict=True):
-        loss = model(*pieces) * (len(pieces[0]) / rows)
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def whole(one: Any) -> Tensor:
-    return one.full_tensor() if isinstance(one, DTensor) else one
-
-
-def plan(schedule: str, parts: int, **fields: Any) -> Plan:
-    return Plan(
-        parameters=PARAMETERS,
-        pipeline={"schedule": schedule, "microbatches": parts},
-        **fields,
-    )
 
 
 @pytest.mark.parametrize(
@@ -64,6 +27,12 @@ def plan(schedule: str, parts: int, **fields: Any) -> Plan:
         ({"pp": 2, "tp": 2}, "1f1b", False, 8),
         ({"pp": 2, "tp": 2}, "gpipe", True, 7),
         ({"dp": 2, "pp": 2}, "interleaved", False, 7),
+        ({"pp": 2}, "zb-h1", True, 7),
+        ({"pp": 4}, "zb-greedy", False, 8),
+        ({"pp": 2}, "zbv", False, 7),
+        ({"pp": 2}, "dualpipev", True, 8),
+        ({"pp": 2, "tp": 2}, "zbv", True, 7),
+        ({"pp": 2, "dp": 2}, "dualpipev", False, 7),
     ],
     ids=str,
 )
@@ -71,33 +40,6 @@ def test_a_model_in_stages_trains_like_one_device(
     sizes: dict[str, int], schedule: str, tied: bool, rows: int
 ):
     simulate(torch.Size(sizes.values()).numel())(train, sizes, plan(schedule, 4), tied, rows)
-
-
-def train(
-    rank: int, world_size: int, sizes: dict[str, int], how: Plan, tied: bool, rows: int
-) -> None:
-    plain, model = make(tied), make(tied)
-    torch.manual_seed(11)
-    parallelize(model, make_mesh(device_type="cpu", **sizes), how)
-    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
-    for step in range(3):
-        here = torch.get_rng_state()
-        expected = one_device(plain, step, 4, rows)
-        there = torch.get_rng_state()
-        torch.set_rng_state(here)
-        found = forward_backward(model, *batch(step, rows))
-        assert torch.equal(torch.get_rng_state(), there)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert (one.grad is None) == (other.grad is None), name
-            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)]
-        torch.testing.assert_close(whole(norms[0]), norms[1], rtol=1e-5, atol=1e-7)
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, one), other in zip(model.state_dict().items(), plain.parameters(), strict=False):
-        torch.testing.assert_close(whole(one), other.data, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_processes_do_as_simulated_ranks():
@@ -111,6 +53,9 @@ def test_processes_do_as_simulated_ranks():
         ({"pp": 2, "dp": 2}, "gpipe", 2, True),
         ({"pp": 2, "dp": 2}, "interleaved", 1, False),
         ({"pp": 2, "dp": 2, "tp": 2}, "1f1b", 3, True),
+        ({"pp": 2, "dp": 2}, "zbv", 3, True),
+        ({"pp": 2, "dp": 2}, "zb-h1", 2, False),
+        ({"pp": 2, "dp": 2}, "dualpipev", 1, False),
     ],
     ids=str,
 )

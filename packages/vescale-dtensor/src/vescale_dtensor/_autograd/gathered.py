@@ -206,6 +206,18 @@ class Gathering:
                     result._use_aliases = UseAliases(local, by_mask)
         return found
 
+    def plain(self, aliases: Sequence[Tensor]) -> list[Tensor]:
+        """The local tensors of `wrapped`, for uses as plain tensors; notes their uses as it does.
+
+        For a mesh of one rank, whose local tensors are whole: what is computed from them is what
+        DTensors would compute. Elsewhere uses of them count as varying on every axis.
+        """
+        found = [aliases[end - 1] for end in accumulate(self._counts)]
+        for parameter, local in zip(self._parameters, found, strict=True):
+            if local.requires_grad:
+                _note_partial(parameter)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class _WholeUse:

@@ -103,7 +103,9 @@ def _plan(plan: Any) -> dict[str, str]:
         if isinstance(value, dict):
             # The order counts: the first rule that matches wins.
             for position, (glob, layout) in enumerate(value.items(), 1):
-                facts[f"{name} {glob}"] = f"{layout!r} (rule {position})"
+                # A function prints its address, which differs between processes.
+                said = getattr(layout, "__qualname__", None) or repr(layout)
+                facts[f"{name} {glob}"] = f"{said} (rule {position})"
         else:
             facts[name] = repr(value)
     return facts

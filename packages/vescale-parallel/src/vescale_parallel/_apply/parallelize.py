@@ -91,7 +91,8 @@ def parallelize(
         where = stored_placements(mesh, report, used)
     _distribute_parameters(model, where, report, optimizers)
     here = of_stage(report, mesh)
-    _install_hooks(model, where.mesh, here, plan.batch_is)
+    if not (isinstance(where, StagePlacements) and where.is_plain):
+        _install_hooks(model, where.mesh, here, plan.batch_is)
     if isinstance(where, StoredPlacements):
         install_zero(model, report, where, plan.prefetch)
     if static:

@@ -21,7 +21,7 @@ from vescale_parallel._apply.zero_install import (
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._notation.rows import ParameterRow
-from vescale_parallel._pipeline.held import HeldParameters
+from vescale_parallel._pipeline.held import HeldParameters, is_plain
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.rules import AXIS
 from vescale_parallel._pipeline.split import Split
@@ -53,6 +53,11 @@ class StagePlacements:
     stored: DeviceMesh
     owners: Mapping[str, int | None]
     shares: Mapping[str, tuple[int, ...]]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether activations are plain tensors: a stage is one rank, and nothing is sharded."""
+        return is_plain(self.mesh) and not self.shares
 
     def of(self, row: ParameterRow) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Mesh and placements of a stored parameter."""

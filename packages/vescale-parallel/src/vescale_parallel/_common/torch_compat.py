@@ -13,6 +13,8 @@
   taken to have some, and Muon orthogonalises each matrix on every rank.
 - `saved_tensors_hooks_now`: hooks that others have set on tensors that autograd saves. Without it
   ours would hide them, so activation checkpointing around a unit saves no memory.
+- `is_innermost`: whether a torch function mode is the one that sees functions first. Without it the
+  modes of stages see every function of their blocks, which takes time.
 - `plain_functions`: a context in which functions take instances of subclasses as plain tensors, as
   torch's notes on extending it show. `wrapper_of`: a tensor of a subclass that has no storage.
   `schema_of`: arguments and results of an operator, and which of them are written to. Without one
@@ -37,6 +39,7 @@ __all__ = [
     "has_step_hooks",
     "hooks_of",
     "in_backward",
+    "is_innermost",
     "missing_for_deferred",
     "no_torch_function",
     "plain_functions",
@@ -85,6 +88,14 @@ def saved_tensors_hooks_now() -> tuple[Any, Any] | None:
 
 
 plain_functions: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
+
+
+def is_innermost(mode: Any) -> bool:
+    """Return whether no other torch function mode was entered after this one."""
+    top = getattr(torch.overrides, "_get_current_function_mode", None)
+    return top is not None and top() is mode
+
+
 _make_wrapper: Any = getattr(Tensor, "_make_wrapper_subclass", None)
 
 

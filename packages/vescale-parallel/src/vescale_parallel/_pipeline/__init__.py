@@ -9,6 +9,8 @@ Top to bottom (imports point down):
 
 - `step`: what `forward_backward` calls of a model in stages, or with microbatches.
 - `runner`: the actions of a schedule on one rank, and what happens where one of them fails.
+- `halves`: a backward in two, of what was received and of parameters.
+- `measured`: what stages take and keep, and the schedule that follows from it.
 - `finish`: losses and gradients of all stages put together.
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
 - `stage`: one forward of one stage; `units`: the hooks through which it acts.
@@ -18,7 +20,7 @@ Top to bottom (imports point down):
 - `text`: what stages tell each other, as JSON.
 - `described`: a tensor as metadata, and back. `streams`: places in the random streams.
 - `held`: the parameters of a rank's stages while they run.
-- `split`: a model into stages. `rules`: words of a plan.
+- `split`: a model into stages. `rules`: words of a plan. `given`: the schedule that it asks for.
 
 `_apply.pipeline_install` makes a model of stages of these.
 """

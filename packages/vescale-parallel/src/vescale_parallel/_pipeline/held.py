@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_parallel._zero.unit import Held, Unit
+from vescale_parallel._zero.unit import Held, Unit, put_all
 
 
 class HeldParameters:
@@ -15,20 +17,51 @@ class HeldParameters:
     A unit of parameters that nobody gathers: contributions to their gradients reach what is stored,
     on the mesh of all stages, and are summed at the end of a step, once.
 
+    On one rank they are plain tensors, as the activations are: nothing is dispatched there.
+
     Args:
         parameters: those that are on this rank.
         mesh: of the stage.
     """
 
     def __init__(self, parameters: Sequence[Held], mesh: DeviceMesh) -> None:
-        self._unit = Unit("", [], list(parameters), mesh)
+        self._unit = (_PlainUnit if is_plain(mesh) else Unit)("", [], list(parameters), mesh)
+        self._places = [one.places for one in self._unit.held]
+        # The same ones for all microbatches of a step: making them costs more than swapping.
+        self._fulls: dict[bool, list[Tensor]] = {}
 
     def __enter__(self) -> HeldParameters:
         """Swap in."""
-        self._unit.require_stored()
-        self._unit.swap_in()
+        recorded = torch.is_grad_enabled()
+        if recorded not in self._fulls:
+            self._unit.require_stored()
+            self._fulls[recorded] = self._unit.made()
+        put_all(self._places, self._fulls[recorded])
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Swap out: between steps modules hold what is stored."""
-        self._unit.swap_out()
+        put_all(self._places, [one.stored for one in self._unit.held])
+
+    def forget(self) -> None:
+        """A step has ended: the next one has graphs of its own."""
+        self._fulls.clear()
+
+
+def forget_held(held: object) -> None:
+    """Let go of what one step has used; units of `zero` do so by themselves."""
+    if isinstance(held, HeldParameters):
+        held.forget()
+
+
+class _PlainUnit(Unit):
+    """A unit whose modules hold plain tensors."""
+
+    def wrapped(self, aliases: Sequence[Tensor]) -> list[Tensor]:
+        """Nothing is around them."""
+        return self._gathering.plain(aliases)
+
+
+def is_plain(mesh: DeviceMesh) -> bool:
+    """Whether a stage lies on one rank, so that what it computes with are plain tensors."""
+    return mesh.size() == 1

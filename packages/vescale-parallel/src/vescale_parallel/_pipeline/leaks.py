@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from vescale_parallel._errors import PipelineError
+from vescale_parallel._zero.saved import is_checkpointed_now
 
 
 class Leaks:
@@ -21,10 +22,12 @@ class Leaks:
 
     Attributes:
         inside: the block that runs, if any.
+        recomputes: whether a function ran whose tensors backward computes again.
     """
 
     def __init__(self) -> None:
         self.inside: str | None = None
+        self.recomputes = False
         # Weak, as memory of activations shall go as it goes without being watched; the object is
         # compared, as an `id` names another one later.
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
@@ -41,6 +44,7 @@ class Leaks:
         Raises:
             PipelineError: outside of a block, of one that was made in a block and not returned.
         """
+        self.recomputes = self.recomputes or is_checkpointed_now()
         new = [one for one in found if not any(one is other for other in given)]
         if self.inside is not None:
             self._made |= {id(one): (weakref.ref(one), self.inside) for one in new}

@@ -1,7 +1,9 @@
 """Tensors and small objects between the ranks of a pipeline.
 
-Between two ranks messages arrive in the order in which they are sent, and that order follows from
-the schedule. A receiver that needs a later one takes the earlier ones first, and keeps them.
+From one rank to another messages arrive in the order in which they are sent, and that order follows
+from the schedule. A receiver that needs a later one takes the earlier ones first, and keeps them.
+What goes to later ranks and what goes to earlier ones have a communicator each: on one that both
+share, two ranks that send to each other would wait for each other where sends wait for receivers.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Message(NamedTuple):
 def message_into(action: Any, stages: int) -> tuple[Message | None, Message | None]:
     """What an action needs from another stage, and what it gives to one."""
     kind, stage, microbatch = action
+    if kind == "W":
+        return None, None
     if kind == "F":
         needs = Message("forward", stage, microbatch) if stage else None
         gives = Message("forward", stage + 1, microbatch) if stage + 1 < stages else None
@@ -51,28 +55,31 @@ class Lines:
     """This rank's connections to the other ranks of its pipeline.
 
     Args:
-        forward: the group along the axis of stages.
-        backward: the same ranks; another communicator where there is one, so that what goes up
-            never waits behind what goes down.
+        up: the group along the axis of stages, for what goes to later ranks, and to all.
+        down: the same ranks, for what goes to earlier ranks.
         device: of the tensors.
     """
 
-    def __init__(self, forward: Group, backward: Group, device: str) -> None:
-        self._groups = {"forward": forward, "backward": backward}
+    def __init__(self, up: Group, down: Group, device: str) -> None:
+        self._up, self._down = up, down
         self.device = device
-        self.rank, self.size = forward.rank, forward.size
+        self.rank, self.size = up.rank, up.size
 
-    def send(self, tensors: Sequence[Tensor], target: int, way: Way) -> list[Pending[None]]:
+    def _line(self, source: int, target: int) -> Group:
+        return self._up if source < target else self._down
+
+    def send(self, tensors: Sequence[Tensor], target: int) -> list[Pending[None]]:
         """Start to send tensors; their memory must stay as it is until the handles are waited."""
-        group = self._groups[way]
+        group = self._line(self.rank, target)
         return [send(one, group, target=target, async_op=True) for one in tensors]
 
-    def recv(self, specs: Sequence[TensorSpec], source: int, way: Way) -> list[Tensor]:
+    def recv(self, specs: Sequence[TensorSpec], source: int) -> list[Tensor]:
         """Receive local tensors."""
         made = []
+        group = self._line(source, self.rank)
         for spec in specs:
             like = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            flat = recv(like, self._groups[way], source=source)
+            flat = recv(like, group, source=source)
             made.append(as_strided_like(flat, spec))
         return made
 
@@ -80,18 +87,18 @@ class Lines:
         """Start to send something small, see `to_text`."""
         content = self._bytes(to_text(value))
         length = torch.tensor([content.numel()], device=self.device)
-        return self.send([length, content], target, "forward")
+        return self.send([length, content], target)
 
     def recv_object(self, source: int) -> Any:
         """Receive what `send_object` sends."""
-        group = self._groups["forward"]
+        group = self._line(source, self.rank)
         length = recv(torch.empty(1, dtype=torch.int64, device=self.device), group, source=source)
         like = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
         return _value(recv(like, group, source=source))
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Give something small of one rank to all ranks of the pipeline."""
-        group = self._groups["forward"]
+        group = self._up
         text = to_text(value) if self.rank == source else ""
         content = self._bytes(text)
         length = torch.tensor([content.numel()], device=self.device)
@@ -106,7 +113,7 @@ class Lines:
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """Give a tensor of one rank to all ranks of the pipeline."""
-        return broadcast(value, self._groups["forward"], source=source)
+        return broadcast(value, self._up, source=source)
 
 
 def _value(content: Tensor) -> Any:
@@ -134,11 +141,11 @@ class Inbox:
     ) -> None:
         self._lines, self._specs = lines, specs
         self._kept: dict[Message, list[Tensor]] = {}
-        # By sender and way: each way has a communicator of its own.
-        self._coming: dict[tuple[int, Way], deque[tuple[Message, int]]] = {}
+        # By sender.
+        self._coming: dict[int, deque[tuple[Message, int]]] = {}
         self.takers: dict[Message, tuple[int, int]] = {}
         self.seen: dict[int, int] = {}
-        self._senders: dict[Message, tuple[int, Way]] = {}
+        self._senders: dict[Message, int] = {}
         for rank, row in enumerate(schedule.ranks):
             for at, action in enumerate(row):
                 needs, gives = message_into(action, schedule.stages)
@@ -147,8 +154,8 @@ class Inbox:
                 if gives is None or schedule.stage_ranks[gives.stage] != lines.rank:
                     continue
                 if rank != lines.rank:
-                    self._coming.setdefault((rank, gives.way), deque()).append((gives, at))
-                    self._senders[gives] = (rank, gives.way)
+                    self._coming.setdefault(rank, deque()).append((gives, at))
+                    self._senders[gives] = rank
 
     def put(self, message: Message, tensors: list[Tensor]) -> None:
         """Keep what a stage of this rank gives to another one of this rank."""
@@ -159,13 +166,13 @@ class Inbox:
         while message not in self._kept:
             sender = self._senders[message]
             first, at = self._coming[sender].popleft()
-            self._kept[first] = self._lines.recv(self._specs(first), *sender)
-            self.seen[sender[0]] = max(at, self.seen.get(sender[0], -1))
+            self._kept[first] = self._lines.recv(self._specs(first), sender)
+            self.seen[sender] = at
         return self._kept.pop(message)
 
     def drain(self) -> None:
         """Receive and drop what is still to come, so that no sender waits for this rank."""
         for sender, coming in self._coming.items():
             while coming:
-                self._lines.recv(self._specs(coming.popleft()[0]), *sender)
+                self._lines.recv(self._specs(coming.popleft()[0]), sender)
         self._kept.clear()

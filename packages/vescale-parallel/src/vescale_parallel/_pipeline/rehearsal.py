@@ -8,6 +8,7 @@ but tensors has to be sent, and each stage knows where in the stream its draws l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import local_of, spec_of
 from vescale_parallel._pipeline.foreign import Foreign
+from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.stage import (
     Entry,
@@ -92,8 +94,9 @@ class Rehearsal:
             except Exception as error:
                 failed = error
                 told = Told(f"stage {stage}: {type(error).__name__}: {error}", Kind({}, {}))
-                if stage and stage not in self._asked:
-                    self._send_object(told.failure, self._scene.split.ranks[stage - 1])
+                before = self._scene.split.ranks[stage - 1]
+                if stage and stage not in self._asked and before != rank:
+                    self._send_object(told.failure, before)
         elif stage and self._scene.split.ranks[stage - 1] == self._scene.rank:
             self._serve(stage, rank)
         told = self._lines.broadcast_object(told, rank)
@@ -108,10 +111,14 @@ class Rehearsal:
         scene = self._scene
         start = scene.streams.here()
         running = StageForward(scene, stage, kind, self)
-        found = running.run(part)
+        with KeptBytes(scene.model) if scene.split.is_auto else nullcontext() as kept:
+            found = running.run(part)
+        if kept is not None:
+            scene.kept[stage] = max(kept.total, scene.kept.get(stage, 0))
         last = stage + 1 == len(scene.split.stages)
         return Kind(
-            kind.calls | running.measured,
+            # What an earlier stage has told stays: the last one describes no results.
+            running.measured | kind.calls,
             kind.entries,
             words_between(start, scene.streams.here(), "the model") if last else (),
             spec_of(found) if last and found is not None else None,
@@ -121,16 +128,26 @@ class Rehearsal:
         """Ask the stage before for its values, and hear what they are."""
         before = self._scene.split.ranks[stage - 1]
         self._asked.add(stage)
+        if before == self._scene.rank:
+            # The stage before is on this rank as well, as in the bend of a V.
+            call, foreign = self._given[stage - 1]
+            given = handed_over(call, tuple(paths), stage - 1, foreign)
+            specs = tuple(spec_of(one) for one in given)
+            return self._noted(stage, paths, specs), [local_of(one).detach() for one in given]
         self._send_object(paths, before)
         answer = self._lines.recv_object(before)
         if isinstance(answer, str):
             raise Repeated(answer)
-        entry = Entry(tuple(paths), answer)
+        entry = self._noted(stage, paths, answer)
+        return entry, self._lines.recv(entry.specs, before)
+
+    def _noted(self, stage: int, paths: list[str], specs: Any) -> Entry:
+        entry = Entry(tuple(paths), tuple(specs))
         # In the kind that is told to all ranks at the end of this stage.
         running = self._scene.running
         assert running is not None
         running.kind.entries[stage] = entry
-        return entry, self._lines.recv(entry.specs, before, "forward")
+        return entry
 
     def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
         """Keep what the next stage will ask for; its turn comes later."""
@@ -150,7 +167,7 @@ class Rehearsal:
             return
         self._send_object(tuple(spec_of(one) for one in tensors), rank)
         locals_ = [local_of(one).detach() for one in tensors]
-        self._handles += self._lines.send(locals_, rank, "forward")
+        self._handles += self._lines.send(locals_, rank)
 
     def _send_object(self, value: Any, target: int) -> None:
         self._handles += self._lines.send_object(value, target)

@@ -7,15 +7,13 @@ from typing import Any, Final, Protocol
 from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import expand_braces
-from vescale_parallel._schedules.choice import SCHEDULES
+from vescale_parallel._pipeline.given import Own, parse_schedule
+from vescale_parallel._schedules.actions import Schedule
 
 AXIS: Final = "pp"
 """The mesh axis that stages lie on."""
 
-RUN: Final = ("gpipe", "1f1b", "interleaved")
-"""The schedules that can be executed; the others split backwards in two."""
-
-_WORDS: Final = ("stages", "schedule", "microbatches", "chunks", "everywhere")
+_WORDS: Final = ("stages", "schedule", "microbatches", "chunks", "memory", "everywhere")
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,10 @@ class PipelineRules:
         is_used: whether it says anything.
         stages: globs over names of modules that are blocks; none: the repeated blocks of the model.
         by_stage: whether there is one glob for each stage, and not one for all blocks.
-        schedule: name of the schedule.
+        schedule: name of the schedule, or a user's own.
         microbatches: how many a batch is divided into.
-        chunks: stages of each rank, for "interleaved".
+        chunks: stages of each rank, for "interleaved"; at most so many for "auto".
+        memory: for "auto", bytes that a rank may keep from forwards to backwards.
         everywhere: globs over names of modules outside of the blocks whose parameters every stage
             holds.
     """
@@ -36,9 +35,10 @@ class PipelineRules:
     is_used: bool = False
     stages: tuple[str, ...] = ()
     by_stage: bool = False
-    schedule: str = "1f1b"
+    schedule: str | Schedule | Own = "1f1b"
     microbatches: int = 1
     chunks: int = 2
+    memory: float | None = None
     everywhere: tuple[str, ...] = ()
 
 
@@ -65,7 +65,10 @@ def parse_pipeline(said: Mapping[str, Any] | None, microbatches: int | None) -> 
                 f"plan pipeline: no word {word!r}.{did_you_mean(str(word), _WORDS)} There are "
                 f"{', '.join(_WORDS)}."
             )
+    schedule = parse_schedule(said.get("schedule", "1f1b"))
     inside = said.get("microbatches")
+    if isinstance(schedule, Schedule) and inside is None and microbatches is None:
+        inside = schedule.microbatches
     if None not in (inside, microbatches) and inside != microbatches:
         raise PlanError(
             f"plan: pipeline says microbatches {inside}, and the plan {microbatches}. Say it once."
@@ -75,9 +78,10 @@ def parse_pipeline(said: Mapping[str, Any] | None, microbatches: int | None) -> 
         is_used=True,
         stages=_globs("stages", stages),
         by_stage=isinstance(stages, list | tuple),
-        schedule=_schedule(said.get("schedule", "1f1b")),
+        schedule=schedule,
         microbatches=_count(microbatches if inside is None else inside),
         chunks=_positive("chunks", said.get("chunks", 2)),
+        memory=None if said.get("memory") is None else float(_positive("memory", said["memory"])),
         everywhere=_globs("everywhere", said.get("everywhere")),
     )
 
@@ -136,15 +140,3 @@ def _globs(word: str, value: object) -> tuple[str, ...]:
     for glob in globs:
         expand_braces(glob)
     return tuple(globs)
-
-
-def _schedule(name: object) -> str:
-    if not isinstance(name, str) or name not in SCHEDULES:
-        near = did_you_mean(str(name), SCHEDULES)
-        raise PlanError(f"plan pipeline: no schedule {name!r}.{near} There are {', '.join(RUN)}.")
-    if name not in RUN:
-        raise PlanError(
-            f"plan pipeline: schedule {name!r} can be simulated, but not run yet: it splits "
-            f"backwards into those of inputs and of weights. Take one of {', '.join(RUN)}."
-        )
-    return name

@@ -16,8 +16,10 @@ from torch import Tensor
 from vescale_comm import CommError
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.described import TensorSpec
+from vescale_parallel._pipeline.described import TensorSpec, local_of
 from vescale_parallel._pipeline.foreign import Foreign
+from vescale_parallel._pipeline.halves import Halves
+from vescale_parallel._pipeline.measured import Stopwatch
 from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_into
 from vescale_parallel._pipeline.stage import (
     Entry,
@@ -59,12 +61,26 @@ class _Kept:
     Attributes:
         received: leaves, whose gradients go to the stage before.
         sent: tensors, whose gradients come from the stage after.
-        loss: on the last stage, its part of the loss of the batch.
+        loss: on the last stage, its part of the loss of the batch: the local tensor.
     """
 
     received: list[Tensor]
     sent: list[Tensor]
     loss: Tensor | None
+
+
+class _Returning(NamedTuple):
+    """What a backward of a stage starts with, and what it owes to the stage before.
+
+    Attributes:
+        outputs: local tensors with a history.
+        gradients: of these.
+        leaves: what was received and has a gradient.
+    """
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+    leaves: list[Tensor]
 
 
 class Runner:
@@ -80,11 +96,14 @@ class Runner:
         lines: Lines,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
+        watch: Stopwatch | None = None,
     ) -> None:
         self._scene, self._lines, self._schedule = scene, lines, schedule
-        self._microbatches = microbatches
+        self._microbatches, self._watch = microbatches, watch
         self._inbox = Inbox(lines, schedule, self._specs)
         self._kept: dict[tuple[int, int], _Kept] = {}
+        # Backwards of which gradients of weights are still to come.
+        self._halves: dict[tuple[int, int], Halves] = {}
         # Messages on their way, with their memory.
         self._sent: dict[Message, list[Any]] = {}
         self._given: set[Message] = set()
@@ -98,12 +117,8 @@ class Runner:
         last = max((at for at, action in enumerate(row) if action.kind != "F"), default=-1)
         for at, action in enumerate(row):
             try:
-                if action.kind == "F":
-                    self._forward(action)
-                else:
-                    # Gradients are reduced once, behind the last of them.
-                    with self._no_sync() if at < last else nullcontext():
-                        self._backward(action)
+                with self._watch.action(action) if self._watch else nullcontext():
+                    self._act(action, syncs=at == last)
             except CommError:
                 raise  # who does not answer now would not later: nothing can be told to others
             except Exception as error:
@@ -113,14 +128,31 @@ class Runner:
                 break
         self._inbox.drain()
         self._kept.clear()
+        self._halves.clear()
         for handles in self._sent.values():
             for one in handles:
                 one.wait()
         return failure
 
+    def _act(self, action: Action, *, syncs: bool) -> None:
+        if action.kind == "F":
+            self._forward(action)
+            return
+        # Gradients are reduced once, behind the last of them.
+        with nullcontext() if syncs else self._no_sync():
+            self._backward(action)
+        if syncs:
+            self._flush()
+
     def _no_sync(self) -> AbstractContextManager[None]:
         zero = getattr(self._scene.model, SCHEDULE, None)
         return zero.no_sync() if isinstance(zero, Zero) else nullcontext()
+
+    def _flush(self) -> None:
+        """Reduce what the last backward has left: one without parameters of units reduces none."""
+        zero = getattr(self._scene.model, SCHEDULE, None)
+        if isinstance(zero, Zero):
+            zero.flush()
 
     def _forward(self, action: Action) -> None:
         self._now = action.microbatch
@@ -138,43 +170,62 @@ class Runner:
                     "batch of this shape before, so that other stages cannot know where theirs "
                     "lie. How much it draws may change with train mode only."
                 )
-            loss = found * here.weight
-            value = loss.detach()
+            weighed = found * here.weight
+            value = weighed.detach()
             self.loss = value if self.loss is None else self.loss + value
+            loss = local_of(weighed)
         if torch.is_grad_enabled():
             self._kept[stage, action.microbatch] = _Kept(running.received, running.sent, loss)
 
     def _backward(self, action: Action) -> None:
         self._now = action.microbatch
-        stage, number = action.stage, action.microbatch
-        kept = self._kept.pop((stage, number))
-        needs, gives = message_into(action, self._schedule.stages)
+        kind, stage, microbatch = action
+        # What is computed again in backward looks for its parameters in the modules.
+        with self._scene.held:
+            if kind == "W":
+                self._halves.pop((stage, microbatch)).weights()
+                return
+            found = self._returning(action)
+            if kind == "B":
+                if found.outputs:
+                    torch.autograd.backward(found.outputs, found.gradients)
+                back = [one.grad for one in found.leaves]
+            else:
+                halves = Halves(found.outputs, found.gradients, found.leaves)
+                self._halves[stage, microbatch] = halves
+                back = halves.inputs()
+                if stage in self._scene.recomputing:
+                    # Its second half would compute all of it again.
+                    halves.weights()
+        _, gives = message_into(action, self._schedule.stages)
+        if gives is not None:
+            # One that the stage did not use: the stage before waits for its gradient all the same.
+            pairs = zip(back, found.leaves, strict=True)
+            self._send(gives, [torch.zeros_like(x) if g is None else g for g, x in pairs])
+
+    def _returning(self, action: Action) -> _Returning:
+        """What a backward starts with: gradients from the stage after, or the loss."""
+        stage, microbatch = action.stage, action.microbatch
+        kept = self._kept.pop((stage, microbatch))
+        needs, _ = message_into(action, self._schedule.stages)
         if needs is not None:
+            specs = self._entry(stage + 1).specs
+            wanted = [one for one, s in zip(kept.sent, specs, strict=True) if s.requires_grad]
             gradients = self._take(needs)
-            wanted = [
-                one
-                for one, spec in zip(kept.sent, self._entry(needs.stage + 1).specs, strict=True)
-                if spec.requires_grad
-            ]
         else:
             assert kept.loss is not None
-            wanted, gradients = [kept.loss], [None]  # type: ignore[list-item]
-        # What is computed again in backward looks for its parameters in the modules.
-        # A loss without a history is torch's error, as on one device.
+            wanted, gradients = [kept.loss], [torch.ones_like(kept.loss)]
         pairs = [
             (one, g)
             for one, g in zip(wanted, gradients, strict=True)
+            # A loss without a history is torch's error, as on one device.
             if one.requires_grad or needs is None
         ]
-        if pairs:
-            with self._scene.held:
-                torch.autograd.backward([one for one, _ in pairs], [g for _, g in pairs])
-        if gives is not None:
+        leaves = []
+        if stage:
             specs = self._entry(stage).specs
             leaves = [one for one, s in zip(kept.received, specs, strict=True) if s.requires_grad]
-            # One that the stage did not use: the stage before waits for its gradient all the same.
-            back = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-            self._send(gives, back)
+        return _Returning([one for one, _ in pairs], [g for _, g in pairs], leaves)
 
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
         """Receive what the stage before has sent for this microbatch."""
@@ -205,10 +256,11 @@ class Runner:
         if target == self._scene.rank:
             self._inbox.put(message, tensors)
         else:
-            self._sent[message] = self._lines.send(tensors, target, message.way)
+            self._sent[message] = self._lines.send(tensors, target)
 
     def _take(self, message: Message) -> list[Tensor]:
-        found = self._inbox.take(message)
+        with self._watch.pause() if self._watch else nullcontext():
+            found = self._inbox.take(message)
         # Who has sent this has taken what came before in its row: that memory can go.
         for sent in list(self._sent):
             taker, at = self._inbox.takers[sent]

@@ -9,10 +9,9 @@ from torch import nn
 from vescale_parallel._common.messages import count, listed, table
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import matches, nearest_names
+from vescale_parallel._pipeline.given import AUTO, schedule_for
 from vescale_parallel._pipeline.rules import PipelineRules
-from vescale_parallel._schedules.actions import Schedule, looped
-from vescale_parallel._schedules.check import check_schedule
-from vescale_parallel._schedules.choice import make_schedule
+from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.units import unit_names
 
@@ -29,6 +28,8 @@ class Split:
         owners: for each parameter, by every name, the rank that stores it; None: every rank does.
         schedule: the actions of each rank, for a training step.
         buffers: with `zero`, the flat buffers of each rank's parameters.
+        is_auto: whether another schedule for the same places may follow from what is measured.
+        memory: bytes that a rank may keep then from forwards to backwards.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -37,6 +38,8 @@ class Split:
     owners: Mapping[str, int | None]
     schedule: Schedule
     buffers: tuple[tuple[BufferRow, ...], ...] = ()
+    is_auto: bool = False
+    memory: float | None = None
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -51,6 +54,8 @@ class Split:
             for at, (stage, rank) in enumerate(zip(self.stages, self.ranks, strict=True))
         ]
         schedule = f"schedule {self.schedule.name}, {self.schedule.microbatches} microbatches"
+        if self.is_auto:
+            schedule += " (auto: chosen again by what the second step measures)"
         shared = f"{count(own[None], 'name')} of parameters on every stage"
         return (
             table(["stage", "rank of pp", "blocks", "how many"], rows) + f"\n{schedule}, {shared}"
@@ -68,11 +73,10 @@ def split_model(rules: PipelineRules, model: nn.Module, ranks: int) -> Split:
     Raises:
         PlanError: no blocks, fewer than stages, or globs that do not divide them.
     """
-    places = looped(ranks, rules.chunks if rules.schedule == "interleaved" else 1)
-    schedule = make_schedule(rules.schedule, ranks, rules.microbatches, chunks=rules.chunks)
-    check_schedule(schedule)
     modules = dict(model.named_modules())
     blocks = _blocks(rules, model, modules)
+    schedule = schedule_for(rules.schedule, ranks, rules.microbatches, rules.chunks, len(blocks))
+    places = schedule.stage_ranks
     stem = _stem(modules, blocks)
     stages = (
         _by_globs(rules, blocks, len(places))
@@ -80,7 +84,15 @@ def split_model(rules: PipelineRules, model: nn.Module, ranks: int) -> Split:
         else _by_cost(model, modules, blocks, stem, len(places))
     )
     owners = _owners(rules, model, stages, places, stem)
-    return Split(stages, places, tuple(stem), owners, schedule)
+    return Split(
+        stages,
+        places,
+        tuple(stem),
+        owners,
+        schedule,
+        is_auto=rules.schedule == AUTO,
+        memory=rules.memory,
+    )
 
 
 def _blocks(rules: PipelineRules, model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -112,17 +124,20 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
-def _stem(modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> dict[str, bool]:
-    """Names of leaf modules with parameters outside of the blocks: whether before the first."""
-    known, order = set(blocks), list(modules)
-    first = min(order.index(name) for name in blocks)
-    found = {}
-    for at, name in enumerate(order):
-        module = modules[name]
+def _stem(modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> dict[str, str]:
+    """Names of leaf modules with parameters outside of the blocks: behind which block they are.
+
+    None is behind "", before the first; a norm between the blocks of an encoder and those of a
+    decoder is with the last block before it.
+    """
+    known = set(blocks)
+    behind, found = "", {}
+    for name, module in modules.items():
+        behind = name if name in known else behind
         inside = name in known or any(up in known for up in _above(name))
         own = any(True for _ in module.parameters(recurse=False))
         if name and own and not inside and not any(True for _ in module.children()):
-            found[name] = at < first
+            found[name] = behind
     return found
 
 
@@ -148,7 +163,7 @@ def _by_cost(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     blocks: Sequence[str],
-    stem: Mapping[str, bool],
+    stem: Mapping[str, str],
     stages: int,
 ) -> tuple[tuple[str, ...], ...]:
     """Divide blocks so that the stage with most parameters has as few as can be.
@@ -165,8 +180,8 @@ def _by_cost(
     cost = [sum(p.numel() for p in modules[name].parameters()) for name in blocks]
     behind = {
         n: p
-        for name, first in stem.items()
-        if not first
+        for name, block in stem.items()
+        if block == blocks[-1]
         for n, p in modules[name].named_parameters(prefix=name)
     }
     last = sum({id(p): p.numel() for p in behind.values()}.values())
@@ -211,10 +226,10 @@ def _owners(
     model: nn.Module,
     stages: Sequence[Sequence[str]],
     ranks: Sequence[int],
-    stem: Mapping[str, bool],
+    stem: Mapping[str, str],
 ) -> dict[str, int | None]:
     place = {name: ranks[i] for i, stage in enumerate(stages) for name in stage}
-    place |= {name: ranks[0] if first else ranks[-1] for name, first in stem.items()}
+    place |= {name: place.get(block, ranks[0]) for name, block in stem.items()}
     by_parameter: dict[int, set[int | None]] = {}
     names: dict[str, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import CommError
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.pytree import named_tensors_within
-from vescale_parallel._errors import PipelineError
+from vescale_parallel._common.torch_compat import is_innermost
+from vescale_parallel._errors import ParallelError, PipelineError
 from vescale_parallel._pipeline.described import (
     Described,
     TensorSpec,
@@ -92,6 +94,8 @@ class Scene:
         held: parameters of this rank's stages.
         streams: this rank's random streams.
         absent: names of units outside of the blocks whose parameters are not here.
+        recomputing: stages of this rank that compute parts of their forward again in backward.
+        kept: bytes that a forward of a stage of this rank keeps, where they were counted.
         running: the forward that runs, if any.
     """
 
@@ -103,6 +107,8 @@ class Scene:
     streams: Streams
     absent: frozenset[str]
     running: StageForward | None = None
+    recomputing: set[int] = field(default_factory=set)
+    kept: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Number the blocks."""
@@ -161,19 +167,54 @@ class StageForward:
         self._next_block = 0
         self._places: dict[tuple[str, int], Any] = {}
         self._is_last = stage + 1 == len(scene.split.stages)
+        # The unit of this rank that is called with what only other stages know.
+        self._lacks: str | None = None
+        # Whether functions come to `foreign`.
+        self._looks = False
 
     def run(self, part: Part) -> Tensor | None:
         """Run the model up to the end of the stage; returns the loss on the last one."""
         self.scene.running = self
         try:
-            with self.scene.held, self.foreign, suppress(StageEnded):
-                found = loss_of(part, self.scene.model(*part.args, **part.kwargs))
+            with self.scene.held, suppress(StageEnded):
+                self._look()
+                found = loss_of(part, self._output(part))
                 found = found.reshape(()) if found.ndim else found
                 self._require_end(found)
                 return found
         finally:
+            self._look_away()
             self.scene.running = None
+            if self.foreign.leaks is not None and self.foreign.leaks.recomputes:
+                self.scene.recomputing.add(self.stage)
         return None
+
+    def _look(self) -> None:
+        if not self._looks:
+            self.foreign.__enter__()  # type: ignore[no-untyped-call]
+            self._looks = True
+
+    def _look_away(self) -> None:
+        if self._looks:
+            self.foreign.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._looks = False
+
+    def _output(self, part: Part) -> Any:
+        try:
+            return self.scene.model(*part.args, **part.kwargs)
+        except (ParallelError, CommError, StageEnded):
+            raise
+        except Exception as error:
+            leaks = self.foreign.leaks
+            if not self.stage or leaks is None or leaks.inside is not None:
+                raise
+            raise PipelineError(
+                f"the model failed on stage {self.stage}, outside of its blocks: "
+                f"{type(error).__name__}: {error}. Blocks of other stages do not run there, so "
+                "what they leave beside their results (logits of routers, hidden states that hooks "
+                "collect, caches) is missing. Leave it out (output_router_logits=False, "
+                "use_cache=False), or let the blocks return it."
+            ) from error
 
     def _require_end(self, loss: Tensor) -> None:
         if not self._is_last or self._next_block < len(self.scene.block_numbers):
@@ -207,12 +248,29 @@ class StageForward:
             if self.stage and number == self.scene.starts[self.stage]:
                 self._take_over(args, kwargs)
                 args, kwargs = self.foreign.resolved(args), self.foreign.resolved(kwargs)
-        if not self.scene.is_foreign(name, self.stage):
+        self._lacks = name if number is None and self._can_stand_in(key, args, kwargs) else None
+        if not self.is_foreign(name):
             self._require_known(name, args, kwargs)
             self._places[key] = self.scene.streams.here()
-            if number is not None and self.foreign.leaks is not None:
+            if self.foreign.leaks is None:
+                # All that a unit of this stage is given is known, and so is what it computes.
+                if is_innermost(self.foreign):
+                    self._look_away()
+            elif number is not None:
                 self.foreign.leaks.inside = name
         return args, kwargs
+
+    def is_foreign(self, name: str) -> bool:
+        """Whether the unit that is called now has to be stood in for."""
+        return name == self._lacks or self.scene.is_foreign(name, self.stage)
+
+    def _can_stand_in(
+        self, key: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a module between blocks runs for another stage of this rank, as in a V."""
+        call = self.kind.calls.get(key)
+        unknown = self.foreign.unknown_within((args, kwargs))
+        return bool(unknown) and call is not None and call.output is not None
 
     def _require_order(self, name: str, number: int) -> None:
         if number != self._next_block:
@@ -268,6 +326,7 @@ class StageForward:
 
     def leave(self, name: str, output: Any) -> None:
         """A unit of this stage has run."""
+        self._look()
         key = (name, self._calls[name] - 1)
         start, end = self._places.pop(key), self.scene.streams.here()
         if self.foreign.leaks is not None and name == self.foreign.leaks.inside:

@@ -18,6 +18,8 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish import finish_gradients, loss_of_all, require_success
+from vescale_parallel._pipeline.held import forget_held
+from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
@@ -29,6 +31,12 @@ from vescale_parallel._zero.schedule import Schedule as Zero
 
 _CHECKED: Final = 2
 """How many batches are compared by value: a loader that is wrong is wrong from the start."""
+
+_MEASURED: Final = 2
+"""Which training step is measured for `schedule="auto"`."""
+
+_KINDS: Final = 1024
+"""Kinds of microbatches that are remembered, before all are looked at anew."""
 
 _HEAD: Final = "forward_backward is not called with the same on all ranks:"
 _ADVICE: Final = "Pass the whole batch on every rank, on those of other stages as well."
@@ -78,11 +86,15 @@ class MicrobatchStep:
         zero = getattr(self._model, SCHEDULE, None)
         for at, (one, weight) in enumerate(parts):
             keeps = isinstance(zero, Zero) and at + 1 < len(parts)
-            with zero.no_sync() if keeps else nullcontext():  # type: ignore[union-attr]
-                found = loss_of(one, self._model(*one.args, **one.kwargs)) * weight
-                # A loss without a history is torch's error, as on one device.
-                if torch.is_grad_enabled():
-                    found.backward()  # type: ignore[no-untyped-call]
+            try:
+                with zero.no_sync() if keeps else nullcontext():  # type: ignore[union-attr]
+                    found = loss_of(one, self._model(*one.args, **one.kwargs)) * weight
+                    # A loss without a history is torch's error, as on one device.
+                    if torch.is_grad_enabled():
+                        found.backward()  # type: ignore[no-untyped-call]
+            except BaseException:
+                _drop_kept(self._model)
+                raise
             value = found.detach()
             total = value if total is None else total + value
         assert total is not None
@@ -103,6 +115,9 @@ class StagedStep:
     def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
         self._calls = 0
+        self._schedule = scene.split.schedule
+        # Training steps until the schedule is chosen: the first one warms up.
+        self._unmeasured = _MEASURED if scene.split.is_auto else 0
         self._kinds: dict[Any, Kind] = {}
 
     def forward_backward(self, part: Part) -> Tensor:
@@ -135,17 +150,22 @@ class StagedStep:
             # Only now it is known whether such a batch draws anything.
             self._compare({"setting": self._drawn_from(start)})
         microbatches = self._placed(parts, keys)
-        schedule = scene.split.schedule
-        if not torch.is_grad_enabled():
-            schedule = forwards_only(schedule)
-        runner = Runner(scene, self._lines, schedule, microbatches)
+        trains = torch.is_grad_enabled()
+        schedule = self._schedule if trains else forwards_only(self._schedule)
+        watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
+        runner = Runner(scene, self._lines, schedule, microbatches, watch)
         failure = runner.run()
+        forget_held(scene.held)
         scene.streams.seek(microbatches[-1].end)
         self._require_success(failure, start)
         total = loss_of_all(runner.loss, microbatches[-1].kind, scene, self._lines)
-        if torch.is_grad_enabled():
+        if trains:
             trained = [one for one in scene.model.parameters() if one.requires_grad]
             finish_gradients(trained, self._lines)
+            self._unmeasured = max(self._unmeasured - 1, 0)
+        if watch is not None:
+            memory = scene.split.memory
+            self._schedule = choose_schedule(schedule, watch, scene, self._lines, memory)
         return total
 
     def _require_success(self, failure: Exception | None, start: Place) -> None:
@@ -157,6 +177,7 @@ class StagedStep:
         except Exception:
             # What was learned may be what was wrong: the next call looks again.
             self._kinds.clear()
+            _drop_kept(self._scene.model)
             self._scene.streams.seek(start)
             raise
 
@@ -197,12 +218,15 @@ class StagedStep:
         return {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
 
     def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> Exception | None:
+        if len(self._kinds) >= _KINDS:
+            self._kinds.clear()
         try:
             for (one, _), key in zip(parts, keys, strict=True):
                 if key not in self._kinds:
                     # With a graph also for an evaluation: what needs gradients is known for both.
                     with torch.enable_grad():
                         self._kinds[key] = Rehearsal(self._scene, self._lines).run(one)
+                    forget_held(self._scene.held)
         except Exception as error:
             return error
         return None
@@ -217,6 +241,13 @@ class StagedStep:
             made.append(Microbatch(one, weight, kind, place, end))
             place = end
         return made
+
+
+def _drop_kept(model: nn.Module) -> None:
+    """Gradients of microbatches before one that failed: nobody will ask for their sum."""
+    zero = getattr(model, SCHEDULE, None)
+    if isinstance(zero, Zero):
+        zero.drop_kept()
 
 
 def _hooked(model: nn.Module) -> list[str]:

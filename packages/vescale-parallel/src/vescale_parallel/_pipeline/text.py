@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
@@ -45,7 +46,13 @@ def _written(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Placement):
-        return {"placement": kind.__name__, "of": _written(tuple(value.__reduce__()[1]))}
+        # Dataclasses by their fields; others say what they are made of when they are pickled.
+        given = (
+            tuple(getattr(value, one.name) for one in fields(value))
+            if is_dataclass(value)
+            else tuple(value.__reduce__()[1])
+        )
+        return {"placement": kind.__name__, "of": _written(given)}
     if isinstance(value, Tensor) and value.ndim == 0:
         return {"number": int(value)}
     if kind in (list, tuple):

@@ -43,7 +43,7 @@ class _Enter(_OfScene):
 class _Leave(_OfScene):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self.scene.running
-        if running is not None and not self.scene.is_foreign(self.name, running.stage):
+        if running is not None and not running.is_foreign(self.name):
             running.leave(self.name, output)
 
 
@@ -54,7 +54,7 @@ class _Forward(_OfScene):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = self.scene.running
-        if running is not None and self.scene.is_foreign(self.name, running.stage):
+        if running is not None and running.is_foreign(self.name):
             return running.stand_in(self.name)
         return self.forward(*args, **kwargs)
 

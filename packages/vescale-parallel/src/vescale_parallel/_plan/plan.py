@@ -25,6 +25,7 @@ from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
 from vescale_parallel._invariant.resolve import InvariantWords, parse_invariant, resolve_invariant
 from vescale_parallel._notation.layout import parse_layout
+from vescale_parallel._pipeline.given import read_schedule, require_text
 from vescale_parallel._pipeline.rules import parse_pipeline, require_together
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
@@ -89,8 +90,9 @@ class Plan:
         shards: logical shards that the batch is cut into for that; no more ranks may share it.
         pipeline: how the model is divided into stages over the axis "pp": {"stages": glob over
             modules that are its blocks (without it: its repeated blocks), or one for each stage;
-            "schedule": "gpipe", "1f1b" or "interleaved"; "chunks": stages of each rank for that;
-            "everywhere": globs over modules that every stage shall hold; "microbatches"}.
+            "schedule": a name of `schedules.SCHEDULES`, "auto", a CSV file, or a function of ranks
+            and microbatches; "chunks": stages a rank (interleaved, auto); "memory": bytes a rank
+            may keep (auto); "everywhere": globs over what every stage holds; "microbatches"}.
         microbatches: into how many `forward_backward` divides a batch, with stages or without.
 
     Raises:
@@ -133,6 +135,7 @@ class Plan:
         for name in ("zero", "checkpoint", "pipeline"):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, dict(getattr(self, name)))
+        object.__setattr__(self, "pipeline", read_schedule(self.pipeline))
         object.__setattr__(self, "precision", spelled(self.precision))
         # As for `axes`: JSON has lists, and a list makes the same plan.
         for name in ("units", "owned", "block"):
@@ -427,11 +430,11 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text; the order of the rules is kept."""
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps(asdict(require_text(self)), indent=2)
 
     def to_toml(self) -> str:
         """Return the plan as TOML text; the order of the rules is kept, and None is `false`."""
-        content = asdict(self)
+        content = asdict(require_text(self))
         # TOML has no word for nothing: what is not said, and need not be, is left out.
         idle = {one.name for one in fields(self) if content[one.name] is None is _default(one)}
         return toml_of({name: one for name, one in content.items() if name not in idle})

@@ -235,7 +235,11 @@ class FlatBuffer:
     def drop_unreduced(self) -> None:
         """Drop what a backward has packed that raised before it was reduced."""
         if self.reduced_next:
-            self.unreduced, self.arrived, self.reduced_next = None, set(), False
+            self.drop_kept()
+
+    def drop_kept(self) -> None:
+        """Drop what was packed and not reduced, also under `no_sync`."""
+        self.unreduced, self.arrived, self.reduced_next = None, set(), False
 
     def reduced(self) -> list[Tensor | None]:
         """Return the totals of all contributions' shards; None for what got none. Collective."""

@@ -65,6 +65,11 @@ class SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @property
+    def outer(self) -> tuple[Any, Any] | None:
+        """The pair that was there before."""
+        return self._outer
+
+    @property
     def is_needed(self) -> bool:
         """Whether what is saved now does not come to hooks of this schedule anyway."""
         # A unit within another: nothing is gained by packing twice what is not ours.
@@ -119,6 +124,17 @@ class SavedTensors:
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         return packed
+
+
+def is_checkpointed_now() -> bool:
+    """Whether backward computes what autograd saves here again, by torch's checkpoint."""
+    pair = saved_tensors_hooks_now()
+    while pair is not None:
+        owner = getattr(pair[0], "__self__", None)
+        if not isinstance(owner, SavedTensors):
+            return getattr(pair[0], "__module__", None) == "torch.utils.checkpoint"
+        pair = owner.outer
+    return False
 
 
 def _is_view_of(tensor: Tensor, owners: Addresses, at: int) -> bool:

@@ -229,9 +229,19 @@ class Schedule:
     def _end(self) -> None:
         """Backward has ended."""
         self._forget()
+        self.flush()
+
+    def flush(self) -> None:
+        """Reduce what `no_sync` has kept, of units that sync now. Collective."""
         for unit in self.units:
             if unit.syncs:
                 unit.flush()
+
+    def drop_kept(self) -> None:
+        """Drop what `no_sync` has kept of a step that failed: the next one starts anew."""
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.drop_kept()
 
     def _forget(self) -> None:
         """No backward is under way: what it has gathered is given back."""

@@ -190,13 +190,21 @@ class Unit:
     def fulls(self) -> list[Tensor]:
         """The gathered parameters, one for each that is held; the same ones until `swap_out`."""
         if self._fulls is None:
-            leaves = local_leaves([one.stored for one in self.held])
-            fulls: list[Any] = list(self._gathering.wrapped(gather_unit(self, leaves)))
-            for full in fulls:
-                # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
-                full._is_param = True
-            self._fulls = fulls
+            self._fulls = self.made()
         return self._fulls
+
+    def made(self) -> list[Tensor]:
+        """Make the gathered parameters, recorded where gradients are."""
+        leaves = local_leaves([one.stored for one in self.held])
+        fulls: list[Any] = list(self.wrapped(gather_unit(self, leaves)))
+        for full in fulls:
+            # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
+            full._is_param = True
+        return fulls
+
+    def wrapped(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What modules hold of the gathered values."""
+        return self._gathering.wrapped(aliases)
 
     def lend(self) -> None:
         """Let the forward take the gathered parameters, or else the modules hold them."""

@@ -1,0 +1,132 @@
+"""A backward in two halves has the gradients of a whole one, and computes each product once."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from vescale_parallel._pipeline.halves import Halves
+
+PRODUCTS = ("mm", "addmm", "bmm", "convolution_backward", "_scaled_dot_product")
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        return sum(n for name, n in self.calls.items() if name.startswith(PRODUCTS))
+
+
+def layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.0, **options)
+
+
+def counted(count: int, shared: bool) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    blocks = [layer() for _ in range(count)]
+    model = nn.Sequential(*blocks, *([blocks[0]] if shared else []))
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    return model, x, torch.randn(3, 5, 8)
+
+
+@pytest.mark.parametrize(("count", "shared"), [(1, False), (3, False), (2, True)])
+def test_each_product_is_computed_once(count: int, shared: bool):
+    model, x, gradient = counted(count, shared)
+    output = model(x)
+    with Counted() as whole:
+        output.backward(gradient)
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    output = model(x)
+    with Counted() as first:
+        halves = Halves([output], [gradient], [x])
+        (found,) = halves.inputs()
+    assert found is not None
+    assert torch.equal(found, x.grad)
+    with Counted() as second:
+        halves.weights()
+    for mine, theirs in zip([p.grad for p in model.parameters()], expected, strict=True):
+        assert torch.equal(mine, theirs)
+    assert first.products + second.products == whole.products
+    # A block that runs twice gets its gradients with those of the input.
+    split = count - shared
+    assert second.products == 4 * split
+
+
+def test_checkpoints_are_computed_again_in_each_half():
+    model, x, gradient = counted(2, False)
+    model(x).backward(gradient)
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    output = x
+    for block in model:
+        output = checkpoint(block, output, use_reentrant=False)
+    halves = Halves([output], [gradient], [x])
+    halves.inputs()
+    halves.weights()
+    for mine, theirs in zip([p.grad for p in model.parameters()], expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def program(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """A random graph: outputs, what was received, and parameters; of the same seed the same."""
+    draw, fill = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def leaf() -> Tensor:
+        made = torch.randn(3, 3, generator=fill, dtype=torch.float64)
+        return made.requires_grad_(draw.random() < 0.9)
+
+    received = [leaf() for _ in range(draw.randint(0, 2))]
+    weights = [leaf() for _ in range(draw.randint(1, 4))]
+    values = [*received, *weights]
+    for _ in range(draw.randint(3, 14)):
+        a, b = draw.choice(values[-6:]), draw.choice([*weights, *values])
+        kind = draw.choice(["mm", "mul", "add", "t", "split", "norm", "use"])
+        if kind == "split":
+            values += (a @ b).split([1, 2])[1].expand(3, 2, 3).unbind(1)
+        else:
+            values.append(
+                {
+                    "mm": lambda a=a, b=b: a @ b * 0.5,
+                    "mul": lambda a=a, b=b: a * b,
+                    "add": lambda a=a, b=b: a + b,
+                    "t": lambda a=a: a.t().tanh(),
+                    "norm": lambda a=a, b=b: nn.functional.layer_norm(a, (3,), b[0]),
+                    "use": lambda a=a, b=b: nn.functional.linear(a, b, b[1]).sin(),
+                }[kind]()
+            )
+    made = [one for one in values if one.requires_grad]
+    outputs = draw.sample(made, min(len(made), draw.randint(1, 3)))
+    return outputs, [one for one in received if one.requires_grad], weights
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_graphs(seed: int):
+    outputs, received, weights = program(seed)
+    if not outputs:
+        return
+    starts = [torch.full_like(one, 0.5) for one in outputs]
+    torch.autograd.backward(outputs, starts)
+    expected = [one.grad for one in (*received, *weights)]
+    outputs, received, weights = program(seed)
+    halves = Halves(outputs, starts, received)
+    found = halves.inputs()
+    assert all(one.grad is None for one in weights)
+    halves.weights()
+    for mine, theirs in zip([*found, *(w.grad for w in weights)], expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,73 @@
+"""Training in stages beside one device that accumulates over the same microbatches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vescale_dtensor import DTensor
+from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+from zero_models import PARAMETERS, Decoder
+
+ROWS, TOKENS, VOCABULARY = 8, 5, 16
+
+
+def make(tied: bool = False, blocks: int = 4) -> nn.Module:
+    torch.manual_seed(3)
+    return Decoder(tied=tied, blocks=blocks)
+
+
+def batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (rows, TOKENS + 1), generator=draws)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def one_device(model: nn.Module, seed: int, parts: int, rows: int = ROWS) -> Tensor:
+    """The reference: accumulation over the same microbatches."""
+    size = -(-rows // parts)
+    total = torch.zeros(())
+    for pieces in zip(*(one.split(size) for one in batch(seed, rows)), strict=True):
+        loss = model(*pieces) * (len(pieces[0]) / rows)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def whole(one: Any) -> Tensor:
+    return one.full_tensor() if isinstance(one, DTensor) else one
+
+
+def plan(schedule: str, parts: int, **fields: Any) -> Plan:
+    return Plan(
+        parameters=PARAMETERS,
+        pipeline={"schedule": schedule, "microbatches": parts},
+        **fields,
+    )
+
+
+def train(
+    rank: int, world_size: int, sizes: dict[str, int], how: Plan, tied: bool, rows: int
+) -> None:
+    plain, model = make(tied), make(tied)
+    torch.manual_seed(11)
+    parallelize(model, make_mesh(device_type="cpu", **sizes), how)
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
+    for step in range(3):
+        here = torch.get_rng_state()
+        expected = one_device(plain, step, 4, rows)
+        there = torch.get_rng_state()
+        torch.set_rng_state(here)
+        found = forward_backward(model, *batch(step, rows))
+        assert torch.equal(torch.get_rng_state(), there)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), name
+            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)]
+        torch.testing.assert_close(whole(norms[0]), norms[1], rtol=1e-5, atol=1e-7)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(model.state_dict().items(), plain.parameters(), strict=False):
+        torch.testing.assert_close(whole(one), other.data, rtol=1e-5, atol=1e-6, msg=name)
