@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: batch and heads may be sharded, grouped-query heads too."""
+"""Scaled dot-product attention: batch, heads and the query's rows may be sharded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from torch import Tensor
 from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval, local_shape
-from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_interval
+from vescale_dtensor._layout.placements import (
+    Intervals,
+    Placement,
+    Replicate,
+    Shard,
+    Sharded,
+    is_interval,
+)
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
+from vescale_dtensor._ops.nn.attention_rows import causal, causal_mask, rows_of
 from vescale_dtensor._planning import (
     AxisStrategy,
     Dims,
@@ -69,7 +77,7 @@ def _attention(call: OpCall) -> Strategy | None:
     strategy = Signature(
         tuple(letters),
         (output,),
-        unshardable=frozenset("lsefhg"),
+        unshardable=frozenset("sefhg"),
         local=_local,
         specialize=_specialized,
     ).strategy()
@@ -138,9 +146,12 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         index = torch.tensor(picked, dtype=torch.int64, device=given["key"].device)
         given |= {name: given[name].index_select(1, index) for name in ("key", "value")}
         given["enable_gqa"] = False  # one key head per query head now
+    rows = rows_of(context)
     if given.get("dropout_p", 0.0) != 0.0:
-        return _with_dropout(context, given)
-    result: Tensor = _without_heads(given) if _has_no_heads(given) else context.call.func(**given)
+        return _with_dropout(context, given, rows)
+    if given.get("is_causal") and rows is not None:
+        given = causal(given, rows)
+    result: Tensor = _without_heads(given) if _is_empty(given) else context.call.func(**given)
     if result.numel() == 0 and _broadcasts(context.call):
         # Torch gives an empty result the query's leading dims, not the broadcast ones.
         leads = zip(*(given[name].shape[:-2] for name in _NAMES[:3]), strict=True)
@@ -153,12 +164,12 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     return result
 
 
-def _has_no_heads(given: dict[str, Any]) -> bool:
-    return not all(given["query"].shape[:-2])
+def _is_empty(given: dict[str, Any]) -> bool:
+    return not all(given["query"].shape[:-1])
 
 
 def _without_heads(given: dict[str, Any]) -> Tensor:
-    """Attention where this rank holds no head, or no batch: no numbers, but a history.
+    """Attention where this rank holds no head, batch or row: no numbers, but a history.
 
     The kernel of torch 2.11 for the CPU divides by the number of heads, which ends the process.
     """
@@ -169,7 +180,9 @@ def _without_heads(given: dict[str, Any]) -> Tensor:
 
 def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
     given = _arguments(context.call)
-    if not all(local_shape(context.input_layout(0), tuple(context.call.operands[0].shape))[:-2]):
+    if not all(local_shape(context.input_layout(0), tuple(context.call.operands[0].shape))[:-1]):
+        return None
+    if given.get("is_causal") and rows_of(context) is not None:
         return None
     # What `_local` has to look at in each call; all else is torch's function, bound once.
     if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given) or _broadcasts(context.call):
@@ -206,7 +219,7 @@ def _heads_looked_at(context: LocalContext) -> list[int] | None:
     return [head // group - low for head in range(first, end)]
 
 
-def _with_dropout(context: LocalContext, given: dict[str, Any]) -> Tensor:
+def _with_dropout(context: LocalContext, given: dict[str, Any], rows: Intervals | None) -> Tensor:
     """Attention written out, with the dropout mask that one device draws for all heads.
 
     In single precision at least, as torch writes it out itself; autocast rounds what goes in.
@@ -221,20 +234,20 @@ def _with_dropout(context: LocalContext, given: dict[str, Any]) -> Tensor:
         given |= {name: given[name].to(own) for name in floats}
     given |= {name: to_opmath(given[name]) for name in floats}
     with autocast_off(query.device.type):
-        return _written_out(context, given).to(own)
+        return _written_out(context, given, rows).to(own)
 
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _written_out(context: LocalContext, given: dict[str, Any]) -> Tensor:
+def _written_out(context: LocalContext, given: dict[str, Any], rows: Intervals | None) -> Tensor:
     query, key, value = _repeated_heads(given)
     scale = given.get("scale")
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     mask = given.get("attn_mask")
     if given.get("is_causal"):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        mask = causal_mask(rows or ((0, scores.shape[-2]),), scores.shape[-1], scores.device)
     if mask is not None:
         lowest = float("-inf")
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask

@@ -30,8 +30,10 @@ def _cat(call: OpCall) -> Strategy | None:
     pairs = zip(call.operands, nothing, strict=True)
     if joined is None or any(operand.ndim != ndim and not empty for operand, empty in pairs):
         return None
-    # Joined shard by shard, the operands would take turns along the dim instead of following on.
-    dims = letters(ndim, {joined})
+    # Joined shard by shard, the operands would take turns along the dim instead of following on;
+    # but one alone, as the first keys that a cache is given, stays as it lies.
+    alone = len(nothing) - sum(nothing) == 1
+    dims = letters(ndim, set() if alone else {joined})
     inputs = tuple((None,) if empty else dims for empty in nothing)
     return Signature(inputs, (dims,), preserves_partial=True).strategy()
 
