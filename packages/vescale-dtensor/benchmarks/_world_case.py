@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ def operations(mesh: vd.DeviceMesh) -> Iterator[tuple[str, Callable[[], Any]]]:
     grid = vd.DTensor.from_local(torch.ones(ROWS, ROWS), mesh, [Shard(0), Shard(1)])
     terms = vd.DTensor.from_local(torch.ones(ROWS, 4), mesh, [Partial(), Partial()])
     weight = vd.DTensor.from_local(torch.ones(8, 4), mesh, [Replicate(), Replicate()])
-    local = torch.ones(ROWS, 4)
+    local, places = torch.ones(ROWS, 4), torch.tensor([0, 5, ROWS])
     yield "swap two axes", lambda: block.redistribute(mesh, [Shard(1), Shard(0)])
     yield "gather", lambda: lines.redistribute(mesh, [Replicate(), Replicate()])
     yield "gather a grid", lambda: grid.redistribute(mesh, [Replicate(), Replicate()])
@@ -48,4 +49,17 @@ def operations(mesh: vd.DeviceMesh) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "cumsum", lambda: lines.cumsum(0)
     yield "softmax", lambda: lines.softmax(0)
     yield "dropout", lambda: torch.nn.functional.dropout(lines, 0.5)
+    yield "slice", lambda: lines[3:-5]
+    yield "one index", lambda: lines[ROWS]
+    yield "assignment", lambda: operator.setitem(lines, slice(3, -5), 0.0)
+    yield "split", lambda: lines.split(lines.shape[0] // 2)
+    yield "argmax", lambda: lines.argmax(0)
+    yield "cummax", lambda: lines.cummax(0)
+    yield "topk", lambda: lines.topk(3, 0)
+    yield "tril", lambda: grid.tril()
+    yield "index_select", lambda: lines.index_select(0, places)
+    yield "cat", lambda: torch.cat([lines, lines])
+    yield "sort", lambda: lines.sort(0)
+    yield "median", lambda: lines.median(0)
+    yield "flip", lambda: lines.flip(0)
     yield "repr", lambda: repr(lines)

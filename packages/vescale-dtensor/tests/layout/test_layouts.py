@@ -6,6 +6,8 @@ run on these layouts as on any other.
 
 from __future__ import annotations
 
+import random
+import re
 import tempfile
 from itertools import product
 
@@ -374,3 +376,32 @@ def test_a_flat_local_tensor_does_not_tell_the_global_shape():
     for outcome in outcomes(without_shape, 2):
         assert outcome.type_name == LayoutError.__name__
         assert "Pass it as shape=" in outcome.message
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_coordinate_owns_what_it_owns_among_all(seed):
+    """`piece` and `distinct_sizes` say of any number of coordinates what `pieces` says of all."""
+    chosen = random.Random(seed)
+    for _ in range(300):
+        extent, count = chosen.randrange(40), chosen.randrange(1, 12)
+        units = [chosen.randrange(4) for _ in range(count)]
+        for placement in (
+            Shard(0),
+            InterleavedShard(0, chosen.randrange(1, 5)),
+            StridedShard(0, chosen.randrange(1, 6)),
+            RaggedShard((0,), units),
+            RaggedShard((0, 1), units),
+        ):
+            try:
+                pieces = placement.pieces(extent, count)
+            except LayoutError as refused:
+                for ask in (placement.sizes, placement.distinct_sizes):
+                    with pytest.raises(LayoutError, match=re.escape(str(refused))):
+                        ask(extent, count)
+                with pytest.raises(LayoutError, match=re.escape(str(refused))):
+                    placement.piece(extent, count, 0)
+                continue
+            assert pieces == tuple(placement.piece(extent, count, i) for i in range(count))
+            assert set(placement.sizes(extent, count)) == placement.distinct_sizes(extent, count)
+            lengths = [sum(high - low for low, high in piece) for piece in pieces]
+            assert list(placement.sizes(extent, count)) == lengths

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def check_sizes(op: str, sizes: Sequence[int], group: Group) -> Shape:
             "members"
         )
     # Zero is allowed: a rank may hold nothing, and still takes part.
-    if any(size < 0 for size in result):
+    if min(result) < 0:
         raise CommArgumentError(f"{op}: sizes={result} has a negative entry")
     return result
 
@@ -92,8 +93,12 @@ def check_shapes(op: str, shapes: Sequence[Sequence[int]], group: Group) -> tupl
 def whole_numbers(op: str, name: str, numbers: object) -> Shape:
     """Return numbers as a tuple of integers; what is close to one is refused."""
     try:
+        given: tuple[Any, ...] = tuple(numbers)  # type: ignore[arg-type]
+        # Nearly always integers already, and as many as there are ranks: no call for each of them.
+        if set(map(type, given)) <= {int}:
+            return given
         # `index` and not `int`: int(1.9) is 1, and the ranks would send different sizes.
-        return tuple(index(number) for number in numbers)  # type: ignore[attr-defined]
+        return tuple(index(number) for number in given)
     except TypeError:
         raise CommArgumentError(f"{op}: {name} takes whole numbers, not {numbers!r}") from None
 

@@ -17,6 +17,12 @@ SMALL_BYTES = 4096
 """Up to here a folded all-reduce gathers everything in one collective; above it takes two."""
 
 
+def scaled(sizes: Sizes, factor: int) -> Sizes:
+    """Return sizes in another unit, such as elements of rows."""
+    # There are as many as ranks, at each call: no call for each of them.
+    return sizes if isinstance(factor, int) and factor == 1 else tuple([factor * n for n in sizes])
+
+
 def gather(
     flat: Tensor,
     group: Group,
@@ -84,7 +90,7 @@ def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]
 def near_equal(numel: int, members: int) -> Sizes:
     """Split a number of elements into parts that differ by one at most, the larger ones first."""
     each, more = numel // members, numel % members  # divmod refuses a tracer's symbols
-    return tuple(each + (1 if member < more else 0) for member in range(members))
+    return tuple([each + (1 if member < more else 0) for member in range(members)])
 
 
 def reduce_scatter(
@@ -93,7 +99,7 @@ def reduce_scatter(
     """Reduce the members' buffers and return this member's part, of `sizes[rank]` elements."""
     buffer = how.encode(flat)
     # A complex element is two on the wire: sizes count encoded elements from here on.
-    sizes = tuple(how.width * size for size in sizes)
+    sizes = scaled(sizes, how.width)
     own = sizes[group.rank]
     if not how.native:
         receive = (own,) * group.size

@@ -134,7 +134,10 @@ class AllGather(Primitive):
         # gloo gathers equal shards only. Sending to every member is the same traffic and pads
         # nothing; an all-to-all would be too, but takes its input repeated for each member.
         # Views of `out`: what is received into them is the result, without another copy.
-        pieces = [as_backend_dtype(piece) for piece in torch.split(out, list(self.sizes))]
+        received = as_backend_dtype(out)
+        # A dtype that travels as bytes has more elements.
+        width = 1 if received is out else out.element_size()
+        pieces = torch.split(received, _scaled(self.sizes, width))
         pieces[self.group.rank].copy_(flat)
         others = [member for member in range(self.group.size) if member != self.group.rank]
         # Launched directly and not through the hooks: a trace and `checked` see one all-gather.

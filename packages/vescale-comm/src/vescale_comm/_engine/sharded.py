@@ -4,6 +4,7 @@ The two are each other's adjoint: each is the gradient of the other.
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 import torch
@@ -34,7 +35,7 @@ class LinearAllGather(Linear):
     def steps(self, x: Tensor) -> Steps[Tensor]:
         """Gathers; along an inner dim the shards are then interleaved."""
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
-        numels = tuple(leading * size * trailing for size in self.sizes)
+        numels = flat_ops.scaled(self.sizes, leading * trailing)
         flat = yield from flat_ops.gather(flattened(x), self.group, numels, x)
         # In place: the buffer is the receive buffer, which nothing else refers to.
         if self.mean:
@@ -43,8 +44,14 @@ class LinearAllGather(Linear):
         if leading == 1:
             return flat.view(self._shape(x, sum(self.sizes)))
         # Members' data arrives one after the other; along an inner dim they interleave.
-        pieces = zip(torch.split(flat, list(numels)), self.sizes, strict=True)
-        return torch.cat([piece.view(self._shape(x, size)) for piece, size in pieces], self.dim)
+        pieces: list[Tensor] = []
+        at = 0
+        for count, size in _runs(self.sizes):
+            numel = count * leading * size * trailing
+            run = flat.narrow(0, at, numel).view(count, *self._shape(x, size))
+            pieces.extend(run.unbind())
+            at += numel
+        return torch.cat(pieces, self.dim)
 
     def _shape(self, x: Tensor, size: int) -> tuple[int, ...]:
         return (*x.shape[: self.dim], size, *x.shape[self.dim + 1 :])
@@ -69,19 +76,25 @@ class LinearReduceScatter(Linear):
         """Reduce and scatter; along an inner dim the shards are separated before."""
         how = reduction(self.op, x.dtype, self.group.backends[x.device.type], self.order)
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
-        numels = tuple(leading * size * trailing for size in self.sizes)
-        if leading == 1:
-            flat = flattened(x)
-        else:
-            # The wire takes one member's shard after the other; along an inner dim they interleave.
-            flat = torch.cat(
-                [piece.reshape(-1) for piece in torch.split(x, list(self.sizes), self.dim)]
-            )
+        numels = flat_ops.scaled(self.sizes, leading * trailing)
+        # The wire takes one member's shard after the other; along an inner dim they interleave.
+        flat = flattened(x) if leading == 1 else self._separated(x)
         # The shards stay as divided here, not by `near_equal`: their sizes are what the caller
         # asked for.
         piece = yield from flat_ops.reduce_scatter(flat, self.group, numels, how, x)
         own = self.sizes[self.group.rank]
         return piece.view(*x.shape[: self.dim], own, *x.shape[self.dim + 1 :])
+
+    def _separated(self, x: Tensor) -> Tensor:
+        """Return the members' shards one after the other, as one row."""
+        before, behind = x.shape[: self.dim], x.shape[self.dim + 1 :]
+        pieces: list[Tensor] = []
+        at = 0
+        for count, size in _runs(self.sizes):
+            run = x.narrow(self.dim, at, count * size).reshape(*before, count, size, *behind)
+            pieces.append(run.movedim(self.dim, 0).reshape(-1))
+            at += count * size
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def adjoint(self) -> LinearAllGather:
         """Return the all-gather of the same shards; refuse what is not linear."""
@@ -90,3 +103,10 @@ class LinearReduceScatter(Linear):
         # An average divides once in either direction; the adjoint has to divide, too.
         mean = self.op == "avg"
         return LinearAllGather(self.group, self.dim, self.sizes, mean=mean, order=self.order)
+
+
+def _runs(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (how many, how much) for neighbours that hold equally much: few, on any group."""
+    if set(map(type, sizes)) != {int}:
+        return [(1, size) for size in sizes]  # a tracer's symbols: a comparison would be a guard
+    return [(len(list(same)), size) for size, same in groupby(sizes)]

@@ -13,10 +13,11 @@ from itertools import groupby, pairwise, product
 
 import torch
 
+from vescale_dtensor._layout.intervals import Interval
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.mesh import Coordinate, axis_names, coordinates, describe
 from vescale_dtensor._layout.notation import short
-from vescale_dtensor._layout.placements import Interval, Partial
+from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.shard_geometry import Box, owned, strided_boxes
 
 _MOST_RANKS_NAMED = 6

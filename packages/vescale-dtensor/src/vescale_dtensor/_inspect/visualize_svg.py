@@ -7,7 +7,7 @@ from html import escape
 from itertools import accumulate
 
 from vescale_dtensor._inspect.visualize_panels import Panel, Picture
-from vescale_dtensor._layout.placements import Interval
+from vescale_dtensor._layout.intervals import Interval
 
 _FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 _MARGIN, _LINE = 24, 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vescale_dtensor._inspect.visualize_panels import Panel, Picture
-from vescale_dtensor._layout.placements import Interval
+from vescale_dtensor._layout.intervals import Interval
 
 # Characters for all columns together, and lines for all rows, if labels need no more.
 _WIDTH, _HEIGHT = 48, 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import index
 from typing import Any
 
@@ -23,6 +24,13 @@ def integer(what: str, value: Any) -> int:
         return int(index(value))
     except TypeError:
         raise LayoutError(f"{what}: expected an integer, found {value!r}") from None
+
+
+def integers(what: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """Return plain ints for many values at once; see `integer`."""
+    found = tuple(values)
+    # Nearly always they are ints already. There is one for each rank, so no call is made for each.
+    return found if set(map(type, found)) <= {int} else tuple(integer(what, v) for v in found)
 
 
 def make_integers(placement: object, *names: str) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.intervals import Interval
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.mesh import Coordinate
-from vescale_dtensor._layout.placements import (
-    Interval,
-)
 from vescale_dtensor._layout.shard_geometry import Box, DimGroup, check_fits, owned
 from vescale_dtensor._torch.worlds import cached
 

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from torch.distributed.tensor import placement_types as torch_placements
 
 from vescale_dtensor._errors import LayoutError, UnsupportedError
-from vescale_dtensor._layout.integers import integer, make_integers
+from vescale_dtensor._layout.integers import integer, integers, make_integers
+from vescale_dtensor._layout.intervals import (
+    Intervals,
+    chunk,
+    consecutive,
+    in_blocks,
+    in_each_block,
+)
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import asked_by_torch_dtensor
-
-Interval = tuple[int, int]
-Intervals = tuple[Interval, ...]
-"""Intervals in local order. An empty one occurs only alone, where nothing is owned."""
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod", "norm2"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod", "norm2")
@@ -201,6 +204,18 @@ class Sharded(Placement):
             sum(high - low for low, high in intervals) for intervals in self.pieces(extent, count)
         )
 
+    def distinct_sizes(self, extent: int, count: int) -> set[int]:
+        """Return the different numbers among `sizes`, few on any number of ranks."""
+        return set(self.sizes(extent, count))
+
+    def piece(self, extent: int, count: int, index: int) -> Intervals:
+        """Return what coordinate `index` of `count` owns of `extent`: one of `pieces`.
+
+        Subclasses find it without the other coordinates, since every rank asks for its own shard at
+        many calls, and there may be thousands of ranks.
+        """
+        return self.pieces(extent, count)[index]
+
     def is_sharded(self, dim: int | None = None) -> bool:
         """Return True if `dim` is among the sharded dims, or no dim is asked for."""
         return dim is None or dim in self.cut_dims()
@@ -226,12 +241,6 @@ class _UnknownToTorch(Sharded):
                 "vescale_dtensor, or redistribute to Shard() or Replicate() first."
             )
         return type(self)
-
-
-def consecutive(sizes: Sequence[int]) -> tuple[Intervals, ...]:
-    """Return one interval per size, one after the other."""
-    ends = list(accumulate(sizes, initial=0))
-    return tuple(((low, high),) for low, high in pairwise(ends))
 
 
 class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
@@ -261,8 +270,24 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
     def sizes(self, extent: int, count: int) -> tuple[int, ...]:
         """Return the extent of each of `count` shards of a dim of `extent`."""
         piece = -(-extent // count)
-        # Clamped at both ends: shards after the last index are empty, the one before may be short.
-        return tuple(max(0, min(piece, extent - i * piece)) for i in range(count))
+        if piece == 0:
+            return (0,) * count
+        # Shards after the last index are empty, and the one before may be short.
+        full, rest = divmod(extent, piece)
+        found = (piece,) * full + (rest,) * bool(rest)
+        return found + (0,) * (count - len(found))
+
+    def distinct_sizes(self, extent: int, count: int) -> set[int]:
+        """Return the different numbers among `sizes`: of full shards, of a short one, of none."""
+        piece = -(-extent // count)
+        if piece == 0:
+            return {0}
+        full, rest = divmod(extent, piece)
+        return {piece, *([rest] if rest else []), *([0] if full + bool(rest) < count else [])}
+
+    def piece(self, extent: int, count: int, index: int) -> Intervals:
+        """Return the interval of shard `index`; an empty one is behind the last element."""
+        return (chunk(extent, count, index),)
 
     __eq__ = _equal
     __hash__ = torch_placements.Shard.__hash__
@@ -305,9 +330,22 @@ class InterleavedShard(_UnknownToTorch):
         Raises:
             LayoutError: `extent` is not a multiple of the number of blocks.
         """
+        return in_blocks((self._block(extent),) * self.blocks, count)
+
+    def distinct_sizes(self, extent: int, count: int) -> set[int]:
+        """Return the different numbers among `sizes`; `pieces` says what fits."""
+        block = self._block(extent)
+        return {self.blocks * size for size in Shard(self.dim).distinct_sizes(block, count)}
+
+    def piece(self, extent: int, count: int, index: int) -> Intervals:
+        """Return the intervals that coordinate `index` owns; `pieces` says what fits."""
+        return in_each_block((self._block(extent),) * self.blocks, count, index)
+
+    def _block(self, extent: int) -> int:
+        """Return the extent of a block; `pieces` says what does not fit."""
         if extent % self.blocks:
             raise LayoutError(f"{self}: extent {extent} is not a multiple of {self.blocks} blocks")
-        return _in_blocks((extent // self.blocks,) * self.blocks, count)
+        return extent // self.blocks
 
     def __repr__(self) -> str:
         return f"InterleavedShard({self.dim}, {self.blocks})"
@@ -339,39 +377,14 @@ class StridedShard(_UnknownToTorch):
 
     def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
         """Return the intervals of a dim of `extent` that each of `count` coordinates owns."""
-        return _in_blocks(Shard(self.dim).sizes(extent, self.split_factor), count)
+        return in_blocks(Shard(self.dim).sizes(extent, self.split_factor), count)
+
+    def piece(self, extent: int, count: int, index: int) -> Intervals:
+        """Return the intervals that coordinate `index` owns."""
+        return in_each_block(Shard(self.dim).sizes(extent, self.split_factor), count, index)
 
     def __repr__(self) -> str:
         return f"StridedShard({self.dim}, split_factor={self.split_factor})"
-
-
-def _in_blocks(blocks: Sequence[int], count: int) -> tuple[Intervals, ...]:
-    """Divide each block over `count` coordinates; return what each of them owns of all blocks."""
-    owned: list[list[Interval]] = [[] for _ in range(count)]
-    start = 0
-    for block in blocks:
-        for intervals, ((low, high),) in zip(
-            owned, consecutive(Shard(0).sizes(block, count)), strict=True
-        ):
-            intervals.append((start + low, start + high))
-        start += block
-    # Merged, so that a coordinate whose parts touch has one interval, as an even shard has.
-    return tuple(merged(intervals) for intervals in owned)
-
-
-def merged(intervals: Sequence[Interval]) -> Intervals:
-    """Return the same elements in the same order in the fewest intervals, but at least in one."""
-    result: list[Interval] = []
-    for low, high in intervals:
-        if low == high:
-            continue
-        if result and result[-1][1] == low:
-            result[-1] = (result[-1][0], high)
-        else:
-            result.append((low, high))
-    # An empty shard keeps one empty interval, so that it has a start to be sliced at like any
-    # other.
-    return tuple(result) if result else tuple(intervals[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +402,9 @@ class RaggedShard(_UnknownToTorch):
 
     dims: tuple[int, ...]
     local_units: tuple[int, ...]
+    # Computed once, as there may be thousands of units: where each coordinate's end, and the hash.
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
         # All negative or none: -1 and 0 differ by one, but are not neighbours.
@@ -397,14 +413,23 @@ class RaggedShard(_UnknownToTorch):
             raise LayoutError(
                 f"RaggedShard: dims {cut} are not one dim, or several that follow one another"
             )
-        units = tuple(integer("RaggedShard(local_units)", u) for u in local_units)
+        units = integers("RaggedShard(local_units)", local_units)
         if not units or min(units) < 0:
             raise LayoutError(f"RaggedShard: local_units must be non-negative, found {units}")
         # `gcd` of zeros is 0: an axis that owns nothing of an empty dim.
         divisor = math.gcd(*units) or 1
+        lowest = units if divisor == 1 else tuple([u // divisor for u in units])
         # Frozen, and normalized here: fields are set past the dataclass' own `__setattr__`.
         object.__setattr__(self, "dims", cut)
-        object.__setattr__(self, "local_units", tuple(u // divisor for u in units))
+        object.__setattr__(self, "local_units", lowest)
+        object.__setattr__(self, "_ends", tuple(accumulate(lowest)))
+        object.__setattr__(self, "_hash", hash((cut, lowest)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return RaggedShard, (self.dims, self.local_units)
 
     @property
     def dim(self) -> int:
@@ -427,7 +452,23 @@ class RaggedShard(_UnknownToTorch):
         Raises:
             LayoutError: the number of units is not `count`, or their sum does not divide `extent`.
         """
-        total = sum(self.local_units)
+        unit = self._unit(extent, count)
+        return self.local_units if unit == 1 else tuple([u * unit for u in self.local_units])
+
+    def distinct_sizes(self, extent: int, count: int) -> set[int]:
+        """Return the different numbers among `sizes`; that says what fits."""
+        unit = self._unit(extent, count)
+        return {u * unit for u in set(self.local_units)}
+
+    def piece(self, extent: int, count: int, index: int) -> Intervals:
+        """Return the interval that coordinate `index` owns; `sizes` says what fits."""
+        unit = self._unit(extent, count)
+        end = self._ends[index]
+        return ((unit * (end - self.local_units[index]), unit * end),)
+
+    def _unit(self, extent: int, count: int) -> int:
+        """How many indices one unit is; `sizes` says what does not fit."""
+        total = self._ends[-1]
         if len(self.local_units) != count:
             raise LayoutError(
                 f"{self} names {len(self.local_units)} pieces, "
@@ -435,10 +476,10 @@ class RaggedShard(_UnknownToTorch):
             )
         # Nothing can be divided in any proportion, also by units that are all zero.
         if extent == 0:
-            return (0,) * count
+            return 0
         if total == 0 or extent % total:
             raise LayoutError(f"{self}: extent {extent} is not a multiple of its {total} units")
-        return tuple(u * (extent // total) for u in self.local_units)
+        return extent // total
 
     def __repr__(self) -> str:
         return f"RaggedShard({self.dims}, {self.local_units})"

@@ -15,14 +15,12 @@ from math import prod
 from typing import NamedTuple
 
 from vescale_dtensor._errors import LayoutError
+from vescale_dtensor._layout.intervals import Interval, Intervals, merged
 from vescale_dtensor._layout.placements import (
-    Interval,
-    Intervals,
     Placement,
     RaggedShard,
     Sharded,
     is_flat,
-    merged,
 )
 
 Box = tuple[Interval, ...]
@@ -106,19 +104,32 @@ def unsharded(dims: Dims, shape: Sequence[int]) -> DimGroup:
 @lru_cache(maxsize=8)
 def shard(group: DimGroup, placement: Sharded, count: int) -> tuple[DimGroup, ...]:
     """Return what each of `count` coordinates owns once `placement` shards what `group` leaves."""
+    pieces = placement.pieces(_remaining(group, placement), count)
+    return tuple(_part(group, placement, piece) for piece in pieces)
+
+
+def shard_at(group: DimGroup, placement: Sharded, count: int, index: int) -> DimGroup:
+    """Return what coordinate `index` owns of what `shard` gives; no other is looked at."""
+    return _part(group, placement, placement.piece(_remaining(group, placement), count, index))
+
+
+def _remaining(group: DimGroup, placement: Sharded) -> int:
+    """Return how much a group has left of what `placement` shards."""
+    if is_flat(placement):
+        return group.extent
+    return _length(group.intervals[group.dims.index(placement.cut_dims()[0])])
+
+
+def _part(group: DimGroup, placement: Sharded, piece: Intervals) -> DimGroup:
+    """Return the part of a group that has this `piece` of what `placement` shards."""
     if is_flat(placement):
         # Flat placements divide the span and leave the intervals: flattening came after these.
         low, _ = group.span
-        pieces = placement.pieces(group.extent, count)
-        spans = [(low + start, low + end) for ((start, end),) in pieces]
-        return tuple(group._replace(span=span) for span in spans)
+        ((start, end),) = piece
+        return group._replace(span=(low + start, low + end))
     position = group.dims.index(placement.cut_dims()[0])
-    intervals = group.intervals[position]
     # Counted within what is left: positions in the concatenated intervals, not global indices.
-    pieces = placement.pieces(_length(intervals), count)
-    return tuple(
-        _with_intervals(group, position, _intervals_at(intervals, piece)) for piece in pieces
-    )
+    return _with_intervals(group, position, intervals_at(group.intervals[position], piece))
 
 
 def shard_unclipped(
@@ -157,8 +168,11 @@ def _length(intervals: Intervals) -> int:
     return sum(high - low for low, high in intervals)
 
 
-def _intervals_at(intervals: Intervals, wanted: Intervals) -> Intervals:
+def intervals_at(intervals: Intervals, wanted: Intervals) -> Intervals:
     """Return the parts of `intervals` at positions `wanted` of their concatenation."""
+    if len(intervals) == 1:  # nearly always, and asked for every rank
+        start = intervals[0][0]
+        return tuple([(start + low, start + high) for low, high in wanted])
     return merged([part for low, high in wanted for part, _ in _clipped(intervals, low, high)])
 
 
@@ -246,8 +260,8 @@ def check_fits(placements: Sequence[Placement], sizes: Sequence[int], shape: Seq
 
 
 def _remaining_extents(placement: Sharded, extents: set[int], count: int) -> set[int]:
-    """Return the extents that a placement leaves; `Sharded.sizes` raises where it does not fit."""
-    return {size for extent in extents for size in placement.sizes(extent, count)}
+    """Return the extents that a placement leaves; it raises where it does not fit."""
+    return {size for extent in extents for size in placement.distinct_sizes(extent, count)}
 
 
 def owned(
@@ -266,5 +280,5 @@ def owned(
         if isinstance(placement, Sharded):
             # A placement's dims are all in one group, so the first dim finds it.
             dims = next(d for d in groups if placement.cut_dims()[0] in d)
-            groups[dims] = shard(groups[dims], placement, count)[index]
+            groups[dims] = shard_at(groups[dims], placement, count, index)
     return tuple(groups.values())

@@ -9,10 +9,10 @@ from __future__ import annotations
 from itertools import product
 from math import lcm, prod
 
+from vescale_dtensor._layout.intervals import Intervals
 from vescale_dtensor._layout.mesh import Coordinate
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
-    Intervals,
     Placement,
     RaggedShard,
     Sharded,

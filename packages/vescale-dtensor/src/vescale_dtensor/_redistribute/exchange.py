@@ -1,9 +1,9 @@
 """Packing of boxes for an exchange, computed once, when its step is made.
 
-Two shortcuts keep the cost of a call from growing with the number of ranks. Where the boxes of all
-members tile a tensor evenly, packing and unpacking are one permuted copy, however many there are.
-Otherwise only boxes that are not empty are looked at: a rank often exchanges with a few of
-thousands.
+Three shortcuts keep the cost of a call from growing with the number of ranks. Where the boxes of
+all members tile a tensor evenly, packing and unpacking are one permuted copy, however many there
+are. Otherwise only boxes that are not empty are looked at: a rank often exchanges with a few of
+thousands. And neighbours of one shape are taken together: of uneven shards, all but the last are.
 """
 
 from __future__ import annotations
@@ -103,8 +103,78 @@ def tiling_of(pieces: Sequence[LocalBox], shape: Shape) -> Tiling | None:
     return Tiling(piece, counts, order)
 
 
-# In the order of the members: a tiling, or the boxes that are not empty.
-Packing = Tiling | tuple[LocalBox, ...]
+class BoxRun(NamedTuple):
+    """Boxes of one shape that follow one another along a dim, or that are the same box.
+
+    Attributes:
+        first: the first of them.
+        number: how many there are.
+        dim: along which they follow one another; None if all of them are the first.
+    """
+
+    first: LocalBox
+    number: int
+    dim: int | None
+
+    def start(self, index: int) -> Shape:
+        """Return where box `index` starts."""
+        if self.dim is None:
+            return self.first.start
+        at, dim = list(self.first.start), self.dim
+        at[dim] += index * self.first.shape[dim]
+        return tuple(at)
+
+    def packed(self, x: Tensor) -> list[Tensor]:
+        """Return these boxes of a tensor, one after the other, as columns to be joined."""
+        start, shape = self.first
+        if self.dim is None or self.number == 1:
+            return [source_regions(x, self.first).reshape(-1, 1)] * self.number
+        dim = self.dim
+        joined = source_regions(x, LocalBox(start, self._extents()))
+        boxes = joined.reshape(*shape[:dim], self.number, *shape[dim:])
+        return [boxes.movedim(dim, 0).reshape(-1, 1)]
+
+    def assembled(self, flat: Tensor) -> Tensor:
+        """Return the box that these boxes are together, of their elements: inverse of `packed`."""
+        shape = self.first.shape
+        if self.dim is None or self.number == 1:
+            return flat.view(shape)
+        return flat.view(self.number, *shape).movedim(0, self.dim).reshape(self._extents())
+
+    def _extents(self) -> Shape:
+        """Return the shape of all boxes together."""
+        assert self.dim is not None
+        shape = list(self.first.shape)
+        shape[self.dim] *= self.number
+        return tuple(shape)
+
+
+def runs_of(pieces: Sequence[LocalBox]) -> tuple[BoxRun, ...]:
+    """Return the boxes that are not empty, in their order, in runs as long as can be."""
+    found: list[BoxRun] = []
+    for piece in pieces:
+        if not prod(piece.shape):
+            continue
+        longer = _continued(found[-1], piece) if found else None
+        if longer is None:
+            found.append(BoxRun(piece, 1, None))
+        else:
+            found[-1] = longer
+    return tuple(found)
+
+
+def _continued(run: BoxRun, piece: LocalBox) -> BoxRun | None:
+    """Return the run with one more box at its end; None if that box is another one."""
+    if piece.shape != run.first.shape:
+        return None
+    # Two boxes decide along which dim a run goes.
+    dims = [run.dim] if run.number > 1 else [None, *range(len(piece.shape))]
+    longer = (BoxRun(run.first, run.number + 1, dim) for dim in dims)
+    return next((each for each in longer if each.start(run.number) == piece.start), None)
+
+
+# In the order of the members: a tiling, or runs of the boxes that are not empty.
+Packing = Tiling | tuple[BoxRun, ...]
 
 
 class Exchange(NamedTuple):
@@ -139,7 +209,7 @@ def exchange_of(
 def packing_of(pieces: Sequence[LocalBox], shape: Shape) -> Packing:
     """Return how the boxes of all members are packed from a tensor of this shape, or unpacked."""
     tiling = tiling_of(pieces, shape)
-    return tuple(p for p in pieces if prod(p.shape)) if tiling is None else tiling
+    return runs_of(pieces) if tiling is None else tiling
 
 
 def pack(x: Tensor, how: Packing) -> Tensor:
@@ -148,7 +218,7 @@ def pack(x: Tensor, how: Packing) -> Tensor:
         return how.packed(x)
     # Joined as columns: for an empty 1-D tensor the backward of torch.cat makes a gradient without
     # history, which would separate a second backward from the collectives that other ranks run.
-    parts = [source_regions(x, piece).reshape(-1, 1) for piece in how]
+    parts = [part for run in how for part in run.packed(x)]
     return torch.cat(parts).view(-1) if parts else x.reshape(-1)[:0]
 
 
@@ -173,9 +243,9 @@ def unpack(flat: Tensor, how: Packing, shape: Shape) -> Tensor:
         # Nothing was received, so `shape` is empty; the reshape keeps the link to the buffer.
         return flat.reshape(shape)
     parts, offset = [], 0
-    for piece in how:
-        numel = prod(piece.shape)
-        parts.append((piece.start, flat.narrow(0, offset, numel).view(piece.shape)))
+    for run in how:
+        numel = run.number * prod(run.first.shape)
+        parts.append((run.first.start, run.assembled(flat.narrow(0, offset, numel))))
         offset += numel
     return _joined(parts, 0)
 

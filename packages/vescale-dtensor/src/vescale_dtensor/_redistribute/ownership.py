@@ -13,9 +13,10 @@ from itertools import combinations, product
 from math import prod
 from typing import NamedTuple
 
+from vescale_dtensor._layout.intervals import Interval
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.mesh import Coordinate
-from vescale_dtensor._layout.placements import Interval, Sharded, is_interval
+from vescale_dtensor._layout.placements import Sharded, is_interval
 from vescale_dtensor._layout.shard_geometry import (
     Box,
     DimGroup,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vescale_dtensor._layout.intervals import Intervals
 from vescale_dtensor._layout.placements import (
-    Intervals,
     Partial,
     Placement,
     ReduceOp,

@@ -39,17 +39,17 @@ def cached(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class _Seen:
-    """The default process group when a layout was last made."""
+    """The default process group when a layout was last made, and whether it was let go since."""
 
     world: weakref.ref[Any] | None = None
+    let_go = False
 
 
 def note_world() -> None:
     """Empty the caches if the default process group is another one than at the last call.
 
     Called for every layout that is made, and so before a new mesh is in any of the caches, and
-    never in a call that is known. torch says nothing when a group is destroyed; so one world, the
-    last, may be kept until the next begins.
+    never in a call that is known.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     # The ranks of a simulation are threads with a world each, and neither sockets nor threads.
@@ -58,8 +58,23 @@ def note_world() -> None:
     before = _Seen.world
     if before is not None and before() is world:
         return
-    _Seen.world = weakref.ref(world)
-    if before is not None:
+    _Seen.world, _Seen.let_go = weakref.ref(world), False
+    if before is None:
+        gc.callbacks.append(_before_collection)
+    else:
         on_world_change.notify()
         # Specs refer to themselves; without this their meshes would wait for a full collection.
         gc.collect()
+
+
+def _before_collection(phase: str, info: dict[str, int]) -> None:
+    """Empty the caches before a full collection of garbage, if the last world is gone.
+
+    torch tells nobody that a group is destroyed, and no weak reference can: the meshes in the
+    caches are what keeps it alive. So this is where the last world of a process is let go, without
+    another one that replaces it, and the same collection frees it: `gc.collect()` does at once.
+    """
+    full = phase == "start" and info["generation"] == 2
+    if full and not _Seen.let_go and not dist.is_initialized():
+        _Seen.let_go = True
+        on_world_change.notify()

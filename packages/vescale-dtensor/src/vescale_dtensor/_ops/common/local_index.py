@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vescale_dtensor._layout.intervals import Interval
 from vescale_dtensor._layout.local_shards import local_interval
-from vescale_dtensor._layout.placements import Interval
 from vescale_dtensor._planning import LocalContext
 
 

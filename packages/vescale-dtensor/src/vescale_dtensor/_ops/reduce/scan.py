@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import box_of
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import letters
@@ -15,11 +16,13 @@ from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
     extreme_identity,
     pad_empty_dims,
+    rank_index,
     sharded_dim_strategy,
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Strategy
 from vescale_dtensor._torch.opmath import opmath_dtype, result_dtype
+from vescale_dtensor._torch.worlds import cached
 
 
 class ShardedScan(ShardedDims):
@@ -124,7 +127,8 @@ def _running_extreme(scan: ShardedScan) -> Any:
     top = pad_empty_dims(values, (scan.dim,), inert).narrow(scan.dim, last, 1)
     at = pad_empty_dims(indices, (scan.dim,), -1).narrow(scan.dim, last, 1)
     # `padded` are rows of what is gathered: the collective is the same on every rank.
-    padded = _nonempty_preceding(scan)
+    shape = tuple(scan.context.call.operands[0].shape)
+    padded = list(_nonempty_preceding(scan.layout, shape, scan.dim, scan.axes))
     tops, places = scan.preceding_totals(top)[padded], scan.preceding_totals(at)[padded]
     kind = getattr(torch.return_types, scan.func.__name__)
     if not len(padded):
@@ -138,21 +142,24 @@ def _running_extreme(scan: ShardedScan) -> Any:
     return kind((torch.where(keeps, values, best), torch.where(keeps, indices, where)))
 
 
-def _nonempty_preceding(scan: ShardedScan) -> list[int]:
-    """Ranks before this one whose shards are not empty.
+# Cached, as it looks at every rank that shares the dim; a layout is one rank's.
+@cached(1024)
+def _nonempty_preceding(
+    layout: Layout, shape: Shape, dim: int, axes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Of the ranks that share a dim, those before this one whose shards are not empty.
 
     Layouts tell: no communication, and no identity element that could tie with a real one.
     """
-    layout, shape = scan.layout, tuple(scan.context.call.operands[0].shape)
     found = []
-    for row in range(scan.rank):
+    for row in range(rank_index(layout, axes)):
         coordinate, rest = list(layout.coordinate), row
-        for axis in reversed(scan.axes):
+        for axis in reversed(axes):
             rest, coordinate[axis] = divmod(rest, layout.sizes[axis])
-        low, high = box_of(layout, shape, tuple(coordinate))[scan.dim]
+        low, high = box_of(layout, shape, tuple(coordinate))[dim]
         if high > low:
             found.append(row)
-    return found
+    return tuple(found)
 
 
 def _softmax(scan: ShardedScan) -> Tensor:

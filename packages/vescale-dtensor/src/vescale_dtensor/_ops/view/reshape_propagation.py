@@ -165,7 +165,7 @@ def _spans(target: tuple[int, ...], count: int) -> bool:
 
 def _remaining_extents(placement: Sharded, extents: Extents, count: int) -> Extents:
     # A coordinate that holds nothing agrees with any placement.
-    return {size for n in extents for size in placement.sizes(n, count)} - {0}
+    return {size for n in extents for size in placement.distinct_sizes(n, count)} - {0}
 
 
 def _merged(placement: Sharded, dims: list[Extents], place: int, count: int) -> Sharded | None:

@@ -13,20 +13,19 @@ from typing import NamedTuple
 
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.derived_placements import on_dim, split_of
+from vescale_dtensor._layout.intervals import Interval, Intervals, merged
 from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
-    Interval,
-    Intervals,
     Partial,
     Placement,
     Shard,
     Sharded,
     StridedShard,
     is_flat,
-    merged,
 )
-from vescale_dtensor._layout.shard_geometry import DimGroup, owned, shard
+from vescale_dtensor._layout.shard_geometry import intervals_at
 from vescale_dtensor._ops.view.reshape_propagation import owner_shard
 
 _PARTIAL = Partial()
@@ -136,8 +135,10 @@ class _SlicePropagation:
 
     def __init__(self, shape: Shape, result: SliceResult) -> None:
         self._result = result
-        # What the axes seen so far leave of each dim, at each of their coordinates.
+        # What the axes seen so far leave of each dim, at each of their coordinates; and those of
+        # them that are not accounted for yet, as nobody may ask.
         self._remaining: list[list[Intervals]] = [[((0, n),)] for n in shape]
+        self._unseen: list[list[tuple[Sharded, int]]] = [[] for _ in shape]
         self._shape = shape
 
     def through(self, placement: Sharded, count: int) -> Placement | None:
@@ -156,21 +157,27 @@ class _SlicePropagation:
         if part.covers(self._shape[dim]) and place is not None:
             return on_dim(placement, place)
         if place is None:
-            return _OwnedBy(_owner(part.start, self._remaining[dim], placement, count))
-        return _recognized(place, part, self._remaining[dim], placement, count)
+            return _OwnedBy(_owner(part.start, self._contexts(dim), placement, count))
+        return _recognized(place, part, self._contexts(dim), placement, count)
 
     def advance(self, placement: Sharded, count: int) -> None:
         """Account for an axis that shards, before the next one is looked at."""
-        if is_flat(placement):
-            return
-        (dim,) = placement.cut_dims()
-        shards = [_shards_of(intervals, placement, count) for intervals in self._remaining[dim]]
-        self._remaining[dim] = [own for group in shards for own in group]
+        if not is_flat(placement):
+            (dim,) = placement.cut_dims()
+            self._unseen[dim].append((placement, count))
+
+    def _contexts(self, dim: int) -> list[Intervals]:
+        """What is left of a dim at each coordinate of the axes seen so far."""
+        for placement, count in self._unseen[dim]:
+            shards = [_shards_of(intervals, placement, count) for intervals in self._remaining[dim]]
+            self._remaining[dim] = [own for group in shards for own in group]
+        self._unseen[dim] = []
+        return self._remaining[dim]
 
 
 def _shards_of(intervals: Intervals, placement: Sharded, count: int) -> list[Intervals]:
-    group = DimGroup((0,), (intervals,), (0, sum(high - low for low, high in intervals)))
-    return [own.intervals[0] for own in shard(group, on_dim(placement, 0), count)]
+    pieces = placement.pieces(sum([high - low for low, high in intervals]), count)
+    return [intervals_at(intervals, piece) for piece in pieces]
 
 
 def _owner(
@@ -179,8 +186,11 @@ def _owner(
     units = [0] * count
     # The index is in one context, and there at one coordinate.
     for intervals in contexts:
-        for coordinate, own in enumerate(_shards_of(intervals, placement, count)):
-            units[coordinate] += any(low <= index < high for low, high in own)
+        if any(low <= index < high for low, high in intervals):
+            shards = enumerate(_shards_of(intervals, placement, count))
+            (owner,) = [i for i, own in shards for low, high in own if low <= index < high]
+            units[owner] = 1
+            break
     return tuple(units)
 
 
@@ -193,7 +203,7 @@ def _recognized(
     against all: an inner axis has one placement for all of them.
     """
     wanted = []
-    for intervals in contexts:
+    for intervals in _different(contexts, part):
         shards = _shards_of(intervals, placement, count)
         if part.step > 1 and any(len(own) > 1 for own in shards):
             return None  # each interval would begin at another phase of the step
@@ -208,10 +218,23 @@ def _recognized(
     )
 
 
+def _different(contexts: list[Intervals], part: DimSlice) -> Iterator[Intervals]:
+    """The contexts, but one of those that a slice covers entirely and that are divided alike."""
+    seen = set()
+    for intervals in contexts:
+        first, last = intervals[0][0], intervals[-1][1]
+        if part.step == 1 and part.start <= first and last <= part.start + part.length:
+            lengths = tuple([(low - first, high - first) for low, high in intervals])
+            if lengths in seen:
+                continue
+            seen.add(lengths)
+        yield intervals
+
+
 def _within(
     part: DimSlice, intervals: Intervals, shards: list[Intervals]
 ) -> tuple[int, list[Intervals]]:
-    """How much of a slice is in `intervals`, and which part of that each of `pieces` has."""
+    """How much of a slice is in `intervals`, and which part of that each of `shards` has."""
     offsets, extent = [], 0
     for low, high in intervals:
         offsets.append(extent - part.before(low))
@@ -219,7 +242,8 @@ def _within(
 
     def place(interval: Interval) -> Interval:
         low, high = interval
-        at = next(i for i, (a, b) in enumerate(intervals) if a <= low and high <= b)
+        inside = (i for i, (a, b) in enumerate(intervals) if a <= low and high <= b)
+        at = 0 if len(intervals) == 1 else next(inside)
         return part.before(low) + offsets[at], part.before(high) + offsets[at]
 
     return extent, [_filled([place(interval) for interval in own]) for own in shards]
@@ -227,6 +251,8 @@ def _within(
 
 def _filled(intervals: Sequence[Interval]) -> Intervals:
     """Without empty intervals, in as few as possible."""
+    if len(intervals) == 1:
+        return tuple(intervals) if intervals[0][0] < intervals[0][1] else ()
     return tuple(run for run in merged(intervals) if run[0] < run[1])
 
 
@@ -242,7 +268,9 @@ def _guesses(dim: int, placement: Sharded, shards: list[Intervals]) -> Iterator[
 
 def _shards_like(placement: Sharded, extent: int, shards: list[Intervals]) -> bool:
     try:
-        return [_filled(intervals) for intervals in placement.pieces(extent, len(shards))] == shards
+        # Pieces are in as few intervals as possible, and an empty one has no other.
+        pieces = placement.pieces(extent, len(shards))
+        return [own if own[0][0] < own[0][1] else () for own in pieces] == shards
     except LayoutError:
         return False  # units of a ragged shard that do not divide this extent
 
@@ -252,7 +280,7 @@ def local_slice(layout: Layout, shape: Shape, dim: int, part: DimSlice) -> slice
 
     For shards that can stay (see `slice_placements`): only of those is it one slice.
     """
-    groups = owned(layout.placements, layout.sizes, shape, layout.coordinate)
+    groups = local_groups(layout, shape)
     intervals = next(group.intervals[0] for group in groups if group.dims == (dim,))
     counts = [part.before(high) - part.before(low) for low, high in intervals]
     skipped = 0  # local indices of intervals that the slice does not touch
