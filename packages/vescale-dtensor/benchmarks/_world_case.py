@@ -25,8 +25,9 @@ def mesh_of(world: int) -> vd.DeviceMesh:
 def operations(mesh: vd.DeviceMesh) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each (name, call) of which no part that is ours should grow with the mesh.
 
-    What is gathered grows, and with it the fake group's copies: gathers, `cumsum` and `softmax`,
-    whose ranks tell each other a row.
+    What is gathered grows, and with it the fake group's copies: in gathers, and where ranks tell
+    each other a row (`cumsum`, `softmax`, `argmax`, …). So does what a CPU generator passes over
+    in a dropout: the numbers of all ranks.
     """
     outer, inner = mesh.shape
     rows, columns = ROWS * inner, ROWS * outer
@@ -37,6 +38,9 @@ def operations(mesh: vd.DeviceMesh) -> Iterator[tuple[str, Callable[[], Any]]]:
     weight = vd.DTensor.from_local(torch.ones(8, 4), mesh, [Replicate(), Replicate()])
     local, places = torch.ones(ROWS, 4), torch.tensor([0, 5, ROWS])
     yield "swap two axes", lambda: block.redistribute(mesh, [Shard(1), Shard(0)])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    parts, part = torch.empty(ROWS * mesh.size(), 4), torch.ones(ROWS, 4)
+    yield "gather, torch alone", lambda: gather(parts, part)
     yield "gather", lambda: lines.redistribute(mesh, [Replicate(), Replicate()])
     yield "gather a grid", lambda: grid.redistribute(mesh, [Replicate(), Replicate()])
     yield "reduce", lambda: terms.redistribute(mesh, [Replicate(), Replicate()])

@@ -62,7 +62,9 @@ def _best(call: Callable[[], Any], repeat: int) -> float:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
+    import torch
     from _world_case import mesh_of, operations
 
+    torch.set_num_threads(1)  # threads that wait for busy cores are no cost of a call
     cases = operations(mesh_of(int(sys.argv[1])))
     print(json.dumps({name: _best(call, int(sys.argv[2])) for name, call in cases}))

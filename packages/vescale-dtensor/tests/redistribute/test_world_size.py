@@ -41,4 +41,6 @@ def counts(world):
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="installed without the benchmarks")
 def test_a_call_does_as_much_on_256_ranks_as_on_16():
     few, many = counts(16), counts(256)
-    assert many == few
+    # Fewer, where dims that 256 ranks cannot divide are gathered.
+    grown = {name: (few[name], many[name]) for name in few if many[name] > few[name]}
+    assert not grown
