@@ -146,7 +146,8 @@ PACKAGES = (
         requires=(TORCH, RNG, COMM),
         test_requires=(NUMPY, CKPT),
         layers=(
-            "rules",
+            "debug | experimental | parallel | state_dict",
+            "placement_types | rules",
             "_joint",
             "_capture",
             "_api",

@@ -10,15 +10,20 @@ CaptureError Captured DTensor DTensorError DeviceMesh DisagreementError Explanat
 InterleavedShard Joint LayoutError MeshError Partial PendingGradient Placement Program RaggedShard
 Replicate Shard StrictError StridedShard UnsupportedError __version__ arange before_backward
 capture distribute_module distribute_tensor empty explain full gathered gradient_total half_sums
-init_device_mesh joint linspace local_leaf local_leaves local_map logspace normal ones op_support
-rand randint randn randperm reduce_gradients register_rule set_gradient_reducer strict visualize
-written_unseen zeros
+init_device_mesh joint layout_differences linspace local_leaf local_leaves local_map logspace normal
+ones op_support rand randint randn randperm reduce_gradients register_rule set_gradient_reducer
+strict visualize written_unseen zeros
 """
 # Of DTensor, beyond what every tensor has.
 METHODS = """
 device_mesh from_local from_torch full_tensor placements redistribute to_local to_torch
 """
-MODULES = {"vescale_dtensor", "vescale_dtensor.rules"}
+MODULES = {
+    f"vescale_dtensor{name}"
+    for name in [
+        "", ".debug", ".experimental", ".parallel", ".placement_types", ".rules", ".state_dict"
+    ]
+}  # fmt: skip
 
 
 def test_the_package_exports_these_names_and_has_them():

@@ -38,6 +38,7 @@ from vescale_dtensor._errors import (
 from vescale_dtensor._inspect.explain import Explanation, explain
 from vescale_dtensor._inspect.op_support import op_support
 from vescale_dtensor._inspect.strict import strict
+from vescale_dtensor._inspect.torch_layouts import layout_differences
 from vescale_dtensor._inspect.visualize import visualize
 from vescale_dtensor._joint import Joint, joint
 from vescale_dtensor._layout.placements import (
@@ -95,6 +96,7 @@ __all__ = [
     "half_sums",
     "init_device_mesh",
     "joint",
+    "layout_differences",
     "linspace",
     "local_leaf",
     "local_leaves",

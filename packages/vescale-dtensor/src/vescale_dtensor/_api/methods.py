@@ -25,6 +25,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.call_site import call_site
 from vescale_dtensor._torch.compat import dispatch_modes, is_transformed
@@ -127,6 +128,8 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     Its gradient is taken to have the layout of the tensor itself (`Replicate` where this is
     `Partial`), unless `grad_placements` says otherwise.
     """
+    if observers:
+        notify_to_local(self)
     if not torch.is_grad_enabled():
         layout = self._spec.layout
         note_plain(shard=layout.replicated != layout.active)
@@ -150,6 +153,9 @@ def redistribute(
 ) -> DTensor:
     """Return the same tensor in another layout; differentiable. Collective.
 
+    `async_op` changes nothing: a DTensor is always ready to be used, so the result is waited for
+    here (on CUDA by the stream, and not by the process).
+
     The result has `forward_dtype`, if given, and is sent in it; its gradient is sent in
     `backward_dtype` (default: the dtype of this tensor) and arrives in this tensor's dtype.
 
@@ -161,7 +167,6 @@ def redistribute(
         self,
         device_mesh,
         placements,
-        async_op=async_op,
         forward_dtype=forward_dtype,
         backward_dtype=backward_dtype,
     )

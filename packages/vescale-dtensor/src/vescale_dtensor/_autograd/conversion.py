@@ -174,6 +174,8 @@ def from_agreed_local(
     ndim = local_tensor.ndim if shape is None else len(shape)
     layout = Layout.of(mesh, normalized(wanted, ndim))
     global_shape = tuple(shape) if shape is not None else even_shape(local_tensor, layout)
+    if not layout.inside:
+        return _of_outsider(local_tensor, layout, global_shape)
     expected = local_shape(layout, global_shape)
     if tuple(local_tensor.shape) != expected:
         raise LayoutError(
@@ -194,6 +196,11 @@ def from_agreed_local(
     if key is not None:
         _even_specs.store(key, spec)
     return wrap(local, spec)
+
+
+def _of_outsider(tensor: Tensor, layout: Layout, shape: Shape) -> DTensor:
+    """What a rank outside of the mesh has of a tensor: its layout, and no element."""
+    return wrap(tensor.detach().new_empty(0), spec_of(layout, shape, tensor.dtype))
 
 
 def refuse_distributed(what: str, tensor: Tensor) -> None:
@@ -322,6 +329,8 @@ def distribute_tensor(
         placements: one per mesh axis; default: replicated everywhere.
         src_data_rank: index, in the mesh's row-major order, of the rank whose values and strides
             are broadcast to all; None: every rank already holds the same, and nothing is sent.
+            A rank outside of the mesh takes no part, and holds nothing: its local tensor has the
+            shape (0,). A tensor on the meta device has no values to send; local tensors are there.
 
     Returns:
         A DTensor; a leaf with `requires_grad` if `tensor` is one.
@@ -342,16 +351,25 @@ def distribute_tensor(
     leaf = tensor.is_leaf and tensor.requires_grad
     source = tensor.detach() if leaf else tensor
     strides = tuple(tensor.stride())
+    if not target.inside:
+        order = order_of(tuple(tensor.shape), strides)
+        made = _of_outsider(tensor, target.with_order(order), tuple(tensor.shape))
+        made.requires_grad_(leaf)
+        return made
     if src_data_rank is not None:
-        asked = (short_dtype(tensor.dtype), tuple(tensor.shape), f"as {list(wanted)}")
+        where = ("without values",) if tensor.is_meta else ()
+        asked = (short_dtype(tensor.dtype), tuple(tensor.shape), f"as {list(wanted)}", *where)
         strides = _broadcast_strides(strides, mesh, src_data_rank, asked)
-        source = _broadcast(source, mesh, src_data_rank)  # row-major, however it was before
+        if not tensor.is_meta:  # which all ranks agree on: it was compared with what they ask for
+            source = _broadcast(source, mesh, src_data_rank)  # row-major, however it was before
     everywhere = wrap(_alias(source), _replicated_spec(tensor, strides, mesh))
     result = redistributed(everywhere, target)
     local = in_memory_order(result._local_tensor, result._spec.layout.order)
     # Where nothing was sent or sliced, the local tensor is still the caller's memory. A branch that
     # ranks may take differently: it only copies.
-    if local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+    if not local.is_meta and (
+        local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    ):
         local = local.clone()
     spec = with_strides(result._spec, strides)
     if local is not result._local_tensor or spec is not result._spec:

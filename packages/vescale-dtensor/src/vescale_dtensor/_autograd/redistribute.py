@@ -23,11 +23,12 @@ from vescale_dtensor._autograd.uses import (
     UseAliases,
     fork_uses,
 )
-from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.executed import record
 from vescale_dtensor._layout.layout import ById, Layout, normalized
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Replicate
+from vescale_dtensor._layout.spec import spec_of
 from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import notify_redistribution, observers
@@ -56,6 +57,10 @@ def redistributed(
     source = tensor._spec.layout
     if _is_same(source, target):
         return tensor
+    if not source.inside:  # nothing to send or to receive: the others do without this rank
+        spec = tensor._spec
+        held = target.with_order(source.order)
+        return wrap(tensor._local_tensor, spec_of(held, tuple(spec.shape), spec.tensor_meta.dtype))
     # An unreduced gradient of a leaf is reduced in place first: the next op finds the total, and
     # torch's accumulation continues from it. Not a recorded one (create_graph): writing to it in
     # place would invalidate its graph.
@@ -101,7 +106,6 @@ def redistribute_to(
     device_mesh: DeviceMesh | None,
     placements: Sequence[object] | None,
     *,
-    async_op: bool = False,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
@@ -112,11 +116,6 @@ def redistribute_to(
     if placements is None:
         raise LayoutError(
             f"redistribute of {tensor!r}: give placements, one per axis of {describe(mesh)}"
-        )
-    if async_op:
-        raise UnsupportedError(
-            f"redistribute(async_op=True) of {tensor!r}: a DTensor is always ready to be used. "
-            "Leave async_op out, or call collectives of your own on x.to_local()."
         )
     target = _target(ById(mesh), tuple(placements), tensor._spec.ndim)
     if forward_dtype is backward_dtype is None:

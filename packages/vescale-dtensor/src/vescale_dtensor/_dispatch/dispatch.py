@@ -14,6 +14,7 @@ from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._dispatch.mutate import mutate_via_copy
 from vescale_dtensor._dispatch.observers import observed
+from vescale_dtensor._dispatch.operators import as_function
 from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._dispatch.plan_cache import plan_for, write_layout
 from vescale_dtensor._dispatch.registry import handlers, rule_for
@@ -88,6 +89,9 @@ def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
     """Run a call by the function's rule, or by the fallback. Handlers use it: it calls none."""
     rule = rule_for(func, args, kwargs)
     if rule is None:
+        function = as_function(func)
+        if function is not None:
+            return function(*args, **kwargs)
         refuse_raw_communication(func)
         return fallback(func, args, kwargs)
     return by_rule(rule, func, args, kwargs)

@@ -104,6 +104,11 @@ def rule_of(func: Callable[..., Any]) -> Rule:
     return _rules[func]
 
 
+def has_entry(func: Any) -> bool:
+    """Whether a function has a rule or a handler."""
+    return func in _rules or func in handlers
+
+
 def known_rules() -> dict[Any, Rule]:
     """A copy of the rule table."""
     return dict(_rules)

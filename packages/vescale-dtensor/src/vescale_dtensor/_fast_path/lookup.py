@@ -51,6 +51,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
+    breaks_graph,
     close_memory,
     dispatch_modes,
     forward_grad_enabled,
@@ -396,8 +397,8 @@ def _any_known_total(values: Iterable[Any]) -> bool:
     )
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator, no-untyped-call]
-    reason="functions of DTensors run eagerly: call what is compiled with fullgraph=True under "
+@breaks_graph(
+    "functions of DTensors run eagerly: call what is compiled with fullgraph=True under "
     "torch.compiler.set_stance('force_eager'), or on x.to_local()"
 )
 def _graph_break(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
+from vescale_dtensor._errors import MeshError
 from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
 from vescale_dtensor._fast_path.keys import exact_key
 from vescale_dtensor._fast_path.lookup import (
@@ -29,7 +30,7 @@ from vescale_dtensor._fast_path.lookup import (
     table_for_operand,
     torch_function,
 )
-from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes, forward_grad_enabled
 
@@ -184,7 +185,13 @@ _detached = _with_values("detach")
 
 def _detach(self: DTensor) -> Any:
     """`Tensor.detach`, of which a write to the result is one to this tensor as well."""
-    result = _detached(self)
+    try:
+        result = _detached(self)
+    except MeshError:
+        if self._spec.layout.inside:
+            raise
+        # A rank outside of the mesh computes nothing, but it makes parameters as the others do.
+        result = wrap(self._local_tensor.detach(), self._spec)
     if type(result) is DTensor:
         result._part_of = weakref.ref(self)
     return result

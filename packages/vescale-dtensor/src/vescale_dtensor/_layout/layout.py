@@ -8,6 +8,7 @@ has dropped them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,7 +33,9 @@ class Layout:
         order: dims of the global tensor from slowest to fastest in the memory of one device; None
             is row-major. Random numbers are drawn in this order.
         sizes: extent of each mesh axis.
-        coordinate: this rank's coordinate.
+        coordinate: this rank's coordinate; asking a rank outside of the mesh raises `MeshError`.
+        inside: whether this rank is part of the mesh. A rank that is not holds nothing of a tensor:
+            its local tensor has the shape (0,).
         active: bit mask of the mesh axes that have more than one coordinate.
         replicated, partial: bit masks of the active axes with such a placement.
     """
@@ -42,6 +45,7 @@ class Layout:
         "_words",
         "active",
         "coordinate",
+        "inside",
         "mesh",
         "order",
         "partial",
@@ -58,7 +62,10 @@ class Layout:
         self.placements = placements
         self.order = order
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
-        self.coordinate = own_coordinate(mesh)
+        self.inside = mesh.get_coordinate() is not None
+        # Outside, the slot stays empty: see `__getattr__`.
+        if self.inside:
+            self.coordinate = own_coordinate(mesh)
         # Masks, as autograd and the fast path combine them at every call. Axes of one coordinate
         # are left out: on them all placements mean the same.
         self.active = bits(i for i, size in enumerate(self.sizes) if size > 1)
@@ -79,7 +86,6 @@ class Layout:
 
         Raises:
             LayoutError: the number of placements is not the number of mesh axes.
-            MeshError: this rank is not part of the mesh.
         """
         ours = tuple(as_placement(p) for p in placements)
         if len(ours) != mesh.ndim:
@@ -96,6 +102,14 @@ class Layout:
     def with_order(self, order: Order | None) -> Layout:
         """Return the layout of the same mesh and placements with another memory order."""
         return self if order == self.order else _interned(ById(self.mesh), self.placements, order)
+
+    if not TYPE_CHECKING:  # there, every other name would count as an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached only where a slot is empty.
+            if name == "coordinate":
+                return own_coordinate(self.mesh)  # which raises
+            raise AttributeError(name)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

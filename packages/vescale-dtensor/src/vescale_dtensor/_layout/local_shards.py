@@ -26,7 +26,12 @@ def local_groups(layout: Layout, shape: Shape) -> tuple[DimGroup, ...]:
 
 @cached(8192)
 def local_shape(layout: Layout, shape: Shape) -> Shape:
-    """Return the shape of this rank's local tensor; dims sharded as one are one dim of it."""
+    """Return the shape of this rank's local tensor; dims sharded as one are one dim of it.
+
+    A rank outside of the mesh holds no element, in one dim.
+    """
+    if not layout.inside:
+        return (0,)
     return tuple(group.extent for group in local_groups(layout, shape))
 
 

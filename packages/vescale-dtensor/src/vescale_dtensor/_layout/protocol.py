@@ -71,6 +71,8 @@ def described(layout: Layout, shape: Shape, strides: Sequence[int]) -> ShardLayo
             f"__vescale_layout__ of a tensor laid out as {layout}: its pieces are terms of a sum, "
             "not elements. Redistribute it to Replicate() or Shard() first."
         )
+    if not layout.inside:
+        return ShardLayout(shape, (), (0, 1), layout.order)
     boxes = _owned_boxes(layout, shape, tuple(strides))
     return ShardLayout(shape, boxes, _replica(layout), layout.order)
 

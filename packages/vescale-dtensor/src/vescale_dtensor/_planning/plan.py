@@ -111,12 +111,19 @@ def mesh_of(call: OpCall) -> DeviceMesh:
     """The one mesh of a call's DTensors.
 
     Raises:
-        MeshError: they are on two meshes, or there are none.
+        MeshError: they are on two meshes, or there are none, or this rank is outside of the mesh:
+            it holds nothing to compute on.
     """
     mesh: DeviceMesh | None = None
     for operand in call.operands:
         if isinstance(operand, DTensor):
             found = operand._spec.layout.mesh
+            if not operand._spec.layout.inside:
+                raise MeshError(
+                    f"{function_name(call.func)}: this rank is not part of {describe(found)}, and "
+                    "holds nothing of its tensors. Leave the call out here: "
+                    "`if mesh.get_coordinate() is not None:`"
+                )
             if mesh is None:
                 mesh = found
             elif found is not mesh and found != mesh:

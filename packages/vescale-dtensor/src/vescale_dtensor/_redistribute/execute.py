@@ -67,6 +67,8 @@ def run_redistribution(plan: RedistributionPlan, local: Tensor) -> Tensor:
         )
     if not plan.steps:
         return local
+    if local.is_meta:  # no values: nothing is sent, on any rank
+        return local.new_empty(local_shape(plan.target, plan.shape))
     # Collectives send memory as it is, and lazy conjugation or negation is not in memory yet.
     result = local.resolve_conj().resolve_neg()
     if plan.rounding_steps is None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vescale_dtensor._redistribute.plan import RedistributionPlan
+from vescale_dtensor._tensor.dtensor import DTensor
 
 
 class Observer:
@@ -17,6 +18,9 @@ class Observer:
 
     def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
         """Called before a tensor is redistributed, in forward or `backward`."""
+
+    def on_to_local(self, tensor: DTensor) -> None:
+        """Called when a program asks for a local tensor."""
 
 
 # One list per process and not a context variable: these do not reach the threads in which torch may
@@ -39,3 +43,9 @@ def notify_redistribution(plan: RedistributionPlan, *, backward: bool = False) -
     # A copy: an observer may remove itself while it is told.
     for observer in tuple(observers):
         observer.on_redistribute(plan, backward)
+
+
+def notify_to_local(tensor: DTensor) -> None:
+    """Tell all observers of a local tensor that is handed out."""
+    for observer in tuple(observers):
+        observer.on_to_local(tensor)

@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _foreach_utils, _python_dispatch
+
+Function = Callable[..., Any]
 
 _dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
 
@@ -438,6 +441,21 @@ def overloads_of(op: Any) -> list[Any]:
     return []
 
 
+generated_namespaces: tuple[Any, ...] = (
+    getattr(torch._C, "_VariableFunctions", torch),
+    torch._C.TensorBase,
+    getattr(torch._C, "_nn", torch),
+)
+"""Where torch keeps the functions that it generates from the schemas of its operators."""
+
+
+def returns_list(op: Any) -> bool:
+    """Whether a registered op returns one list of tensors."""
+    schemas = overloads_of(op)
+    returned = schemas[0].returns if schemas else []
+    return len(returned) == 1 and str(returned[0].type) == "List[Tensor]"
+
+
 def name_of_overload(op: Any) -> Any:
     """Return the op whose overload this is, or the op itself; None if it is no registered op."""
     return (
@@ -458,3 +476,28 @@ def asked_by_torch_dtensor() -> bool:
         frame = frame.f_back  # the `isinstance` of torch's placements is a Python function
     name = "" if frame is None else str(frame.f_globals.get("__name__"))
     return name.startswith("torch.distributed.tensor")
+
+
+def breaks_graph(reason: str) -> Callable[[Function], Function]:
+    """`torch.compiler.disable(reason=...)`, of which importing this package does not pay the price.
+
+    The decorator itself imports torch._dynamo, which sets an environment variable, replaces
+    `torch.manual_seed` and takes a second. It is asked for at the first call, which only the
+    compiler makes; until then, the compiler finds the two marks by which it knows such functions.
+    """
+
+    def decorate(function: Function) -> Function:
+        eager: list[Function] = []
+
+        @wraps(function)
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            if not eager:
+                disable: Any = torch.compiler.disable
+                eager.append(disable(function, reason=reason))
+            return eager[0](*args, **kwargs)
+
+        marked: Any = outside
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+        return outside
+
+    return decorate

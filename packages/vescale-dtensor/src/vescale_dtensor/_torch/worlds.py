@@ -16,6 +16,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+# Its functions have the process group that there is when it is imported as a default argument, for
+# good. torch._dynamo imports it, and an optimizer's step imports that: with this, before any world.
+import torch.distributed.nn.functional  # noqa: F401
+
 from vescale_dtensor._torch.bounded_cache import Subscribers
 
 P = ParamSpec("P")

@@ -1,8 +1,9 @@
-"""Factories: `*_like` keeps the layout, `new_*` makes a replicated tensor."""
+"""Factories: `*_like` keeps the layout, and so does `new_*` of the same shape; others replicate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -61,6 +62,41 @@ def _new(name: str) -> Callable[..., Tensor]:
     return made
 
 
+def _new_of_size(name: str) -> Callable[..., Tensor]:
+    replicated = _new(name)
+
+    def made(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+        size, rest = _size_and_rest(name, args, kwargs)
+        if size != tuple(self.shape):
+            return replicated(self, *args, **kwargs)
+        # A new tensor of the same shape is most often one to be combined with this one (a state of
+        # an optimizer, a buffer): it lies alike. Row-major, as on one device, and not partial.
+        layout = cotangent_layout(self._spec.layout, 0).with_order(None)
+        named = {key: value for key, value in kwargs.items() if key != "size"}
+        local = self._local_tensor.detach()
+        return wrap_as(getattr(local, name)(local.shape, *rest, **named), layout, size)
+
+    return made
+
+
+def _size_and_rest(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...] | None, tuple[Any, ...]]:
+    """The size that a factory is given, and what follows it by position; None: it has none here."""
+    if "size" in kwargs:
+        size, rest = kwargs["size"], args
+    elif args and isinstance(args[0], Sequence):
+        size, rest = args[0], args[1:]
+    elif name == "new_full":
+        return None, args  # it takes a sequence only: torch has the words for its error
+    else:
+        size, rest = args, ()
+    try:
+        return tuple(index(extent) for extent in size), rest
+    except TypeError:
+        return None, rest
+
+
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{
         func: _like(func)
@@ -70,7 +106,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.randn_like: _random_like(lambda: vescale_rng.Normal(0.0, 1.0)),
     torch.randint_like: _random_like(_randint),
     **{
-        getattr(torch.Tensor, name): _new(name)
-        for name in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+        getattr(torch.Tensor, name): _new_of_size(name)
+        for name in ("new_zeros", "new_ones", "new_empty", "new_full")
     },
+    torch.Tensor.new_tensor: _new("new_tensor"),
 }

@@ -29,7 +29,7 @@ _NO_MEMORY = (
 _FORWARD_AD = "_make_dual _unpack_dual _fw_primal"
 _DOORS = """
 mutable_data_ptr untyped_storage storage storage_type storage_offset
-__reduce_ex__ __reduce__ __setstate__ __dlpack__ __dlpack_device__
+__dlpack__ __dlpack_device__
 share_memory_ is_shared set_ resize_ resize_as_ as_strided_ _typed_storage
 """
 # Of a view this reads memory around it, which only one device has.
