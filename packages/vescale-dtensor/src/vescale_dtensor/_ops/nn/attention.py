@@ -12,10 +12,10 @@ import vescale_rng
 from torch import Tensor
 
 from vescale_dtensor._layout.derived_placements import on_dim, split_of
+from vescale_dtensor._layout.intervals import Intervals
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval, local_shape
 from vescale_dtensor._layout.placements import (
-    Intervals,
     Placement,
     Replicate,
     Shard,

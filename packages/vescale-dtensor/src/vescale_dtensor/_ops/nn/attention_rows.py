@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.intervals import Intervals
 from vescale_dtensor._layout.local_shards import local_groups
-from vescale_dtensor._layout.placements import Intervals
 from vescale_dtensor._planning import LocalContext
 
 
