@@ -91,7 +91,8 @@ def install(
     return module
 
 
-def _reduce(state: _Reduction, bucket: dist.GradBucket) -> _Future:
+# DDP compares these annotations with its own types; mypy knows no GradBucket.
+def _reduce(state: _Reduction, bucket: dist.GradBucket) -> _Future:  # type: ignore[name-defined]
     """Start the reduction of one bucket; with the last of a backward, finish them all.
 
     DDP waits for the futures behind its last bucket, and launches buckets in one order on all
