@@ -82,7 +82,6 @@ PUBLIC = {
         "run",
         "shutdown",
     ],
-    "vescale_comm.ddp": ["install"],
     "vescale_comm.fsdp2": ["ReduceScatter", "install"],
 }
 

@@ -174,8 +174,9 @@ def install_steps(
         scene = _scene(model, here, mesh, where, ahead)
         forward, backward = group_of(mesh, AXIS), group_of(_second(mesh), AXIS)
         lines = Lines(forward, backward, mesh.device_type)
-        setattr(model, STEP, StagedStep(scene, lines, mesh, dim))
-        install_units(scene)
+        step = StagedStep(scene, lines, mesh, dim)
+        setattr(model, STEP, step)
+        install_units(scene, step)
     elif here.microbatches > 1:
         setattr(model, STEP, MicrobatchStep(model, here.microbatches, dim))
 

@@ -11,6 +11,7 @@ Top to bottom (imports point down):
 - `runner`: the actions of a schedule on one rank, and what happens where one of them fails.
 - `halves`: a backward in two, of what was received and of parameters.
 - `measured`: what stages take and keep, and the schedule that follows from it.
+- `outputs`: what the model returns, for ranks whose stage is not the last.
 - `finish`: losses and gradients of all stages put together.
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
 - `stage`: one forward of one stage; `units`: the hooks through which it acts.

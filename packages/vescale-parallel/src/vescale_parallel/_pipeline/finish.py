@@ -38,34 +38,35 @@ def require_success(failure: Exception | None, where: str) -> None:
     raise PipelineError(f"forward_backward failed on rank {first}, {told}")
 
 
-def loss_of_all(loss: Tensor | None, kind: Kind, scene: Scene, lines: Lines) -> Tensor:
-    """The loss of the last stage, on every stage, without a history. Collective."""
-    assert kind.loss is not None
-    value = torch.zeros((), dtype=torch.float64, device=lines.device)
-    if loss is not None:
-        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        value = whole.detach().reshape(()).double()
-    # All numbers of float32 and below are numbers of float64.
-    return lines.broadcast(value, scene.split.ranks[-1]).to(kind.loss.dtype)
+def finish_step(
+    loss: Tensor | None,
+    kind: Kind,
+    scene: Scene,
+    lines: Lines,
+    parameters: Sequence[nn.Parameter],
+) -> Tensor:
+    """The loss of the last stage, on every stage, without a history; gradients summed. Collective.
 
-
-def finish_gradients(parameters: Sequence[nn.Parameter], lines: Lines) -> None:
-    """Give every rank the gradients that optimizers and norms ask for, and sum them. Collective.
-
-    A parameter of another stage has a gradient of no elements, if it has one there: whoever goes
-    through the gradients goes through the same ones on every rank. One that all stages hold has its
-    gradient from all of them.
+    Every rank is left with the gradients that optimizers and norms ask for. A parameter of another
+    stage has a gradient of no elements, if it has one there: whoever goes through the gradients
+    goes through the same ones on every rank. One that all stages hold has its gradient from all.
 
     Args:
-        parameters: those that are trained, in the order of the model.
-        lines: this rank's connections.
+        loss: that of this rank's microbatches, on the last stage.
+        kind: of one of them.
+        scene: this rank's part.
+        lines: its connections.
+        parameters: those that are trained, in the order of the model; none after an evaluation.
     """
+    assert kind.loss is not None
     mine = [local_leaf(p).grad is not None for p in parameters]
-    found = torch.zeros(lines.size, len(mine), dtype=torch.uint8, device=lines.device)
-    found[lines.rank] = torch.tensor(mine, dtype=torch.uint8)
-    for rank in range(lines.size):
-        found[rank] = lines.broadcast(found[rank].clone(), rank)
-    anywhere = found.any(0).tolist()
+    # One message for both: all numbers of float32 and below are numbers of float64.
+    row = torch.tensor([0.0, *map(float, mine)], dtype=torch.float64, device=lines.device)
+    if loss is not None:
+        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        row[0] = whole.detach().reshape(()).double()
+    rows = lines.gather(row)
+    anywhere = rows[:, 1:].any(0).tolist()
     for there, one, parameter in zip(anywhere, mine, parameters, strict=True):
         local = local_leaf(parameter)
         if there and not one:
@@ -73,3 +74,5 @@ def finish_gradients(parameters: Sequence[nn.Parameter], lines: Lines) -> None:
     for there, parameter in zip(anywhere, parameters, strict=True):
         if there:
             gradient_total(parameter)  # type: ignore[arg-type]
+    # A copy: the message goes.
+    return rows[scene.split.ranks[-1], 0].to(kind.loss.dtype, copy=True)

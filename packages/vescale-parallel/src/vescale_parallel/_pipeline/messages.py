@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from vescale_comm import Group, Pending, broadcast, recv, send
+from vescale_comm import Group, Pending, all_gather, broadcast, recv, send
 
 from vescale_parallel._pipeline.described import TensorSpec, as_strided_like
 from vescale_parallel._pipeline.text import from_text, to_text
@@ -110,6 +110,10 @@ class Lines:
     def _bytes(self, text: str) -> Tensor:
         # Never empty: there are no buffers of nothing.
         return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.device)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The vectors of all ranks of the pipeline, one behind the other."""
+        return all_gather(row.unsqueeze(0), self._up)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """Give a tensor of one rank to all ranks of the pipeline."""

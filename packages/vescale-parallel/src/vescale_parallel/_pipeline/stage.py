@@ -7,7 +7,7 @@ a module outside of the blocks that holds parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -97,6 +97,7 @@ class Scene:
         recomputing: stages of this rank that compute parts of their forward again in backward.
         kept: bytes that a forward of a stage of this rank keeps, where they were counted.
         running: the forward that runs, if any.
+        call: what a stage runs, where it is not the model with its hooks.
     """
 
     model: nn.Module
@@ -107,6 +108,7 @@ class Scene:
     streams: Streams
     absent: frozenset[str]
     running: StageForward | None = None
+    call: Callable[..., Any] | None = None
     recomputing: set[int] = field(default_factory=set)
     kept: dict[int, int] = field(default_factory=dict)
 
@@ -201,7 +203,8 @@ class StageForward:
 
     def _output(self, part: Part) -> Any:
         try:
-            return self.scene.model(*part.args, **part.kwargs)
+            call = self.scene.call or self.scene.model
+            return call(*part.args, **part.kwargs)
         except (ParallelError, CommError, StageEnded):
             raise
         except Exception as error:

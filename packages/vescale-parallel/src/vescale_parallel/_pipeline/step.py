@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -17,14 +17,16 @@ from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.finish import finish_gradients, loss_of_all, require_success
+from vescale_parallel._pipeline.finish import finish_step, require_success
 from vescale_parallel._pipeline.held import forget_held
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
+from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_all
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
 from vescale_parallel._pipeline.stage import Kind, Scene
 from vescale_parallel._pipeline.streams import Place, after
+from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import SCHEDULE
 from vescale_parallel._zero.schedule import Schedule as Zero
@@ -131,8 +133,58 @@ class StagedStep:
                 stages as it is, or a rank failed: its own error there, elsewhere one that names it.
         """
         scene = self._scene
+        microbatches = self._prepared(part, scene.split.schedule.microbatches)
+        trains = torch.is_grad_enabled()
+        schedule = self._schedule if trains else forwards_only(self._schedule)
+        watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
+        loss = self._run(schedule, microbatches, watch)
+        trained = [p for p in scene.model.parameters() if p.requires_grad] if trains else []
+        total = finish_step(loss, microbatches[-1].kind, scene, self._lines, trained)
+        if trains:
+            self._unmeasured = max(self._unmeasured - 1, 0)
+        if watch is not None:
+            memory = scene.split.memory
+            self._schedule = choose_schedule(schedule, watch, scene, self._lines, memory)
+        return total
+
+    def evaluate(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the model returns for a whole batch, on every rank. Collective.
+
+        Args:
+            forward: of the model, without its hooks: those of this call have run.
+            args: of the forward.
+            kwargs: of the forward.
+
+        Raises:
+            PipelineError: on every rank: as `forward_backward`, or the output has more in it than
+                tensors, numbers and texts.
+        """
+        outputs: list[Any] = []
+
+        def keep(output: Any) -> Tensor:
+            problem = telling(output)
+            if problem is not None:
+                raise problem
+            outputs.append(output)
+            return torch.zeros((), device=self._lines.device)
+
+        scene = self._scene
+        scene.call = forward
+        try:
+            microbatches = self._prepared(Part(args, kwargs, keep), 1, "output")
+            outputs.clear()  # of a rehearsal
+            self._run(single_forward(self._schedule), microbatches, None)
+        finally:
+            scene.call = None
+        return told_to_all(outputs[-1] if outputs else None, scene, self._lines)
+
+    def _prepared(self, part: Part, count: int, what: str = "loss") -> list[Microbatch]:
+        """The microbatches of a call that all ranks make alike, rehearsed. Collective."""
+        scene = self._scene
         start = scene.streams.here()
-        modes = _modes_of(scene.model, self._mesh.device_type)
+        modes = (*_modes_of(scene.model, self._mesh.device_type), what)
         hooked = _hooked(scene.model)
         self._agree(part, modes, start, hooked)
         if hooked:
@@ -142,31 +194,26 @@ class StagedStep:
                 ".grad after forward_backward."
             )
         # From here on all ranks decide alike: what they decide by has been compared.
-        parts = divided(part, scene.split.schedule.microbatches, self._dim)
+        parts = divided(part, count, self._dim)
         keys = [(*_shapes_of(one), modes) for one, _ in parts]
         if not self._kinds.keys() >= set(keys):
             failure = self._rehearse(parts, keys)
             self._require_success(failure, start)
             # Only now it is known whether such a batch draws anything.
             self._compare({"setting": self._drawn_from(start)})
-        microbatches = self._placed(parts, keys)
-        trains = torch.is_grad_enabled()
-        schedule = self._schedule if trains else forwards_only(self._schedule)
-        watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
-        runner = Runner(scene, self._lines, schedule, microbatches, watch)
+        return self._placed(parts, keys)
+
+    def _run(
+        self, schedule: Schedule, microbatches: list[Microbatch], watch: Stopwatch | None
+    ) -> Tensor | None:
+        """Run a schedule; returns this rank's part of the loss. Collective."""
+        start = microbatches[0].start
+        runner = Runner(self._scene, self._lines, schedule, microbatches, watch)
         failure = runner.run()
-        forget_held(scene.held)
-        scene.streams.seek(microbatches[-1].end)
+        forget_held(self._scene.held)
+        self._scene.streams.seek(microbatches[-1].end)
         self._require_success(failure, start)
-        total = loss_of_all(runner.loss, microbatches[-1].kind, scene, self._lines)
-        if trains:
-            trained = [one for one in scene.model.parameters() if one.requires_grad]
-            finish_gradients(trained, self._lines)
-            self._unmeasured = max(self._unmeasured - 1, 0)
-        if watch is not None:
-            memory = scene.split.memory
-            self._schedule = choose_schedule(schedule, watch, scene, self._lines, memory)
-        return total
+        return runner.loss
 
     def _require_success(self, failure: Exception | None, start: Place) -> None:
         """Raise on every rank where one has failed. Collective."""

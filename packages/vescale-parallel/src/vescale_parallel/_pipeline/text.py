@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
@@ -55,6 +56,10 @@ def _written(value: Any) -> Any:
         return {"placement": kind.__name__, "of": _written(given)}
     if isinstance(value, Tensor) and value.ndim == 0:
         return {"number": int(value)}
+    if _is_output(kind):
+        # An output of a Hugging Face model: a class that every rank has, of what follows.
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return {"output": name, "of": [[key, _written(one)] for key, one in value.items()]}
     if kind in (list, tuple):
         return {kind.__name__: [_written(one) for one in value]}
     if kind is dict:
@@ -76,6 +81,16 @@ def _read(value: Any) -> Any:
         return getattr(vescale_dtensor, value["placement"])(*_read(value["of"]))
     if "number" in value:
         return torch.tensor(value["number"])
+    if "output" in value:
+        module, _, name = value["output"].partition(":")
+        made: Any = getattr(importlib.import_module(module), name)
+        if not _is_output(made):
+            raise PipelineError(f"{value['output']} is no output of a model.")
+        return made(**{key: _read(one) for key, one in value["of"]})
     if "dict" in value:
         return {_read(k): _read(v) for k, v in value["dict"]}
     return (list if "list" in value else tuple)(map(_read, next(iter(value.values()))))
+
+
+def _is_output(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, dict) and is_dataclass(kind)

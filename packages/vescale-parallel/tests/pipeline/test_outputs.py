@@ -1,0 +1,120 @@
+"""A model in stages that is called under no_grad returns its output on every rank."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from stage_runs import batch, make, plan, whole
+from torch import Tensor, nn
+from vescale_comm import simulate
+from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+
+SIZES = [{"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}]
+
+
+class Net(nn.Module):
+    """Blocks between linear layers; returns a nesting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(x).transpose(0, 1), "rest": [x.sum(-1), "text", 3]}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_outputs_are_those_of_one_device(sizes: dict[str, int], schedule: str):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model, plain = net(), net()
+        words = {"schedule": schedule, "microbatches": 2}
+        parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words))
+        for step in range(2):
+            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+            with torch.no_grad():
+                found, expected = model(x), plain(x)
+            assert found["rest"][1:] == ["text", 3]
+            torch.testing.assert_close(whole(found["logits"]), expected["logits"])
+            torch.testing.assert_close(whole(found["rest"][0]), expected["rest"][0])
+        with pytest.raises(PipelineError, match="forward_backward"):
+            model(x)
+
+    simulate(torch.Size(sizes.values()).numel())(on_a_rank)
+
+
+def test_training_goes_on_after_it():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model, other = make(), make()
+        for one in (model, other):
+            parallelize(one, make_mesh(device_type="cpu", pp=2), plan("zb-h1", 4))
+        model.eval()
+        with torch.no_grad():
+            before = model(*batch(0))
+        model.train()
+        torch.manual_seed(1)
+        first = forward_backward(model, *batch(0))
+        torch.manual_seed(1)
+        second = forward_backward(other, *batch(0))
+        assert torch.equal(first, second)
+        assert not torch.equal(before, first)
+
+    simulate(2)(on_a_rank)
+
+
+class Odd(Net):
+    """Returns what no other rank could be told."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)["logits"], object()
+
+
+def test_outputs_that_cannot_be_told_are_refused_everywhere():
+    def on_a_rank(rank: int, world_size: int) -> str:
+        model = Odd()
+        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline={"microbatches": 2}))
+        with torch.no_grad(), pytest.raises(PipelineError) as told:
+            model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+        return str(told.value)
+
+    torch.manual_seed(0)
+    assert all("object" in one for one in simulate(2)(on_a_rank))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_generate_without_a_cache(sizes: dict[str, int]):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def llama() -> Any:
+        torch.manual_seed(0)
+        some: Any = {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = LlamaConfig(hidden_size=16, intermediate_size=24, vocab_size=32, **some)
+        return LlamaForCausalLM(config).eval()
+
+    tokens = torch.randint(3, 32, (4, 5), generator=torch.Generator().manual_seed(0))
+    asked: Any = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+    def on_a_rank(rank: int, world_size: int) -> Tensor:
+        model = llama()
+        how = Plan.from_hf(model, pipeline={"microbatches": 2})
+        parallelize(model, make_mesh(device_type="cpu", **sizes), how)
+        with pytest.raises(PipelineError, match="use_cache=False"):
+            model.generate(tokens, **asked)
+        return whole(model.generate(tokens, use_cache=False, **asked))
+
+    expected = llama().generate(tokens, use_cache=False, **asked)
+    for found in simulate(torch.Size(sizes.values()).numel())(on_a_rank):
+        assert torch.equal(found, expected)
