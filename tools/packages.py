@@ -130,7 +130,7 @@ PACKAGES = (
         requires=(TORCH, NUMPY),
         extras={"triton": ("triton>=3.6",)},
         layers=(
-            "fsdp2 | testing",
+            "ddp | fsdp2 | testing",
             "_simulation",
             "_collectives",
             "_checks | _trace",

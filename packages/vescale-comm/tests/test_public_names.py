@@ -82,6 +82,7 @@ PUBLIC = {
         "run",
         "shutdown",
     ],
+    "vescale_comm.ddp": ["install"],
     "vescale_comm.fsdp2": ["ReduceScatter", "install"],
 }
 
