@@ -112,25 +112,12 @@ def local_map(
     """
     if spmd_types:
         raise UnsupportedError(_NO_TYPES)
+    placements = (out_placements, in_placements, in_grad_placements, device_mesh)
     if func is None:
         return lambda later: local_map(
-            later,
-            out_placements,
-            in_placements,
-            in_grad_placements,
-            device_mesh,
-            redistribute_inputs=redistribute_inputs,
-            out_shapes=out_shapes,
+            later, *placements, redistribute_inputs=redistribute_inputs, out_shapes=out_shapes
         )
-    mapping = _Mapping(
-        func,
-        out_placements,
-        in_placements,
-        in_grad_placements,
-        device_mesh,
-        redistribute_inputs,
-        out_shapes,
-    )
+    mapping = _Mapping(func, *placements, redistribute_inputs, out_shapes)
 
     @wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:

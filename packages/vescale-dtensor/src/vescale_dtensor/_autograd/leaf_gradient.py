@@ -8,9 +8,9 @@ A reduced `.grad` holds the total on every coordinate. Before the next accumulat
 makes it a contribution again: the total on coordinate 0, zeros elsewhere. That is the same gradient
 as a partial sum, so accumulation continues from it without communication.
 
-Not so where the memory of `.grad` is the user's (`p.grad = h`): tensors that are not known here may
-share it, and would hold a contribution without saying so. Such a `.grad` holds the total at all
-times, and each contribution is reduced before it is added.
+Not so where the memory of `.grad` is the user's (`p.grad = h`): unknown tensors may share it, and
+would hold a contribution without saying so. Such a `.grad` holds the total at all times, and each
+contribution is reduced before it is added.
 """
 
 from __future__ import annotations
@@ -86,20 +86,19 @@ class LeafGradient:
         partial: mask of the axes on which contributions are partial. It only grows, so that the
             layout of the gradient does not change from step to step.
         is_reduced: whether `.grad` holds the total.
-        never_partial: mask of the axes on which contributions stay complete, because captured
-            programs use the leaf without a node there; a use that varies there reduces its own
-            cotangent in backward.
+        never_partial: mask of the axes on which contributions stay complete, as captured programs
+            use the leaf without a node there; a varying use reduces its own cotangent in backward.
         wrapper: the DTensor last returned for `.grad`. It refers back weakly (`_grad_of`), so that
             no cycle keeps the gradient's memory alive.
         views: living views of the gradient, if any; they get a new layout whenever `wrapper` does.
-        described: the `.grad` whose memory `wrapper` and `views` have. Torch may replace `.grad`
-            unseen (`create_graph=True`): then they are tensors like any others.
+        described: the `.grad` whose memory these have. Where torch replaces `.grad` unseen
+            (`create_graph=True`) they are tensors like any others.
         copied: whether a view of `.grad` had to be a copy. While it lives, nothing is added.
         assigned: global shape of a `.grad` whose memory is the user's; None: it is the leaf's own.
-        average: product of the sizes of the axes on which the leaf is `Partial("avg")`. Autograd
-            gives each local tensor 1/average of the gradient; `.grad` holds the gradient.
-        accumulation_hook: the node that accumulates, and the handle of the hook on it, while there
-            is one. Torch itself holds the node weakly, and the hook dies with it.
+        average: product of the sizes of the leaf's `Partial("avg")` axes. Autograd gives each local
+            tensor 1/average of the gradient; `.grad` holds the gradient.
+        accumulation_hook: the node that accumulates and the handle of the hook on it, if there is
+            one. Torch holds the node weakly, and the hook dies with it.
         reducer: reduces the gradients of many parameters at once; None: each is reduced by itself.
     """
 

@@ -387,18 +387,6 @@ variable_functions: Any = getattr(torch, "_VF", None)
 """torch's functions as its own Python code calls them; None where they cannot be had."""
 
 
-def lost_argument(function: Any, name: str) -> Any:
-    """Return an argument that a Python function of torch was called with and did not pass on.
-
-    `torch.nn.functional.l1_loss` (torch 2.13) leaves out `weight` where it asks for overrides. Only
-    its frame, which waits for the answer, still has it. None if no such frame or argument exists.
-    """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else frame.f_locals.get(name)
-
-
 _custom_op_definition: Any = getattr(
     import_module("torch._library.custom_ops"), "CustomOpDef", None
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._ops.decompositions.tensor import handled_as
 from vescale_dtensor._ops.loss.elementwise import reduction_of
-from vescale_dtensor._torch.compat import lost_argument
 
 _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -33,7 +33,7 @@ def _absolute(
     """`torch.nn.functional.l1_loss`."""
     given = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
     # torch's Python function does not hand `weight` on when it asks for overrides.
-    weight = lost_argument(F.l1_loss, "weight") if weight is None else weight
+    weight = _lost_argument(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
         # By the registry: users may have taught another rule.
         return run_by_rule(F.l1_loss, (input, target), given)
@@ -44,6 +44,18 @@ def _absolute(
     errors = (input - target).abs() * weight
     # Both sums are global: means of shards would weigh uneven ones alike.
     return errors.sum() / weight.sum() if kind == "mean" else _REDUCED[kind](errors)
+
+
+def _lost_argument(function: Any, name: str) -> Any:
+    """An argument that a Python function of torch was called with and did not pass on.
+
+    `torch.nn.functional.l1_loss` (torch 2.13) leaves out `weight` where it asks for overrides. Only
+    its frame, which waits for the answer, still has it. None if no such frame or argument exists.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get(name)
 
 
 def _triplet(
