@@ -49,7 +49,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, Placement):
         # Dataclasses by their fields; others say what they are made of when they are pickled.
         given = (
-            tuple(getattr(value, one.name) for one in fields(value))
+            tuple(getattr(value, one.name) for one in fields(value) if one.init)
             if is_dataclass(value)
             else tuple(value.__reduce__()[1])
         )
