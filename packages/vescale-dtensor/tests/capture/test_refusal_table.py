@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import vescale_dtensor as vd
 from capture_guards import rows, spread
-from custom_functions import Doubled
+from function_cases import Gathered, Listed, Returned, one_after_the_other
 from state_keepers import (
     KEEPERS,
     Keeper,
@@ -37,6 +37,12 @@ from vescale_comm.testing import run
 from vescale_dtensor import Replicate
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def with_backward_hook():
+    model = nn.Identity()
+    model.register_full_backward_hook(lambda module, inward, outward: None)
+    return model
 
 
 class Row:
@@ -256,11 +262,21 @@ ROWS = [
         lambda x: x * sys.getrefcount(CLOCK),
     ),
     Row(
-        "custom `autograd.Function`s that are given DTensors, return their arguments, or are "
-        "defined inside; full backward hooks of modules",
+        "custom `autograd.Function`s that return their arguments, are defined inside, get DTensors "
+        "in a list or return plain tensors for them, or get the result of another one together "
+        "with what that one got",
         "custom autograd.Function",
-        "`local_map(F.apply, …)`, which gives it local tensors; `torch.library.custom_op`",
-        lambda x: Doubled.apply(x.requires_grad_()) * 2,
+        "`x.clone()`; an op between the two; `local_map(F.apply, …)`, which gives it local tensors",
+        lambda x: Returned.apply(x) * 2,
+        lambda x: Gathered.apply(x) * 2,
+        lambda x: Listed.apply([x]) * 2,
+        lambda x: one_after_the_other(x * torch.ones(4, requires_grad=True)),
+    ),
+    Row(
+        "full backward hooks of modules",
+        "custom autograd.Function",
+        "hooks of tensors (`x.register_hook`); `torch.library.custom_op`",
+        lambda x: with_backward_hook()(x * torch.ones(4, requires_grad=True)) * 2,
     ),
     Row(
         "tensors made where torch's overrides do not see it: `torch.from_numpy`, C++ extensions",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from vescale_dtensor import DTensor, Replicate, Shard, capture, distribute_tensor
 
 SIZE, GOOD, WHO = 3, 3, 1
 # Steps, of programs that end when the comparison beside them finds what is not new.
@@ -144,6 +144,28 @@ def writes_twice(step, model, x):
 
 def run_train(rank, name):
     train(rank, CASES[name])
+
+
+def run_refused(rank, name):
+    """Each step is captured, and refused: it reads its loss, and its bias is written inside."""
+    mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("dp",))
+    model = distributed(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def training_step(x):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if loss.item() > -1 and not getattr(model, "no_step", False):
+            optimizer.step()
+        return loss.detach()
+
+    captured = capture(training_step, refused="run")
+    for step in range(12):
+        local = torch.ones(6, 4)
+        if rank == WHO and step >= GOOD:
+            local = CASES[name](step, model, local)
+        captured(distribute_tensor(local, mesh, [Shard(0)], src_data_rank=None))
 
 
 def run_train_without_reductions(rank, name):
@@ -330,6 +352,11 @@ WORDS = {
 @pytest.mark.parametrize("name", list(WORDS))
 def test_a_rank_that_trains_otherwise_is_named(tmp_path, name):
     check(said_by_all(tmp_path, run_train, name), WORDS[name])
+
+
+@pytest.mark.parametrize("name", ["skips_an_op", "skips_an_update", "writes_data"])
+def test_a_step_that_every_rank_refuses_to_record_is_compared_as_any_other(tmp_path, name):
+    check(said_by_all(tmp_path, run_refused, name))
 
 
 ALONE_WORDS = {

@@ -54,9 +54,13 @@ class LinearAllReduce(Linear):
         plain = type(x) is Tensor and x.layout is torch.strided
         # The fast path says nothing to a group that compares calls, and this one says no gradient.
         silent = in_graph and isinstance(self.group.process_group, AnnotatedGroup)
-        if known is not None and plain and not (self.owned or silent or being_traced(x)):
-            return fast_all_reduce(x, self.group, *known, in_graph=in_graph)
+        if known is not None and plain and not (silent or being_traced(x)):
+            return fast_all_reduce(x, self.group, *known, in_graph=in_graph, owned=self.owned)
         return complete(self.steps(x), in_graph=in_graph)
+
+    def owning(self) -> "LinearAllReduce":
+        """Return the same one, of a contiguous buffer that nothing else reads."""
+        return replace(self, owned=True)
 
     def adjoint(self) -> "LinearAllReduce":
         """Return itself, for an input of somebody else; refuse what is not linear."""

@@ -51,12 +51,21 @@ def is_fast(op: str, x: Any, group: Group) -> bool:
 
 
 def fast_all_reduce(
-    x: Tensor, group: Group, options: Any, divisor: int | None, *, in_graph: bool = False
+    x: Tensor,
+    group: Group,
+    options: Any,
+    divisor: int | None,
+    *,
+    in_graph: bool = False,
+    owned: bool = False,
 ) -> Tensor:
-    """All-reduces a copy of `x`, and divides it in place; `options` are torch's."""
+    """All-reduces a copy of `x`, or `x` if it is `owned`, and divides it in place.
+
+    `options` are torch's.
+    """
     if group._log is not None:
         record_fast(group._log, "all_reduce", x, x.numel(), in_graph=in_graph)
-    out = x.clone(memory_format=torch.contiguous_format)
+    out = x if owned else x.clone(memory_format=torch.contiguous_format)
     try:
         _wait(group.process_group.allreduce([out], options))
     except (RuntimeError, ValueError) as error:

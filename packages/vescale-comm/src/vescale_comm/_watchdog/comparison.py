@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from vescale_comm._errors import CommMismatchError
 from vescale_comm._watchdog.drift_report import Entry, Position, crossing, drift_report
-from vescale_comm._watchdog.execution_log import ExecutionLog
+from vescale_comm._watchdog.execution_log import ExecutionLog, token
 
 _STORE_SECONDS = 10
 # Between two looks at this rank's own logs, which cost nothing.
@@ -246,6 +246,35 @@ class Comparison:
             self._lost = True
         if self.trouble is not None:
             raise CommMismatchError(self.trouble)
+
+    def agree(self, log: ExecutionLog, word: str, seconds: float) -> bool:
+        """Whether every rank of a log says a word, the last within so many seconds of this one."""
+        if self._lost or not self._active():
+            return False
+        try:
+            return self._agrees(f"said/{log.key}/{token(word):x}", len(log.ranks), seconds)
+        except RuntimeError:
+            self._lost = True
+            return False
+
+    def _agrees(self, key: str, ranks: int, seconds: float) -> bool:
+        decided = f"{key}/decided"
+        if self._add(key) == ranks:
+            return self._decide(decided, "yes")
+        pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = self._get(decided)
+            if found is not None:
+                return found == b"yes"
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self._decide(decided, "no")
+
+    def _decide(self, key: str, word: str) -> bool:
+        """Decide, unless another rank has: who waits no longer may cross with who comes late."""
+        self.operations += 1
+        store: Any = self._store
+        return bytes(store.compare_set(key, "", word)) == b"yes"
 
     def _meets(
         self, log: ExecutionLog, other: int, count: int, value: int, deadline: float

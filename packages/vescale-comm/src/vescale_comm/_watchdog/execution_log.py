@@ -26,6 +26,8 @@ _MOST_VALUES = 8192
 # How many values that were never met before are compared at once; and after how many events one
 # more is. Counted and not timed: every rank has to decide alike.
 _FIRST_CHECKS, _EVENTS_PER_CHECK = 1024, 256
+# How long ranks wait for what others may say, and once one of them has not said it.
+_SAY_SECONDS, _SOON = 1.0, 0.02
 
 
 class Event(NamedTuple):
@@ -70,6 +72,9 @@ class LogComparison(Protocol):
     def meet(self, log: "ExecutionLog", count: int, value: int) -> None:
         """Wait until the others are at this event, and compare its value."""
 
+    def agree(self, log: "ExecutionLog", word: str, seconds: float) -> bool:
+        """Whether every rank of the log says this word, the last within so many seconds."""
+
 
 class ExecutionLog:
     """The events of one list of ranks.
@@ -92,6 +97,7 @@ class ExecutionLog:
         """Begin anew."""
         self.count = self._digest = self._value = 0
         self._credit = float(_FIRST_CHECKS)
+        self._patient = True
         self._depths: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
         self._window: deque[Event] = deque(maxlen=WINDOW)
@@ -139,6 +145,18 @@ class ExecutionLog:
         if together and self._credit + earned >= 1:
             self._credit -= 1
             self._comparison.meet(self, count, value)
+
+    def all_say(self, word: str) -> bool:
+        """Return whether every rank of the log says a word: the same answer on each that asks.
+
+        Not collective: who never asks is waited for, a second the first time and no longer, and
+        then the answer is no. A word is said once.
+        """
+        if not self._comparison.enabled or self._comparison.trouble is not None:
+            return False
+        agreed = self._comparison.agree(self, word, _SAY_SECONDS if self._patient else _SOON)
+        self._patient = agreed
+        return agreed
 
     def is_sample(self, kind: str) -> bool:
         """Return whether this is the 1st, 2nd, 4th, … or the 64th, 128th, … of this kind."""

@@ -14,15 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vescale_comm import Group, all_reduce, group_of
 
-from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.placements import Partial, Placement, Replicate
 from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._redistribute.plan import plan_redistribution
+from vescale_dtensor._redistribute.steps import AllReduce
 from vescale_dtensor._tensor.observers import notify_redistribution, observers
 from vescale_dtensor._torch.compat import materialized
 from vescale_dtensor._torch.overridable import overridable
 from vescale_dtensor._torch.worlds import cached
+
+# Dtypes whose elements travel as they are: nothing is widened, conjugated or packed.
+_PLAIN = frozenset({torch.float32, torch.float64})
 
 
 class GradType(NamedTuple):
@@ -85,6 +91,46 @@ def redistribute_local(local: Tensor, move: TypedMove) -> Tensor:
 def _recorded_move(local: Tensor, move: TypedMove) -> Tensor:
     result: Tensor = _RedistributeLocal.apply(local, move)  # type: ignore[no-untyped-call]
     return result
+
+
+class PreparedMove:
+    """A redistribution that comes again and again, of cotangents that one node gets.
+
+    Args:
+        move: between different types.
+    """
+
+    __slots__ = ("_sums", "move")
+
+    def __init__(self, move: TypedMove) -> None:
+        self.move = move
+        # By dtype: the group over which it is one sum, and the local shape; None if it is not.
+        self._sums: dict[torch.dtype, tuple[Group, Shape] | None] = {}
+
+    def run(self, local: Tensor) -> Tensor:
+        """`redistribute_local`. Collective; differentiable."""
+        dtype = local.dtype
+        if observers or dtype not in _PLAIN or (local.requires_grad and torch.is_grad_enabled()):
+            return redistribute_local(local, self.move)
+        if dtype not in self._sums:
+            self._sums[dtype] = _only_sum(self.move, local.element_size())
+        found = self._sums[dtype]
+        # A usual backward is this, and a plan is looked up and walked through for nothing.
+        if found is None or found[1] != local.shape or local.layout is not torch.strided:
+            return redistribute_local(local, self.move)
+        if local._is_zerotensor() or local.is_neg() or local.is_meta:
+            return redistribute_local(local, self.move)
+        return all_reduce(local, found[0])
+
+
+def _only_sum(move: TypedMove, element_size: int) -> tuple[Group, Shape] | None:
+    """The group over which a redistribution is one sum, with the local shape; None if it is not."""
+    source, target = move.source.layout, move.target.layout
+    plan = plan_redistribution(source, target, move.shape, element_size)
+    (step, *more) = plan.steps or (None,)
+    if more or not isinstance(step, AllReduce) or step.op != "sum" or plan.ends_in_view:
+        return None
+    return group_of(plan.mesh, step.axes), local_shape(source, plan.shape)
 
 
 def is_noop(move: TypedMove) -> bool:

@@ -46,6 +46,7 @@ from vescale_dtensor._torch.compat import (
     saved_tensor_hooks,
     swap_metadata,
 )
+from vescale_dtensor._torch.overridable import overridable
 
 # Key in a hidden node's metadata: weak references to those of its outputs whose `grad_fn` was read.
 _SIBLINGS = "vescale_dtensor.outputs"
@@ -124,6 +125,21 @@ def bridge(tensor: DTensor) -> None:
         if tensor._from_checkpoint and marked_to_want_gradients(tensor):
             tensor._local_tensor.requires_grad_()
         return
+    joined_local(tensor)
+
+
+# Overridable, so that capture records it as one call: a mode sees no custom autograd nodes.
+@overridable
+def joined_local(tensor: DTensor) -> Tensor:
+    """Connect the hidden graph behind a wrapper to that of local tensors; its new local tensor.
+
+    Raises:
+        UnsupportedError: see `bridge`.
+    """
+    tensor._may_have_hidden_node = False
+    node = hidden_node(tensor)
+    if node is None:
+        return tensor._local_tensor
     outputs = [tensor]
     # A sibling that was bridged since, or has another history, has not this node any more.
     for known in node.metadata.pop(_SIBLINGS, ()):
@@ -131,6 +147,14 @@ def bridge(tensor: DTensor) -> None:
         if sibling is not None and sibling is not tensor and hidden_node(sibling) is node:
             outputs.append(sibling)
     join_results(node, outputs)
+    return tensor._local_tensor
+
+
+def has_siblings(tensor: DTensor) -> bool:
+    """Whether other outputs of its Function are joined together with a tensor."""
+    node = hidden_node(tensor)
+    known = () if node is None else node.metadata.get(_SIBLINGS, ())
+    return any((one := known_one()) is not None and one is not tensor for known_one in known)
 
 
 def join_results(node: Any, results: Sequence[Tensor], plain: Sequence[Tensor] = ()) -> None:

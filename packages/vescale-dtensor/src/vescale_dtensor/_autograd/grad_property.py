@@ -233,7 +233,14 @@ def drop_gradients(locals_: list[Tensor], leaves: list[LeafGradient]) -> None:
     """Set the gradients of many leaves to None."""
     for local, leaf in zip(locals_, leaves, strict=True):
         local.grad = None
-        leaf.dropped()
+        # Else nobody has looked at it, as in most steps: written out, for it is asked of each.
+        if (
+            leaf.is_reduced
+            or leaf.described is not None
+            or leaf.wrapper is not None
+            or (leaf.views is not None or leaf.copied or leaf.assigned is not None)
+        ):
+            leaf.dropped()
 
 
 @overridable

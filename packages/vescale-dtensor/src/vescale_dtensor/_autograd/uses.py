@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.cotangent import (
     GradType,
+    PreparedMove,
     TypedMove,
     dual,
     is_noop,
@@ -37,7 +38,7 @@ from vescale_dtensor._torch.worlds import cached
 # The aliases are one per subset of the replicated axes, 2**n in all. Beyond this n, a use that
 # varies on further axes gets a node of its own, which costs one more collective in backward.
 _MOST_SHARED_AXES = 3
-# A sentinel: None is a valid entry of `_typed_moves`.
+# A sentinel: None is a valid entry of `_moves`.
 _UNKNOWN: Any = object()
 
 
@@ -61,7 +62,7 @@ class CotangentReduction:
     scale: float = 1.0
     comm_dtype: torch.dtype | None = None
     # A cache, so no part of equality. Shapes are in its key: plans of uneven shards depend on them.
-    _typed_moves: BoundedCache[tuple[int, tuple[int, ...]], TypedMove | None] = field(
+    _moves: BoundedCache[tuple[int, tuple[int, ...]], PreparedMove | None] = field(
         default_factory=lambda: BoundedCache(256), init=False, repr=False, compare=False
     )
 
@@ -82,31 +83,31 @@ class CotangentReduction:
         if found is None:
             return None
         total, varying = found
-        move = self._typed_move(varying, tuple(shape))
+        move = self._move(varying, tuple(shape))
         if move is None:
             pass
         elif self.comm_dtype is None:
-            total = redistribute_local(total, move)
+            total = move.run(total)
         else:
-            total = redistribute_local(total.to(self.comm_dtype), move).to(total.dtype)
+            total = move.run(total.to(self.comm_dtype)).to(total.dtype)
         return total if self.scale == 1.0 else total * self.scale
 
-    def _typed_move(self, varying: int, shape: tuple[int, ...]) -> TypedMove | None:
+    def _move(self, varying: int, shape: tuple[int, ...]) -> PreparedMove | None:
         """The redistribution from the aliases' cotangent to the source's; None if they agree."""
-        known: TypedMove | None = self._typed_moves.get((varying, shape), _UNKNOWN)
+        known: PreparedMove | None = self._moves.get((varying, shape), _UNKNOWN)
         if known is _UNKNOWN:
             arrived = dual(GradType(self.target, varying))
             left = dual(GradType(self.source, self.source_varying))
-            known = None if arrived == left else TypedMove(arrived, left, shape)
-            self._typed_moves.store((varying, shape), known)
+            known = None if arrived == left else PreparedMove(TypedMove(arrived, left, shape))
+            self._moves.store((varying, shape), known)
         return known
 
     def is_identity(self, masks: tuple[int, ...], shape: Any) -> bool:
         """Whether backward returns the cotangent unchanged. The same answer on every rank."""
         if len(masks) != 1 or self.scale != 1.0 or self.comm_dtype is not None:
             return False
-        move = self._typed_move(masks[0], tuple(shape))
-        return move is None or is_noop(move)
+        move = self._move(masks[0], tuple(shape))
+        return move is None or is_noop(move.move)
 
 
 class SharedUseNode(torch.autograd.Function):

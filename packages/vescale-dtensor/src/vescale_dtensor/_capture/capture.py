@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import update_wrapper
@@ -31,6 +32,7 @@ from vescale_dtensor._capture.state_guard import StateGuard, own_changes
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._layout.executed import all_say
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
@@ -46,6 +48,8 @@ _EARLY, _RARELY = 3, 1024
 # Every captured function: what was recorded by rules that have changed since is recorded anew.
 # Weak: a captured function lives as long as its user wants it.
 _alive: WeakSet[Captured] = WeakSet()
+# How many functions of a name were captured: ranks tell by these which of them they speak of.
+_numbers: Counter[str] = Counter()
 
 
 @on_change
@@ -81,9 +85,15 @@ class Captured:
         self.programs: list[Program] = []
         self.refusal: str | None = None
         self._runs_on = refused == "run"
+        # Whether every rank has refused it, and nothing of it will ever be replayed.
+        self._is_eager = False
+        self._made = 0
         self._check = check
         self._transform = transform
-        self._misses = Misses(getattr(function, "__qualname__", type(function).__name__))
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        _numbers[self._name] += 1
+        self._number = _numbers[self._name]
+        self._misses = Misses(self._name)
         self._calls = 0
         # Whether there was a call that is not `_alone`: all ranks make the first one together,
         # whatever they make of it.
@@ -108,7 +118,10 @@ class Captured:
         """Replay the program for this call; record it first if there is none."""
         if is_inside() or is_compiling():
             return self.function(*args, **kwargs)
+        if self._is_eager:
+            return self.function(*args, **kwargs)
         alone = is_alone()
+        self._made += not alone
         due = self._check and not alone and self._is_due()
         if observers or dispatch_modes() or jit_traces():
             if due:
@@ -231,10 +244,17 @@ class Captured:
         return outputs
 
     def _refuse(self, error: CaptureError) -> None:
-        """Record nothing from now on, if the function is to run then; else raise."""
+        """Record nothing from now on, if the function is to run then; else raise.
+
+        What some ranks refuse and others replay is not compared over ranks. Where all of them have
+        refused it, in one call, it is a function like any other.
+        """
         if not self._runs_on:
             raise error
         self.refusal = str(error)
+        # From the next call on, which is the same one on all ranks: drift inside shows then.
+        if not self.programs and not is_alone() and not is_inside():
+            self._is_eager = all_say(f"refused: {self._name} {self._number}, call {self._made}")
 
     def _keep(
         self, call: KeyedCall, reads: StateReads, recorder: Recorder, given: Given, outputs: Any

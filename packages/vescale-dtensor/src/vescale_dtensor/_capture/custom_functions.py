@@ -1,20 +1,25 @@
-"""Custom autograd.Functions on plain tensors: a step that replays make again, by `Function.apply`.
+"""Custom autograd.Functions: a step that replays make again, by `Function.apply`.
 
 `apply` is written in C and no torch function, so no mode sees it. The profiler does, and the calls
 on tensors in its forward are recorded like others: so all that a recording refuses is refused, and
 all that Python code reads is guarded. Then one step, the call itself, takes the place of them. At
-a replay it runs the user's forward anew, and a later backward the user's backward.
+a replay it runs the user's forward anew, and a later backward the user's backward. Where a Function
+is given DTensors, it is given DTensors by replays, too: see `function_wrappers`.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
+from vescale_dtensor._autograd.function_bridge import has_siblings, joined_local
 from vescale_dtensor._capture.code_files import is_library_class
+from vescale_dtensor._capture.function_wrappers import given_nodes, local_of
 from vescale_dtensor._capture.global_state import GlobalState, global_state
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.nesting import running_inside
@@ -23,6 +28,8 @@ from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import no_torch_function
+from vescale_dtensor._torch.overridable import implementation_of
+from vescale_dtensor._torch.pytree import tensors_within
 
 Function: Any = torch.autograd.Function
 _STEPS = frozenset({"call_function", "call_method"})
@@ -70,6 +77,7 @@ class CustomCall:
         modes: those in which it was called.
         before: the last node of the graph before it.
         arguments: what it was given; None until its forward begins.
+        nodes: the same, with a node for each DTensor.
     """
 
     def __init__(self, frame: FrameType, called: Any, recorder: Steps) -> None:
@@ -81,6 +89,7 @@ class CustomCall:
         recorder.follow(self.modes, True)
         self.before: fx.Node | None = next(iter(reversed(recorder.trace.graph.nodes)), None)
         self.arguments: list[Any] | None = None
+        self.nodes: list[Any] = []
 
     def is_of(self, frame: FrameType, called: Any) -> bool:
         """Whether this is the call that ends, and not another one inside."""
@@ -91,13 +100,16 @@ class CustomCall:
         return frame.f_back is self._frame and frame.f_code.co_filename != _OF_FUNCTION
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it was given no DTensors."""
-        given = self.arguments
-        return given is not None and not any(isinstance(value, DTensor) for value in given)
+    def is_wrapped(self) -> bool:
+        """Whether it was given DTensors."""
+        return any(isinstance(value, DTensor) for value in self.arguments or ())
 
-    def begins(self, frame: FrameType) -> None:
-        """Take the arguments from the forward."""
+    def begins(self, frame: FrameType, trace: TracedGraph) -> None:
+        """Take the arguments from the forward.
+
+        Raises:
+            CaptureError: it is given DTensors of which a replay could not make the like.
+        """
         code, given = frame.f_code, frame.f_locals
         names = code.co_varnames[: code.co_argcount]
         arguments = [given[name] for name in names]
@@ -106,7 +118,14 @@ class CustomCall:
         if self.cls.setup_context is Function.setup_context:
             # Without arguments that were left to their defaults: gradients are counted by them.
             arguments = arguments[1 : 1 + len(arguments[0].needs_input_grad)]
-        self.arguments = arguments
+        self.arguments = self.nodes = arguments
+        inside = tensors_within([v for v in arguments if not isinstance(v, Tensor)])
+        if any(isinstance(value, DTensor) for value in inside):
+            raise _refused(self.cls, "is given DTensors in a list. Give it each by itself")
+        if self.is_wrapped:
+            # Now: its forward leaves caches on them. These steps stay, when its own are taken out.
+            self.nodes = given_nodes(arguments, trace)
+            self.before = next(iter(reversed(trace.graph.nodes)), None)
 
 
 def record(call: CustomCall, outputs: Any, recorder: Steps) -> None:
@@ -120,21 +139,64 @@ def record(call: CustomCall, outputs: Any, recorder: Steps) -> None:
     Raises:
         CaptureError: replays could not make the call again.
     """
-    trace, arguments = recorder.trace, call.arguments
-    if not call.is_plain:
-        return  # a history that `TracedGraph.node_of` refuses
-    assert arguments is not None
+    trace = recorder.trace
+    if call.arguments is None:
+        return  # its forward is no Python function: a history that `TracedGraph.node_of` refuses
     flat = outputs if isinstance(outputs, tuple) else (outputs,)
     made = [value for value in flat if isinstance(value, Tensor)]
     why = _why_not(call, made, len(made) == len(flat), recorder)
     if why is not None:
-        raise refused(f"a custom autograd.Function, {call.cls.__name__}, {why}")
+        raise _refused(call.cls, why)
     erased = _erase_after(call.before, trace)
-    node = recorder.step(apply_again, call.cls, arguments, (call.cls.__qualname__, call.line))
+    node = recorder.step(apply_again, call.cls, call.nodes, (call.cls.__qualname__, call.line))
     node.meta["effect"] = True  # it is the user's code
     node.meta["records"] = tuple(one for n in erased for one in n.meta.get("records", ()))
     node.meta["writes"] = [one for n in erased for one in n.meta.get("writes", ())]
-    recorder.function_ended(node, outputs, call.modes)
+    if not call.is_wrapped:
+        recorder.function_ended(node, outputs, call.modes)
+        return
+    node.meta["wrapped"] = True
+    for index, value in enumerate(made):
+        assert isinstance(value, DTensor)
+        part = node
+        if isinstance(outputs, tuple):
+            part = trace.graph.call_function(operator.getitem, (node, index))
+        trace.returned[id(value)] = value, part
+        # Without history: as long as no op joins it, only code without grad uses it.
+        local = trace.graph.call_function(local_of, (part,))
+        recorder.function_ended(local, value._local_tensor, call.modes)
+
+
+def record_join(
+    wrapper: DTensor, recorder: Steps, run: Callable[[Callable[..., Any], DTensor], Any]
+) -> Tensor:
+    """Join what a Function returned to the graph of local tensors; a step of its own.
+
+    Args:
+        wrapper: it, at its first use.
+        recorder: of the recording.
+        run: calls a function.
+
+    Raises:
+        CaptureError: nothing is known of the Function.
+    """
+    node = recorder.trace.wrapper_node(wrapper)
+    if node is None or has_siblings(wrapper):
+        raise refused(
+            f"a DTensor {list(wrapper.shape)} got its gradient from a custom autograd.Function "
+            "(a full backward hook of a module is one) that torch's overrides do not see, or whose "
+            "node code asks for (grad_fn). Call it outside"
+        )
+    modes = GlobalState(*global_state())
+    recorder.follow(modes, True)
+    result: Tensor = run(joined_local, wrapper)
+    step = recorder.trace.graph.call_function(implementation_of(joined_local), (node,))
+    recorder.function_ended(step, result, modes)
+    return result
+
+
+def _refused(cls: type, why: str) -> CaptureError:
+    return refused(f"a custom autograd.Function, {cls.__name__}, {why}")
 
 
 def _why_not(call: CustomCall, made: list[Tensor], tensors: bool, recorder: Steps) -> str | None:
@@ -149,6 +211,11 @@ def _why_not(call: CustomCall, made: list[Tensor], tensors: bool, recorder: Step
             "returns one of its arguments (mark_dirty, or as it is). Let it return new tensors: "
             "x.clone(), say"
         )
+    if call.is_wrapped and not all(isinstance(one, DTensor) for one in made):
+        return "is given DTensors and returns plain tensors. Call it by local_map(F.apply, …)"
+    locals_ = [one._local_tensor for one in made if isinstance(one, DTensor)]
+    if len(set(map(id, locals_))) < len(locals_):
+        return "returns one result twice. Let it return clones"
     return None
 
 

@@ -111,6 +111,9 @@ class TracedGraph:
         self.uses: dict[LeafGradient, LeafUse] = {}
         self.dropped_gradients: set[LeafGradient] = set()
         self._made_leaves: dict[LeafGradient, fx.Node] = {}
+        # By id: what custom Functions return, with their nodes, and what they were given.
+        self.returned: dict[int, tuple[DTensor, fx.Node]] = {}
+        self.given: dict[int, DTensor] = {}
         self._wrappers: list[tuple[DTensor, InputSource]] = []
         # Arguments are found as the recording goes on, and fx wants them before all steps.
         self._last_argument: fx.Node | None = None
@@ -154,7 +157,7 @@ class TracedGraph:
         """Make a tensor an argument of the program; returns its node."""
         if self.has_node(tensor):
             return self._known[id(tensor)].node  # passed twice: guarded as such
-        node = self._placeholder(source)
+        node = self.placeholder(source)
         self.set_node(tensor, node)
         if tensor.layout is torch.strided:
             node.meta["memory"] = storage_identity(tensor), tensor.stride()
@@ -163,7 +166,7 @@ class TracedGraph:
             self.versions[node] = weakref.ref(tensor), tensor._version
         return node
 
-    def _placeholder(self, source: InputSource) -> fx.Node:
+    def placeholder(self, source: InputSource) -> fx.Node:
         """Add an argument to the graph, after those that it has."""
         last = self._last_argument
         place = self.graph.inserting_after(last) if last else self.graph.inserting_before()
@@ -225,6 +228,11 @@ class TracedGraph:
         """Whether a node made it."""
         found = self._known.get(id(tensor))
         return found is not None and found.tensor() is tensor
+
+    def wrapper_node(self, wrapper: DTensor) -> fx.Node | None:
+        """The node of a DTensor that a custom Function has returned; None of any other."""
+        found = self.returned.get(id(wrapper))
+        return None if found is None else found[1]
 
     def known_node(self, tensor: Tensor) -> fx.Node | None:
         """The node that made a tensor, if one did."""
@@ -325,7 +333,7 @@ class TracedGraph:
         from vescale_dtensor._autograd.local_use import leaf_gradient_of
 
         name = f"argument_{index}_leaf_gradient"
-        return self._placeholder(
+        return self.placeholder(
             InputSource(lambda flat: leaf_gradient_of(flat[index]), name, index=index)
         )
 

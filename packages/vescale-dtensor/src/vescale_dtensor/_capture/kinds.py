@@ -182,5 +182,8 @@ def namespace_of(value: Any) -> dict[str, Any] | None:
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return None
+        # Only its own way of access gives what a thread-local object is in this thread.
+        if not issubclass(type(value), threading.local):
+            return None
+        found = threading.local.__getattribute__(value, "__dict__")
     return found if isinstance(found, dict) else None

@@ -195,10 +195,14 @@ class Watch:
         assert call is not None
         assert recorder is not None
         if event == "call" and call.arguments is None and call.is_forward(frame):
-            call.begins(frame)
             self._forward = frame
+            try:
+                with no_torch_function():
+                    call.begins(frame, recorder.trace)
+            except CaptureError as error:  # kept, not raised: see `_hear`
+                self.failure = self.failure or error
         elif event == "return" and frame is self._forward:
-            self._outputs, self.finishes = argument, call.is_plain
+            self._outputs, self.finishes = argument, True
         elif event in ("c_return", "c_exception") and call.is_of(frame, argument):
             outputs, self._custom, self._forward, self._outputs = self._outputs, None, None, None
             self.finishes = False

@@ -30,6 +30,7 @@ from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._torch.compat import hidden_node
 
 # Kinds with state of their own: a replay would give every caller the same object.
 _CHANGING = frozenset(
@@ -144,10 +145,15 @@ def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node
         return _Same(value)
     if not isinstance(value, DTensor):
         return _Plain(_result(value, trace, results))
+    node = trace.wrapper_node(value)
+    if node is not None and hidden_node(value) is not None:
+        # What a custom Function returned, and no op has used: its node is on the object itself.
+        results.append(node)
+        return _Plain(len(results) - 1)
     # Its wrapper belongs to the leaf, which may replace it at the next accumulation.
     if value._grad_of is not None:
         raise refused("the gradient of a parameter is returned; read p.grad after the call")
-    return _wrapped(value, trace, results)
+    return plan_wrapper(value, trace, results)
 
 
 def _attributes(tensor: Tensor) -> set[str]:
@@ -187,8 +193,11 @@ def _belongs_to_one_call(value: Any, trace: TracedGraph) -> bool:
     return made_inside(value, trace.outside.__contains__, trace.met) is not None
 
 
-def _wrapped(value: DTensor, trace: TracedGraph, results: list[fx.Node]) -> _Wrapped:
-    """How a new DTensor is made: its local tensor, its caches, what it is a copied view of."""
+def plan_wrapper(value: DTensor, trace: TracedGraph, results: list[fx.Node]) -> _Wrapped:
+    """How a new DTensor is made: its local tensor, its caches, what it is a copied view of.
+
+    Appends to `results` the nodes that it needs.
+    """
     aliases, cached = cached_uses(value)
     # With the caches that the uses inside left: a later use outside shares their node, and with it
     # one collective in backward.
@@ -198,7 +207,7 @@ def _wrapped(value: DTensor, trace: TracedGraph, results: list[fx.Node]) -> _Wra
         _result(value._local_tensor, trace, results),
         value._spec,
         tuple((mask, _result(alias, trace, results)) for mask, alias in masks),
-        None if cached is None else _wrapped(cached, trace, results),
+        None if cached is None else plan_wrapper(cached, trace, results),
         None if source is None else _result(source, trace, results),
         value._local_escaped,
     )

@@ -8,6 +8,7 @@ from vescale_dtensor._autograd.grad_property import drop_gradient, drop_gradient
 from vescale_dtensor._autograd.hooks import hooked_node
 from vescale_dtensor._autograd.uses import CotangentReduction, alias_for_use, fork_uses
 from vescale_dtensor._capture.graph import InputSource, TracedGraph
+from vescale_dtensor._capture.in_place_sums import remove_read_copies, sum_terms_in_place
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.overridable import implementation_of
 
@@ -28,7 +29,11 @@ def graph_module(trace: TracedGraph) -> fx.GraphModule:
     graph = trace.graph
     _remove_dead_code(trace)
     _remove_copies(graph)
-    _remove_retyping(trace)
+    remove_read_copies(graph)
+    # Second derivatives are taken of what outlives the program, or is differentiated inside.
+    if _is_closed(trace):
+        _remove_retyping(trace)
+        sum_terms_in_place(trace)
     _drop_gradients_together(graph)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     # `Program.arguments` appends these, as the guard has them in a list already. The order among
@@ -74,9 +79,6 @@ def _remove_retyping(trace: TracedGraph) -> None:
     are added up in the order in which eager adds them: only the next step may use the alias.
     """
     graph = trace.graph
-    # Second derivatives are taken of what outlives the program, or is differentiated inside.
-    if not _is_closed(trace):
-        return
     for node in [n for n in graph.nodes if n.target is alias_for_use]:
         source, data = node.args[:2]
         while data.target == "detach":

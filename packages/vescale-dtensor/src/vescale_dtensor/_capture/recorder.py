@@ -18,8 +18,10 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from vescale_comm import Trace as Collectives
 
+from vescale_dtensor._autograd.function_bridge import joined_local
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
 from vescale_dtensor._capture.constants import Constants, is_readable
+from vescale_dtensor._capture.custom_functions import record_join
 from vescale_dtensor._capture.global_state import (
     GlobalState,
     backend_flags,
@@ -221,6 +223,8 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], done: Done
     ) -> Any:
         """Run a call on plain tensors, and make a node of it if it is a step."""
+        if func is joined_local:
+            return record_join(args[0], self, done.run)
         name = name_of(func)
         # Modes are sampled at each step instead; metadata is fixed by guards.
         self.offsets |= name == "storage_offset" and not called_by_us()
@@ -406,7 +410,8 @@ class Recorder(TorchFunctionMode):
 
     def step(self, func: Any, first: Any, arguments: list[Any], call: tuple[str, str]) -> fx.Node:
         """Make a step of a call; `call` is how it is listed, and the line."""
-        given = self.trace.constant(first), *map(self.trace.argument, arguments)
+        rest = [a if isinstance(a, fx.Node) else self.trace.argument(a) for a in arguments]
+        given = self.trace.constant(first), *rest
         node = self.trace.graph.call_function(func, given)
         node.meta["op"], node.meta["line"] = call
         return node

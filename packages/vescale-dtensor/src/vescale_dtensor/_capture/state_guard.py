@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from vescale_dtensor._capture.equality import exactly, lasting, same
+from vescale_dtensor._capture.kinds import namespace_of
 from vescale_dtensor._capture.module_guards import module_flags, module_tables
 from vescale_dtensor._capture.places import (
     COPYING,
@@ -122,7 +123,7 @@ class StateGuard:
                 and list(map(len, self._containers)) == self._lengths
                 and all(map(is_, map(type, self._owners), self._types))
                 and all(map(is_, map(_namespace, self._plain), self._dicts))
-                and all(map(is_, map(vars_of, self._odd), self._odd_dicts))
+                and all(map(is_, map(namespace_of, self._odd), self._odd_dicts))
                 and [look() for look in self._copies] == self._copied
                 and all(keys.isdisjoint(names) for keys, names in self._absent)
                 and all(map(is_, self._now(), self._values))
@@ -180,7 +181,7 @@ class _Row:
         """The first name that has another value."""
         place = self.place
         # `obj.__dict__ = other` leaves the old namespace as it was.
-        if self.owner is not None and vars_of(self.owner) is not self.mapping:
+        if self.owner is not None and namespace_of(self.owner) is not self.mapping:
             return Origin(place.origin, ".__dict__", "__dict__")
         if type(self.owner) is not self.cls:
             return Origin(place.origin, ".__class__", "__class__")
@@ -196,11 +197,6 @@ class _Row:
             if self.relevant(name):
                 return place.at(name)
         return None
-
-
-def vars_of(value: Any) -> Any:
-    """The namespace of an object, without the code of its class."""
-    return object.__getattribute__(value, "__dict__")
 
 
 def names_that_matter(place: Namespace, reads: StateReads) -> Callable[[str], bool]:

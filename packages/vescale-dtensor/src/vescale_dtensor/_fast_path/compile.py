@@ -192,7 +192,7 @@ def _specialize(
     elif rule.writes is not None:
         return compile_in_place(func, places)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
-        wrap_result = result_wrapper(call.func, specs[0], table)
+        wrap_result = result_wrapper(call.func, specs[0], table, rule.views)
         compiled = compile_binary(func, wrap_result, masks, token)
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:

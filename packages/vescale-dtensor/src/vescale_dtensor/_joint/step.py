@@ -222,6 +222,11 @@ def _wanted(
             "joint: the step calls other libraries as they are (a metric, a logger), which a graph "
             "of operators cannot hold. Call them outside"
         )
+    if program.applies:
+        raise CaptureError(
+            "joint: a custom autograd.Function is given DTensors, and its backward runs on these. "
+            "Call it by local_map(F.apply, ...), which gives it local tensors"
+        )
     if program.differentiates:
         raise CaptureError(
             "joint: a backward runs inside of the step. Capture the forward and the loss alone: "

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import vescale_rng
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,6 +74,15 @@ def record(mesh: DeviceMesh, what: Hashable, detail: int = 0) -> None:
     # First, so that it is there when the others want to know what led to the event.
     calls.append((log, log.count + 1))
     log.record(what, detail, together=True)
+
+
+def all_say(word: str) -> bool:
+    """Whether every rank of the world says a word now: the same answer on each that asks.
+
+    Not collective: ranks that never ask are waited for, not long, and then the answer is no.
+    """
+    log = execution_log(range(dist.get_world_size())) if dist.is_initialized() else None
+    return log is not None and log.all_say(word)
 
 
 def record_draw(mesh: DeviceMesh, local: Tensor, generator: torch.Generator | None) -> None:

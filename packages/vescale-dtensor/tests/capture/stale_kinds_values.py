@@ -1,0 +1,259 @@
+"""Kinds of state that are values of the standard library, and settings of torch."""
+
+import builtins
+import contextvars
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import importlib
+import io
+import logging
+import operator
+import os
+import pathlib
+import re
+import sys
+import threading
+import types
+import uuid
+
+import torch
+import torch.nn.functional as F
+from stale_kinds import kind, mutated
+from stale_kinds_asked import doubled_if, setting
+from stale_kinds_holding import KINDS as KINDS
+
+# --- values of the library
+
+
+class Flags(enum.Flag):
+    SINE = 1
+    DOUBLE = 2
+    HALF = 4
+
+
+kind(
+    "flags",
+    lambda: Flags.SINE,
+    lambda v: v ^ Flags.DOUBLE,
+    lambda x, v: x * 2 if Flags.DOUBLE in v else x,
+)
+kind("decimal", lambda: decimal.Decimal("1.5"), lambda v: v + 1, lambda x, v: x * float(v))
+kind(
+    "exponent of a decimal",
+    lambda: decimal.Decimal("1.0"),
+    lambda v: decimal.Decimal("1.00") if str(v) == "1.0" else decimal.Decimal("1.0"),
+    lambda x, v: x * len(str(v)),
+)
+kind("fraction", lambda: fractions.Fraction(1, 2), lambda v: v + 1, lambda x, v: x * float(v))
+kind("complex", lambda: 1 + 1j, lambda v: v + 1, lambda x, v: x * v.real)
+kind(
+    "date",
+    lambda: datetime.date(2020, 1, 1),
+    lambda v: v + datetime.timedelta(1),
+    lambda x, v: x * v.day,
+)
+kind(
+    "moment with a zone",
+    lambda: datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
+    lambda v: v.astimezone(datetime.timezone(datetime.timedelta(hours=v.hour + 1))),
+    lambda x, v: x * v.hour,
+)
+kind("time difference", lambda: datetime.timedelta(1), lambda v: v * 2, lambda x, v: x * v.days)
+kind("path", lambda: pathlib.Path("a"), lambda v: v / "b", lambda x, v: x * len(v.parts))
+kind(
+    "pattern",
+    lambda: re.compile("a"),
+    lambda v: re.compile(v.pattern + "a"),
+    lambda x, v: x * 2 if v.fullmatch("aa") else x,
+)
+kind(
+    "identifier",
+    lambda: uuid.UUID(int=1),
+    lambda v: uuid.UUID(int=v.int + 1),
+    lambda x, v: x * v.int,
+)
+kind("shape", lambda: torch.Size([1, 2]), lambda v: torch.Size([*v, 3]), lambda x, v: x * v.numel())
+kind(
+    "device",
+    lambda: torch.device("cpu"),
+    lambda v: torch.device("meta" if v.type == "cpu" else "cpu"),
+    lambda x, v: x * len(v.type),
+)
+kind(
+    "memory format",
+    lambda: torch.contiguous_format,
+    lambda v: torch.preserve_format if v is torch.contiguous_format else torch.contiguous_format,
+    lambda x, v: x * len(str(v)),
+)
+kind(
+    "limits of a dtype",
+    lambda: torch.finfo(torch.float32),
+    lambda v: torch.finfo(torch.float16 if v.bits == 32 else torch.float32),
+    lambda x, v: x * v.bits,
+)
+kind(
+    "generator that is drawn from",
+    lambda: torch.Generator().manual_seed(1),
+    mutated(lambda v: v.manual_seed(v.initial_seed() + 1)),
+    lambda x, v: x + torch.rand(4, generator=v),
+    lambda v: v.get_state(),
+)
+kind(
+    "buffer of text",
+    lambda: io.StringIO("a"),
+    mutated(lambda v: v.write("bb")),
+    lambda x, v: x * len(v.getvalue()),
+)
+kind(
+    "item getter",
+    lambda: operator.itemgetter(0),
+    lambda v: operator.itemgetter(1),
+    lambda x, v: x * v([2.0, 3.0]),
+)
+kind(
+    "method caller",
+    lambda: operator.methodcaller("sin"),
+    lambda v: operator.methodcaller("cos"),
+    lambda x, v: v(x),
+)
+kind(
+    "partial method",
+    lambda: type("Own", (), {"f": functools.partialmethod(lambda self, a, x: x * a, 1.0)})(),
+    mutated(lambda v: setattr(type(v), "f", functools.partialmethod(lambda s, a, x: x * a, 3.0))),
+    lambda x, v: v.f(x),
+)
+kind(
+    "memoized function",
+    lambda: [functools.lru_cache(lambda a: a + 1), 1.0],
+    mutated(lambda v: v.__setitem__(1, v[1] + 1)),
+    lambda x, v: x * v[0](v[1]),
+)
+LOCAL = threading.local()
+setting(
+    "thread-local",
+    lambda n: setattr(LOCAL, "scale", 1.0 + n),
+    lambda x: x * LOCAL.scale,
+)
+SCALE = contextvars.ContextVar("capture_holding", default=1.0)
+setting("context variable, set", lambda n: SCALE.set(1.0 + n), lambda x: x * SCALE.get())
+setting(
+    "environment",
+    lambda n: os.environ.update(CAPTURE_HOLDING="a" * (n + 1)),
+    lambda x: x * len(os.environ["CAPTURE_HOLDING"]),
+)
+setting(
+    "environment by getenv",
+    lambda n: os.environ.update(CAPTURE_HOLDING="a" * (n + 1)),
+    lambda x: x * len(os.getenv("CAPTURE_HOLDING", "")),
+)
+ARGUMENTS = list(sys.argv)
+setting(
+    "arguments, extended",
+    lambda n: sys.argv.__setitem__(slice(None), ARGUMENTS + ["--a"] * n),
+    lambda x: x * (len(sys.argv) - len(ARGUMENTS) + 1),
+)
+LOGGER = logging.getLogger("capture_holding")
+setting(
+    "level of a parent's logger",
+    lambda n: LOGGER.setLevel((10, 30)[n % 2]),
+    doubled_if(lambda: LOGGER.getChild("below").isEnabledFor(20)),
+)
+ASCII = ascii
+setting(
+    "replaced builtin",
+    lambda n: setattr(builtins, "ascii", (lambda v: ASCII(v) + "a") if n % 2 else ASCII),
+    lambda x: x * len(ascii("ab")),
+)
+LAZY = types.ModuleType("capture_lazy")
+LAZY.table = {"scale": 1.0}
+exec("def __getattr__(name):\n    return table[name]", vars(LAZY))
+setting(
+    "module-level __getattr__",
+    lambda n: LAZY.table.update(scale=1.0 + n),
+    lambda x: x * LAZY.scale,
+)
+HERE = pathlib.Path(os.environ.get("TMPDIR", "/tmp")) / f"capture_reloaded_{os.getpid()}.py"
+
+
+def reloaded(n):
+    HERE.write_text(f"SCALE = {1.0 + n}\ndef scaled(x):\n    return x * SCALE\n")
+    if str(HERE.parent) not in sys.path:
+        sys.path.append(str(HERE.parent))
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    importlib.invalidate_caches()
+    sys.modules.pop(HERE.stem, None) if n == 0 else None
+    module = importlib.import_module(HERE.stem)
+    importlib.reload(module)
+    sys.dont_write_bytecode = before
+    RELOADED[:] = [module]
+
+
+RELOADED = []
+setting("reloaded module", reloaded, lambda x: RELOADED[0].scaled(x))
+
+# --- settings of torch
+
+setting(
+    "default dtype of what is made",
+    lambda n: torch.set_default_dtype((torch.float32, torch.float64)[n % 2]),
+    lambda x: x * torch.ones(4),
+)
+setting(
+    "default device of what is made",
+    lambda n: torch.set_default_device((None, "cpu")[n % 2]),
+    lambda x: x * torch.ones(4),
+)
+setting(
+    "grad mode", lambda n: torch.set_grad_enabled(n % 2 == 0), doubled_if(torch.is_grad_enabled)
+)
+setting(
+    "autocast, switched on",
+    lambda n: torch.set_autocast_enabled("cpu", bool(n % 2)),
+    lambda x: F.linear(x, WEIGHT),
+)
+WEIGHT = torch.ones(4, 4)
+setting(
+    "filled memory",
+    lambda n: setattr(torch.utils.deterministic, "fill_uninitialized_memory", n % 2 == 0),
+    doubled_if(lambda: torch.utils.deterministic.fill_uninitialized_memory),
+)
+setting(
+    "mathematical attention",
+    lambda n: torch.backends.cuda.enable_math_sdp(n % 2 == 0),
+    doubled_if(torch.backends.cuda.math_sdp_enabled),
+)
+setting(
+    "mkldnn",
+    lambda n: setattr(torch.backends.mkldnn, "enabled", n % 2 == 0),
+    doubled_if(lambda: torch.backends.mkldnn.enabled),
+)
+setting(
+    "tf32",
+    lambda n: setattr(torch.backends.cuda.matmul, "allow_tf32", bool(n % 2)),
+    doubled_if(lambda: torch.backends.cuda.matmul.allow_tf32),
+)
+setting(
+    "threads between operators",
+    lambda n: None,
+    lambda x: x * torch.get_num_interop_threads(),
+)
+
+
+class Subclass(torch.Tensor):
+    scale = 1.0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * cls.scale if func is torch.Tensor.mul else result
+
+
+kind(
+    "tensor with a __torch_function__ of its own",
+    lambda: (setattr(Subclass, "scale", 1.0), torch.ones(4).as_subclass(Subclass))[1],
+    mutated(lambda v: setattr(Subclass, "scale", Subclass.scale + 1)),
+    lambda x, v: x + torch.mul(v, 2.0).as_subclass(torch.Tensor),
+)
