@@ -24,6 +24,11 @@ from vescale_dtensor._autograd.gradient_reducer import (
     reduce_gradients,
     set_gradient_reducer,
 )
+from vescale_dtensor._autograd.kept_gradient import (
+    GradientKeeper,
+    keep_gradient,
+    release_kept_gradient,
+)
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
 from vescale_dtensor._capture import Captured, Program, capture
 from vescale_dtensor._errors import (
@@ -68,6 +73,7 @@ __all__ = [
     "DisagreementError",
     "Explanation",
     "Gathering",
+    "GradientKeeper",
     "InterleavedShard",
     "Joint",
     "LayoutError",
@@ -96,6 +102,7 @@ __all__ = [
     "half_sums",
     "init_device_mesh",
     "joint",
+    "keep_gradient",
     "layout_differences",
     "linspace",
     "local_leaf",
@@ -111,6 +118,7 @@ __all__ = [
     "randperm",
     "reduce_gradients",
     "register_rule",
+    "release_kept_gradient",
     "set_gradient_reducer",
     "strict",
     "visualize",

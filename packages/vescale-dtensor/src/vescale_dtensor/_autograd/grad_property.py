@@ -39,6 +39,8 @@ def gradient(tensor: DTensor) -> DTensor | None:
     leaf: LeafGradient | None = tensor._leaf_gradient
     # Optimizers read this several times a step for each parameter: the usual answer comes first.
     if leaf is not None:
+        if leaf.kept is not None and leaf.local() is local:
+            return leaf.kept.gradient(leaf)
         wrapper = leaf.wrapper
         if wrapper is not None and wrapper._local_tensor is local.grad:
             return wrapper
@@ -113,7 +115,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     if value is None:
         # A rank that keeps what others drop adds its next gradient to it. A recording, which notes
         # no writes, must not see a read: its program would depend on whether a gradient was there.
-        if not pause.depth and local.grad is not None:
+        if not pause.depth and (local.grad is not None or leaf.kept is not None):
             note_assigned(tensor, "grad")
         drop_gradient(local, leaf)
         return
@@ -130,6 +132,8 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     if not local.is_leaf:
         tensor._retained_grad = value
         return
+    if leaf.kept is not None and value is leaf.kept.wrapper:
+        return
     if _is_present_gradient(value, leaf):
         # `p.grad = p.grad`: it may still be partial, and stays so.
         if value is not leaf.wrapper:
@@ -139,6 +143,8 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     note_assigned(tensor, "grad")
     layout = cotangent_layout(tensor._spec.layout, 0)
     total, shape = total_to_keep(value, layout), tuple(tensor.shape)
+    if leaf.kept is not None:
+        leaf.kept.drop()
     _assign_gradient(local, leaf, total._local_tensor, shape if total is value else None)
 
 

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.grad_property import gradient
-from vescale_dtensor._autograd.leaf_gradient import GradientReducer, LeafGradient, Reducer
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient, Reducer
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._tensor.dtensor import DTensor
+
+
+class GradientReducer:
+    """Hands the unreduced gradients of a list of parameters to one callback, all at once."""
+
+    def __init__(self, leaves: Sequence[LeafGradient], callback: Reducer) -> None:
+        self._leaves = list(leaves)
+        self._callback = callback
+
+    def reduce(self) -> None:
+        """Reduce every gradient that has not been reduced. Collective.
+
+        Raises:
+            DTensorError: the callback returned another number of totals than it got gradients.
+        """
+        # Which are pending follows from the program: the same list on every rank. Most are not.
+        open_ = [leaf for leaf in self._leaves if leaf.partial and not leaf.is_reduced]
+        found = [(leaf, leaf.pending()) for leaf in open_]
+        unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]
+        if not unreduced:
+            return
+        with torch.no_grad():
+            totals = list(self._callback([pending for _, pending in unreduced]))
+        if len(totals) != len(unreduced):
+            raise DTensorError(
+                f"a gradient reducer got {len(unreduced)} pending gradients and returned "
+                f"{len(totals)}; it must return one total for each, in order"
+            )
+        # One call for all: there are hundreds.
+        with torch.no_grad():
+            torch._foreach_copy_([leaf.writable() for leaf, _ in unreduced], totals)
+        for leaf, _ in unreduced:
+            leaf.note_total()
 
 
 def gradient_total(tensor: DTensor) -> DTensor | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ from vescale_dtensor._autograd.uses import (
     fork_uses,
     zero_off_first,
 )
-from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.mesh import axis_names
 from vescale_dtensor._layout.placements import Partial, Replicate
@@ -74,6 +73,27 @@ class PendingGradient:
         return "native" if wide_dtype(self.local.dtype) is None else "rank"
 
 
+class ReducesMany(Protocol):
+    """What reduces the gradients of many parameters at once."""
+
+    def reduce(self) -> None:
+        """Reduce every gradient that has not been reduced. Collective."""
+
+
+class KeptElsewhere(Protocol):
+    """Contributions to a gradient that are not in `.grad`: see `kept_gradient`."""
+
+    @property
+    def wrapper(self) -> DTensor:
+        """What `.grad` reads as."""
+
+    def gradient(self, leaf: LeafGradient) -> DTensor:
+        """The whole gradient, that in `.grad` included."""
+
+    def drop(self) -> None:
+        """`.grad` is set to something else."""
+
+
 Reducer = Callable[[list[PendingGradient]], Sequence[Tensor]]
 
 
@@ -100,6 +120,7 @@ class LeafGradient:
         accumulation_hook: the node that accumulates and the handle of the hook on it, if there is
             one. Torch holds the node weakly, and the hook dies with it.
         reducer: reduces the gradients of many parameters at once; None: each is reduced by itself.
+        kept: contributions that a layer above holds, while there are any.
     """
 
     __slots__ = (
@@ -110,6 +131,7 @@ class LeafGradient:
         "copied",
         "described",
         "is_reduced",
+        "kept",
         "layout",
         "local",
         "never_partial",
@@ -131,7 +153,8 @@ class LeafGradient:
         self.copied = False
         self.assigned: tuple[int, ...] | None = None
         self.accumulation_hook: tuple[Any, Any] | None = None
-        self.reducer: GradientReducer | None = None
+        self.reducer: ReducesMany | None = None
+        self.kept: KeptElsewhere | None = None
         self.wrapper: DTensor | None = None
         # Most gradients have none, and `zero_grad` asks each of them.
         self.views: weakref.WeakValueDictionary[int, DTensor] | None = None
@@ -233,6 +256,12 @@ class LeafGradient:
 
     def dropped(self) -> None:
         """Note that `.grad` was set to None."""
+        if self.kept is not None:
+            self.kept.drop()
+        self.forget_gradient()
+
+    def forget_gradient(self) -> None:
+        """Note that there is nothing in `.grad`."""
         self.release()
         # Both are about the `.grad` that went. `partial` stays, as it only grows.
         self.is_reduced, self.assigned = False, None
@@ -464,36 +493,3 @@ def try_never_partial(leaf: LeafGradient, varying: int) -> bool:
         return False
     leaf.never_partial |= complete
     return True
-
-
-class GradientReducer:
-    """Hands the unreduced gradients of a list of parameters to one callback, all at once."""
-
-    def __init__(self, leaves: Sequence[LeafGradient], callback: Reducer) -> None:
-        self._leaves = list(leaves)
-        self._callback = callback
-
-    def reduce(self) -> None:
-        """Reduce every gradient that has not been reduced. Collective.
-
-        Raises:
-            DTensorError: the callback returned another number of totals than it got gradients.
-        """
-        # Which are pending follows from the program: the same list on every rank. Most are not.
-        open_ = [leaf for leaf in self._leaves if leaf.partial and not leaf.is_reduced]
-        found = [(leaf, leaf.pending()) for leaf in open_]
-        unreduced = [(leaf, pending) for leaf, pending in found if pending is not None]
-        if not unreduced:
-            return
-        with torch.no_grad():
-            totals = list(self._callback([pending for _, pending in unreduced]))
-        if len(totals) != len(unreduced):
-            raise DTensorError(
-                f"a gradient reducer got {len(unreduced)} pending gradients and returned "
-                f"{len(totals)}; it must return one total for each, in order"
-            )
-        # One call for all: there are hundreds.
-        with torch.no_grad():
-            torch._foreach_copy_([leaf.writable() for leaf, _ in unreduced], totals)
-        for leaf, _ in unreduced:
-            leaf.note_total()

@@ -11,10 +11,10 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Keep the gradients of backwards inside of it on their rank, as DDP's `no_sync` does.
 
     The first backward afterwards reduces them together with its own, in one reduce-scatter a unit:
-    run the last microbatch outside. Until then `.grad` does not hold them, and the step of an
-    optimizer is refused. `zero_grad` does not find them either: to throw them away, let a backward
-    outside reduce them first, and call `zero_grad` then. Parameters that the plan does not
-    shard by `zero` need no such word: their gradients are summed once, when they are first needed.
+    run the last microbatch outside. Until then `.grad` is a DTensor that is partial over the axis
+    of `zero`: `zero_grad` drops it, in-place writes reach it, and the step of an optimizer reduces
+    it first where no backward has. Parameters that the plan does not shard by `zero` need no
+    such word: their gradients are summed once, when they are first needed.
 
     Args:
         model: what `parallelize` returned.

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vescale_comm import Group, all_gather_into, reduce_scatter
-from vescale_dtensor import local_leaf, local_leaves, written_unseen
+from vescale_dtensor import (
+    keep_gradient,
+    local_leaf,
+    local_leaves,
+    release_kept_gradient,
+    written_unseen,
+)
 
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import FlatSlot
@@ -55,6 +61,7 @@ class FlatBuffer:
         self.unreduced: Tensor | None = None
         self.reduced_next = False
         self.arrived: set[int] = set()
+        self._told_kept: set[int] = set()
         self._pending: Any = None
         self._gathered_at: tuple[int, ...] | None = None
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
@@ -184,6 +191,11 @@ class FlatBuffer:
         """Add this rank's contributions to those that are not reduced yet. No communication."""
         if self.unreduced is None:
             self.reduced_next = reduced_next
+        self._pack(gradients)
+        if not self.reduced_next:
+            self._tell_kept()
+
+    def _pack(self, gradients: Sequence[Tensor | None]) -> None:
         with torch.no_grad():
             if self.unreduced is None and self._pack_at_once(gradients):
                 return
@@ -196,7 +208,9 @@ class FlatBuffer:
                 if gradient is not None:
                     into = self.unreduced[slot.offset : slot.offset + gradient.numel()]
                     dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                    into.add_(dense.reshape(-1))
+                    # What is there of a slot that did not arrive was dropped, or is zero.
+                    write = into.add_ if index in self.arrived else into.copy_
+                    write(dense.reshape(-1))
                     self.arrived.add(index)
 
     def _pack_at_once(self, gradients: Sequence[Tensor | None]) -> bool:
@@ -232,6 +246,39 @@ class FlatBuffer:
             self._packed = packed
         return packed
 
+    def _tell_kept(self) -> None:
+        """Let `.grad` of the parameters tell of what is kept, so that `zero_grad` finds it."""
+        assert self.unreduced is not None
+        # Whoever holds such a `.grad` would see the next backward in memory that is used again.
+        self._packed = None
+        for index in self.arrived - self._told_kept:
+            contribution = self.unreduced.as_strided(*self._slots[index])
+            keep_gradient(self.parameters[index], contribution, _Kept(self, index))
+        self._told_kept = set(self.arrived)
+
+    def _take_unreduced(self) -> tuple[Tensor | None, set[int]]:
+        packed, arrived = self.unreduced, self.arrived
+        for index in self._told_kept:
+            release_kept_gradient(self.parameters[index])
+        self.unreduced, self.arrived, self.reduced_next = None, set(), False
+        self._told_kept = set()
+        return packed, arrived
+
+    def add_kept(self, slot: int, shard: Tensor) -> None:
+        """Add what the local `.grad` of a parameter held to what is kept of it."""
+        assert self.unreduced is not None
+        at, end = self._owned[slot]
+        start = self.row.plan.start(self.group.rank)
+        self.unreduced[start + at : start + end].add_(shard)
+
+    def drop_slot(self, slot: int) -> None:
+        """Forget what is kept of the gradient of a parameter."""
+        release_kept_gradient(self.parameters[slot])
+        self.arrived.discard(slot)
+        self._told_kept.discard(slot)
+        if not self.arrived:
+            self._take_unreduced()
+
     def drop_unreduced(self) -> None:
         """Drop what a backward has packed that raised before it was reduced."""
         if self.reduced_next:
@@ -239,12 +286,11 @@ class FlatBuffer:
 
     def drop_kept(self) -> None:
         """Drop what was packed and not reduced, also under `no_sync`."""
-        self.unreduced, self.arrived, self.reduced_next = None, set(), False
+        self._take_unreduced()
 
     def reduced(self) -> list[Tensor | None]:
         """Return the totals of all contributions' shards; None for what got none. Collective."""
-        packed, arrived = self.unreduced, self.arrived
-        self.unreduced, self.arrived, self.reduced_next = None, set(), False
+        packed, arrived = self._take_unreduced()
         if packed is None:
             return [None] * len(self.parameters)
         self.told.record(self._events["reduces"])
@@ -255,6 +301,13 @@ class FlatBuffer:
             total = reduce_scatter(packed, self.group, **how)
         shards = self.shards_of(total.to(self.shard.dtype))
         return [shard if index in arrived else None for index, shard in enumerate(shards)]
+
+    def flush(self) -> None:
+        """Reduce what `no_sync` has kept, and accumulate it. Collective, if there is any."""
+        for parameter, total in zip(self.parameters, self.reduced(), strict=True):
+            if total is not None:
+                # By a backward of its own, which runs the hooks of the parameter.
+                local_leaf(parameter).backward(total)  # type: ignore[no-untyped-call]
 
     def shards_of(self, shard: Tensor) -> list[Tensor]:
         """For each slot what this rank owns of it, as views of a shard-sized tensor."""
@@ -333,6 +386,21 @@ class FlatBuffer:
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a parameter's gathered values in `full`."""
+
+
+class _Kept:
+    """What a buffer keeps of the gradient of one parameter, for `.grad` to find it."""
+
+    def __init__(self, buffer: FlatBuffer, slot: int) -> None:
+        self._buffer, self._slot = buffer, slot
+
+    def add(self, shard: Tensor) -> None:
+        """Add what this rank's local `.grad` held."""
+        self._buffer.add_kept(self._slot, shard)
+
+    def drop(self) -> None:
+        """Forget what is kept: `.grad` was set."""
+        self._buffer.drop_slot(self._slot)
 
 
 def _place(slot: FlatSlot, shape: tuple[int, ...]) -> Place:

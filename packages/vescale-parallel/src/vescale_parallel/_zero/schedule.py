@@ -25,10 +25,8 @@ from vescale_dtensor import before_backward, reduce_gradients
 
 from vescale_parallel._common.agreement import require_same
 from vescale_parallel._common.mesh import mesh_ranks
-from vescale_parallel._common.messages import listed
 from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._common.torch_compat import in_backward, no_torch_function
-from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -316,7 +314,7 @@ class Schedule:
 
 
 def watch_steps(schedule: Schedule) -> None:
-    """Refuse steps that would miss what `no_sync` has kept, and gather anew after the others."""
+    """Reduce before a step what `no_sync` has kept, and gather anew after it."""
     # Weakly, and never removed: a schedule may be freed while torch goes through its hooks, which
     # must not change then. Those of one that is gone do nothing.
     known = weakref.ref(schedule)
@@ -324,11 +322,10 @@ def watch_steps(schedule: Schedule) -> None:
     taken: dict[int, Taken] = {}
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        stepped = list(_stepped(known(), optimizer))
-        for buffer, names in stepped:
-            if buffer.unreduced is not None:
-                _refuse_step(optimizer, names)
-        buffers = [buffer for buffer, _ in stepped]
+        buffers = list(_stepped(known(), optimizer))
+        for buffer in buffers:
+            # Of backwards in `no_sync` that none outside has followed.
+            buffer.flush()
         # All sums over axes that only replicate, in one collective: an op of the optimizer that met
         # one unsummed might first redistribute it.
         reduce_gradients(one for buffer in buffers for one in buffer.parameters)
@@ -336,34 +333,22 @@ def watch_steps(schedule: Schedule) -> None:
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         give_back(taken.pop(id(optimizer), []))
-        for buffer, _ in _stepped(known(), optimizer):
+        for buffer in _stepped(known(), optimizer):
             buffer.stepped()
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
 
-def _stepped(
-    schedule: Schedule | None, optimizer: Optimizer
-) -> Iterator[tuple[FlatBuffer, list[str]]]:
-    """The buffers of which an optimizer steps parameters, with the names of these."""
+def _stepped(schedule: Schedule | None, optimizer: Optimizer) -> Iterator[FlatBuffer]:
+    """The buffers of which an optimizer steps parameters."""
     if schedule is None:
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for unit in schedule.units:
         for buffer in unit.buffers:
-            pairs = zip(buffer.row.plan.slots, buffer.parameters, strict=True)
-            names = [slot.names[0] for slot, one in pairs if id(one) in stepped]
-            if names:
-                yield buffer, names
-
-
-def _refuse_step(optimizer: Optimizer, names: list[str]) -> None:
-    raise ParallelError(
-        f"{type(optimizer).__name__}.step() would miss gradients that no_sync has kept, of "
-        f"{listed(names)}: no backward has followed it. Run the backward of the last microbatch "
-        "outside of no_sync."
-    )
+            if any(id(one) in stepped for one in buffer.parameters):
+                yield buffer
 
 
 class _Hook:

@@ -182,10 +182,7 @@ class Unit:
     def flush(self) -> None:
         """Reduce what `no_sync` has kept, and accumulate it. Collective."""
         for buffer in self.buffers:
-            for parameter, total in zip(buffer.parameters, buffer.reduced(), strict=True):
-                if total is not None:
-                    # By a backward of its own, which runs the hooks of the parameter.
-                    local_leaf(parameter).backward(total)  # type: ignore[no-untyped-call]
+            buffer.flush()
 
     def fulls(self) -> list[Tensor]:
         """The gathered parameters, one for each that is held; the same ones until `swap_out`."""
