@@ -107,6 +107,19 @@ def difference_table(
     return right_aligned([header, *rows])
 
 
+def memory_table(runs: Mapping[str, Events]) -> str:
+    """What the ranks of each run hold between steps, in MB: of the rank with most, then of all."""
+    kinds = ("parameters", "gradients", "states")
+    rows: list[Sequence[object]] = [["run", *kinds, "MB on each rank"]]
+    for title, events in runs.items():
+        told: list[Any] = [one["ranks"] for one in events if one["event"] == "memory"]
+        ranks: list[dict[str, int]] = told[-1] if told else []
+        most = [max((rank[kind] for rank in ranks), default=0) for kind in kinds]
+        each = " ".join(f"{sum(rank.values()) / 1e6:.2f}" for rank in ranks)
+        rows.append([title, *(f"{one / 1e6:.2f}" for one in most), each])
+    return right_aligned(rows)
+
+
 def _signed(curve: Mapping[int, float], reference: Mapping[int, float], step: int) -> str:
     return f"{curve[step] - reference[step]:+.1e}"
 

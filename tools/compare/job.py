@@ -52,31 +52,42 @@ class Finished:
 def compare(options: CompareOptions) -> bool:
     """Run everything, print and write what was found; True when every promise was kept."""
     options.out.mkdir(parents=True, exist_ok=True)
-    reference, on_mesh, *later = legs(options)
+    reference, on_mesh, *rest = legs(options)
+    sharded, later = [one for one in rest if not one.first], [one for one in rest if one.first]
     # One after the other: runs that share the cores would measure each other.
     one = _run(options, reference)
     mesh = _run(options, on_mesh)
     print("\n" + findings.loss_table(one.losses, mesh.title, mesh.losses))
     broken = report_equality(one, mesh)
-    print()
+    zero = [_run(options, leg) for leg in sharded]
+    for run in zero:
+        print(f"\n{run.title}")
+        broken += report_equality(one, run)
+    held = {run.title: run.events for run in (one, mesh, *zero)}
+    print("\nheld between steps, MB of the rank with most\n\n" + findings.memory_table(held) + "\n")
     resumed = [_run(options, leg) for leg in later]
     if resumed:
         meshes = [_named(leg.mesh) for leg in later]
         broken += _report_resumed(one, dict(zip(meshes, resumed, strict=True)))
-    _write(options.out, one, [mesh, *resumed], broken)
+    _write(options.out, one, [mesh, *zero, *resumed], broken)
     for promise in broken:
         print(f"BROKEN: {promise}")
     return not broken
 
 
 def legs(options: CompareOptions) -> list[Leg]:
-    """The runs in order: one device to the very end, the mesh, then its checkpoint elsewhere."""
+    """The runs in order: one device to the very end, the mesh, ZeRO, the checkpoint elsewhere."""
     half, end = options.steps, options.steps + options.more_steps
     checkpoint = options.out / "mesh" / f"step-{half:08d}"
+    zero = ("--zero", "3", "--digests", "--save-every", "-1")
     resume = ("--resume", str(checkpoint), "--save-every", "-1")
     return [
         Leg("one device", ONE, "one-device", 0, end, ("--digests", "--save-every", "-1")),
         Leg(options.mesh, options.mesh, "mesh", 0, half, ("--digests",)),
+        *(
+            Leg(f"{mesh}, zero=3", mesh, f"zero-{_slug(mesh)}", 0, half, zero)
+            for mesh in options.zero_on
+        ),
         *(
             Leg(f"resumed on {_named(mesh)}", mesh, f"resumed-{_slug(mesh)}", half, end, resume)
             for mesh in options.resume_on

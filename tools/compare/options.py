@@ -13,9 +13,10 @@ DESCRIPTION = """\
 Train one model on one device and over meshes of processes, and compare.
 
 First on one process with plain PyTorch, then on 4 processes (2-way data parallel, 2-way tensor and
-sequence parallel). Their losses are printed side by side, with three facts computed from the runs:
-whether the initial parameters and the dropout masks are bitwise equal, and the largest difference
-of losses. Then the checkpoint of the mesh is resumed on other meshes, which continue the same
+sequence parallel), then with ZeRO-3 on such a mesh. Their losses are printed side by side, with
+three facts computed from the runs: whether the initial parameters and the dropout masks are bitwise
+equal, and the largest difference of losses; and what each rank holds between steps. Then the
+checkpoint of the mesh is resumed on other meshes, which continue the same
 curve. The exit status is 1 when a promise is broken.
 """
 
@@ -37,7 +38,17 @@ each run with its own log, output and checkpoint.
 ONE = "one"
 """The name of the mesh that is a single process."""
 
-_OURS = ("mesh", "out", "overwrite", "resume", "steps", "save_every", "digests", "traceback")
+_OURS = (
+    "mesh",
+    "out",
+    "overwrite",
+    "resume",
+    "steps",
+    "save_every",
+    "digests",
+    "traceback",
+    "zero",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,7 @@ class CompareOptions:
         more_steps: steps after resuming it.
         mesh: the mesh to compare with one device, as the trainer reads it.
         resume_on: the meshes to resume on; `one` is a single process.
+        zero_on: the meshes to train on with ZeRO-3 besides.
         out: folder for everything that is written.
         time_limit: seconds that each run may take.
         training: options for the trainer, as on its command line.
@@ -58,6 +70,7 @@ class CompareOptions:
     more_steps: int
     mesh: str
     resume_on: tuple[str, ...]
+    zero_on: tuple[str, ...]
     out: Path
     time_limit: float
     training: tuple[str, ...]
@@ -84,6 +97,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="MESH",
         help="meshes to resume on, 'one' for one process (tp=4 dp=3 one)",
     )
+    made.add_argument(
+        "--zero-on",
+        nargs="*",
+        default=["dp=2,tp=2"],
+        metavar="MESH",
+        help="meshes to train on with ZeRO-3 as well (dp=2,tp=2)",
+    )
     made.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (%(default)s)")
     made.add_argument(
         "--time-limit", type=float, default=600.0, help="seconds for each run (%(default)s)"
@@ -108,7 +128,7 @@ def parse(arguments: Sequence[str] | None) -> CompareOptions:
         raise TrainError("--steps is at least 1, and --more-steps at least 0.")
     if not 0 < ours.time_limit < math.inf:
         raise TrainError(f"--time-limit {ours.time_limit}: a number of seconds above 0 is needed.")
-    for mesh in {ours.mesh, *ours.resume_on} - {ONE}:
+    for mesh in {ours.mesh, *ours.resume_on, *ours.zero_on} - {ONE}:
         if -1 in parse_mesh(mesh).values():
             raise TrainError(f"{mesh!r}: here every size is needed, to start the processes.")
     return CompareOptions(
@@ -116,6 +136,7 @@ def parse(arguments: Sequence[str] | None) -> CompareOptions:
         more_steps=ours.more_steps,
         mesh=ours.mesh,
         resume_on=tuple(ours.resume_on) if ours.more_steps else (),
+        zero_on=tuple(ours.zero_on),
         out=ours.out,
         time_limit=ours.time_limit,
         training=tuple(rest),

@@ -79,6 +79,16 @@ def test_a_table_shows_the_first_and_the_last_step():
     assert text.splitlines()[-1].split() == ["100", "1.000000", "+0.0e+00", "+5.0e-01"]
 
 
+def test_the_table_of_memory_shows_the_rank_with_most_and_all_ranks():
+    ranks = [
+        {"parameters": 2_000_000, "gradients": 10_000, "states": 0},
+        {"parameters": 1_000_000, "gradients": 0, "states": 30_000},
+    ]
+    runs = {"mesh": [{"event": "memory", "step": 3, "ranks": ranks}], "none": log([1.0])}
+    rows = [line.split() for line in findings.memory_table(runs).splitlines()[2:]]
+    assert rows == [["mesh", "2.00", "0.01", "0.03", "2.01", "1.03"], ["none", *["0.00"] * 3]]
+
+
 def test_the_picture_is_a_png(tmp_path: Path):
     curve = {1: 5.0, 2: 4.0}
     draw_curves(tmp_path / "curves.png", curve, {"dp=2": {1: 5.0, 2: 4.00001}})
@@ -90,12 +100,15 @@ def test_options_of_the_trainer_pass_through():
     assert options.steps == 5
     assert options.training == ("--layers", "2", "--data", "a", "b")
     assert options.resume_on == ("tp=4", "dp=3", "one")
+    assert options.zero_on == ("dp=2,tp=2",)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--layerz", "2"], "Did you mean '--layers'?"),
+        (["--zero", "3"], "--zero is set by the comparison"),
+        (["--zero-on", "x"], "'x' is not AXIS=SIZE"),
         (["--digests"], "--digests is set by the comparison"),
         (["--mesh", "dp"], "'dp' is not AXIS=SIZE"),
         (["--resume-on", "tp=4", "x"], "'x' is not AXIS=SIZE"),

@@ -16,8 +16,9 @@ class RunLog:
     """`log.jsonl` of a run, written by rank 0 only; on other ranks every call does nothing.
 
     Each line is one object with an `event`: `start`, `digest`, `step`, `validation`, `checkpoint`,
-    `diverged`, `end`. Lines are flushed as they are written, so that others can follow the run. A
-    number that is not finite is `null`: JSON has no NaN, and most readers refuse a file with one.
+    `diverged`, `memory`, `end`. Lines are flushed as they are written, so that others can follow
+    the run. A number that is not finite is `null`: JSON has no NaN, and most readers refuse a file
+    with one.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from vescale_parallel.train.checkpoint import (
 from vescale_parallel.train.data import load_corpus
 from vescale_parallel.train.digests import DropoutMasks, digest
 from vescale_parallel.train.log import Progress, RunLog
+from vescale_parallel.train.memory import held_bytes
 from vescale_parallel.train.options import Options, make_options, parse_mesh
 from vescale_parallel.train.plan import PLAN
 from vescale_parallel.train.run import (
@@ -137,6 +138,8 @@ def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None
             facts = dataclasses.asdict(result)
             log.write("step", step=run.step, **facts, tokens_per_second=rate)
             _after_step(run, log, progress)
+    # Last: whoever has looked at local tensors may have written to them, so all is gathered anew.
+    log.write("memory", step=run.step, ranks=held_bytes(run))
     log.write("end", step=run.step)
 
 

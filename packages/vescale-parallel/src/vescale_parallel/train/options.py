@@ -26,6 +26,9 @@ examples:
   torchrun --nproc-per-node 4 -m vescale_parallel.train --mesh dp=2,tp=2
       four processes: 2-way data parallel, 2-way tensor and sequence parallel
 
+  torchrun --nproc-per-node 4 -m vescale_parallel.train --mesh dp=2,tp=2 --zero 3
+      the same losses, with parameters, gradients and optimizer states sharded over dp
+
   torchrun --nproc-per-node 3 -m vescale_parallel.train --mesh dp=3 \\
       --resume runs/train/step-00000200 --steps 300
       go on with that run on another mesh; the losses continue the same curve
@@ -71,6 +74,9 @@ class Options:
     weight_decay: float = _curve(0.1, "AdamW's weight decay")
     clip: float = _curve(1.0, "largest norm of all gradients together")
     seed: int = _curve(0, "seed of weights, dropout and sampling")
+    zero: int = _option(
+        0, "1 shards optimizer states over dp, 2 gradients as well, 3 parameters as well"
+    )
 
     layers: int = _curve(ModelConfig.layers, "decoder blocks")
     dim: int = _curve(ModelConfig.dim, "width of the residual stream")
@@ -135,6 +141,7 @@ _RANGES: dict[str, tuple[int, float]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, math.inf)),
     **dict.fromkeys(_AT_LEAST_ZERO, (0, math.inf)),
     "save_every": (-1, math.inf),
+    "zero": (0, 3),
     "seed": (0, 2**64 - 1),  # what torch.manual_seed takes
 }
 REMEMBERED = tuple(one.name for one in fields(Options) if one.metadata.get("remembered"))

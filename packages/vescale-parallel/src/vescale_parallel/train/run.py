@@ -65,7 +65,7 @@ def build(options: Options, corpus: Corpus, mesh: DeviceMesh | None, device: str
     torch.manual_seed(options.seed)
     model: nn.Module = Decoder(options.model).to(device)
     if mesh is not None:
-        parallelize(model, mesh, PLAN)
+        parallelize(model, mesh, PLAN.with_(zero=options.zero))
     # After parallelize, which replaces parameters: an optimizer holds the objects it is given.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
