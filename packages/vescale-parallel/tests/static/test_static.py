@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
-from vescale_parallel import captured_units, mesh, no_sync, parallelize
+from vescale_parallel import CapturedUnit, captured_units, mesh, no_sync, parallelize
 from zero_models import Decoder, adamw, batch, gradients, make, plan_for
 
 STEPS = 3
@@ -138,6 +138,18 @@ def blocks_alone(rank: int, world_size: int, how: str) -> None:
     for name in ("blocks.0", "blocks.1"):
         assert units[name].refusal is None, str(units[name])
         assert units[name].replays >= STEPS
+    explained(models[1], units)
+
+
+def explained(model: nn.Module, units: dict[str, CapturedUnit]) -> None:
+    """`plan.check` and `plan.explain` of a static model name what runs eagerly, and why."""
+    report = plan_for({"dp": 2}, 0).check(model, {"dp": 2})
+    assert {one.name: one for one in report.captured} == units
+    lines = [line.split() for line in str(report).splitlines()]
+    (refused,) = [line for line in lines if line[:2] == ["(the", "model)"] and len(line) > 6]
+    assert " ".join(refused).endswith(" ".join((units[""].refusal or "").split()))
+    (replayed,) = [line for line in lines if line[:1] == ["blocks.0"]]
+    assert replayed == ["blocks.0", str(units["blocks.0"].programs), str(units["blocks.0"].replays)]
 
 
 @pytest.mark.parametrize("how", ["item", "checkpoint", "hook"])

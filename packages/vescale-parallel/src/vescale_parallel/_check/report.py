@@ -31,6 +31,7 @@ from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._pipeline.split import Split
+from vescale_parallel._static.units import CapturedUnit
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
 
@@ -54,6 +55,8 @@ class Report:
         invariant: how steps have the same bits on any number of ranks, or None.
         split: the stages of the model, or None.
         microbatches: into how many `forward_backward` divides a batch.
+        captured: of a model that `parallelize(..., static=True)` returned, what became of each of
+            its units so far.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -71,6 +74,7 @@ class Report:
     invariant: InvariantRow | None = None
     split: Split | None = None
     microbatches: int = 1
+    captured: tuple[CapturedUnit, ...] = ()
 
     @property
     def bytes_per_rank(self) -> int:
@@ -169,6 +173,8 @@ class Report:
             parts.append(str(self.invariant))
         if self.split is not None:
             parts.append(self.split.text())
+        if self.captured:
+            parts.append(_captured(self.captured))
         return "\n\n".join([*parts, "\n".join([summary, *(f"note: {n}" for n in self.notes)])])
 
     def _parameters(self) -> str:
@@ -202,6 +208,20 @@ def _boundaries(rows: Sequence[BoundaryRow]) -> str:
         ["module", "rule", "in -> out"],
         [(row.module or "(the model)", row.rule, row.boundary.text) for row in rows],
     )
+
+
+def _captured(units: Sequence[CapturedUnit]) -> str:
+    header = ["captured unit", "programs", "replays", "runs eagerly, because"]
+    rows = [
+        (
+            one.name or "(the model)",
+            one.programs,
+            one.replays,
+            " ".join((one.refusal or "").split()),
+        )
+        for one in units
+    ]
+    return table(header, rows, right=["programs", "replays"])
 
 
 def _buffers(rows: Sequence[tuple[str, torch.dtype]]) -> str:

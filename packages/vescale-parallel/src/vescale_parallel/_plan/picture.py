@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from itertools import product
 from typing import Any, Final
@@ -46,6 +47,7 @@ def report_json(report: Report) -> str:
             {"module": row.module, "rule": row.rule, "kind": row.kind, "saved": list(row.saved)}
             for row in report.regions
         ],
+        "captured": [asdict(unit) for unit in report.captured],
         "activation_bytes_a_token": _activations(report),
     }
     return json.dumps(content, indent=2)
