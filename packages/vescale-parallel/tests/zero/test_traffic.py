@@ -1,5 +1,6 @@
 """A step of each kind of parallelism sends the least that it has to: collectives and bytes."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vescale_comm import trace
+from vescale_comm import simulate, trace
 from vescale_comm.testing import run
+from vescale_dtensor import Partial
 from zero_models import distributed, schedule_of
 
 WIDTH, HIDDEN, LAYERS, ROWS, LENGTH = 8, 32, 3, 8, 4
@@ -125,3 +127,43 @@ KINDS = {
 def test_a_step_sends_the_least_that_it_has_to(kind: str):
     sizes, zero = KINDS[kind]
     run(step, prod(sizes.values()), sizes, zero)
+
+
+class Normed(nn.Module):
+    """A layer whose parameters all ranks use for other rows and other parts of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x)).square().mean()
+
+
+def partial_on_all(rank: int, world_size: int, sizes: dict[str, int], zero: int) -> None:
+    torch.manual_seed(0)
+    batch = ", ".join(f"{axis}:{dim}" for dim, axis in enumerate(sizes))
+    words: dict[str, Any] = {"parameters": {"*": "replicate"}, "activations": {}, "batch": batch}
+    plain = Normed()
+    model = distributed(copy.deepcopy(plain), sizes, zero, axes=tuple(sizes), **words)
+    x = torch.linspace(-1, 1, 2 * 4 * 6 * WIDTH).reshape(2, 4, 6, WIDTH)
+    with trace() as seen:
+        model(x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    summed = [record for record in seen.records if record.op == "all_reduce"]
+    rest = sorted(set(sizes) - ({"dp"} if zero else set()))
+    # The norm of sharded gradients is one number more that is summed, over dp.
+    sums = [one for one in summed if one.bytes > 64]
+    assert [sorted(one.axes) for one in sums] == [rest], summed
+    plain(x).backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert not any(isinstance(one, Partial) for one in found.grad.placements)
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("axes", [("dp", "sp", "cp"), ("dp", "cp"), ("cp", "sp", "dp")])
+def test_gradients_partial_on_several_axes_are_summed_by_one_collective(
+    axes: tuple[str, ...], zero: int
+):
+    simulate(2 ** len(axes)).run(partial_on_all, dict.fromkeys(axes, 2), zero)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from vescale_comm import simulate
 from vescale_comm.testing import run
 from vescale_dtensor import DTensor
 from zero_models import (
     adamw,
+    batch,
     distributed,
     make,
     require_same_values,
@@ -157,3 +159,35 @@ def scaled(rank: int, world_size: int) -> None:
 
 def test_grad_scaler_and_clip_grad_value():
     run(scaled, 4)
+
+
+def closures(rank: int, world_size: int, sizes: dict[str, int], search: str | None) -> None:
+    found = []
+    for model in (make(blocks=1), distributed(make(blocks=1), sizes, 3)):
+        model.eval()
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=0.5, max_iter=3, history_size=2, line_search_fn=search
+        )
+        losses: list[float] = []
+        for _ in range(2):
+
+            def closure(
+                model: Any = model, optimizer: Any = optimizer, losses: list[float] = losses
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(*batch(0))
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            optimizer.step(closure)
+        found.append(losses)
+    # What the search divides by becomes small, so that rounding grows from step to step.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "search"), [({"dp": 4}, None), ({"dp": 2, "tp": 2}, "strong_wolfe")], ids=str
+)
+def test_an_optimizer_that_calls_for_losses_itself(sizes: dict[str, int], search: str | None):
+    simulate(4).run(closures, sizes, search)
