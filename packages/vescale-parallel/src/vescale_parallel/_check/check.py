@@ -24,6 +24,7 @@ from vescale_parallel._notation.layout import Chosen, RuleLayout, local_shape, s
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._pipeline.rules import AXIS
 from vescale_parallel._pipeline.split import Split, split_model
+from vescale_parallel._static.units import captured_units
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
 from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
 
@@ -67,6 +68,7 @@ def check_rules(
         ),
         over=rules.zero.over,
         cast_buffers=cast_buffers_of(rules.zero, model),
+        captured=tuple(captured_units(model)),
         regions=tuple(regions),
         budget=rules.checkpoint.budget,
         split=split,

@@ -33,7 +33,6 @@ from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
 from vescale_parallel._plan.picture import report_json, report_svg
 from vescale_parallel._plan.search import Candidate, Question, search
 from vescale_parallel._plan.toml import read_toml, toml_of
-from vescale_parallel._static.units import captured_units
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
 
@@ -163,8 +162,7 @@ class Plan:
         """Resolve the plan for a model and a mesh; needs no processes and reads only shapes.
 
         Args:
-            model: its parameters may be on the meta device. Of a parallelised model that is static
-                the report has what became of its units.
+            model: may be on the meta device; of one that runs, the report has its static units.
             mesh_shape: a mesh, or its sizes by axis in mesh order, as `{"dp": 2, "tp": 2}`.
 
         Raises:
@@ -174,8 +172,7 @@ class Plan:
         require_together(report, self.batch_is, self.deterministic)
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
-        captured = tuple(captured_units(model))
-        return replace(report, batch_is=self.batch_is, invariant=invariant, captured=captured)
+        return replace(report, batch_is=self.batch_is, invariant=invariant)
 
     def explain(
         self,
