@@ -12,9 +12,11 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from model_zoo_more import EVERY, automatic
+from vescale_comm import simulate
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
 from vescale_parallel import Plan, parallelize
+from vescale_parallel import mesh as make_mesh
 
 pytestmark = [
     pytest.mark.models,
@@ -66,3 +68,48 @@ def generates(rank: int, world_size: int, name: str, how: str) -> None:
 )
 def test_tokens_are_those_of_one_device(name: str, how: str) -> None:
     run(generates, 4, name, how, timeout=200)
+
+
+def generated(model: Any, ids: torch.Tensor, how: str) -> torch.Tensor:
+    torch.manual_seed(1)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        found = model.generate(input_ids=ids, max_new_tokens=5, pad_token_id=0, **HOW[how])
+    whole: torch.Tensor = found.full_tensor() if isinstance(found, vd.DTensor) else found
+    return whole
+
+
+@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "how", "sizes"),
+    [
+        ("GPT-2", "greedy", {"dp": 4}),
+        ("Llama", "drawn", {"dp": 2, "tp": 2}),
+        pytest.param("GPT-2", "beams", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("GPT-2", "drawn", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("Llama", "greedy", {"dp": 4}, marks=pytest.mark.slow),
+        pytest.param("Llama", "drawn beams", {"dp": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_tokens_where_parameters_are_sharded(
+    name: str, how: str, sizes: dict[str, int], static: bool
+) -> None:
+    """Between steps of training, by `zero=3` and what the model declares; plain tokens go in."""
+    logging.disable(logging.WARNING)
+    model = EVERY[name]
+    torch.manual_seed(0)
+    dense = model.make().eval()
+    begin = model.inputs(5)["input_ids"][:, :4]
+    wanted = generated(dense, begin, how)
+
+    def program(rank: int, world_size: int) -> None:
+        over = make_mesh(device_type="cpu", **sizes)
+        ours = parallelize(copy.deepcopy(dense), over, Plan.from_hf(dense, zero=3), static=static)
+        for _ in range(2):
+            ours.train()
+            ours(**model.inputs(5)).loss.backward()
+            ours.zero_grad()
+            ours.eval()
+            assert torch.equal(generated(ours, begin, how), wanted)
+
+    simulate(4).run(program)

@@ -82,7 +82,13 @@ def train_until_killed(place: str, zero: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "zero"), [("in_forward", 3), ("in_backward", 3), ("before_the_step", 0)]
+    ("place", "zero"),
+    [
+        ("in_backward", 3),
+        # Processes take long to start.
+        pytest.param("in_forward", 3, marks=pytest.mark.slow),
+        pytest.param("before_the_step", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, place: str, zero: int):
     with socket.socket() as free:
