@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from vescale_comm import simulate
-from vescale_parallel import no_sync
+from vescale_parallel import forward_backward, no_sync
 from zero_models import batch, distributed, make, require_same_gradients, require_same_values
 
 SIZES = [{"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}]
@@ -189,3 +189,30 @@ def scaled(rank: int, world_size: int) -> None:
 
 def test_a_grad_scaler_finds_what_is_kept():
     simulate(4).run(scaled)
+
+
+def interrupted(rank: int, world_size: int) -> None:
+    plain, model = make(), distributed(make(), {"dp": 4}, 3, microbatches=2)
+    for one in (plain, model):
+        one.eval()
+    calls: list[int] = []
+
+    def second_raises(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ZeroDivisionError
+
+    hook = model.blocks[2].register_forward_hook(second_raises)
+    with pytest.raises(ZeroDivisionError):
+        forward_backward(model, *batch(0))
+    assert len(calls) == 2
+    hook.remove()
+    # What the first microbatch has left is thrown away, as on one device.
+    model.zero_grad()
+    for one in (plain, model):
+        forward_backward(one, *batch(1))
+    require_same_gradients(model, plain)
+
+
+def test_what_a_step_has_kept_that_raised_is_dropped():
+    simulate(4).run(interrupted)
