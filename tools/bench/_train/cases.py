@@ -8,6 +8,7 @@ from tools.bench._train.by_hand import ByHand
 from tools.bench._train.by_hand_zero import ByHandZero3
 from tools.bench._train.by_torch import ByTorch
 from tools.bench._train.ours import PLAN, PLAN_ZERO3, Ours
+from tools.bench._train.staged import Staged, StagedByTorch
 from tools.bench._train.training import Build
 
 EAGER, STATIC, STEP = "ours, eager", "ours, static", "ours, captured step"
@@ -44,6 +45,27 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     ),
 }
 """Mesh axes and variants by the name of a layout; the first variant is what others are held to."""
+
+STAGED_OURS, STAGED_TORCH = "ours", "torch's pipelining"
+
+
+def staged_layout(ranks: int, schedule: str) -> str:
+    """The name of a layout of stages."""
+    return f"pp{ranks}.{schedule}"
+
+
+STAGED: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
+    staged_layout(ranks, schedule): (
+        {"pp": ranks},
+        {
+            STAGED_TORCH: partial(StagedByTorch, schedule=schedule),
+            STAGED_OURS: partial(Staged, schedule=schedule),
+        },
+    )
+    for ranks in (2, 4)
+    for schedule in ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+}
+"""The same for stages; the benchmark `pipeline` measures them."""
 
 GOALS: dict[tuple[str, int, str], float] = {
     ("dp2.tp2", 64, EAGER): 2.3,

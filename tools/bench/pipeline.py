@@ -1,0 +1,105 @@
+"""A training step of a Llama-style model in stages: ours against torch's pipelining.
+
+Both train the same model on the same batches in the same gloo processes of one thread each, and
+take turns of a few steps; before anything is timed the losses of the first steps must be those of
+one plain device within 1e-5. Figures: tokens per second, live bytes at the peak of a step on the
+rank with the most, messages and collectives, bytes sent by rank 0. On a machine with fewer cores
+than ranks, ranks that wait give their core to those that compute: times are then those of all work
+together, and show no bubble.
+
+    nox -s bench -- pipeline                            # 2 ranks, all schedules that torch has
+    nox -s bench -- pipeline --ranks 4 --schedules 1f1b
+    nox -s bench -- pipeline --schedules 1f1b --profile # and where the time of a step goes
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vescale_comm.testing import run
+
+from tools.bench import Ratio
+from tools.bench._train.cases import STAGED_OURS, STAGED_TORCH, staged_layout
+from tools.bench._train.model import Sizes
+from tools.bench._train.ranks import Found, Job, compare
+from tools.bench._train.words import profile_table, spread_table
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+
+_details: dict[str, Any] = {}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this benchmark."""
+    made = argparse.ArgumentParser(
+        prog="nox -s bench -- pipeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="default: all")
+    add("--ranks", type=int, choices=(2, 4), default=2, help="stages' ranks (default: 2)")
+    add("--hidden", nargs="+", type=int, default=[64, 256], help="default: 64 256")
+    add("--rounds", type=int, default=9, help="turns of each variant (default: 9)")
+    add("--turn", type=int, default=3, help="steps of a turn (default: 3)")
+    add("--layers", type=int, default=8, help="blocks of the model (default: 8)")
+    add("--batch", type=int, default=16, help="sequences of a batch (default: 16)")
+    add("--length", type=int, default=32, help="tokens of a sequence (default: 32)")
+    add("--profile", nargs="?", type=int, const=5, default=0, metavar="STEPS", help="of rank 0")
+    return made
+
+
+def measure(
+    schedules: Sequence[str] = SCHEDULES,
+    ranks: int = 2,
+    hidden: Sequence[int] = (64, 256),
+    rounds: int = 9,
+    turn: int = 3,
+    profile: int = 0,
+    **sizes: int,
+) -> Iterator[Ratio]:
+    """Ours against torch's, schedule by schedule."""
+    _details.clear()
+    for schedule in schedules:
+        for width in hidden:
+            job = Job(
+                layout=staged_layout(ranks, schedule),
+                sizes=Sizes(hidden=width, **{"layers": 8, "batch": 16, **sizes}),
+                rounds=rounds,
+                turn=turn,
+                profile=profile,
+            )
+            found = run(compare, ranks, job, timeout=600)
+            case = f"{job.layout} {width}"
+            _details[case] = {
+                "job": asdict(job),
+                "ranks": [{name: asdict(one) for name, one in each.items()} for each in found],
+                "text": "\n\n".join([spread_table(found), *profile_table(found[0])]),
+            }
+            yield from _rows(case, job.sizes.tokens, found)
+
+
+def _rows(case: str, tokens: int, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
+    ours, torchs = (found[0][name] for name in (STAGED_OURS, STAGED_TORCH))
+    speeds = tokens / ours.median, tokens / torchs.median
+    yield Ratio(case, *speeds, "tok/s", STAGED_TORCH, 1.0, more_is_better=True)
+    peaks = [
+        max(one[name].peak.total for one in found) / 1e6 for name in (STAGED_OURS, STAGED_TORCH)
+    ]
+    yield Ratio(case, peaks[0], peaks[1], "MB", STAGED_TORCH, 1.0)
+    counts = [sum(one.collectives.values()) for one in (ours, torchs)]
+    yield Ratio(case, counts[0], counts[1], "coll.", STAGED_TORCH)
+    yield Ratio(case, ours.sent / 1e6, torchs.sent / 1e6, "MB out", STAGED_TORCH)
+
+
+def details() -> tuple[str, dict[str, Any]]:
+    """What the last `measure` found beside ratios: as text for people, and as data."""
+    text = "\n\n".join(f"{case}\n{found['text']}" for case, found in _details.items())
+    data = {
+        case: {name: value for name, value in found.items() if name != "text"}
+        for case, found in _details.items()
+    }
+    return text, data
