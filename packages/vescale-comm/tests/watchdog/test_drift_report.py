@@ -57,3 +57,22 @@ def test_what_lies_too_far_back_is_said_to():
     said = drift_report((0, 1), windows)
     assert "earlier than what is remembered" in said
     assert "rank 1 is at event 3: call 3, at a.py:3" in said
+
+
+def test_numbers_between_equal_events_are_told_with_the_event_that_followed():
+    same, other = (
+        [Entry(1, 7, 1, "sum", "at a.py:1"), Entry(2, digest, 2, "mean", "at a.py:2", (rate,))]
+        for digest, rate in ((8, "lr=0.1"), (9, "lr=0.2"))
+    )
+    said = drift_report((0, 1, 2), {0: same, 1: other, 2: same})
+    assert "differ from event 2 on" in said
+    assert "  rank 1: mean, at a.py:2, made by lr=0.2\n" in said
+    assert "  ranks 0,2: mean, at a.py:2, made by lr=0.1\n" in said
+
+
+def test_who_has_ended_lacks_what_the_others_have_done():
+    windows = {0: window(1, 2), 1: window(1)}
+    assert first_difference(windows, ended={0}) is None
+    said = drift_report((0, 1), windows, ended={1})
+    assert "differ from event 2 on" in said
+    assert "  rank 1: has ended without it\n" in said

@@ -1,7 +1,9 @@
 """A thread waits where it makes no progress inside of a collective, and nowhere else."""
 
 import threading
+import time
 import types
+from collections import deque
 from queue import SimpleQueue
 
 import pytest
@@ -97,6 +99,35 @@ def test_who_waits_for_something_else_does_not_wait_for_ranks(blocked, name):
     thread = blocked(name).thread.ident
     assert not communicates(frame_of(thread))
     assert thread not in Tracker().update(0.0)
+
+
+POLLS = """
+def wait(store, stopped):
+    while not stopped:
+        store.append(len(store))
+"""
+
+
+def test_who_looks_at_a_store_again_and_again_waits():
+    """A checkpoint that one rank saves alone: it runs all the time, and comes to nothing."""
+    made = types.ModuleType("vescale_ckpt._coordination.meeting")
+    exec(compile(POLLS, "meeting.py", "exec"), made.__dict__)
+    stopped, store = [], deque(maxlen=8)
+    thread = threading.Thread(target=lambda: made.wait(store, stopped), daemon=True)
+    thread.start()
+    try:
+        tracker, known = Tracker(), thread.ident
+        while not store:
+            time.sleep(0.01)
+        assert tracker.update(10.0)[known] == 10.0
+        for now in range(11, 30):
+            time.sleep(0.01)
+            assert tracker.update(float(now))[known] == 10.0
+        wait = wait_of(frame_of(known))
+        assert (wait.op, wait.site.rpartition(" in ")[2]) == ("wait", "<lambda>")
+    finally:
+        stopped.append(True)
+        thread.join(30)
 
 
 def test_a_wait_says_the_op_the_shape_and_the_users_line(blocked):

@@ -18,10 +18,7 @@ from vescale_comm._groups.group import GroupLike, as_group
 from vescale_comm._watchdog.channel import Answer
 from vescale_comm._watchdog.current import current
 from vescale_comm._watchdog.places import site_of
-from vescale_comm._watchdog.report import missing, name
-
-# How backends say that a peer is not there any more; they have no exceptions of their own.
-_ENDED = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote")
+from vescale_comm._watchdog.report import is_lost_connection, is_timeout, missing, name
 
 
 def failure(primitive: Primitive, error: Exception) -> Exception:
@@ -33,11 +30,11 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
         return CommMismatchError(f"{_described(primitive)} failed, because {drift}")
     text = str(error)
     where, backend = _described(primitive), f"The backend says: {text}"
-    if "timed out" in text.lower() or "timeout" in text.lower():
+    if is_timeout(text):
         reason = "some member did not reach this call, or called something else."
         found, _ = _explained(primitive, "timed out", ended=False)
         return CommTimeoutError(f"{where} timed out: {reason}{found} {backend}")
-    if not any(words in text.lower() for words in _ENDED):
+    if not is_lost_connection(text):
         return CollectiveError(f"{where} failed. {backend}")
     found, known = _explained(primitive, "failed, because a member was gone", ended=True)
     if known:
@@ -80,11 +77,15 @@ def explained_failures(op: str, x: Tensor, group: GroupLike = None) -> Iterator[
 
 
 def drifted() -> str | None:
-    """Return how the ranks have drifted apart, if that is known by now: the cause of the rest."""
+    """Return how the ranks have drifted apart, if that is known by now: the cause of the rest.
+
+    The caller raises it.
+    """
     watcher = current()
     if watcher is None or watcher.comparison is None:
         return None
-    return watcher.comparison.look()
+    found = watcher.comparison.look()
+    return None if found is None else str(watcher.comparison.error())
 
 
 def _described(primitive: Primitive) -> str:

@@ -37,6 +37,9 @@ def bound_waits(
     program: no collective is added. Ranks that drift apart raise `CommMismatchError`, which names
     the first call that differs, with the line of each rank.
 
+    A rank that waits for others to make a process group (`new_group`, torch's `DeviceMesh`) waits
+    in C++ by torch's own timeout: such a process is ended, with the same words, after this one.
+
     Args:
         timeout: seconds after which a collective raises `CommTimeoutError`.
         report_after: seconds after which ranks say where they are; `float("inf")` for never.
@@ -59,7 +62,7 @@ def bound_waits(
     watcher = current()
     # None in a simulation and in a world of one rank, where no rank waits.
     if watcher is not None:
-        watcher.report_after = report_after
+        watcher.report_after, watcher.timeout = report_after, timeout
         if watcher.comparison is not None:
             watcher.comparison.enabled = compare
             watcher.comparison.bound_waits(timeout)

@@ -73,6 +73,8 @@ class Channel:
         own = own.clone()
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._store = PrefixStore("vescale_comm/watchdog", own)
+        # Host, process, and where it writes when it crashes, by rank, as far as it was asked for.
+        self._processes: dict[int, tuple[str, int, str | None]] = {}
 
     def introduce(self, note: Path | None = None) -> None:
         """Say which process this rank is, and where it writes when it crashes."""
@@ -129,13 +131,26 @@ class Channel:
 
         What is not known is not said: a rank of another host is never in the result.
         """
-        keys = {rank: f"process/{rank}" for rank in ranks}
-        processes = {rank: json.loads(text) for rank, text in self._present(keys).items()}
+        return self.known_gone(self._learned(ranks))
+
+    def learn(self, rank: int) -> None:
+        """Remember which process a rank is, for when the store cannot be asked any more."""
+        self._learned([rank])
+
+    def known_gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what `gone` does, of those ranks whose process is known; without the store."""
+        processes = {rank: self._processes[rank] for rank in ranks if rank in self._processes}
         return {
             rank: _fate(pid, host.split()[0], note)
             for rank, (host, pid, note) in processes.items()
             if host == _host() and not _is_alive(pid)
         }
+
+    def _learned(self, ranks: Iterable[int]) -> list[int]:
+        ranks = list(ranks)
+        new = {rank: f"process/{rank}" for rank in ranks if rank not in self._processes}
+        self._processes |= {rank: json.loads(text) for rank, text in self._present(new).items()}
+        return ranks
 
     def _present(self, keys: dict[int, str]) -> dict[int, bytes]:
         # Asked for one by one only where they are there: get waits for a key that is not.

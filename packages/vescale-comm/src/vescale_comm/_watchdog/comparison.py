@@ -11,21 +11,20 @@ what differs or aborts. In the steady state of a program nothing is new.
 
 import json
 import logging
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._errors import CommMismatchError
-from vescale_comm._watchdog.drift_report import Entry, Position, crossing, drift_report
+from vescale_comm._watchdog.drift_report import Position, crossing, drift_report
 from vescale_comm._watchdog.execution_log import ExecutionLog, token
+from vescale_comm._watchdog.last_comparison import LastComparison
+from vescale_comm._watchdog.log_store import LogStore, heard_entries, position_of, told_entries
 
-_STORE_SECONDS = 10
 # Between two looks at this rank's own logs, which cost nothing.
 _LOOK_SECONDS = 0.25
 # Between two exchanges over the store, at first and in the long run.
@@ -42,13 +41,15 @@ _LEAST_MEET_SECONDS, _MOST_MEET_SECONDS, _PART = 4.0, 20.0, 1 / 10
 _FIRST_PAUSE, _LONGEST_PAUSE, _SAID_SECONDS = 0.0002, 0.05, 0.01
 # How long ranks have for telling what they executed, and how many of them are asked.
 _TELL_SECONDS, _MOST_TELLERS = 6.0, 16
+# For a rank that is late at the end. One that does something alone there is not waited for so long:
+# what it has published tells that it is as far as the others.
+END_SECONDS = 5.0
 # Everybody of so small a log is asked at once what is new to it; else the neighbour is.
 _SMALL = 8
 # How many looks in a row a rank that has stopped asks whether others have found something; in
 # worlds that are not too large for the server to answer so often.
 _IDLE_LOOKS, _MANY = 40, 256
 _LOG = logging.getLogger("vescale_comm")
-_PAIR = struct.Struct("<qq")
 
 
 class Comparison:
@@ -72,16 +73,10 @@ class Comparison:
     ) -> None:
         self.enabled = True
         self.trouble: str | None = None
-        self.operations = 0
+        self.was_raised = False
         self._rank, self._size, self._active = rank, size, active
         self._has_ended = has_ended
-        own: Any = store
-        own = own.clone()
-        own.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        base = PrefixStore("vescale_comm/logs", own)
-        # The store may outlive a world of these ranks: what an earlier one left is no news.
-        self._base, self._world = base, (base.add("joined", 1) - 1) // size
-        self._epoch = 0
+        self._store = LogStore(store, rank, size)
         self._open()
         self._logs: dict[tuple[tuple[int, ...], str], ExecutionLog] = {}
         self._lock = threading.RLock()
@@ -89,10 +84,9 @@ class Comparison:
         self._thread: threading.Thread | None = None
         self._meet_seconds = _MOST_MEET_SECONDS
         self._pause = max(_FIRST_SECONDS, size / _RANKS_PER_SECOND)
-        self._lost = False
+        self._lost = self._finished = False
 
     def _open(self) -> None:
-        self._store = PrefixStore(f"{self._world}.{self._epoch}", self._base)
         self._alarms = 0
         self._published: dict[str, int] = {}
         self._seen: dict[str, int] = {}
@@ -113,7 +107,7 @@ class Comparison:
     def reset(self) -> None:
         """Begin anew, as every rank has to at the same point of the program."""
         with self._lock:
-            self._epoch += 1
+            self._store.renew()
             self._open()
             self.trouble = None
             for log in self._logs.values():
@@ -123,13 +117,62 @@ class Comparison:
         """Add little to the time that a collective waits, in seconds."""
         self._meet_seconds = min(max(timeout * _PART, _LEAST_MEET_SECONDS), _MOST_MEET_SECONDS)
 
-    def stop(self) -> None:
-        """Compare no more; a last time, if the store is still there."""
+    @property
+    def operations(self) -> int:
+        """How often the store was used."""
+        return self._store.operations
+
+    def error(self) -> CommMismatchError:
+        """Return `trouble` as an error that is about to be raised."""
+        self.was_raised = True
+        return CommMismatchError(self.trouble)
+
+    def finish(self, *, serves: bool) -> None:
+        """Compare what was executed in all, as the world or the program ends: for some seconds.
+
+        Args:
+            serves: whether the store ends with this process.
+        """
         self._stopped.set()
+        self._join()
+        logs = [log for log in self._of_now() if log.count]
+        if not self.enabled or not logs or self.was_raised:
+            self.give_up()
+        if self._finished or self._lost:
+            return
+        self._finished = True
+        last = LastComparison(self._store, logs, self._has_ended, self._is_over)
+        deadline = time.monotonic() + END_SECONDS
+        with suppress(RuntimeError):  # the store, or the rank that serves it, has gone
+            last.publish()
+            differing = None if self.trouble is not None else last.difference(deadline)
+            if differing is not None:
+                self._raise_alarm(*differing)
+            last.leave()
+            if serves:
+                last.wait_for_all(deadline)
+
+    def give_up(self) -> None:
+        """Say that this rank ends and compares nothing: what is wrong has been told."""
+        if not self._finished and not self._lost:
+            self._finished = True
+            with suppress(RuntimeError):
+                self._store.add("compared")
+
+    def _is_over(self) -> bool:
+        self._hear()
+        return self.trouble is not None
+
+    def stop(self) -> None:
+        """Compare no more."""
+        self._stopped.set()
+        self._join()
+        self.enabled = False
+
+    def _join(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             # Before the interpreter ends: see `Watcher.close`.
             self._thread.join(2.0)
-        self.enabled = False
 
     def look(self) -> str | None:
         """Compare now, as before this rank ends, and return how the ranks differ."""
@@ -180,15 +223,9 @@ class Comparison:
         with self._lock:
             for log in self._of_now():
                 if log.count != self._published.get(log.key):
-                    self._publish(log)
+                    self._published[log.key] = self._store.publish(log)
                 self._compare(log, self._left_of(log))
             self._hear_alarms()
-
-    def _publish(self, log: ExecutionLog) -> None:
-        digests = log.digests()
-        told = b"".join(_PAIR.pack(*item) for item in digests.items())
-        self._set(f"state/{log.key}/{self._rank}", told)
-        self._published[log.key] = max(digests, default=0)
 
     def _tell_positions(self) -> None:
         """Say where each log of this rank, which has stopped for now, is."""
@@ -201,13 +238,13 @@ class Comparison:
             if [log.count for log in logs] != before:
                 return
             self._told = dict(zip(said, before, strict=True))
-            self._set(f"at/{self._rank}", json.dumps(said).encode())
+            self._store.set(f"at/{self._rank}", json.dumps(said).encode())
 
     def _left_of(self, log: ExecutionLog) -> int:
         return log.ranks[log.ranks.index(self._rank) - 1]
 
     def _compare(self, log: ExecutionLog, other: int) -> None:
-        theirs = self._state(log, other)
+        theirs = self._store.published(log, other)
         if not theirs or self._seen.get(log.key) == max(theirs) == log.count:
             return
         ours = log.digests()
@@ -218,10 +255,6 @@ class Comparison:
         # Digests hold all that came before: equal ones need no further look.
         if ours[shared] != theirs[shared]:
             self._raise_alarm(log, other)
-
-    def _state(self, log: ExecutionLog, rank: int) -> dict[int, int]:
-        found = self._get(f"state/{log.key}/{rank}")
-        return dict(_PAIR.iter_unpack(found)) if found else {}
 
     # What is new.
 
@@ -234,7 +267,7 @@ class Comparison:
         if self._lost or not self._active():
             return
         try:
-            self._set(f"new/{log.key}/{self._rank}", _PAIR.pack(count, value))
+            self._store.set_pair(f"new/{log.key}/{self._rank}", count, value)
             small = len(log.ranks) <= _SMALL
             others = [r for r in log.ranks if r != self._rank] if small else [self._left_of(log)]
             deadline = time.monotonic() + self._meet_seconds
@@ -245,7 +278,7 @@ class Comparison:
         except RuntimeError:
             self._lost = True
         if self.trouble is not None:
-            raise CommMismatchError(self.trouble)
+            raise self.error()
 
     def agree(self, log: ExecutionLog, word: str, seconds: float) -> bool:
         """Whether every rank of a log says a word, the last within so many seconds of this one."""
@@ -259,22 +292,16 @@ class Comparison:
 
     def _agrees(self, key: str, ranks: int, seconds: float) -> bool:
         decided = f"{key}/decided"
-        if self._add(key) == ranks:
-            return self._decide(decided, "yes")
+        if self._store.add(key) == ranks:
+            return self._store.decide(decided, "yes") == "yes"
         pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
         while time.monotonic() < deadline:
-            found = self._get(decided)
+            found = self._store.get(decided)
             if found is not None:
                 return found == b"yes"
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return self._decide(decided, "no")
-
-    def _decide(self, key: str, word: str) -> bool:
-        """Decide, unless another rank has: who waits no longer may cross with who comes late."""
-        self.operations += 1
-        store: Any = self._store
-        return bytes(store.compare_set(key, "", word)) == b"yes"
+        return self._store.decide(decided, "no") == "yes"
 
     def _meets(
         self, log: ExecutionLog, other: int, count: int, value: int, deadline: float
@@ -282,13 +309,12 @@ class Comparison:
         """Whether another rank executes the same here, as far as that can be known."""
         pause = _FIRST_PAUSE
         while time.monotonic() < deadline and self.trouble is None:
-            found = self._get(f"new/{log.key}/{other}")
-            there, said = _PAIR.unpack(found) if found else (0, 0)
+            there, said = self._store.pair(f"new/{log.key}/{other}") or (0, 0)
             if there >= count:
                 return bool(there > count or said == value)
             # It may be here and know the value, so that it says nothing but in its state.
             if pause > _SAID_SECONDS:
-                theirs, ours = self._state(log, other), log.digests()
+                theirs, ours = self._store.published(log, other), log.digests()
                 if count in theirs:
                     return theirs[count] == ours.get(count, theirs[count])
                 # Who is past it has passed it; who has ended is named by the collective.
@@ -306,7 +332,7 @@ class Comparison:
         Both would wait for ever, or until the backend pairs what does not belong together. An old
         position proves it as well: whatever that rank does later, it did not come here before.
         """
-        found = self._get(f"at/{other}")
+        found = self._store.get(f"at/{other}")
         if found is None:
             return False
         theirs = {key: Position(**said) for key, said in json.loads(found).items()}
@@ -335,12 +361,12 @@ class Comparison:
         self._announce(told)
 
     def _announce(self, alarm: Mapping[str, object]) -> None:
-        self._set(f"alarm/{self._add('alarms')}", json.dumps(alarm).encode())
+        self._store.set(f"alarm/{self._store.add('alarms')}", json.dumps(alarm).encode())
         self._hear_alarms()
 
     def _hear_alarms(self) -> None:
         """Tell what was executed here, and find out from all where they differ."""
-        while self.trouble is None and self._alarms < self._add("alarms", 0):
+        while self.trouble is None and self._alarms < self._store.add("alarms", 0):
             number = self._alarms + 1
             alarm = self._awaited([f"alarm/{number}"]).get(f"alarm/{number}")
             self._alarms = number
@@ -352,14 +378,21 @@ class Comparison:
                 continue
             log = next((each for each in self._of_now() if each.key == said["key"]), None)
             if log is not None and self._rank in said["tellers"]:
-                told = json.dumps(entries_of(log)).encode()
-                self._set(f"window/{number}/{self._rank}", told)
-            keys = {f"window/{number}/{rank}": rank for rank in said["tellers"]}
-            windows = {
-                keys[key]: [Entry(*item) for item in json.loads(window)]
-                for key, window in self._awaited(keys).items()
-            }
-            self._end(drift_report(said["ranks"], windows))
+                self._store.set(f"window/{number}/{self._rank}", told_entries(log))
+            self._end(self._report_of(said, number))
+
+    def _report_of(self, said: Mapping[str, Any], number: int) -> str:
+        """Name the first event that differs, by what ranks tell or have left at their end."""
+        windows, left = (
+            {f"{name}/{rank}": rank for rank in said["tellers"]}
+            for name in (f"window/{number}", f"last/{said['key']}")
+        )
+        # Whoever has ended tells nothing any more.
+        ended = {rank: last for key, rank in left.items() if (last := self._store.get(key))}
+        asked = [key for key, rank in windows.items() if rank not in ended]
+        told = ended | {windows[key]: window for key, window in self._awaited(asked).items()}
+        entries = {rank: heard_entries(told[rank]) for rank in sorted(told)}
+        return drift_report(said["ranks"], entries, ended=ended.keys())
 
     def _end(self, report: str) -> None:
         self.trouble = report
@@ -371,7 +404,7 @@ class Comparison:
         missing, deadline = list(keys), time.monotonic() + _TELL_SECONDS
         while missing:
             for key in missing:
-                value = self._get(key)
+                value = self._store.get(key)
                 if value is not None:
                     found[key] = value
             missing = [key for key in missing if key not in found]
@@ -380,44 +413,3 @@ class Comparison:
             if missing:
                 time.sleep(0.02)
         return found
-
-    # The store, counted.
-
-    def _set(self, key: str, value: bytes) -> None:
-        self.operations += 1
-        store: Any = self._store
-        store.set(key, value)
-
-    def _get(self, key: str) -> bytes | None:
-        # Asked for only where it is there: get waits for a key that is not.
-        self.operations += 2
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
-
-    def _add(self, key: str, amount: int = 1) -> int:
-        self.operations += 1
-        return self._store.add(key, amount)
-
-
-def position_of(log: ExecutionLog) -> Position:
-    """Where a log is, as other ranks are told of it."""
-    last = log.events()[-1:]
-    words = f"{_text(last[0].what)}, {last[0].site}" if last else "at no event"
-    return Position(log.count, log.ranks, words)
-
-
-def entries_of(log: ExecutionLog) -> list[list[object]]:
-    """The last events of a log, as other ranks are told of them."""
-    events = log.events()
-    before = log.explain() if log.explain is not None else {}
-    return [
-        [e.number, e.digest, e.value, _text(e.what), e.site, list(before.get(e.number, ()))]
-        for e in events
-    ]
-
-
-def _text(what: object) -> str:
-    return " ".join(map(_short, what)) if isinstance(what, tuple) else _short(what)
-
-
-def _short(part: object) -> str:
-    return str(list(part)) if isinstance(part, tuple) else str(part)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from vescale_comm._torch.call_site import is_inside_file
+from vescale_comm._watchdog.places import DECORATORS
 
 _PREFIX, _SUFFIX = "vescale-comm-", ".crash"
 _OLD_SECONDS = 7 * 24 * 3600.0
@@ -67,5 +68,10 @@ def crash_of(path: Path) -> str:
         return ""
     # The main thread comes last. The one that crashed is often one of the backend's own.
     frames = _FRAME.findall(text.rpartition("most recent call first")[2])
-    users = [each for each in frames if not is_inside_file(each[0])]
-    return f"{fatal[1]}, at {'{}:{} in {}'.format(*users[0]) if users else 'no line of Python'}"
+    first = next((at for at, each in enumerate(frames) if not is_inside_file(each[0])), None)
+    if first is None:
+        return f"{fatal[1]}, at no line of Python"
+    # What the user called: the outermost function below his own, apart from decorators.
+    called = [name for _, _, name in frames[:first] if name not in DECORATORS]
+    op = f"in {called[-1]}, " if called else ""
+    return f"{fatal[1]}, {op}at {'{}:{} in {}'.format(*frames[first])}"

@@ -1,25 +1,30 @@
 """The watcher of the world that this process is in now."""
 
 import atexit
+import logging
 import os
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
-from vescale_comm._errors import RankFailedError
+from vescale_comm._errors import CommError, RankFailedError
 from vescale_comm._torch.compat import shared_store_of
-from vescale_comm._watchdog.channel import Channel, Ending
+from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.execution_log import ExecutionLog
+from vescale_comm._watchdog.leaving import end_process
 from vescale_comm._watchdog.places import is_users
+from vescale_comm._watchdog.report import is_lost_connection, is_timeout
 from vescale_comm._watchdog.watcher import Watcher
 
+_LOG = logging.getLogger("vescale_comm")
 _lock = threading.Lock()
 
 
@@ -31,6 +36,8 @@ class _Current:
         self.process = -1
         self.watcher: Watcher | None = None
         self.registered = False
+        # Of worlds that have ended, with nobody to raise it to.
+        self.untold: str | None = None
 
 
 _current = _Current()
@@ -51,9 +58,14 @@ def start() -> None:
         if _is_watched(world):
             return
         if _current.watcher is not None and _current.process == os.getpid():
-            _current.watcher.retire()
+            _retire(_current.watcher, os.getpid(), None)
         _current.world, _current.process = weakref.ref(world), os.getpid()
         _current.watcher = _made(world, *shared)
+        if _current.watcher is not None:
+            # A world that is destroyed ends when the last of its steps have been compared; its
+            # store is held until then, and not beyond.
+            ends = weakref.finalize(world, _retire, _current.watcher, os.getpid(), shared[0])
+            ends.atexit = False
         if not _current.registered:
             _current.registered = True
             atexit.register(_leave)
@@ -142,13 +154,50 @@ def _is_default(world: weakref.ref[ProcessGroup]) -> bool:
     return dist.is_initialized() and dist.group.WORLD is world()
 
 
+def _retire(watcher: Watcher, process: int, store: Store | None) -> None:
+    """End what watches a world that was destroyed. `store`: of it, which has to outlive this."""
+    if process == os.getpid():
+        watcher.retire()
+        _current.untold = watcher.untold() or _current.untold
+
+
 def _leave() -> None:
+    # Set by the interpreter when it prints what ended the program; no hook is replaced.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     watcher = current()
-    if watcher is None:
-        # A program that has taken its process groups down has said goodbye already.
-        if _current.watcher is not None and _current.process == os.getpid():
-            _current.watcher.retire()
-    else:
-        # Set by the interpreter when it prints what ended the program; no hook is replaced.
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        watcher.close(ending_of(error))
+    if watcher is not None:
+        watcher.close(_explained(watcher, error))
+        if error is None:
+            _current.untold = watcher.untold() or _current.untold
+    elif _current.watcher is not None and _current.process == os.getpid():
+        # A program that has taken its process groups down has said goodbye, unless it then failed.
+        _retire(_current.watcher, _current.process, None)
+        if error is not None:
+            _current.watcher.close(ending_of(error))
+
+
+def _explained(watcher: Watcher, error: BaseException | None) -> Ending:
+    """Describe how this rank ends; where a call of torch's own failed, say what the others did."""
+    ending = ending_of(error)
+    if isinstance(error, CommError) or not isinstance(error, RuntimeError):
+        return ending
+    ended, late = is_lost_connection(str(error)), is_timeout(str(error))
+    if not ended and not late:
+        return ending
+    found, state = watcher.explain(Answer(ending.text), ended=ended)
+    if found:
+        _LOG.error("%s; the other ranks:\n%s", ending.text, found)
+    return replace(ending, consequence=state.explains())
+
+
+def _fail() -> None:
+    """End this process as one that failed, if its ranks differed and no exception could say so."""
+    if _current.untold is None or _current.process != os.getpid():
+        return
+    # Python ends with what the program returned, whatever is raised from here on. What is left to
+    # be done at exit was registered before this module was imported: by torch and by logging.
+    end_process(f"vescale_comm.CommMismatchError: {_current.untold}")
+
+
+# First of all of this package, so that it is called after what the program registers.
+atexit.register(_fail)

@@ -1,6 +1,6 @@
 """How ranks that executed different things are told: who, what, and at which line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,15 +50,21 @@ def crossing(positions: Mapping[int, Position]) -> str:
     )
 
 
-def drift_report(ranks: Sequence[int], windows: Mapping[int, Sequence[Entry]]) -> str:
+def drift_report(
+    ranks: Sequence[int],
+    windows: Mapping[int, Sequence[Entry]],
+    *,
+    ended: Collection[int] = (),
+) -> str:
     """Name the first event that is not the same on all ranks.
 
     Args:
         ranks: of the log.
         windows: by rank, what is known of its last events.
+        ended: ranks to whose events nothing will be added.
     """
     head = f"the ranks have drifted apart ({name(list(ranks))} execute one program together)"
-    differing = first_difference(windows)
+    differing = first_difference(windows, ended)
     if differing is None:
         said = "; ".join(f"rank {rank} is {_last(window)}" for rank, window in windows.items())
         return f"{head}, earlier than what is remembered: {said}.\n{_ADVICE}"
@@ -67,8 +73,9 @@ def drift_report(ranks: Sequence[int], windows: Mapping[int, Sequence[Entry]]) -
     lines: dict[tuple[str, int | None], list[int]] = {}
     for rank in sorted(entries):
         entry = entries[rank]
-        text = _line(entry, entries, made.get(rank, ""))
-        value = None if entry is None else entry.value
+        text = _line(entry, entries, made.get(rank, ""), ended=rank in ended)
+        # Of all that came before as well: what was noted there may be all that differs.
+        value = None if entry is None else entry.digest
         lines.setdefault((text, value), []).append(rank)
     # The few that differ from the rest come first.
     ordered = sorted(lines.items(), key=lambda item: (len(item[1]), item[1]))
@@ -83,7 +90,7 @@ _ADVICE = (
 
 
 def first_difference(
-    windows: Mapping[int, Sequence[Entry]],
+    windows: Mapping[int, Sequence[Entry]], ended: Collection[int] = ()
 ) -> tuple[int, dict[int, Entry | None]] | None:
     """Return the first event that differs, and what each rank did there; None if none is known."""
     by_count = {rank: {e.count: e for e in window} for rank, window in windows.items()}
@@ -92,20 +99,29 @@ def first_difference(
     for count in range(start, max(max(known, default=0) for known in by_count.values()) + 1):
         entries = {rank: known.get(count) for rank, known in by_count.items()}
         there = [each for each in entries.values() if each is not None]
-        if len({each.value for each in there}) > 1:
+        lacking = there and any(rank in ended and entries[rank] is None for rank in entries)
+        if len({each.value for each in there}) > 1 or lacking:
             return count, entries
         if len({each.digest for each in there}) > 1:
-            return None
+            # Equal events after equal ones: numbers in between that were noted (`note`) differ.
+            known = [by_count[rank].get(count - 1) for rank, each in entries.items() if each]
+            before = {None if each is None else each.digest for each in known}
+            alike = count == 1 or (len(before) == 1 and None not in before)
+            return (count, entries) if alike else None
     return None
 
 
-def _line(entry: Entry | None, entries: Mapping[int, Entry | None], made: str) -> str:
+def _line(
+    entry: Entry | None, entries: Mapping[int, Entry | None], made: str, *, ended: bool
+) -> str:
     if entry is None:
-        return "has not come so far"
-    text = f"{entry.what}, {entry.site}"
+        return "has ended without it" if ended else "has not come so far"
+    text = f"{entry.what}, {entry.site}" if entry.site else entry.what
     if len({each.what for each in entries.values() if each is not None}) > 1:
         return text
-    # The event is one and the same: what led to it is not.
+    # The event is one and the same: what led to it is not, or some have not come to it.
+    if not made and None in entries.values():
+        return text
     return f"{text}, made by {made}" if made else f"{text}, made of other data, or in other ways"
 
 
@@ -113,7 +129,12 @@ def _made_by(
     count: int, entries: Mapping[int, Entry | None], windows: Mapping[int, Sequence[Entry]]
 ) -> dict[int, str]:
     """Return the calls that led to an event, by rank; empty where they do not tell ranks apart."""
-    values = {rank: entry.value for rank, entry in entries.items() if entry is not None}
+    there = {rank: entry for rank, entry in entries.items() if entry is not None}
+    values = {rank: entry.value for rank, entry in there.items()}
+    if len(there) < len(entries):  # who has nothing there cannot be told apart by it
+        return {r: _differing(e.before, [e.before]) for r, e in there.items() if e.before}
+    if len(set(values.values())) == 1:
+        values = {rank: entry.digest for rank, entry in there.items()}
     for at in range(max(1, count - _LOOK_BACK), count + 1):
         calls = {
             rank: next((each.before for each in windows[rank] if each.count == at), ())
@@ -140,11 +161,10 @@ def _classes(of_ranks: Mapping[int, object]) -> set[frozenset[int]]:
 
 def _differing(own: Sequence[str], everybodys: Sequence[Sequence[str]]) -> str:
     """Return the first calls that are not the same on all ranks, after one that is."""
-    shared = 0
-    for calls in zip(*everybodys, strict=False):
-        if len(set(calls)) > 1:
-            break
-        shared += 1
+    alike = [len(set(calls)) == 1 for calls in zip(*everybodys, strict=False)]
+    shared = alike.index(False) if False in alike else len(alike)
+    if len(set(map(tuple, everybodys))) == 1:
+        shared = 0  # nobody did anything else: what there is is told
     shown = own[max(0, shared - 1) : shared + 3]
     return f"{', '.join(shown) or 'no call'}{', …' if shared + 3 < len(own) else ''}"
 

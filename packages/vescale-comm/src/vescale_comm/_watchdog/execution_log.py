@@ -18,6 +18,8 @@ from vescale_comm._watchdog.places import is_users
 
 # Events that are kept to name the first difference.
 WINDOW = 256
+# Numbers between events that are kept for the same.
+_NOTES = 1024
 # Further back only every such event: for ranks of which one has got far ahead.
 _STRIDE, _FURTHER = 64, 64
 # What follows what is known from before. Forgotten all at once, on every rank at the same event,
@@ -69,6 +71,9 @@ class LogComparison(Protocol):
     trouble: str | None
     enabled: bool
 
+    def error(self) -> CommMismatchError:
+        """Return `trouble` as an error that is about to be raised."""
+
     def meet(self, log: "ExecutionLog", count: int, value: int) -> None:
         """Wait until the others are at this event, and compare its value."""
 
@@ -86,7 +91,7 @@ class ExecutionLog:
     """
 
     def __init__(self, ranks: tuple[int, ...], name: str, comparison: LogComparison) -> None:
-        self.ranks = ranks
+        self.ranks, self.name = ranks, name
         self.key = f"{token((ranks, name)):x}"
         # What led to the last events, by their number, for messages.
         self.explain: Callable[[], Mapping[int, Sequence[str]]] | None = None
@@ -102,6 +107,12 @@ class ExecutionLog:
         self._numbers: dict[str, int] = {}
         self._window: deque[Event] = deque(maxlen=WINDOW)
         self._further: deque[tuple[int, int]] = deque(maxlen=_FURTHER)
+        self._notes: deque[tuple[int, Hashable]] = deque(maxlen=_NOTES)
+
+    @property
+    def digest(self) -> int:
+        """Of all events so far."""
+        return self._digest
 
     def record(self, what: Hashable, detail: int = 0, *, together: bool = False) -> None:
         """Add an event, which all ranks of the log add at the same point of the program.
@@ -120,7 +131,7 @@ class ExecutionLog:
         if not comparison.enabled:
             return
         if comparison.trouble is not None:
-            raise CommMismatchError(comparison.trouble)
+            raise comparison.error()
         known = _tokens.get(what)
         value = hash((token(what) if known is None else known, detail))
         # In a steady program events follow each other as they did before, so that one which was
@@ -139,6 +150,27 @@ class ExecutionLog:
                 self._depths.clear()
             self._depths[following] = depth
             self._check_new(count, value, together)
+
+    def note(self, value: int, what: Hashable) -> None:
+        """Add a number that is equal on every rank, and changes too often to be an event.
+
+        It is part of the digest of the next event. A rank that passes another one is named within
+        seconds, and not before it goes on.
+
+        Args:
+            value: equal on every rank: no hash of text, which every process has its own of.
+            what: what it belongs to, for messages.
+        """
+        if self._comparison.enabled:
+            self._digest = hash((self._digest, value))
+            self._notes.append((self.count + 1, what))
+
+    def notes(self) -> dict[int, list[str]]:
+        """Return what was noted of late, by the number of the event that followed."""
+        found: dict[int, list[str]] = {}
+        for number, what in list(self._notes):
+            found.setdefault(number, []).append(str(what))
+        return found
 
     def _check_new(self, count: int, value: int, together: bool) -> None:
         earned = count // _EVENTS_PER_CHECK

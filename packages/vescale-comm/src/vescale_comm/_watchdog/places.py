@@ -19,6 +19,13 @@ from vescale_comm._torch.compat import sequence_number
 
 # Code that communicates. Its innermost frame blocks in C++, and has none of its own.
 _COMMUNICATES = ("torch.distributed.", "vescale_comm.")
+# Code of other packages that waits by looking at a store again and again: it moves, and uses
+# processor time, without any progress.
+_POLLS = ("vescale_ckpt._coordination.",)
+# Functions of decorators, which stand around what the user called.
+DECORATORS = frozenset({"wrapper", "inner", "<lambda>"})
+# Functions of torch.distributed in which ranks wait for each other to make a group.
+_MAKES_GROUPS = frozenset({"new_group", "new_subgroups", "split_group", "init_device_mesh"})
 # Waits by design: for a test process, or for answers about a failure.
 _EXCEPT = ("vescale_comm.testing.", "vescale_comm._watchdog.")
 # A thread that waits uses no processor time at all; a step of training uses more than this.
@@ -64,7 +71,9 @@ class Tracker:
         before, self._seen = self._seen, {}
         for thread, frame in sys._current_frames().items():
             if communicates(frame):
-                here, spent = position(frame), _processor_seconds(thread)
+                polls = _module(frame).startswith(_POLLS)
+                here = position(_caller(frame) if polls else frame)
+                spent = 0.0 if polls else _processor_seconds(thread)
                 there = before.get(thread)
                 same = there is not None and there[0] == here
                 same = same and there is not None and spent - there[1] < _PROGRESS_SECONDS
@@ -76,7 +85,7 @@ class Tracker:
 def communicates(frame: FrameType) -> bool:
     """Return whether a thread whose innermost frame this is may be waiting for other ranks."""
     name = _module(frame)
-    return name.startswith(_COMMUNICATES) and not name.startswith(_EXCEPT)
+    return name.startswith(_COMMUNICATES + _POLLS) and not name.startswith(_EXCEPT)
 
 
 def position(frame: FrameType) -> Position:
@@ -115,10 +124,28 @@ def wait_of(frame: FrameType) -> Wait:
             return _made(primitive.op, primitive.group, primitive.x, frame)
     # The outermost function of torch.distributed, or of this package, is what the user called.
     called = [each for each in inner if communicates(each) and "group" in each.f_code.co_varnames]
-    at = called[-1] if called else inner[-1] if inner else frame
+    named = [each for each in inner if each.f_code.co_name not in DECORATORS]
+    at = called[-1] if called else named[-1] if named else frame
     values = at.f_locals
     tensor = values.get("x", values.get("tensor", values.get("input")))
     return _made(at.f_code.co_name.removeprefix("fast_"), values.get("group"), tensor, frame)
+
+
+def makes_a_group(frame: FrameType) -> bool:
+    """Return whether a stack is in torch's making of a process group, or of a mesh with some.
+
+    Such a wait has torch's default timeout, whatever groups that exist have; except where the call
+    itself gives one.
+    """
+    for each in _outwards(frame):
+        if is_users(each):
+            return False
+        module, name = _module(each), each.f_code.co_name
+        if module.startswith("torch.distributed.") and name in _MAKES_GROUPS:
+            return each.f_locals.get("timeout") is None
+        if module == "torch.distributed.device_mesh" and name == "__init__":
+            return True
+    return False
 
 
 def frame_of(thread: int) -> FrameType | None:
@@ -149,6 +176,12 @@ def _outwards(frame: FrameType) -> Iterator[FrameType]:
     while each is not None:
         yield each
         each = each.f_back
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """Return the frame that called for the one that polls: it stays where it is."""
+    outer = [each for each in _outwards(frame) if not _module(each).startswith(_POLLS)]
+    return outer[0] if outer else frame
 
 
 def _module(frame: FrameType) -> str:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from vescale_comm._torch.ranks import compact
 from vescale_comm._watchdog.channel import Answer, Ending
 
+# How backends say that a peer is not there any more; they have no exceptions of their own.
+_ENDED = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote")
+
 
 @dataclass(frozen=True, slots=True)
 class WorldState:
@@ -86,3 +89,13 @@ def _same(one: Answer | Ending, other: Answer) -> bool:
 def name(ranks: list[int]) -> str:
     """Write ranks for a message."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {compact(ranks)}"
+
+
+def is_lost_connection(text: str) -> bool:
+    """Return whether a backend says with these words that another rank is not there any more."""
+    return any(words in text.lower() for words in _ENDED)
+
+
+def is_timeout(text: str) -> bool:
+    """Return whether a backend says with these words that another rank did not come in time."""
+    return "timed out" in text.lower() or "timeout" in text.lower()

@@ -10,12 +10,14 @@ from vescale_comm._torch.ranks import compact
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.crash import CrashNote
+from vescale_comm._watchdog.leaving import end_process
 from vescale_comm._watchdog.places import (
     Tracker,
     Wait,
     communicates,
     frame_of,
     main_thread,
+    makes_a_group,
     site_of,
     wait_of,
 )
@@ -54,6 +56,8 @@ class Watcher:
         comparison: Comparison | None = None,
     ) -> None:
         self.report_after = REPORT_AFTER
+        # After how many seconds a collective raises, if that was asked for.
+        self.timeout: float | None = None
         self.comparison = comparison
         self._channel, self._server, self._active = channel, server, active
         self._note = CrashNote()
@@ -86,6 +90,7 @@ class Watcher:
 
     def retire(self) -> None:
         """Stop, without a message to the others: the world has been destroyed."""
+        self._finish()
         self.stop()
         self._note.close()
 
@@ -121,11 +126,14 @@ class Watcher:
         Args:
             now: time of `time.monotonic`.
         """
+        if self._server is not None:
+            self._channel.learn(self._server)
         since = self._tracker.update(now)
         self._stuck = {t: at for t, at in since.items() if now - at >= self.report_after}
         self._hear_endings()
         if self.lost:
             return
+        self._end_hopeless_wait(now, since.get(main_thread(), now))
         self._answer(now)
         new = {(thread, at) for thread, at in self._stuck.items()} - self._asked_about
         if new:
@@ -137,6 +145,25 @@ class Watcher:
         if self._report_at is not None and now >= self._report_at:
             self._report_at = None
             self._say()
+
+    def _end_hopeless_wait(self, now: float, since: float) -> None:
+        """End this process if it waits for others to make a group, for longer than any collective.
+
+        torch bounds that by half an hour, of which `bound_waits` knows nothing, and no exception
+        reaches a thread that waits in C++.
+        """
+        frame = frame_of(main_thread())
+        if self.timeout is None or now - since < self.timeout + self.interval or frame is None:
+            return
+        if not makes_a_group(frame):
+            return
+        wait = self.here()
+        others = report(self._asked(ended=False), without=self._channel.rank)
+        text = f"{wait.text}, timed out after {self.timeout:g} s"
+        self._channel.end(Ending(text, True, False, wait.op, wait.ranks))
+        if self._server == self._channel.rank:
+            self._stay(2 * self.interval + 1)
+        end_process(f"vescale_comm.CommTimeoutError: {text}:\n{others}")
 
     def explain(self, failed: Answer, *, ended: bool) -> tuple[str, WorldState]:
         """Find out why a collective failed on this rank; takes some looks of the others at most.
@@ -161,8 +188,11 @@ class Watcher:
 
     def close(self, ending: Ending) -> None:
         """Say why this rank ends; as the server of the store wait until the others have heard."""
-        if self.comparison is not None:
+        if self.comparison is not None and ending.raised:
             self.comparison.look()
+            self.comparison.give_up()
+        else:
+            self._finish()
         self.stop()
         self._note.close()
         # Before the interpreter ends: a daemon thread in C++ would be ended in the middle of it.
@@ -178,6 +208,20 @@ class Watcher:
                 self._stay(2 * self.interval + 1 if ending.raised else _END_SECONDS)
         except RuntimeError:
             self.lost = True
+
+    def untold(self) -> str | None:
+        """Return how the ranks have drifted apart, if no exception has said so."""
+        found = self.comparison
+        return None if found is None or found.was_raised else found.trouble
+
+    def _finish(self) -> None:
+        # A collective that failed has said what was wrong, and is in the logs of some ranks only.
+        if self.comparison is None or self.lost:
+            return
+        if self._failure is None:
+            self.comparison.finish(serves=self._server == self._channel.rank)
+        else:
+            self.comparison.give_up()
 
     def here(self) -> Answer:
         """Return where this rank is: the collective that it waits in, or a line of the program."""
@@ -261,7 +305,8 @@ class Watcher:
         endings = dict(self._endings)
         if self._server is not None and self._server not in endings:
             silent = "its process ended without a word, and with it the store: killed, or crashed"
-            endings[self._server] = Ending(silent)
+            gone = self._channel.known_gone([self._server])
+            endings[self._server] = Ending(gone.get(self._server, silent))
         return WorldState(self._channel.size, endings=endings, answered=False)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from vescale_comm._checks.agreement import checked
 from vescale_comm._outcome import Failed, Ok, Outcome, failed
 from vescale_comm._torch.compat import process_group_count
+from vescale_comm._watchdog.current import forget_executed
 from vescale_comm.testing._clean import cleaner
 from vescale_comm.testing._load import function_of
 from vescale_comm.testing._mesh import forget_meshes
@@ -81,6 +82,7 @@ class _Worker:
         """Make the default process group; it replaces an earlier one and all its subgroups."""
         forget_meshes()
         if dist.is_initialized():
+            forget_executed()  # the ranks of a case that failed do not end alike
             dist.destroy_process_group()
             gc.collect()
         self.worlds += 1

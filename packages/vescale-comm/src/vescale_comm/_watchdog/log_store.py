@@ -1,0 +1,135 @@
+"""What ranks tell each other about their execution logs: keys of the store of their world."""
+
+import json
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from vescale_comm._watchdog.drift_report import Entry, Position
+from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
+
+_STORE_SECONDS = 10
+_PAIR = struct.Struct("<qq")
+
+
+class LogStore:
+    """One rank's end. Every method may raise RuntimeError: the store, or its server, is gone.
+
+    Args:
+        store: of the world. A connection of its own is made.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.operations = 0
+        self.rank, self.size = rank, size
+        own: Any = store
+        own = own.clone()
+        own.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        base = PrefixStore("vescale_comm/logs", own)
+        # The store may outlive a world of these ranks: what an earlier one left is no news.
+        self._base, self._world = base, (base.add("joined", 1) - 1) // size
+        self._epoch = -1
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, as every rank has to at the same point of the program."""
+        self._epoch += 1
+        self._store = PrefixStore(f"{self._world}.{self._epoch}", self._base)
+
+    def publish(self, log: ExecutionLog) -> int:
+        """Say how far a log of this rank is; return the number of its last event."""
+        digests = log.digests()
+        self.set(f"state/{log.key}/{self.rank}", packed(digests))
+        return max(digests, default=0)
+
+    def published(self, log: ExecutionLog, rank: int) -> dict[int, int]:
+        """Return what a rank has published of a log: digests by number of the last event."""
+        found = self.get(f"state/{log.key}/{rank}")
+        return dict(_PAIR.iter_unpack(found)) if found else {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        self.operations += 1
+        store: Any = self._store
+        store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Return a value; None where there is none."""
+        # Asked for only where it is there: get waits for a key that is not.
+        self.operations += 2
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Return a value of two numbers; None where there is none."""
+        found = self.get(key)
+        return None if found is None else _PAIR.unpack(found)
+
+    def set_pair(self, key: str, first: int, second: int) -> None:
+        """Write a value of two numbers."""
+        self.set(key, _PAIR.pack(first, second))
+
+    def decide(self, key: str, word: str) -> str:
+        """Decide, unless another rank has; return what is decided.
+
+        Who waits no longer may cross with who comes late.
+        """
+        self.operations += 1
+        store: Any = self._store
+        return bytes(store.compare_set(key, "", word)).decode()
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter, and return what it is then."""
+        self.operations += 1
+        return self._store.add(key, amount)
+
+
+def packed(digests: dict[int, int]) -> bytes:
+    """Write digests by number as they are published."""
+    return b"".join(_PAIR.pack(*item) for item in digests.items())
+
+
+def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False) -> bytes:
+    """Write the last events of a log as other ranks are told of them.
+
+    Args:
+        log: the log.
+        most: how many events.
+        at_end: whether nothing will be added: numbers noted after the last event are told, too.
+    """
+    events = log.events()[-most:]
+    calls = log.explain() if log.explain is not None else {}
+    notes = log.notes()
+    rows: list[list[object]] = [
+        [e.number, e.digest, e.value, _text(e.what), e.site, before]
+        for e in events
+        for before in [[*notes.get(e.number, ()), *calls.get(e.number, ())]]
+    ]
+    following = log.count + 1
+    if at_end and following in notes:
+        rows.append([following, log.digest, 0, "the end of the program", "", notes[following]])
+    return json.dumps(rows).encode()
+
+
+def heard_entries(told: bytes) -> Sequence[Entry]:
+    """Return what `told_entries` has written."""
+    return [Entry(*row) for row in json.loads(told)]
+
+
+def position_of(log: ExecutionLog) -> Position:
+    """Where a log is, as other ranks are told of it."""
+    last = log.events()[-1:]
+    words = f"{_text(last[0].what)}, {last[0].site}" if last else "at no event"
+    return Position(log.count, log.ranks, words)
+
+
+def _text(what: object) -> str:
+    return " ".join(map(_short, what)) if isinstance(what, tuple) else _short(what)
+
+
+def _short(part: object) -> str:
+    return str(list(part)) if isinstance(part, tuple) else str(part)
