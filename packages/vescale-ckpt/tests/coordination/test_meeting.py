@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -121,6 +122,19 @@ def test_after_a_while_it_is_said_and_waited_for_on(caplog, monkeypatch):
     assert on_threads(lambda: meet(store, 0, 2, call()), late) == [None, None]
     assert "for rank(s) 1, which have not called it" in caplog.text
     assert "rank 1: nothing yet" in caplog.text
+
+
+def test_a_wait_is_bounded_as_the_collectives_of_its_group_unless_told_otherwise():
+    """Who asks for a mesh that gives up after 20 s does not wait for ten minutes here."""
+    store = torch.distributed.HashStore()
+    for own, given, bound in ((0.05, None, 0.05), (1800, None, 600), (1800, 0.05, 0.05)):
+        store.set_timeout(timedelta(seconds=own))
+        prefixed = torch.distributed.PrefixStore("any", store)
+        joined = meeting._join(prefixed, 0, 2, call(timeout=given), late=False)
+        assert joined.patience == bound
+    store.set_timeout(timedelta(seconds=0.05))
+    (error,) = on_threads(lambda: meet(store, 0, 2, call(timeout=None)))
+    assert "have waited 0 s" in str(error)
 
 
 def test_different_calls_are_told_to_all():

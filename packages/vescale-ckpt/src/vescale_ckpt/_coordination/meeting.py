@@ -17,12 +17,13 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from inspect import currentframe
 from typing import Any, NamedTuple, Protocol
 
 from vescale_ckpt._errors import CoordinationError, listed
 
-DEFAULT_TIMEOUT = 600.0
+LONGEST_DEFAULT = 600.0
 # Seconds after which those who wait log whom they wait for.
 NOTICE_SECONDS = 30.0
 _GO = "go"
@@ -75,15 +76,16 @@ class Call(NamedTuple):
     name: str
     subject: str
     line: str
-    timeout: float = DEFAULT_TIMEOUT
+    # None: as long as the store itself waits.
+    timeout: float | None = None
 
     def __str__(self) -> str:
         return f"{self.name}({self.subject}) at {self.line}"
 
 
-def call_of(name: str, subject: object, timeout: float) -> Call:
+def call_of(name: str, subject: object, timeout: float | None) -> Call:
     """Describe the call that is being made: by the first line outside of this package."""
-    if not timeout > 0:
+    if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive, not {timeout}")
     # The line of the user's code: that is what tells two calls of one name apart in a message.
     frame = currentframe()
@@ -203,20 +205,30 @@ class _Meeting:
         if end != _GO:
             raise CoordinationError(end)
 
+    @property
+    def patience(self) -> float:
+        """Seconds to wait: those asked for, else those of the process group."""
+        if self.call.timeout is not None:
+            return self.call.timeout
+        # A store that a group was made over has the group's timeout.
+        own: timedelta | None = getattr(self.store, "timeout", None)
+        return LONGEST_DEFAULT if own is None else min(own.total_seconds(), LONGEST_DEFAULT)
+
     def _ended(self) -> str:
+        patience = self.patience
         began, pause, noticed = time.monotonic(), _FIRST_PAUSE, False
         key = f"{self.number}/end"
         # Polled: a blocking wait on the store would keep every other thread of this process from
         # it.
         while not self.store.check([key]):
             waited = time.monotonic() - began
-            if waited > self.call.timeout:
+            if waited > patience:
                 # Unless somebody else has ended it in the meantime: then that is what counts.
                 return self.end(self.words_of_missing(waited))
             if waited > NOTICE_SECONDS and not noticed:
                 noticed = True
                 self._notice(waited)
-            time.sleep(min(pause, max(0.0, self.call.timeout - waited)))
+            time.sleep(min(pause, max(0.0, patience - waited)))
             pause = min(pause * 1.5, _LONGEST_PAUSE)
         return self.store.get(key).decode()
 

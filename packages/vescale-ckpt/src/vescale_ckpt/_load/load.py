@@ -10,7 +10,7 @@ import torch.distributed as dist
 from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, all_or_none, met
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, host_key
-from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, call_of
+from vescale_ckpt._coordination.meeting import call_of
 from vescale_ckpt._errors import MismatchError, listed
 from vescale_ckpt._format.safetensors import check_byte_order
 from vescale_ckpt._load.fetch import fetch
@@ -56,7 +56,7 @@ def load(
     share: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
 ) -> StateT:
     """Fill the tensors of `into` from the checkpoint at `path`, whatever layouts they have.
 
@@ -85,7 +85,8 @@ def load(
             that they share, if it is enough to be worth it.
         group: The ranks that load together.
         progress: Called with (bytes read, bytes to read) of this rank; see `progress_line`.
-        timeout: Seconds to wait for ranks that have not called this; after 30 they are named.
+        timeout: Seconds to wait for ranks that have not called this; after 30 they are named. By
+            default as many as the process group was made with, and 600 at most.
 
     Raises:
         CoordinationError: On every rank that waits: some rank has not called this in time, or has

@@ -13,7 +13,7 @@ from vescale_ckpt._coordination.coordinator import (
     told_if_it_fails,
 )
 from vescale_ckpt._coordination.groups import coordinator_of
-from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, Call, call_of
+from vescale_ckpt._coordination.meeting import Call, call_of
 from vescale_ckpt._errors import CheckpointError, ExistsError, MismatchError, NotFoundError
 from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.manifest import COMMIT, COMMIT_LIMIT
@@ -48,7 +48,8 @@ class CheckpointManager:
         keep_best: How many with the best `metric` to keep; see `save`.
         best: "min" if a smaller metric is better, "max" if a larger one is.
         group: The ranks that save and restore together.
-        timeout: Seconds to wait for ranks that have not made a call; after 30 they are named.
+        timeout: Seconds to wait for ranks that have not made a call; after 30 they are named. By
+            default as many as the process group was made with, and 600 at most.
 
     What any of them wants is kept; without any of them, everything is. The one that was just
     saved is always kept, and others go only after it counts. One that is not healthy, because
@@ -75,7 +76,7 @@ class CheckpointManager:
         keep_best: int | None = None,
         best: str = "min",
         group: dist.ProcessGroup | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         self.root = resolve(root)
         self._policy = Policy(keep_last, keep_every, keep_best, best)

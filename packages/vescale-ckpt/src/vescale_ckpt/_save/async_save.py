@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vescale_ckpt._coordination.coordinator import Coordinator, nothing, told_if_it_fails
 from vescale_ckpt._coordination.groups import coordinator_of
-from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, Call, call_of
+from vescale_ckpt._coordination.meeting import Call, call_of
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.buffers import Buffers
 from vescale_ckpt._save.commit import SaveLocation
@@ -165,7 +165,7 @@ def async_save(
     group: dist.ProcessGroup | None = None,
     staging: Staging | None = None,
     progress: Progress | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
 ) -> SaveHandle:
     """Save `state` in the background: returns when it is copied, and may be changed again.
 
@@ -184,7 +184,8 @@ def async_save(
         group: The ranks that save together.
         staging: Buffers to reuse; see `Staging`. Without, they are made and freed every time.
         progress: Called by the background with (bytes written, bytes to write) of this rank.
-        timeout: Seconds to wait for ranks that have not called this; after 30 they are named.
+        timeout: Seconds to wait for ranks that have not called this; after 30 they are named. By
+            default as many as the process group was made with, and 600 at most.
 
     Raises:
         CoordinationError: As `save` does.

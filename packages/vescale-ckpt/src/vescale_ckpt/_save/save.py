@@ -14,7 +14,7 @@ import torch.distributed as dist
 from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, met
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, have_own_processes, host_key
-from vescale_ckpt._coordination.meeting import DEFAULT_TIMEOUT, call_of
+from vescale_ckpt._coordination.meeting import call_of
 from vescale_ckpt._errors import StateError, listed
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.manifest import Chunk, FileRecord, Manifest, TensorRecord
@@ -58,7 +58,7 @@ def save(
     check_replicas: bool = True,
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
 ) -> None:
     """Save `state` as the checkpoint directory `path`: completely, or not at all.
 
@@ -77,7 +77,8 @@ def save(
         check_replicas: Compare values, and plain tensors up to 1 MiB, between ranks.
         group: The ranks that save together. A group of one rank saves that rank's state alone.
         progress: Called with (bytes written, bytes to write) of this rank; see `progress_line`.
-        timeout: Seconds to wait for ranks that have not called this; after 30 they are named.
+        timeout: Seconds to wait for ranks that have not called this; after 30 they are named. By
+            default as many as the process group was made with, and 600 at most.
 
     Raises:
         CoordinationError: On every rank that waits: some rank has not called this in time, or has
