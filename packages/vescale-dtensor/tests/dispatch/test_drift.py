@@ -142,6 +142,12 @@ def writes_twice(step, model, x):
     return x
 
 
+def lowers_its_rate(step, model, x):
+    if step == GOOD:
+        model.optimizer.param_groups[0]["lr"] = 0.05
+    return x
+
+
 def run_train(rank, name):
     train(rank, CASES[name])
 
@@ -173,7 +179,7 @@ def run_train_without_reductions(rank, name):
     mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
     model = distributed(mesh)
     model.drop.p = 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.optimizer = optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(MANY):
         time.sleep(SLOW)
         x = DTensor.from_local(torch.ones(6, 4), mesh, [Replicate()])
@@ -192,7 +198,10 @@ SILENT_WRITES = (
 )
 CASES = {
     each.__name__: each
-    for each in (another_shape, evaluates, draws, skips_an_op, skips_an_update, *SILENT_WRITES)
+    for each in (
+        *(another_shape, evaluates, draws, skips_an_op, skips_an_update, lowers_its_rate),
+        *SILENT_WRITES,
+    )
 }
 
 
@@ -247,6 +256,16 @@ def run_no_gradients(rank, _):
         if not (rank == WHO and step == GOOD):
             y = y.neg()
         (y * y).sum().item()
+
+
+def run_dropout(rank, _):
+    """Another probability moves the generator as far, and communicates nothing else."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    for step in range(MANY):
+        time.sleep(SLOW)
+        p = 0.25 if rank == WHO and step >= GOOD else 0.5
+        F.dropout(x, p).sum().item()
 
 
 def compares_a_plain_operand(x):
@@ -391,6 +410,15 @@ def test_a_batch_that_is_another_one_on_one_rank_shows_where_its_product_is_summ
 @pytest.mark.parametrize("name", [each.__name__ for each in SILENT_WRITES])
 def test_what_one_rank_writes_where_nothing_is_sent_shows_in_the_next_backward(tmp_path, name):
     check(said_by_all(tmp_path, run_train_without_reductions, name), "backward from f32[], at ")
+
+
+def test_settings_of_an_optimizer_that_are_others_on_one_rank_show(tmp_path):
+    said = said_by_all(tmp_path, run_train_without_reductions, "lowers_its_rate")
+    check(said, "made by SGD.step with lr=0.05")
+
+
+def test_a_probability_that_is_another_one_on_one_rank_shows(tmp_path):
+    check(said_by_all(tmp_path, run_dropout), "made by dropout with p=0.25")
 
 
 def test_a_whole_batch_that_is_another_one_on_one_rank_shows_at_its_first_sum(tmp_path):

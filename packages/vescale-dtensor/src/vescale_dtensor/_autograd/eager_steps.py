@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from vescale_dtensor._layout.executed import note_numbers
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # Optimizers in the middle of a step -> the thread that steps. The stance belongs to the process,
@@ -47,8 +48,12 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The hook before every step of any optimizer."""
     if _stepping:
         _drop_ended()
-    if torch.compiler.is_compiling() or not _has_ours(optimizer):
+    first = None if torch.compiler.is_compiling() else _first_of_ours(optimizer)
+    if first is None:
         return  # the user compiles the step on purpose, or it has no DTensors
+    settings = _settings(optimizer)
+    # A learning rate that one rank alone lowers is in no call: it is a number among others.
+    note_numbers(first._spec.layout.mesh, f"{type(optimizer).__name__}.step", settings)
     _stepping[optimizer] = get_ident()
     if not _stance:
         _stance.append(torch.compiler.set_stance("force_eager"))
@@ -88,10 +93,22 @@ def _is_running(optimizer: Optimizer) -> bool:
     return False
 
 
-def _has_ours(optimizer: Optimizer) -> bool:
-    """Whether a DTensor is among the parameters."""
-    return any(
-        isinstance(parameter, DTensor)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+def _first_of_ours(optimizer: Optimizer) -> DTensor | None:
+    """The first DTensor among the parameters."""
+    given = (each for group in optimizer.param_groups for each in group["params"])
+    return next((each for each in given if isinstance(each, DTensor)), None)
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """The settings of all groups by name; those of tensors on the CPU, and pairs, as numbers."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        mark = f" of group {number}" if number else ""
+        for name, value in group.items():
+            if isinstance(value, tuple | list) and name != "params":
+                found |= {f"{name}[{i}]{mark}": each for i, each in enumerate(value)}
+            elif type(value) is torch.Tensor and not value.ndim and value.device.type == "cpu":
+                found[f"{name}{mark}"] = value.item()
+            else:
+                found[f"{name}{mark}"] = value
+    return found

@@ -37,6 +37,7 @@ on_world_change(calls.clear)  # specs hold meshes
 # Calls that are told of one event.
 _MOST_TOLD = 40
 _MOST_MESHES = 256
+_NUMBERS = frozenset({bool, int, float})
 # By identity, since meshes compare slowly.
 _logs: dict[int, tuple[weakref.ref[DeviceMesh], ExecutionLog | None]] = {}
 
@@ -83,6 +84,32 @@ def all_say(word: str) -> bool:
     """
     log = execution_log(range(dist.get_world_size())) if dist.is_initialized() else None
     return log is not None and log.all_say(word)
+
+
+def note_numbers(mesh: DeviceMesh, name: str, numbers: Mapping[str, Any]) -> None:
+    """Note numbers by which every rank of the mesh computes, and that no event or call holds.
+
+    Args:
+        mesh: whose ranks do.
+        name: of what they belong to.
+        numbers: of one group or several, by name; what is no number is left out.
+    """
+    log = log_of(mesh)
+    if log is None or silent.get() or unrecorded.get():
+        return
+    told = {key: value for key, value in numbers.items() if type(value) in _NUMBERS}
+    # A NaN has a hash of its own in every process.
+    value = hash(tuple([0 if each != each else each for each in told.values()]))
+    log.note(value, _Numbers((name, *told.items())))
+
+
+class _Numbers(tuple[Any, ...]):
+    """A name and numbers, as text only when somebody reads it."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"{self[0]} with {', '.join(f'{key}={value!r}' for key, value in self[1:])}"
 
 
 def record_draw(mesh: DeviceMesh, local: Tensor, generator: torch.Generator | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
-from vescale_dtensor._layout.executed import record_draw
+from vescale_dtensor._layout.executed import note_numbers, record_draw
 from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
@@ -42,6 +42,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     # Nothing is drawn, so that the generator stays where one device leaves it.
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
+    note_numbers(input._spec.layout.mesh, "dropout", {"p": p})
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
     # hidden node has to be joined to the graph.
     if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
