@@ -140,6 +140,10 @@ CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
         "Dropout(p=0.1, inplace=False) evaluating on rank 2",
     ),
     "dropout": (set_model(lambda m: setattr(m.drop, "p", 0.2)), "Dropout(p=0.2, inplace=False)"),
+    "a factor": (
+        set_model(lambda m: setattr(m.up, "factor", 0.5)),
+        "attribute 'factor of up': not there on ranks 0, 1, 3; 0.5 on rank 2",
+    ),
     "another class": (
         set_model(lambda m: setattr(m, "drop", nn.Identity())),
         "Identity() training on rank 2",

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from vescale_dtensor import DTensor
 
+from vescale_parallel._apply.attributes import attributes
 from vescale_parallel._apply.optimizers import state_facts
 from vescale_parallel._common.agreement import UNDESCRIBED, checksum
 from vescale_parallel._common.mesh import mesh_ranks
@@ -29,6 +30,9 @@ ADVICE: Final = {
     "option": "Pass the same options on every rank.",
     "problem": "Mend that, on all ranks alike.",
     "module": "Build the same model in the same mode (train or eval) on every rank.",
+    "attribute": "Build the same model on every rank. What belongs to one rank is not compared "
+    "where the name of the attribute begins with an underscore, or has a part such as 'rank' or "
+    "'device'.",
     "parameter": "Build the same model on every rank.",
     "buffer": "Build the same model on every rank.",
     "value of": "Call torch.manual_seed with the same seed on every rank before the model is "
@@ -82,6 +86,7 @@ def facts_of(given: Given) -> dict[str, dict[str, str]]:
         "module": _described(lambda: dict(_modules(model))),
         "parameter": _described(lambda: dict(_parameters(model))),
         "buffer": _described(lambda: {n: _tensor(b) for n, b in model.named_buffers()}),
+        "attribute": _described(lambda: dict(attributes(model))),
         "value of": _described(lambda: dict(_values(model))),
         "state of": _described(lambda: dict(state_facts(given.optimizers, model))),
         "random state of": _described(lambda: dict(_random_states(given.mesh))),
