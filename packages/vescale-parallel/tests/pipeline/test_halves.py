@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import batch, make, plan
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from vescale_comm import simulate
+from vescale_parallel import forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
 from vescale_parallel._pipeline.halves import Halves
 
 PRODUCTS = ("mm", "addmm", "bmm", "convolution_backward", "_scaled_dot_product")
@@ -79,6 +83,18 @@ def test_checkpoints_are_computed_again_in_each_half():
     halves.weights()
     for mine, theirs in zip([p.grad for p in model.parameters()], expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_schedules_of_halves_compute_no_product_more():
+    def on_a_rank(rank: int, world_size: int, schedule: str) -> int:
+        model = make()
+        parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, 2))
+        forward_backward(model, *batch(0))  # rehearsed
+        with Counted() as counted:
+            forward_backward(model, *batch(1))
+        return counted.products
+
+    assert simulate(2)(on_a_rank, "zb-h1") == simulate(2)(on_a_rank, "1f1b")
 
 
 def program(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

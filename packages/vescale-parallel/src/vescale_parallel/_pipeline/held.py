@@ -58,8 +58,8 @@ class _PlainUnit(Unit):
     """A unit whose modules hold plain tensors."""
 
     def wrapped(self, aliases: Sequence[Tensor]) -> list[Tensor]:
-        """Nothing is around them."""
-        return self._gathering.plain(aliases)
+        """Nothing is around them; each has a node of its own, see `halves`."""
+        return [one.view_as(one) for one in self._gathering.plain(aliases)]
 
 
 def is_plain(mesh: DeviceMesh) -> bool:
