@@ -24,6 +24,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from datetime import date
+from importlib import import_module
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -262,8 +263,9 @@ def _is_for_user(frame: FrameType | None, through: tuple[str, ...]) -> bool:
 
 def numpy_draws() -> Any:
     """Where numpy's own generator stands, whose functions no profiler hears of."""
-    module: Any = sys.modules.get("numpy.random")
-    if module is None:
+    if "numpy" not in sys.modules:
         return None
+    # Imported here: numpy does it when somebody asks for it, which inside would look like a draw.
+    module: Any = import_module("numpy.random")
     state = module.get_state(legacy=False)
     return tuple(v.tobytes() if hasattr(v, "tobytes") else v for v in state["state"].values())
