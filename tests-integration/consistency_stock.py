@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from vescale_comm.testing import Failed, outcomes
+from vescale_comm.testing import Failed, WorkerError, outcomes
 
 # What torch has no counterpart of among these three: sharded states alone, and captured units.
 COLUMNS = tuple(name for name in LAYOUTS if name not in ("zero1", "static"))
@@ -188,7 +188,10 @@ def compare(kind: str, name: str, column: str) -> Compared | str:
     """A cell of the table by torch alone, or the error that it ends with."""
     if column not in COLUMNS:
         return ""
-    first = outcomes(cell, math.prod(LAYOUTS[column].sizes.values()), kind, name, column)[0]
+    try:
+        first = outcomes(cell, math.prod(LAYOUTS[column].sizes.values()), kind, name, column)[0]
+    except WorkerError as error:  # a rank raised, and the others wait for it
+        return f"WorkerError: {error}"
     if isinstance(first, Failed):
         return f"{first.type_name.rpartition('.')[2]}: {first.message}"
     return Compared(**first.value)

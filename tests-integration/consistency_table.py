@@ -53,8 +53,9 @@ DDP (dp4), `parallelize_module` (tp4), both with `fully_shard` (dp2·tp2: kept g
 processes seeded alike, each with its own rows, the mean of the ranks' losses. A dash: these three
 have no counterpart. After the differences stands what is not that of one device: initial parameters
 (drawn in place on the mesh), the share of dropped elements that are dropped there too, and the
-random generator. NaN: a rank without rows has no mean. Where ranks have unequal numbers of rows or
-of tokens that count, the mean of their means is another number than that of one device.
+random generator. NaN: a rank without rows has no mean; WorkerError: a rank raised, as it has no
+rows, and the others wait. Where ranks have unequal numbers of rows or of tokens that count, the
+mean of their means is another number than that of one device.
 """
 
 Cells = dict[str, "Compared | str"]
