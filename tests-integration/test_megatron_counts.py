@@ -1,7 +1,8 @@
 """Tensor parallel layers of `Plan.from_hf` communicate as often as Megatron-LM's, and no more.
 
-Counted for blocks with merged projections (GPT-2), grouped queries (Llama), encoders (BERT), cross
-attention and relative positions (T5), and pictures (ViT), forward and backward.
+Counted for blocks with merged projections (GPT-2; Phi-3 and GLM with grouped queries), grouped
+queries (Llama), encoders (BERT), cross attention and relative positions (T5), and pictures (ViT),
+forward and backward.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ LOSS = 3
 MEGATRON = {
     "gpt2": (1 + 2 * LAYERS + LOSS, 1 + 2 * LAYERS),
     "llama": (1 + 2 * LAYERS + LOSS, 1 + 2 * LAYERS),
+    "phi3": (1 + 2 * LAYERS + LOSS, 1 + 2 * LAYERS),
+    "glm": (1 + 2 * LAYERS + LOSS, 1 + 2 * LAYERS),
     "bert": (1 + 2 * LAYERS + LOSS, 1 + 2 * LAYERS),
     "t5": (2 + 5 * LAYERS + LOSS, 1 + 6 * LAYERS),
     "vit": (2 * LAYERS, 2 * LAYERS),
@@ -58,6 +61,11 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
         return hf.GPT2LMHeadModel(hf.GPT2Config(**few, **words)), text
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**size, **words, num_key_value_heads=2)), text
+    few = {**size, **words, "num_key_value_heads": 2, "pad_token_id": 0}
+    if name == "phi3":
+        return hf.Phi3ForCausalLM(hf.Phi3Config(**few)), text
+    if name == "glm":
+        return hf.GlmForCausalLM(hf.GlmConfig(**few, head_dim=8)), text
     if name == "bert":
         return hf.BertForMaskedLM(hf.BertConfig(**size, vocab_size=96)), text
     if name == "t5":

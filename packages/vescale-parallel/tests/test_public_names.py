@@ -61,6 +61,7 @@ PUBLIC = {
     "no_sync": ["model"],
     "parallelize": ["bucket_bytes", "mesh", "model", "plan", "static"],
     "save_pretrained": ["folder", "max_bytes", "model"],
+    "sum_over_shards": ["args", "function", "kwargs", "model"],
 }
 SOURCES = sorted(Path(vescale_parallel.__file__).parent.rglob("*.py"))
 

@@ -10,6 +10,7 @@ from vescale_dtensor._api.init_mesh import init_device_mesh
 from vescale_dtensor._api.local_map import local_map
 from vescale_dtensor._api.methods import install as _install_methods
 from vescale_dtensor._api.spaced import linspace, logspace
+from vescale_dtensor._api.sum_whole import sum_whole
 from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._autograd.gathered import (
     Gathering,
@@ -121,6 +122,7 @@ __all__ = [
     "release_kept_gradient",
     "set_gradient_reducer",
     "strict",
+    "sum_whole",
     "visualize",
     "written_unseen",
     "zeros",

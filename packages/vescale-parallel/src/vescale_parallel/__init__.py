@@ -46,6 +46,7 @@ from vescale_parallel._errors import (
     TrainError,
 )
 from vescale_parallel._invariant.norm import clip_grad_norm_
+from vescale_parallel._invariant.sums import sum_over_shards
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._pretrained.load import load_pretrained
@@ -86,4 +87,5 @@ __all__ = [
     "no_sync",
     "parallelize",
     "save_pretrained",
+    "sum_over_shards",
 ]

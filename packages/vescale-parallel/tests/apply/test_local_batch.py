@@ -1,11 +1,13 @@
 """Ranks that pass their own rows, however many, train as one device does on all of them."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate, trace
 from vescale_dtensor import CaptureError, capture
 from vescale_parallel import DisagreementError, ParallelError, Plan, PlanError, parallelize
@@ -162,6 +164,59 @@ def test_what_differs_is_told_on_every_rank(kind: str, message: str):
             model(given, scale=scale)
 
     simulate(4)(on_a_rank)
+
+
+def test_meshes_side_by_side_compare_by_themselves():
+    """Another mesh holds another model, and may be busy with something else."""
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        ranks = [[0, 1], [2, 3]][rank // 2]
+        meshes = [DeviceMesh("cpu", one, mesh_dim_names=("dp",)) for one in ([0, 1], [2, 3])]
+        mesh = meshes[rank // 2]
+        torch.manual_seed(rank // 2)
+        model = parallelize(Weighted(), mesh, Plan(batch_is="local"))
+        if rank < 2:
+            return
+        given: dict[str, Any] = {"x": torch.ones(2, 3), "y": torch.ones(2)}
+        assert model(given, scale=torch.tensor(1.0)).full_tensor().numel()
+        given["y"] = given["y"].to([torch.float32, torch.float64][rank - 2])
+        with pytest.raises(DisagreementError, match=r"torch.float64 on rank 3"):
+            model(given, scale=torch.tensor(1.0))
+        assert mesh.mesh.tolist() == ranks
+
+    simulate(4)(on_a_rank)
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    name: str = ""
+
+
+def test_rows_in_data_classes_are_rows():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 1)
+        mesh = make_mesh(device_type="cpu", dp=2)
+        model = parallelize(OfSamples(plain), mesh, Plan(batch_is="local"))
+        x, y = torch.arange(15.0).view(5, 3), torch.arange(5.0)
+        own = slice(0, 3) if rank == 0 else slice(3, 5)
+        with torch.no_grad():
+            found = model(Sample(x[own], y[own]))
+            torch.testing.assert_close(found.full_tensor(), OfSamples(plain)(Sample(x, y)))
+
+    simulate(2)(on_a_rank)
+
+
+class OfSamples(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.linear.load_state_dict(linear.state_dict())
+
+    def forward(self, sample: Sample) -> Tensor:
+        return (self.linear(sample.x).squeeze(-1) - sample.y).square().mean()
 
 
 def test_a_recording_does_not_keep_the_rows_of_one_batch():

@@ -1,6 +1,8 @@
 """Nested arguments keep their structure and types while their tensors are replaced."""
 
 from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vescale_parallel._common.pytree import map_tensors, named_tensors_within
@@ -38,3 +40,21 @@ def test_what_behaves_like_a_dict_is_one():
 
 def test_paths_are_readable():
     assert list(named_tensors_within(({"x": [torch.ones(1)]},), "args")) == ["args[0]['x'][0]"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    pixels: torch.Tensor
+    name: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def test_data_classes_are_nestings():
+    one = Picture(torch.ones(2), "cat", {"mask": torch.ones(1)})
+    mapped = map_tensors(torch.neg, [one])[0]
+    assert type(mapped) is Picture
+    assert (mapped.pixels.sum(), mapped.name, mapped.more["mask"].item()) == (-2.0, "cat", -1.0)
+    assert one.more["mask"].item() == 1.0
+    assert list(named_tensors_within(one, "x")) == ["x['pixels']", "x['more']['mask']"]
+    assert map_tensors(lambda t: t, one) is one
+    assert map_tensors(torch.neg, Picture) is Picture

@@ -4,8 +4,10 @@ Also after a resumption on another number of ranks, with workers, and for stream
 """
 
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from vescale_comm import simulate
 from vescale_parallel import DisagreementError, Loader, Plan, PlanError, loader, parallelize
 from vescale_parallel import mesh as make_mesh
+from vescale_parallel._data.rows import without_rows
 
 PLAN = Plan(batch_is="local")
 Sizes = dict[str, int]
@@ -323,3 +326,24 @@ def test_what_cannot_be_loaded(plan: Plan, dataset: Any, words: dict[str, Any], 
             loader(dataset, make_mesh(device_type="cpu", dp=1), plan, **words)
 
     simulate(1)(on_a_rank)
+
+
+class Named(NamedTuple):
+    x: Tensor
+    name: Any
+
+
+@dataclass
+class Record:
+    x: Tensor
+    names: list[str]
+    more: Named
+
+
+def test_names_in_batches_without_rows():
+    batch = Record(torch.ones(2, 3), ["a", "b"], Named(torch.ones(2), ("a", "b")))
+    empty = without_rows(batch)
+    assert (type(empty), empty.x.shape, empty.names) == (Record, (0, 3), [])
+    assert (type(empty.more), empty.more.x.shape, empty.more.name) == (Named, (0,), ())
+    assert batch.names == ["a", "b"]
+    assert without_rows(UserDict(x=torch.ones(2), name=["a", "b"]))["name"] == []

@@ -8,7 +8,8 @@ import torch
 from invariant_runs import OPTIONS, batch, build, digest, resumed, trained
 from torch import Tensor
 from vescale_comm import simulate
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_dtensor import DTensor
+from vescale_parallel import Plan, forward_backward, parallelize, sum_over_shards
 from vescale_parallel import mesh as make_mesh
 from zero_models import Decoder, whole
 
@@ -148,3 +149,126 @@ def test_evaluation_is_whole():
         assert all(one.grad is None for one in model.parameters())
 
     simulate(2)(evaluate)
+
+
+def clipped(sizes: Any, zero: Any, make: Any) -> Any:
+    """Losses, torch's own norms and the digest after two steps."""
+
+    def run(rank: int, world_size: int) -> Any:
+        model = build(sizes, zero)
+        optimizer = make(model.parameters())
+        found = []
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = forward_backward(model, *batch(step))
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            largest = torch.nn.utils.get_total_norm(
+                [one.grad for one in model.parameters()], float("inf")
+            )
+            optimizer.step()
+            found += [whole(one).item().hex() for one in (loss, norm, largest)]
+        return found, digest(model)
+
+    return simulate(torch.Size(sizes.values()).numel()).run(run)[0]
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_norms_that_torch_takes_of_stored_shards(make: Any):
+    expected = clipped({"dp": 1}, 0, make)
+    for sizes, zero in (
+        ({"dp": 2}, 1),
+        ({"dp": 3}, 2),
+        ({"dp": 4}, 3),
+        ({"dp": 2, "replica": 2}, 3),
+    ):
+        assert clipped(sizes, zero, make) == expected, (sizes, zero)
+
+
+class Normed(torch.nn.Module):
+    """Batch norms of every kind that is allowed, one of them called twice, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 5, 3)
+        self.first = torch.nn.BatchNorm2d(5)
+        self.twice = torch.nn.BatchNorm2d(5, momentum=None)
+        self.free = torch.nn.BatchNorm2d(5, track_running_stats=False)
+        self.frozen = torch.nn.BatchNorm1d(5).eval()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(5, 5) for _ in range(2)])
+        self.last = torch.nn.BatchNorm1d(5, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.first(self.conv(x)))
+        x = self.frozen(self.free(self.twice(x.relu())).mean((2, 3)))
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.last(x)
+
+
+def normed(sizes: Any, zero: int, **words: Any) -> Any:
+    def run(rank: int, world_size: int) -> Any:
+        torch.manual_seed(0)
+        plan = Plan(zero=zero, deterministic="dp-invariant", shards=4, **words)
+        model = parallelize(Normed(), make_mesh(device_type="cpu", **sizes), plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            x = torch.randn(13, 2, 5, 5, generator=torch.Generator().manual_seed(step))
+            loss = forward_backward(model, x, loss=lambda out: out.pow(3).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            right = sum_over_shards(
+                model,
+                lambda x: {"right": (model(x) > 0).sum(), "of": [x.square().sum(), len(x)]},
+                x,
+            )
+            found += [loss.item().hex(), str(right)]
+        return found, digest(model), {k: v.tolist() for k, v in model.named_buffers()}
+
+    every = simulate(torch.Size(sizes.values()).numel()).run(run)
+    assert all(one == every[0] for one in every)
+    return every[0]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_batch_norms_and_metrics(zero: int):
+    expected = normed({"dp": 1}, 0)
+    assert "'of': [tensor(" in expected[0][1]
+    for ranks in (2, 3, 4):
+        assert normed({"dp": ranks}, zero) == expected
+    assert normed({"dp": 2}, zero, checkpoint="full") == expected
+    assert normed({"dp": 2}, zero, checkpoint="1KB") == expected
+
+
+def test_running_statistics_are_those_of_the_whole_batch():
+    x = torch.randn(13, 3, 4, 4, generator=torch.Generator().manual_seed(1)) * 3 + 1
+    plain = torch.nn.BatchNorm2d(3, momentum=0.3)
+    plain(x)
+
+    def run(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm2d(3, momentum=0.3)
+        model = torch.nn.Sequential(norm, torch.nn.Conv2d(3, 1, 1))
+        plan = Plan(deterministic="dp-invariant", shards=4)
+        report = str(plan.check(model, {"dp": 2}))
+        assert "1 batch norm: normalised by the rows of one logical shard" in report
+        parallelize(model, make_mesh(device_type="cpu", dp=2), plan)
+        with torch.no_grad():
+            forward_backward(model, x, loss=lambda out: out.mean())
+        torch.testing.assert_close(norm.running_mean, plain.running_mean)
+        torch.testing.assert_close(norm.running_var, plain.running_var)
+        assert norm.num_batches_tracked == 1
+        assert norm.momentum == 0.3
+
+    simulate(2)(run)
+
+
+def test_metrics_of_a_model_that_is_not_invariant():
+    def run(rank: int, world_size: int) -> None:
+        model = parallelize(torch.nn.Linear(3, 1), make_mesh(device_type="cpu", dp=2))
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+        found = sum_over_shards(model, lambda x: model(x).sum(), x)
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), model(x).sum().full_tensor().detach())
+
+    simulate(2)(run)

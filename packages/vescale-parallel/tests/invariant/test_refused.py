@@ -16,6 +16,7 @@ from vescale_parallel import (
     PlanError,
     forward_backward,
     parallelize,
+    sum_over_shards,
 )
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
@@ -56,7 +57,6 @@ def test_every_number_of_ranks_adds_in_one_order(shards: int, rows: int):
         (WORDS | {"batch": None}, "the batch has no rows to cut"),
         (WORDS | {"batch_is": "local"}, "would depend on the number of ranks"),
         (WORDS | {"parameters": {"0.weight": "dp:0", "*": "replicate"}}, "over an axis of the ba"),
-        (WORDS | {"checkpoint": "1GB"}, "Name what is computed again"),
     ],
     ids=lambda one: str(one)[:40],
 )
@@ -65,8 +65,8 @@ def test_plans_that_cannot_be_invariant(words: Any, message: str):
         Plan(**words).check(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), {"dp": 4})
 
 
-def test_batch_norms_are_refused_in_training():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+def test_synchronised_batch_norms_are_refused_in_training():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))
     with pytest.raises(PlanError, match=r"batch norms in training mode: '1'.*GroupNorm"):
         Plan(**WORDS).check(model, {"dp": 2})
     assert Plan(**WORDS).check(model.eval(), {"dp": 2}).invariant is not None
@@ -121,6 +121,45 @@ def drifting_batches(rank: int) -> None:
         forward_backward(model, x, loss=lambda out: out.mean())
 
 
+def raising(rank: int) -> None:
+    """The rows of one rank are refused by the model: all ranks hear of it."""
+    model = parallelize(Picky(), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
+    forward_backward(model, torch.arange(16.0).view(8, 2))
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 14:
+            raise ParallelError("see the error of rank 1: too large")
+        return self.lin(x).mean()
+
+
+class Sometimes(nn.Module):
+    """Its norm is not called for some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        return self.norm(x).mean() if x.sum() > 0 else x.mean()
+
+
+def sometimes(rank: int) -> None:
+    torch.manual_seed(0)
+    model = parallelize(Sometimes(), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
+    forward_backward(model, torch.randn(16, 2))
+
+
+def not_a_sum(rank: int) -> None:
+    sum_over_shards(build({"dp": 2}), lambda x: {"name": "text", "n": len(x)}, torch.ones(8))
+
+
 def uneven_rows(rank: int) -> None:
     tokens, targets = batch(0)
     forward_backward(build({"dp": 2}), tokens, targets[: len(targets) - rank])
@@ -158,6 +197,9 @@ def static(rank: int) -> None:
         (other_rows, DisagreementError, "different numbers of rows"),
         (drifting_batches, DisagreementError, "rows of other values"),
         (uneven_rows, DisagreementError, "forward_backward differ between ranks"),
+        (raising, ParallelError, "see the error of rank 1"),
+        (sometimes, ParallelError, "batch norms are called|see the error"),
+        (not_a_sum, ParallelError, "returned a str"),
         (own_backward, ParallelError, "trained by forward_backward"),
         (evaluated_backward, ParallelError, "a backward outside of forward_backward"),
         (hooked, ParallelError, "parameters have hooks: 'embed.weight'"),

@@ -196,6 +196,27 @@ def closure_and_hooks(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
+def failing(rank: int, world_size: int, zero: Any) -> None:
+    model = distributed(make(tied=False), {"dp": 2}, zero, owned=MATRICES)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = torch.optim.Muon([{"params": [p]} for p in matrices], lr=0.02)
+    model(*batch(0)).backward()
+    before = [whole(p.grad).clone() for p in matrices]
+    optimizer.param_groups[-1]["ns_steps"] = 100  # found out when the last matrix is stepped
+    with pytest.raises(ValueError, match="less than 100"):
+        optimizer.step()
+    for parameter, gradient in zip(matrices, before, strict=True):
+        assert torch.equal(whole(parameter.grad), gradient)
+    optimizer.param_groups[-1]["ns_steps"] = 5
+    optimizer.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("zero", [3, {"head*": 0, "*": 3}], ids=str)
+def test_a_step_that_raises_leaves_the_gradients(zero: Any):
+    run(failing, 2, zero)
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_gradients_that_come_within_the_step_are_refused():
     run(closure_and_hooks, 2)

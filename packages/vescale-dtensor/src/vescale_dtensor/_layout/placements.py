@@ -9,7 +9,7 @@ placement is, and converted by `as_placement` (in `derived_placements`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -303,22 +303,40 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
 
 @dataclass(frozen=True, slots=True)
 class InterleavedShard(_UnknownToTorch):
-    """Dim `dim` is `blocks` equal blocks, each divided as by `Shard` (fused q, k, v; gate, up).
+    """Dim `dim` is several blocks, each divided as by `Shard` (fused q, k, v; gate, up).
 
-    A coordinate owns its part of every block, one after the other. The extent has to be a multiple
-    of `blocks`.
+    A coordinate owns its part of every block, one after the other. `blocks` is the number of equal
+    blocks, or the proportions of blocks that are not equal: `(4, 1, 1)` for four heads of queries
+    to one of keys and one of values. Those are stored in lowest terms, and equal ones as their
+    number. The extent has to be a multiple of `unit`.
 
     Raises:
-        LayoutError: `blocks` is not positive, or a number is no integer.
+        LayoutError: there is no block, one is not positive, or a number is no integer.
     """
 
     dim: int
-    blocks: int
+    blocks: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        make_integers(self, "dim", "blocks")
-        if self.blocks < 1:
+        make_integers(self, "dim")
+        if isinstance(self.blocks, Iterable):
+            given = tuple(integer("InterleavedShard(blocks)", one) for one in self.blocks)
+            found = _proportions(given)
+            object.__setattr__(self, "blocks", len(found) if set(found) == {1} else found)
+        else:
+            make_integers(self, "blocks")
+        if not self.proportions or min(self.proportions) < 1:
             raise LayoutError(f"{self}: the number of blocks has to be positive")
+
+    @property
+    def proportions(self) -> tuple[int, ...]:
+        """How large the blocks are, beside each other."""
+        return (1,) * self.blocks if isinstance(self.blocks, int) else self.blocks
+
+    @property
+    def unit(self) -> int:
+        """What an extent has to be a multiple of."""
+        return self.blocks if isinstance(self.blocks, int) else sum(self.blocks)
 
     def cut_dims(self) -> tuple[int, ...]:
         """Return the one sharded dim."""
@@ -328,27 +346,36 @@ class InterleavedShard(_UnknownToTorch):
         """Return the intervals of a dim of `extent` that each of `count` coordinates owns.
 
         Raises:
-            LayoutError: `extent` is not a multiple of the number of blocks.
+            LayoutError: `extent` is not a multiple of the blocks.
         """
-        return in_blocks((self._block(extent),) * self.blocks, count)
+        return in_blocks(self._blocks(extent), count)
 
     def distinct_sizes(self, extent: int, count: int) -> set[int]:
         """Return the different numbers among `sizes`; `pieces` says what fits."""
-        block = self._block(extent)
-        return {self.blocks * size for size in Shard(self.dim).distinct_sizes(block, count)}
+        blocks = self._blocks(extent)
+        if not isinstance(self.blocks, int):
+            return Sharded.distinct_sizes(self, extent, count)
+        found = Shard(self.dim).distinct_sizes(blocks[0], count)
+        return {self.blocks * size for size in found}
 
     def piece(self, extent: int, count: int, index: int) -> Intervals:
         """Return the intervals that coordinate `index` owns; `pieces` says what fits."""
-        return in_each_block((self._block(extent),) * self.blocks, count, index)
+        return in_each_block(self._blocks(extent), count, index)
 
-    def _block(self, extent: int) -> int:
-        """Return the extent of a block; `pieces` says what does not fit."""
-        if extent % self.blocks:
-            raise LayoutError(f"{self}: extent {extent} is not a multiple of {self.blocks} blocks")
-        return extent // self.blocks
+    def _blocks(self, extent: int) -> tuple[int, ...]:
+        """Return the extents of the blocks; `pieces` says what does not fit."""
+        if extent % self.unit:
+            raise LayoutError(f"{self}: extent {extent} is not a multiple of {self.unit} blocks")
+        each = extent // self.unit
+        return tuple(each * one for one in self.proportions)
 
     def __repr__(self) -> str:
         return f"InterleavedShard({self.dim}, {self.blocks})"
+
+
+def _proportions(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    divisor = math.gcd(*sizes) or 1
+    return tuple(one // divisor for one in sizes)
 
 
 @dataclass(frozen=True, slots=True)

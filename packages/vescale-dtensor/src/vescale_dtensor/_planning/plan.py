@@ -20,6 +20,7 @@ from vescale_dtensor._errors import MeshError, RuleError
 from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
+from vescale_dtensor._planning import whole_sums
 from vescale_dtensor._planning.memory_order import result_orders
 from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided, memory_order
 from vescale_dtensor._planning.select import (
@@ -195,6 +196,7 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
     actual = layouts_of(call, mesh)
     itemsizes = [_itemsize(operand) for operand in call.operands]
     sizes = relative_sizes(call.size_ratios(), itemsizes)
+    whole = whole_sums.of(mesh)
     flat_candidates = candidates_of_flat_shards(strategy, [layout.placements for layout in actual])
     # Each axis chooses by itself first, which is the cheapest. If the shardings chosen do not fit
     # together, choose again, each axis among what fits the choices of the axes before it.
@@ -206,6 +208,8 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
                 flat_candidates[axis] if flat_candidates else ()
             )
             fits = partial(_fits_behind, choices, actual) if heeding else None
+            if axis in whole:
+                fits = partial(_sums_whole, placements, fits)
             choice = choose(candidates, placements, sizes, count, rule.writes, moves_target, fits)
             if choice is None:
                 return None
@@ -287,6 +291,14 @@ def _fits_behind(choices: list[AxisChoice], actual: list[Layout], candidate: Axi
         _fits(tuple(r.inputs[i] for r in candidates), layout.placements[: len(candidates)])
         for i, layout in enumerate(actual)
     )
+
+
+def _sums_whole(
+    actual: list[Placement], fits: Callable[[AxisStrategy], bool] | None, candidate: AxisStrategy
+) -> bool:
+    """Whether a candidate sums no ragged shards, and fits otherwise."""
+    summed = whole_sums.sums_ragged_shards(actual, candidate.inputs, candidate.outputs)
+    return not summed and (fits is None or fits(candidate))
 
 
 def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:

@@ -126,7 +126,7 @@ def _overlap(runs: Intervals, others: Intervals) -> int:
 def _divisor(placement: Placement) -> int:
     """Return what an extent must be a multiple of to be sharded evenly, beside the axis' size."""
     if isinstance(placement, InterleavedShard):
-        return placement.blocks
+        return placement.unit
     if isinstance(placement, StridedShard):
         return placement.split_factor
     if isinstance(placement, RaggedShard):

@@ -134,7 +134,8 @@ class DistributeBatch:
         }
         head = "the batches that enter the model differ between ranks:"
         peers = mesh_ranks(self.mesh)
-        require_same(facts, peers=peers, head=head, advice=dict.fromkeys(facts, _WHOLE_BATCH))
+        advice = dict.fromkeys(facts, _WHOLE_BATCH)
+        require_same(facts, peers=peers, head=head, advice=advice, mesh=self.mesh)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.

@@ -124,6 +124,7 @@ class LocalBatch:
             peers=mesh_ranks(self.mesh),
             head="the rows that ranks pass to the model differ in their form:",
             advice={"tensor": _FORM},
+            mesh=self.mesh,
         )
 
     def _by_shard(self, rows: list[int]) -> list[int]:
@@ -153,6 +154,7 @@ class LocalBatch:
                 peers=peers,
                 head="the batches that enter the model differ between ranks:",
                 advice={"value of": _REPLICAS},
+                mesh=self.mesh,
             )
 
     def _placed(self, tensor: Tensor, counts: list[int]) -> Tensor:

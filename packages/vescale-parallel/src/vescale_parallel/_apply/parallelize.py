@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer
+from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
 
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
@@ -103,6 +103,9 @@ def parallelize(
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     if invariant is not None:
         schedule = getattr(model, SCHEDULE, None)
+        if isinstance(where, StoredPlacements) and report.buffers:
+            # Norms that anybody takes of stored gradients, as torch's clipping and Adafactor do.
+            sum_whole(where.stored, invariant.axes)
         setattr(model, STEP, InvariantStep(model, invariant, mesh, schedule, report.over))
     return model
 
@@ -194,5 +197,11 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is:
 def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
     regions = install_regions(model, report.regions, mesh.device_type)
     if report.budget is not None:
-        budget = Budget(list(regions.values()), report.activations.needed)
+        # Of logical shards, each has all of its tokens on one rank.
+        ranks = report.activations.sharers if report.invariant is not None else 1
+
+        def needed(tokens: int) -> int:
+            return report.activations.needed(tokens * ranks)
+
+        budget = Budget(list(regions.values()), needed)
         model.register_forward_pre_hook(budget, with_kwargs=True)

@@ -26,7 +26,7 @@ def placements(
         dim = layout.dim_of(axis, ndim)
         if dim is not None:
             blocks = layout.blocks_of(axis)
-            chosen.append(InterleavedShard(dim, blocks) if blocks > 1 else Shard(dim))
+            chosen.append(InterleavedShard(dim, blocks) if len(blocks) > 1 else Shard(dim))
         # "replicate" and "full" are explicit; an axis that is not named keeps what it has.
         elif unnamed is None or layout.covers(axis):
             chosen.append(Replicate())

@@ -13,7 +13,7 @@ from vescale_dtensor import Placement, RaggedShard
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._notation.layout import RuleLayout
+from vescale_parallel._notation.layout import RuleLayout, block_sizes
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.resolve import BufferRow
@@ -175,8 +175,9 @@ def own_shape(layout: RuleLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> t
     for at, (axis, size) in zip(coordinate, mesh_sizes(mesh).items(), strict=True):
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
-            blocks = layout.blocks_of(axis)
-            within = extents[dim] // blocks
-            extent = -(-within // size)
-            extents[dim] = blocks * max(0, min(extent, within - at * extent))
+            owned = 0
+            for within in block_sizes(layout, axis, extents[dim]):
+                extent = -(-within // size)
+                owned += max(0, min(extent, within - at * extent))
+            extents[dim] = owned
     return tuple(extents)

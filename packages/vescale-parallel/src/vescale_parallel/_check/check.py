@@ -224,11 +224,12 @@ def _place(
         )
     for axis, blocks in layout.blocks:
         dim = layout.dim_of(axis, parameter.ndim)
-        if dim is not None and parameter.shape[dim] % blocks:
+        if dim is not None and parameter.shape[dim] % sum(blocks):
             return (
                 f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{globs[0]}' "
-                f"shards a dim of {blocks} equal blocks ('{layout}'), which {parameter.shape[dim]} "
-                "is not. Write the dim alone, or the right number of blocks."
+                f"shards a dim of {sum(blocks)} equal blocks ('{layout}'), which "
+                f"{parameter.shape[dim]} is not. Write the dim alone, or the right number of "
+                "blocks."
             )
     return _parameter_row(names, parameter, globs[0], layout, sizes)
 

@@ -14,7 +14,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vescale_comm import explained_failures
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import Group, explained_failures, group_of
 
 from vescale_parallel._common.messages import numbers
 from vescale_parallel._errors import DisagreementError
@@ -31,30 +32,41 @@ _SHOWN_VARIANTS: Final = 4
 
 
 def require_same(
-    facts: Facts, *, peers: Sequence[int], head: str, advice: Mapping[str, str]
+    facts: Facts,
+    *,
+    peers: Sequence[int],
+    head: str,
+    advice: Mapping[str, str],
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Raise on every rank, naming ranks and values, unless peers hold the same.
 
-    All ranks of the default process group call it with the same sections. One collective of a few
-    bytes for each section; more only where something differs.
+    All ranks of the mesh, or of the default process group, call it with the same sections. One
+    collective of a few bytes for each section; more only where something differs.
 
     Args:
         facts: what this rank holds.
         peers: the ranks that must hold the same, this one among them.
         head: the beginning of the message.
         advice: by section, what to do; that of the first section that differs ends the message.
+        mesh: whose ranks compare; None: all processes. What happens while a model runs is for its
+            mesh: others may hold another model, which runs at other times or not at all.
 
     Raises:
         DisagreementError: on every rank, also on those whose own peers agree.
     """
     if not several_ranks():
         return
+    group = _group(mesh)
+    if group is not None and group.size == 1:
+        return
     digests = [_digest(list(peers)), *(_digest(dict(section)) for section in facts.values())]
-    rows = [tuple(row.tolist()) for row in gather(torch.tensor(digests, device=_device()))]
-    variants = _variants(rows)
+    told = gather(torch.tensor(digests, device=_device(group)), group)
+    rows = [tuple(row.tolist()) for row in told]
+    variants = _variants(rows, world_ranks() if group is None else group.ranks)
     if all(len(of_team) == 1 for of_team in variants):
         return
-    found = {section: _differences(section, facts, variants) for section in facts}
+    found = {section: _differences(section, facts, variants, group) for section in facts}
     lines = [line for of_section in found.values() for line in of_section]
     shown = lines[:_SHOWN_DIFFERENCES]
     if len(lines) > len(shown):
@@ -63,23 +75,33 @@ def require_same(
     raise DisagreementError("\n  - ".join([head, *shown]) + f"\n{advice[first]}")
 
 
-def _variants(rows: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
+def _group(mesh: DeviceMesh | None) -> Group | None:
+    """The ranks of a mesh; None where these are all processes."""
+    if mesh is None or mesh.mesh.numel() == dist.get_world_size():
+        return None
+    return group_of(mesh, tuple(range(mesh.ndim)))
+
+
+def _variants(rows: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> list[list[list[int]]]:
     """By set of peers, the ranks that hold the same, those that hold the most usual thing first."""
     teams: dict[int, dict[tuple[int, ...], list[int]]] = {}
-    for rank, row in enumerate(rows):
+    for rank, row in sorted(zip(ranks, rows, strict=True)):
         teams.setdefault(row[0], {}).setdefault(row, []).append(rank)
     # Sorting is stable: of two that equally many ranks have, that of the lower rank comes first.
     return [sorted(team.values(), key=lambda ranks: -len(ranks)) for team in teams.values()]
 
 
-def _differences(section: str, facts: Facts, variants: list[list[list[int]]]) -> list[str]:
+def _differences(
+    section: str, facts: Facts, variants: list[list[list[int]]], group: Group | None
+) -> list[str]:
     """Return a line for each name whose value differs somewhere; a collective of all ranks."""
     lines = []
     for of_team in variants:
         if len(of_team) == 1:
             continue
         # The lowest rank of each variant speaks for the others, and everybody hears it.
-        told = [(ranks, _text_of(ranks[0], facts[section])) for ranks in of_team[:_SHOWN_VARIANTS]]
+        shown = of_team[:_SHOWN_VARIANTS]
+        told = [(ranks, _text_of(ranks[0], facts[section], group)) for ranks in shown]
         # What cannot be described first: it is why all else of that rank is not there.
         everything = dict.fromkeys(name for _, values in told for name in values)
         names = sorted(everything, key=lambda name: name != UNDESCRIBED)
@@ -115,23 +137,31 @@ def _digest(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def _text_of(sender: int, section: Mapping[str, str]) -> dict[str, str]:
+def _text_of(sender: int, section: Mapping[str, str], group: Group | None) -> dict[str, str]:
     """Return what one rank holds, on every rank."""
-    told: dict[str, str] = json.loads(broadcast_text(json.dumps(dict(section)), sender))
+    told: dict[str, str] = json.loads(broadcast_text(json.dumps(dict(section)), sender, group))
     return told
 
 
-def broadcast_text(text: str, sender: int) -> str:
-    """Return the text that `sender` passes, on every rank; what others pass is not looked at."""
+def broadcast_text(text: str, sender: int, group: Group | None = None) -> str:
+    """Return the text that `sender` passes, on every rank; what others pass is not looked at.
+
+    Args:
+        text: what this rank would say.
+        sender: the rank that is heard, counted over all processes.
+        group: who hears; None: all processes.
+    """
+    carrier = None if group is None else group.process_group
+    device = _device(group)
     mine = text.encode() if dist.get_rank() == sender else b""
-    length = torch.tensor([len(mine)], device=_device())
+    length = torch.tensor([len(mine)], device=device)
     # Its length first: the others cannot know how much they have to receive.
     with explained_failures("broadcast", length):
-        dist.broadcast(length, sender)
+        dist.broadcast(length, sender, group=carrier)
     padded = bytearray(mine.ljust(int(length.item()), b"\0"))
-    sent = torch.frombuffer(padded, dtype=torch.uint8).to(_device()) if padded else length[:0]
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device) if padded else length[:0]
     with explained_failures("broadcast", sent):
-        dist.broadcast(sent, sender)
+        dist.broadcast(sent, sender, group=carrier)
     return bytes(sent.cpu().tolist()).decode()
 
 
@@ -141,19 +171,25 @@ def several_ranks() -> bool:
     return started and dist.get_backend() != "fake"
 
 
-def gather(mine: Tensor) -> list[Tensor]:
-    """Return one tensor of the same shape from every rank, over all processes, on the CPU."""
-    received = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+def gather(mine: Tensor, group: Group | None = None) -> list[Tensor]:
+    """Return one tensor of the same shape from every rank of a group, or of all, on the CPU."""
+    size = dist.get_world_size() if group is None else group.size
+    received = [torch.empty_like(mine) for _ in range(size)]
     with explained_failures("all_gather", mine):
-        dist.all_gather(received, mine)
+        dist.all_gather(received, mine, group=None if group is None else group.process_group)
     return [one.cpu() for one in received]
 
 
-def gather_flags(mine: bool) -> list[bool]:
-    """Return one yes or no from every rank, in rank order."""
+def gather_flags(mine: bool, mesh: DeviceMesh | None = None) -> list[bool]:
+    """Return one yes or no from every rank of a mesh, or of all processes, in rank order."""
     if not several_ranks():
         return [mine]
-    return [bool(one.item()) for one in gather(torch.tensor([mine], device=_device()).int())]
+    group = _group(mesh)
+    said = torch.tensor([mine], device=_device(group)).int()
+    found = [bool(one.item()) for one in gather(said, group)]
+    if group is None:
+        return found
+    return [one for _, one in sorted(zip(group.ranks, found, strict=True))]
 
 
 def ranks_that_hold(value: object) -> list[int]:
@@ -168,8 +204,10 @@ def world_ranks() -> list[int]:
     return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
 
 
-def _device() -> str:
-    """Return a device that the default group sends from: the same on every rank."""
+def _device(group: Group | None = None) -> str:
+    """Return a device that a group, or the default one, sends from: the same on every rank."""
+    if group is not None:
+        return "cpu" if "cpu" in group.backends else next(iter(group.backends))
     # As "cpu:gloo,cuda:nccl": facts on the host then never wait for work on the device.
     return "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
 

@@ -1,18 +1,20 @@
 """Apply a function to every tensor in nested arguments or results of a module."""
 
 import copy
-from collections.abc import Callable, MutableMapping
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any, *, copies: bool = False) -> Any:
     """Return the same nesting of tuples, lists and dicts with every tensor replaced.
 
-    Named tuples stay named; dicts, their subclasses and what behaves like one (model outputs and
-    batches of Hugging Face among them) are copied and their items set, so they keep their type and
-    attributes. Other values stay as they are, and so does a container in which nothing is replaced:
+    Named tuples stay named; dicts, data classes, their subclasses and what behaves like one (model
+    outputs and batches of Hugging Face among them) are copied and their items set, so they keep
+    their type and attributes. Other values stay as they are, and so does a container in which
+    nothing is replaced:
     a list to which a module appends its auxiliary loss has to be the caller's own.
 
     Args:
@@ -38,13 +40,36 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, *, copies: boo
         for key, new in changed.items():
             mapped[key] = new
         return mapped
+    names = field_names(value)
+    if names:
+        changed = {n: map_tensors(function, getattr(value, n), copies=copies) for n in names}
+        if not copies and all(new is getattr(value, name) for name, new in changed.items()):
+            return value
+        return with_fields(value, changed)
     return value
+
+
+def field_names(value: Any) -> list[str]:
+    """Return the fields of an object of a data class that have a value; none of anything else."""
+    # Classes of data are data classes, too, and modules may be: those are not arguments.
+    if isinstance(value, type | nn.Module) or not dataclasses.is_dataclass(value):
+        return []
+    return [one.name for one in dataclasses.fields(value) if hasattr(value, one.name)]
+
+
+def with_fields(value: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a copy of an object of a data class with other values of some fields."""
+    mapped = copy.copy(value)
+    for name, new in changed.items():
+        # Past a frozen class's own, and past `__post_init__`, which has run once.
+        object.__setattr__(mapped, name, new)
+    return mapped
 
 
 def named_tensors_within(value: Any, path: str = "") -> dict[str, Tensor]:
     """Return every tensor in a nesting, by a readable path as `['tokens'][0]`.
 
-    Sees what `map_tensors` replaces: lists, tuples and dicts, and what is like them.
+    Sees what `map_tensors` replaces: lists, tuples, dicts, what is like them, and data classes.
     """
     if isinstance(value, Tensor):
         return {path: value}
@@ -53,7 +78,7 @@ def named_tensors_within(value: Any, path: str = "") -> dict[str, Tensor]:
     elif isinstance(value, tuple | list):
         items = list(enumerate(value))
     else:
-        return {}
+        items = [(name, getattr(value, name)) for name in field_names(value)]
     found: dict[str, Tensor] = {}
     for key, one in items:
         found |= named_tensors_within(one, f"{path}[{key!r}]")

@@ -328,4 +328,5 @@ class Loader:
             peers=mesh_ranks(self._mesh),
             head=_HEAD,
             advice={"loader": _ADVICE},
+            mesh=self._mesh,
         )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch.utils.data import Sampler
 
-from vescale_parallel._common.pytree import map_tensors
+from vescale_parallel._common.pytree import field_names, map_tensors, with_fields
 from vescale_parallel._common.rows import row_counts
 
 _LEAVES: Final = (str, bytes, int, float, type(None))
@@ -122,9 +122,13 @@ def _emptied(value: Any) -> Any:
     # Of samples that are tuples, torch collates strings to tuples; numbers it makes tensors.
     if type(value) is tuple and value and all(isinstance(one, str | bytes) for one in value):
         return ()
-    if isinstance(value, list) or type(value) is tuple:
-        return type(value)(_emptied(one) for one in value)
-    if isinstance(value, dict):
-        for key, one in value.items():
-            value[key] = _emptied(one)
-    return value
+    if isinstance(value, tuple | list):
+        items = [_emptied(one) for one in value]
+        # A named tuple is made of its fields; its strings are lists by now, one for each field.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        for key in list(value):
+            value[key] = _emptied(value[key])
+        return value
+    names = field_names(value)
+    return with_fields(value, {n: _emptied(getattr(value, n)) for n in names}) if names else value

@@ -38,7 +38,7 @@ class Told:
 def tell(
     losses: Mapping[int, float],
     arrived: Sequence[bool],
-    alike: Sequence[int],
+    alike: Sequence[object],
     problem: str,
     spans: Sequence[Span],
     group: Group | None,
@@ -49,7 +49,8 @@ def tell(
     Args:
         losses: of this rank's shards.
         arrived: whether this rank has a gradient, for each parameter.
-        alike: seeds and rows of all shards, and checksums of some batches: every rank has the same.
+        alike: seeds and rows of all shards, checksums of some batches, calls of batch norms: every
+            rank has the same.
         problem: what is wrong here; empty if nothing is.
         spans: the shards of each rank.
         group: the ranks that share the batch; None: this one alone.
@@ -87,7 +88,7 @@ def tell(
 def _row(
     losses: Mapping[int, float],
     arrived: Sequence[bool],
-    alike: Sequence[int],
+    alike: Sequence[object],
     problem: str,
     own: Span,
     room: int,

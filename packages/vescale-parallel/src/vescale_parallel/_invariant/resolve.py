@@ -29,6 +29,7 @@ class InvariantRow:
         sizes: the extents of these axes.
         batch: which dim of a tensor is that of the batch.
         gradient_bytes: of all gradients of a rank, in the dtype of the sums.
+        norms: how many modules take statistics of the batch, each of its logical shard.
     """
 
     shards: int
@@ -36,6 +37,7 @@ class InvariantRow:
     sizes: tuple[int, ...]
     batch: RuleLayout
     gradient_bytes: int
+    norms: int = 0
 
     @property
     def ranks(self) -> int:
@@ -73,6 +75,16 @@ class InvariantRow:
             f"  gradients: {count(self.kept, 'sum')} of {human_bytes(size)} kept at most, "
             f"{count(max(self.nodes), 'sum')} sent: {human_bytes(sent)} in place of "
             f"{human_bytes(usual)} to reduce-scatter, then what the plan gathers anyway"
+            f"{self._of_norms}"
+        )
+
+    @property
+    def _of_norms(self) -> str:
+        if not self.norms:
+            return ""
+        return (
+            f"\n  {count(self.norms, 'batch norm')}: normalised by the rows of one logical shard; "
+            "running statistics are those of the whole batch"
         )
 
 
@@ -96,8 +108,6 @@ class Resolved(Protocol):
     def batch(self) -> RuleLayout | None: ...
     @property
     def over(self) -> str: ...
-    @property
-    def budget(self) -> float | None: ...
 
 
 def resolve_invariant(
@@ -126,6 +136,7 @@ def resolve_invariant(
         gradient_bytes=sum(
             math.prod(row.local_shape) * max(4, row.dtype.itemsize) for row in trained
         ),
+        norms=len(training_norms(model)),
     )
 
 
@@ -163,17 +174,12 @@ def _problems(said: InvariantWords, model: nn.Module, report: Resolved) -> list[
         problems.append(
             f"zero is over '{report.over}', which does not share the batch ('{batch}')."
         )
-    if report.budget is not None:
-        problems.append(
-            "checkpoint by memory: the estimate is of all of a rank's rows at once. Name what is "
-            "computed again: checkpoint='full', 'selective', a number, or globs."
-        )
-    norms = training_norms(model)
+    norms = synchronized_norms(model)
     if norms:
         problems.append(
-            f"batch norms in training mode: {listed(norms)}. Their statistics are sums over the "
-            "batch within forward, which shards that run one after another do not have. Use "
-            "nn.GroupNorm, or set them to eval()."
+            f"synchronised batch norms in training mode: {listed(norms)}. They ask for sums over "
+            "the batch within forward, which shards that run one after another do not have. Use "
+            "nn.BatchNorm, which takes each shard by itself, nn.GroupNorm, or set them to eval()."
         )
     return problems
 
@@ -184,6 +190,20 @@ def training_norms(model: nn.Module) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats)
+    ]
+
+
+def synchronized_norms(model: nn.Module) -> list[str]:
+    """Return the names of those that take statistics of all ranks' rows."""
+    found = training_norms(model)
+    return [name for name in found if isinstance(model.get_submodule(name), nn.SyncBatchNorm)]
+
+
+def kept_norms(model: nn.Module) -> list[str]:
+    """Return the names of those that keep running statistics, in the order of the model."""
+    found = training_norms(model)
+    return [
+        name for name in found if model.get_submodule(name)._buffers.get("running_mean") is not None
     ]
 
 

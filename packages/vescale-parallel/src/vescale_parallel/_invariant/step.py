@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,10 @@ from vescale_parallel._invariant.collected import Collected
 from vescale_parallel._invariant.delivery import Destination, destinations_of
 from vescale_parallel._invariant.exchange import exchanged
 from vescale_parallel._invariant.facts import Told, tell
-from vescale_parallel._invariant.resolve import InvariantRow, training_norms
+from vescale_parallel._invariant.metrics import Packed, form_of, values_within, with_values
+from vescale_parallel._invariant.norms import RunningStatistics
+from vescale_parallel._invariant.resolve import InvariantRow, synchronized_norms
+from vescale_parallel._invariant.shard_rows import rows_of_all
 from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import Schedule
@@ -33,6 +37,21 @@ _CHECKED_BATCHES: Final = 2
 
 _LOOKED_AT: Final = 16
 """Of later batches, each of so many is compared: a loader or an augmentation may drift."""
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What came of a rank's shards.
+
+    Attributes:
+        losses: by shard.
+        dtype: of the losses.
+        error: what was raised instead.
+    """
+
+    losses: dict[int, float]
+    dtype: torch.dtype
+    error: Exception | None = None
 
 
 class InvariantStep:
@@ -83,22 +102,36 @@ class InvariantStep:
         # Drawn alike on every rank, before anything depends on which shards it computes.
         seeds = torch.randint(2**62, (self.row.shards,)).tolist()
         with self.collected.all_shards(), self._run_alone():
-            losses, dtype = self._run(part.cut(self._dim_of, sizes), sizes, seeds)
-            told = self._tell(losses, [*seeds, *sizes, *self._looked_at(part)])
+            ran = self._run(part.cut(self._dim_of, sizes), sizes, seeds)
+            told = self._tell(ran, [*seeds, *sizes, *self._looked_at(part), *self._norms.form()])
             summed = self._summed(told, sizes)
         self._deliver(told, summed)
+        shards = [[one for one in range(*own) if sizes[one]] for own in self.spans]
+        self._norms.update(shards, self.group, self.row.shards, self.mesh.device_type)
         leaves = {
             (shard, shard + 1): told.losses[shard] * size / rows
             for shard, size in enumerate(sizes)
             if size
         }
         loss = total(self.row.shards, leaves, operator.add)
-        return torch.tensor(loss, dtype=dtype, device=self.mesh.device_type)
+        return torch.tensor(loss, dtype=ran.dtype, device=self.mesh.device_type)
 
-    def _run(
+    def _run(self, parts: Sequence[Part], sizes: Sequence[int], seeds: Sequence[int]) -> _Ran:
+        """Run this rank's shards."""
+        self._norms = RunningStatistics(self.model)
+        try:
+            with self._norms.noted():
+                return self._run_shards(parts, sizes, seeds)
+        except Exception as error:
+            # Ranks that gather parameters together wait within the model, and not behind it.
+            if self.schedule is not None or self.mesh.ndim > len(self.row.axes):
+                raise
+            self._sums = [TreeSum[Tensor](self.row.shards, Tensor.add_) for _ in self.destinations]
+            return _Ran({}, torch.float32, error)
+
+    def _run_shards(
         self, parts: Sequence[Part], sizes: Sequence[int], seeds: Sequence[int]
-    ) -> tuple[dict[int, float], torch.dtype]:
-        """Run this rank's shards; returns their losses, and the dtype of these."""
+    ) -> _Ran:
         low, high = self.spans[self.rank]
         own = [shard for shard in range(low, high) if sizes[shard]]
         self._sums = [TreeSum[Tensor](self.row.shards, Tensor.add_) for _ in self.destinations]
@@ -110,6 +143,7 @@ class InvariantStep:
             torch.manual_seed(seeds[shard])
             loss = self._run_one(parts[shard], sizes[shard] / sum(sizes))
             found = self.collected.take()
+            self._norms.put(shard if turn < len(own) else None)
             if turn < len(own):
                 losses[shard] = loss
                 for sums, one in zip(self._sums, self.destinations, strict=True):
@@ -118,7 +152,7 @@ class InvariantStep:
             if not sizes[shard]:
                 for sums in self._sums:
                     sums.put(shard, None)
-        return {shard: float(loss) for shard, loss in losses.items()}, loss.dtype
+        return _Ran({shard: float(loss) for shard, loss in losses.items()}, loss.dtype)
 
     def _turns(self, sizes: Sequence[int]) -> int:
         every = [sum(1 for one in sizes[low:high] if one) for low, high in self.spans]
@@ -133,9 +167,68 @@ class InvariantStep:
         whole: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
         return whole
 
-    def _tell(self, losses: dict[int, float], alike: Sequence[int]) -> Told:
-        arrived, problem = self.collected.arrived, self.collected.problem()
-        return tell(losses, arrived, alike, problem, self.spans, self.group, self.mesh.device_type)
+    def sums(self, function: Callable[..., Any], part: Part) -> Any:
+        """Return what a function gives for each shard, added up over all of them. Collective.
+
+        Args:
+            function: called with the rows of a shard; of its own it draws no random numbers that
+                anything else would see.
+            part: its arguments, of the whole batch.
+        """
+        rows = part.rows(self._dim_of)
+        sizes = rows_of(rows, self.row.shards)
+        shards = [[one for one in range(*own) if sizes[one]] for own in self.spans]
+        parts = part.cut(self._dim_of, sizes)
+        # What norms in training mode find is not kept: a metric is no step.
+        with self._run_alone(), RunningStatistics(self.model).noted():
+            seeds = torch.randint(2**62, (self.row.shards,)).tolist()
+            mine = shards[self.rank]
+            found: dict[int, Packed] = {}
+            # As many turns on every rank: the function may gather parameters.
+            for turn in range(max(len(each) for each in shards)):
+                shard = mine[turn] if turn < len(mine) else 0
+                torch.manual_seed(seeds[shard])
+                like = function(*parts[shard].args, **parts[shard].kwargs)
+                values = values_within(like)
+                if turn < len(mine):
+                    found[shard] = Packed.of(values, self.mesh.device_type)
+        return with_values(like, iter(self._added(found, values, shards, [*sizes, *seeds])))
+
+    def _added(
+        self,
+        found: dict[int, Packed],
+        values: Sequence[Any],
+        shards: Sequence[Sequence[int]],
+        alike: Sequence[int],
+    ) -> list[Any]:
+        """Return the sums over all shards, in the form of `values`."""
+        digest = [*alike, form_of(values)]
+        tell({}, [], digest, "", self.spans, self.group, self.mesh.device_type)
+        empty = Packed.of(values, self.mesh.device_type)
+        told = [
+            rows_of_all(
+                {shard: getattr(one, kind) for shard, one in found.items()},
+                getattr(empty, kind).new_empty(0, getattr(empty, kind).numel()),
+                shards,
+                self.group,
+            )
+            for kind in ("integers", "floats")
+        ]
+        every = {(s, s + 1): Packed(told[0][s], told[1][s]) for s in told[0]}
+        summed = total(self.row.shards, every, Packed.__add__)
+        assert summed is not None
+        return summed.unpacked(values)
+
+    def _tell(self, ran: _Ran, alike: Sequence[object]) -> Told:
+        problem = self.collected.problem() or self._norms.problem()
+        problem = problem if ran.error is None else "it raised"
+        arrived, device = self.collected.arrived, self.mesh.device_type
+        try:
+            return tell(ran.losses, arrived, alike, problem, self.spans, self.group, device)
+        except ParallelError:
+            if ran.error is not None:
+                raise ran.error from None
+            raise
 
     def _summed(self, told: Told, sizes: Sequence[int]) -> list[Tensor | None]:
         """Return for each destination the sum over all shards; None where nothing arrived."""
@@ -191,12 +284,12 @@ class InvariantStep:
                 "this model is a copy of a parallelised one whose steps are invariant: it can be "
                 "evaluated. To train it, copy the plain model and parallelize the copy."
             )
-        norms = training_norms(self.model)
+        norms = synchronized_norms(self.model)
         if norms:
             raise ParallelError(
-                f"batch norms in training mode: {listed(norms)}. Their statistics are sums over "
-                "the batch within forward, which logical shards that run one after another do not "
-                "have. Set them to eval(), also after model.train()."
+                f"synchronised batch norms in training mode: {listed(norms)}. They ask for sums "
+                "over the batch within forward, which logical shards that run one after another "
+                "do not have. Use nn.BatchNorm, which takes each shard by itself."
             )
         self.collected.require_same_parameters()
         named = self.model.named_parameters()
@@ -223,6 +316,7 @@ class InvariantStep:
             peers=mesh_ranks(self.mesh),
             head="the batches that are passed to forward_backward differ between ranks:",
             advice=dict.fromkeys(facts, advice),
+            mesh=self.mesh,
         )
 
     def _looked_at(self, part: Part) -> list[int]:

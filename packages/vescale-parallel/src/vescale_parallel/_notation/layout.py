@@ -1,6 +1,7 @@
 """Layouts as a plan writes them: `"tp:0"`, `"dp:0, tp:1"`, `"replicate"`, `"tp:full -> tp:1"`.
 
-`"tp:0/3"` is dim 0 of three equal blocks, each of which is sharded: a merged q, k, v.
+`"tp:0/3"` is dim 0 of three equal blocks, each of which is sharded: a merged q, k, v. Where there
+are four heads of queries to one of keys and one of values, the blocks are `"tp:0/4+1+1"`.
 
 A side of an activation rule says one layout for all tensors there, or one for each that it names:
 `"hidden_states = tp:full; 1 = tp:0 -> 0 = tp:1"`.
@@ -9,6 +10,7 @@ parse -> `RuleLayout` (immutable) -> dims per mesh axis. No mesh, model or torch
 """
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +24,14 @@ ARROW: Final = "->"
 
 # `full` is a word of its own, so that leaving an axis alone and replicating over it can differ.
 _ENTRY = re.compile(
-    r"(?P<axis>[^\W\d]\w*)\s*:\s*(?:(?P<where>-?\d+|full)|(?P<dim>-?\d+)\s*/\s*(?P<blocks>\d+))"
+    r"(?P<axis>[^\W\d]\w*)\s*:\s*(?:(?P<where>-?\d+|full)|(?P<dim>-?\d+)\s*/"
+    r"\s*(?P<blocks>\d+(?:\s*\+\s*\d+)*))"
 )
+_MOST_BLOCKS: Final = 4096
 _CHOICE = re.compile(r"\d+|[^\W\d]\w*|\*")
 _HINT = (
     "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'replicate'; 'tp:0/3' for "
-    "a dim of three equal blocks."
+    "a dim of three equal blocks, 'tp:0/4+1+1' for blocks in these proportions."
 )
 
 
@@ -39,13 +43,13 @@ class RuleLayout:
         text: the layout, spelt as messages and tables show it.
         dims: for each axis that the text names, the tensor dim sharded over it; None for `full`.
         everywhere: whether axes that the text does not name are replicated too (`"replicate"`).
-        blocks: for axes that shard a dim of several equal blocks, how many there are.
+        blocks: for axes that shard a dim of several blocks, the proportions of these.
     """
 
     text: str
     dims: tuple[tuple[str, int | None], ...]
     everywhere: bool = False
-    blocks: tuple[tuple[str, int], ...] = ()
+    blocks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -64,9 +68,9 @@ class RuleLayout:
         dim = dict(self.dims).get(axis)
         return dim if dim is None or dim >= 0 else dim + ndim
 
-    def blocks_of(self, axis: str) -> int:
-        """Return how many equal blocks the dim has that `axis` shards, each by itself."""
-        return dict(self.blocks).get(axis, 1)
+    def blocks_of(self, axis: str) -> tuple[int, ...]:
+        """Return the proportions of the blocks of the dim that `axis` shards, each by itself."""
+        return dict(self.blocks).get(axis, (1,))
 
     def covers(self, axis: str) -> bool:
         """Return whether the layout says anything about `axis`."""
@@ -137,28 +141,45 @@ def parse_layout(text: str) -> RuleLayout:
     for axis in axes:
         if axes.count(axis) > 1:
             raise PlanError(f"layout {text!r}: axis '{axis}' is named twice; name each axis once.")
-    blocks = tuple((axis, count) for axis, _, count in entries if count > 1)
+    blocks = tuple((axis, sizes) for axis, _, sizes in entries if len(sizes) > 1)
     merged = {dim for axis, dim in dims if axis in dict(blocks)}
     if len([dim for _, dim in dims if dim in merged]) > len(blocks) or len(merged) < len(blocks):
         raise PlanError(f"layout {text!r}: a dim of several blocks is sharded over one axis only.")
     return RuleLayout(", ".join(_entry_text(*entry) for entry in entries), dims, blocks=blocks)
 
 
-def _parse_entry(text: str, part: str) -> tuple[str, int | None, int]:
+def _parse_entry(text: str, part: str) -> tuple[str, int | None, tuple[int, ...]]:
     found = _ENTRY.fullmatch(part)
     if found is None:
         where = f"{part!r} in it cannot be read" if part else "a part of it is empty"
         raise PlanError(f"layout {text!r}: {where}. {_HINT}")
     if found["blocks"] is not None:
-        if int(found["blocks"]) < 1:
+        sizes = tuple(int(one) for one in found["blocks"].split("+"))
+        if min(sizes) < 1:
             raise PlanError(f"layout {text!r}: {part!r} in it has no block. {_HINT}")
-        return found["axis"], int(found["dim"]), int(found["blocks"])
+        if len(sizes) == 1 and sizes[0] > _MOST_BLOCKS:
+            raise PlanError(f"layout {text!r}: {part!r} in it has too many blocks. {_HINT}")
+        blocks = (1,) * sizes[0] if len(sizes) == 1 else in_lowest_terms(sizes)
+        return found["axis"], int(found["dim"]), blocks
     where = found["where"]
-    return found["axis"], None if where == FULL else int(where), 1
+    return found["axis"], None if where == FULL else int(where), (1,)
 
 
-def _entry_text(axis: str, dim: int | None, blocks: int) -> str:
-    return f"{axis}:{FULL if dim is None else dim}" + (f"/{blocks}" if blocks > 1 else "")
+def in_lowest_terms(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the same proportions in the smallest numbers."""
+    divisor = math.gcd(*sizes)
+    return tuple(one // divisor for one in sizes)
+
+
+def blocks_text(blocks: Sequence[int]) -> str:
+    """Return what a layout says of blocks in these proportions, behind its dim."""
+    if len(blocks) == 1:
+        return ""
+    return f"/{len(blocks)}" if set(blocks) == {1} else "/" + "+".join(map(str, blocks))
+
+
+def _entry_text(axis: str, dim: int | None, blocks: Sequence[int]) -> str:
+    return f"{axis}:{FULL if dim is None else dim}{blocks_text(blocks)}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -217,9 +238,15 @@ def local_shape(
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
             # Rounded up; the next axis on the same dim divides what this one has left.
-            blocks = layout.blocks_of(axis)
-            shape[dim] = blocks * -(-(shape[dim] // blocks) // size)
+            shape[dim] = sum(-(-one // size) for one in block_sizes(layout, axis, shape[dim]))
     return tuple(shape)
+
+
+def block_sizes(layout: RuleLayout, axis: str, extent: int) -> list[int]:
+    """Return the extents of the blocks of a dim, each of which `axis` shards by itself."""
+    blocks = layout.blocks_of(axis)
+    each = extent // sum(blocks)
+    return [each * one for one in blocks]
 
 
 def some_rank_is_empty(
@@ -230,10 +257,11 @@ def some_rank_is_empty(
     for axis, size in mesh_sizes:
         dim = layout.dim_of(axis, len(shape))
         if dim is not None:
-            blocks = layout.blocks_of(axis)
-            extent = shape[dim] // blocks
-            shard = -(-extent // size)
-            if shard * (size - 1) >= extent:
+            extents = block_sizes(layout, axis, shape[dim])
+            shards = [-(-one // size) for one in extents]
+            # A rank has something as soon as one block leaves it something.
+            pairs = zip(shards, extents, strict=True)
+            if all(shard * (size - 1) >= extent for shard, extent in pairs):
                 return True
-            shape[dim] = blocks * shard
+            shape[dim] = sum(shards)
     return False

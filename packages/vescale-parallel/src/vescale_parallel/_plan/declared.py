@@ -14,8 +14,12 @@ import torch
 from torch import nn
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._plan.layers import Role, declared_name
+from vescale_parallel._notation.layout import in_lowest_terms
+from vescale_parallel._plan.layers import Blocks, Layer, Role, declared_name
 from vescale_parallel._plan.styles import EXPERTS, role_of
+
+_SLICED: Final = frozenset(("qkv_proj", "qkv"))
+_GATHERED: Final = frozenset(("colwise_gather_output", "colwise_rep"))
 
 _MAPPINGS: Final = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -141,6 +145,34 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None  # a parameter
+
+
+def declared_blocks_of_heads(
+    model: nn.Module, layers: Mapping[str, Layer], styles: Mapping[str, str]
+) -> dict[str, Blocks]:
+    """Return proportions of q, k and v for layers whose result the library gathers and then slices.
+
+    That is what `colwise_gather_output` of such a layer says: q, k and v lie one behind the other.
+    Head by head they would be as well sharded without a gather, as GPT-NeoX declares them.
+    """
+    found = {}
+    for name, layer in layers.items():
+        style = style_of(declared_name(name), styles) or ""
+        if layer.own in _SLICED and style in _GATHERED:
+            owner = _module(model, layer.parent)
+            heads = _heads(getattr(owner, "config", None) or getattr(model, "config", None))
+            if heads and layer.outputs % sum(heads) == 0:
+                found[name] = in_lowest_terms(heads)
+    return found
+
+
+def _heads(config: Any) -> tuple[int, int, int] | None:
+    text = getattr(config, "get_text_config", lambda: config)()
+    heads = getattr(text, "num_attention_heads", None)
+    few = getattr(text, "num_key_value_heads", None) or heads
+    if not isinstance(heads, int) or not isinstance(few, int) or min(heads, few) < 1:
+        return None
+    return heads, few, few
 
 
 def stack_layouts(

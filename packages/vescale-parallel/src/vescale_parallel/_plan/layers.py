@@ -7,6 +7,8 @@ from typing import Final
 
 from torch import nn
 
+from vescale_parallel._notation.layout import blocks_text
+
 _ADAPTED: Final = ".base_layer"
 """Where adapters (PEFT's LoRA) keep the layer that they wrap."""
 _ADAPTED_MODEL: Final = "base_model.model."
@@ -115,8 +117,12 @@ _TWO: Final = frozenset(("gate_up_proj", "gate_up", "Wi"))
 """Names of projections to a gate and what it gates."""
 
 
-def merged_blocks(layer: Layer) -> int:
-    """Return how many equal matrices a layer has side by side, which are used one by one.
+Blocks = tuple[int, ...]
+"""Proportions of matrices that a layer has side by side; one number if it is one matrix."""
+
+
+def merged_blocks(layer: Layer) -> Blocks:
+    """Return the proportions of the matrices that a layer has side by side, used one by one.
 
     Sharded as one matrix, a rank would hold all of the first and none of the last, and each use
     would send it. Those that go head by head (GPT-NeoX's query_key_value), or by groups of
@@ -125,19 +131,32 @@ def merged_blocks(layer: Layer) -> int:
     # Of others (GPT-BigCode) a c_attn that is no Conv1D goes head by head.
     by_head = layer.own == "c_attn" and layer.out_dim == 0
     if layer.own in _THREE and layer.outputs == 3 * layer.inputs and not by_head:
-        return 3
-    return 2 if layer.own in _TWO and layer.outputs % 2 == 0 else 1
+        return (1, 1, 1)
+    return (1, 1) if layer.own in _TWO and layer.outputs % 2 == 0 else (1,)
 
 
-def parameter_layouts(layer: Layer, module: nn.Module, role: Role, axis: str) -> dict[str, str]:
-    """Return the layout of each own parameter of a layer in that role, by its full name."""
+def parameter_layouts(
+    layer: Layer, module: nn.Module, role: Role, axis: str, blocks: Blocks | None = None
+) -> dict[str, str]:
+    """Return the layout of each own parameter of a layer in that role, by its full name.
+
+    Args:
+        layer: which one.
+        module: the same.
+        role: what its parameters are to tensor parallelism.
+        axis: that shards them.
+        blocks: matrices that are known to lie side by side; None goes by the layer's name.
+    """
     dims = {
         Role.COLUMN: layer.out_dim,
         Role.ROW: 1 - layer.out_dim,
         Role.VOCABULARY: 0,
         Role.FEATURES: 1,
     }
-    blocks = merged_blocks(layer) if role is Role.COLUMN else 1
+    if role is not Role.COLUMN:
+        blocks = (1,)
+    elif blocks is None:
+        blocks = merged_blocks(layer)
     found = {}
     for name, parameter in module.named_parameters(recurse=False):
         dim = dims.get(role)
@@ -145,6 +164,5 @@ def parameter_layouts(layer: Layer, module: nn.Module, role: Role, axis: str) ->
             # A bias belongs to the outputs, which are whole behind a row-parallel layer.
             dim = 0 if role in (Role.COLUMN, Role.VOCABULARY) else None
         if dim is not None:
-            text = f"{axis}:{dim}" + (f"/{blocks}" if blocks > 1 else "")
-            found[f"{layer.name}.{name}"] = text
+            found[f"{layer.name}.{name}"] = f"{axis}:{dim}{blocks_text(blocks)}"
     return found

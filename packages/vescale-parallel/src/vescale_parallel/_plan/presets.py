@@ -9,6 +9,7 @@ from vescale_parallel._errors import PlanError
 from vescale_parallel._plan.by_shape import roles_by_shape, vocabulary_roles
 from vescale_parallel._plan.declared import (
     declared_blocks,
+    declared_blocks_of_heads,
     declared_roles,
     declared_styles,
     model_of,
@@ -16,6 +17,7 @@ from vescale_parallel._plan.declared import (
 )
 from vescale_parallel._plan.globs import rules_of
 from vescale_parallel._plan.layers import (
+    Blocks,
     Layer,
     Role,
     block_names,
@@ -65,7 +67,8 @@ def from_hf(
     roles = {**vocabulary_roles(layers, roles), **roles} if roles else roles_by_shape(model)
     _replicate_few_heads(model, layers, roles, ranks)
     stacks = stack_layouts(model, roles, declared, axis)
-    return _draft(model, layers, roles, stacks, axis, sequence_parallel)
+    merged = declared_blocks_of_heads(model, layers, declared)
+    return _draft(model, layers, roles, stacks, axis, sequence_parallel, merged)
 
 
 def with_declared_stages(model_or_config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,13 +132,16 @@ def _draft(
     stacks: Mapping[str, str],
     axis: str,
     sequence_parallel: bool,
+    merged: Mapping[str, Blocks] | None = None,
 ) -> Draft:
     layouts = dict.fromkeys(
         (name for name, _ in model.named_parameters(remove_duplicate=False)), "replicate"
     )
     for name, role in roles.items():
         if name in layers:
-            layouts |= parameter_layouts(layers[name], model.get_submodule(name), role, axis)
+            blocks = (merged or {}).get(name)
+            module = model.get_submodule(name)
+            layouts |= parameter_layouts(layers[name], module, role, axis, blocks)
     layouts |= stacks
     _agree_on_ties(model, layouts)
     boundaries = sequence_boundaries(model, layers, roles, axis) if sequence_parallel else {}

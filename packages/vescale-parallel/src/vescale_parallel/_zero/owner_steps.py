@@ -59,16 +59,42 @@ def step_owned(
             "gradients there and not in a hook of the step."
         )
     taken: Taken = []
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            own = [p for p in group["params"] if id(p) in stored and p.grad is not None]
-            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            _step_on_owners(optimizer, settings, [p for p in own if stored[id(p)]])
-            for parameter in own:
-                if not stored[id(parameter)]:
-                    _step_gathered(optimizer, settings, parameter)
-                taken.append((parameter, parameter.grad))
-                parameter.grad = None
+    try:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                _step_group(optimizer, group, stored)
+                taken += _take(group["params"])
+    except BaseException:
+        # As after a step of torch that raises: gradients are all there.
+        give_back(taken)
+        raise
+    return taken
+
+
+def _step_group(optimizer: Optimizer, group: dict[str, Any], stored: dict[int, bool]) -> None:
+    """Step all parameters of a group: those that the optimizer could step itself as well.
+
+    It is left with nothing that could raise: nobody would give gradients back behind that.
+    """
+    own = [p for p in group["params"] if p.grad is not None]
+    settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    _step_on_owners(optimizer, settings, [p for p in own if stored.get(id(p))])
+    for parameter in own:
+        if stored.get(id(parameter)) is False:
+            _step_gathered(optimizer, settings, parameter)
+    rest = [p for p in own if id(p) not in stored]
+    if rest:
+        helper = _MUON([{**settings, "params": rest}])
+        helper.state.update({p: optimizer.state[p] for p in rest if p in optimizer.state})
+        helper.step()
+        optimizer.state.update({p: helper.state[p] for p in rest})
+
+
+def _take(parameters: Iterable[nn.Parameter]) -> Taken:
+    """Take the gradients of parameters aside."""
+    taken = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, _ in taken:
+        parameter.grad = None
     return taken
 
 
@@ -110,6 +136,10 @@ def _step_on_owners(optimizer: Optimizer, settings: dict[str, Any], own: list[An
             local = (leaf.detach(), gradient.to_local(), momentum.to_local())
             value, slope, state = (one.view(parameter.shape) for one in local)
             tensors.append((value, slope, state))
+    if own and not tensors:
+        # Settings that Muon refuses are refused on ranks that own nothing, too.
+        like = own[0].to_local()
+        tensors = [(like.new_zeros(1, 1), like.new_zeros(1, 1), like.new_zeros(1, 1))]
     if tensors:
         _step_plain(settings, tensors)
     for parameter in own:

@@ -173,6 +173,7 @@ class Schedule:
                     peers=mesh_ranks(unit.mesh),
                     head=_HEAD,
                     advice={"gathered": _ADVICE},
+                    mesh=unit.mesh,
                 )
 
     def _hook_outputs(self, unit: Unit, output: Any) -> bool:

@@ -203,7 +203,8 @@ def _blocks(placement: Sharded, extents: Extents, count: int) -> int | None:
     if isinstance(placement, Shard):
         return 1
     if isinstance(placement, InterleavedShard):
-        return placement.blocks
+        # Unequal blocks are split and merged by nobody: the slices that make them equal come first.
+        return placement.blocks if isinstance(placement.blocks, int) else None
     if isinstance(placement, StridedShard):
         even = all(extent % placement.split_factor == 0 for extent in extents)
         return placement.split_factor if even else None
