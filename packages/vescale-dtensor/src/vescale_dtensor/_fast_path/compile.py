@@ -164,7 +164,7 @@ def _result_specs(result: Any) -> tuple[Spec, ...] | None:
         return None
     if any(type(item) is not DTensor for item in items):
         return None
-    return tuple(item._spec for item in items)
+    return tuple([item._spec for item in items])
 
 
 def _specialize(
@@ -176,7 +176,7 @@ def _specialize(
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     func = call.func if bound is None else bound
     pairs = zip(plan.uses, call.operands, strict=True)
-    varying = tuple(use.varying for use, operand in pairs if type(operand) is DTensor)
+    varying = tuple([use.varying for use, operand in pairs if type(operand) is DTensor])
     # Outside of recorded calls no use has a type, and the local tensors are taken as they are.
     masks = varying if table is GRAD_RECORDED else None
     own = strategy.local is not None and bound is None
@@ -268,14 +268,14 @@ def _compile_redistributing(
 
 def _dtensor_names(call: OpCall) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
     """Positions and names of the DTensors among the arguments; None if one is in a list."""
-    places = tuple(i for i, value in enumerate(call.args) if type(value) is DTensor)
-    names = tuple(name for name, value in call.kwargs.items() if type(value) is DTensor)
-    wrappers = sum(type(operand) is DTensor for operand in call.operands)
+    places = tuple([i for i, value in enumerate(call.args) if type(value) is DTensor])
+    names = tuple([name for name, value in call.kwargs.items() if type(value) is DTensor])
+    wrappers = sum([type(operand) is DTensor for operand in call.operands])
     return (places, names) if len(places) + len(names) == wrappers else None
 
 
 def _dtensor_positions(call: OpCall) -> tuple[int, ...] | None:
     """Positions of the DTensors among the arguments; None if one is passed by name or in a list."""
-    places = tuple(i for i, value in enumerate(call.args) if type(value) is DTensor)
-    wrappers = sum(type(operand) is DTensor for operand in call.operands)
+    places = tuple([i for i, value in enumerate(call.args) if type(value) is DTensor])
+    wrappers = sum([type(operand) is DTensor for operand in call.operands])
     return places if len(places) == wrappers else None

@@ -65,6 +65,8 @@ def split_of(dim: int, sizes: Sequence[int]) -> Shard | RaggedShard:
 def on_dim(placement: AnyShard, dim: int) -> AnyShard:
     """Return the same shard of another dim; of dims that are sharded as one, `dim` is the first."""
     result: Any
+    if placement.cut_dims()[0] == dim:
+        return placement  # nearly always: ops keep most dims where they are
     if isinstance(placement, RaggedShard):
         dims = range(dim, dim + len(placement.dims))
         result = RaggedShard(tuple(dims), placement.local_units)

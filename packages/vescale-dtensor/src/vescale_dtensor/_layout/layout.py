@@ -87,7 +87,7 @@ class Layout:
         Raises:
             LayoutError: the number of placements is not the number of mesh axes.
         """
-        ours = tuple(as_placement(p) for p in placements)
+        ours = tuple([as_placement(p) for p in placements])
         if len(ours) != mesh.ndim:
             raise LayoutError(
                 f"{len(ours)} placements {list(ours)} for {describe(mesh)}: "
@@ -97,7 +97,10 @@ class Layout:
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """Return the layout of the same mesh and memory order with other placements."""
-        return _interned(ById(self.mesh), tuple(placements), self.order)
+        wanted = tuple(placements)
+        if wanted == self.placements:
+            return self  # nearly always: plans keep operands where they are
+        return _interned(ById(self.mesh), wanted, self.order)
 
     def with_order(self, order: Order | None) -> Layout:
         """Return the layout of the same mesh and placements with another memory order."""
@@ -166,7 +169,7 @@ def bits(indices: object) -> int:
 
 def axes_in(mask: int) -> tuple[int, ...]:
     """Return the indices of the set bits, ascending."""
-    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+    return tuple([i for i in range(mask.bit_length()) if mask >> i & 1])
 
 
 def normalized(placements: Sequence[object], ndim: int) -> tuple[Placement, ...]:
@@ -175,7 +178,7 @@ def normalized(placements: Sequence[object], ndim: int) -> tuple[Placement, ...]
     Raises:
         LayoutError: a dim that the tensor lacks, or shards that do not fit together.
     """
-    ours = tuple(_checked(as_placement(p), ndim) for p in placements)
+    ours = tuple([_checked(as_placement(p), ndim) for p in placements])
     # For its check alone: which flat and single shards may follow one another.
     dim_groups(ours, ndim)
     return ours

@@ -39,7 +39,7 @@ def order_of(shape: Shape, strides: Sequence[int]) -> Order | None:
         return None
     # Expanded dims keep their positions; the others are filled in around them, sorted.
     places = iter(ordered)
-    return tuple(next(places) if strides[d] else d for d in range(len(shape)))
+    return tuple([next(places) if strides[d] else d for d in range(len(shape))])
 
 
 class TensorMeta:

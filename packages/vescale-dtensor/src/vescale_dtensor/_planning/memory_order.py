@@ -40,7 +40,7 @@ def result_orders(call: OpCall, strategy: Strategy, count: int) -> tuple[Order |
     results = _asked(call, strategy)
     orders = [order_of(tuple(r.shape), r.stride()) for r in results]
     # Fewer results than outputs: torch could not answer without data. Row-major then.
-    return tuple(orders[i] if i < len(orders) else None for i in range(count))
+    return tuple([orders[i] if i < len(orders) else None for i in range(count)])
 
 
 def views_on_one_device(call: OpCall) -> Sequence[Tensor] | None:
@@ -134,7 +134,7 @@ def _stand_in(operand: Tensor, small: bool) -> Tensor:
     expanded = expanded_dims(operand)
     # Two elements are enough for a dim to have a place in memory, and one or none stay so.
     shape: Shape = tuple(
-        1 if dim in expanded else min(n, 2) if small else n for dim, n in enumerate(operand.shape)
+        [1 if dim in expanded else min(n, 2) if small else n for dim, n in enumerate(operand.shape)]
     )
     strides = strides_of(shape, memory_order(operand))
     return torch.empty_strided(shape, strides, dtype=operand.dtype, device=operand.device)

@@ -104,7 +104,7 @@ class OpCall:
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Global shapes of the operands."""
-        return tuple(tuple(operand.shape) for operand in self.operands)
+        return tuple([tuple(operand.shape) for operand in self.operands])
 
     def size_ratios(self) -> tuple[int, ...]:
         """Number of elements of each operand relative to the first, as a power of two.
@@ -140,8 +140,10 @@ class OpCall:
         """
         known: dict[int, int] = {1: 0, 0: -1}
         return tuple(
-            tuple([known.setdefault(n, len(known)) for n in operand.shape])
-            for operand in self.operands
+            [
+                tuple([known.setdefault(n, len(known)) for n in operand.shape])
+                for operand in self.operands
+            ]
         )
 
     def replaced(self, tensors: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -227,7 +229,7 @@ def expanded_dims(tensor: Tensor) -> tuple[int, ...]:
 def _expanded(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     # A stride of zero in a dim of one index expands nothing.
     pairs = enumerate(zip(shape, strides, strict=True))
-    return tuple(dim for dim, (extent, stride) in pairs if not stride and extent > 1)
+    return tuple([dim for dim, (extent, stride) in pairs if not stride and extent > 1])
 
 
 def _memory(tensor: Tensor) -> Hashable:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError, RuleError
-from vescale_dtensor._layout.layout import Layout, Order, Shape
+from vescale_dtensor._layout.layout import Layout, Order, Shape, bits
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
 from vescale_dtensor._planning import whole_sums
@@ -288,7 +288,7 @@ def _fits_behind(choices: list[AxisChoice], actual: list[Layout], candidate: Axi
     """Whether one more axis's candidate goes with the choices of the axes before it."""
     candidates = [*(choice.candidate for choice in choices), candidate]
     return all(
-        _fits(tuple(r.inputs[i] for r in candidates), layout.placements[: len(candidates)])
+        _fits(tuple([r.inputs[i] for r in candidates]), layout.placements[: len(candidates)])
         for i, layout in enumerate(actual)
     )
 
@@ -307,10 +307,12 @@ def _fits(wanted: tuple[Placement, ...], actual: tuple[Placement, ...]) -> bool:
     A dim can be sharded by several axes only if all use `Shard`: interleaved and ragged shards
     depend on the extent that they find. What an operand already has is always possible.
     """
+    if wanted == actual:
+        return True
     shards = [p for p in wanted if isinstance(p, Sharded)]
     dims = [dim for shard in shards for dim in shard.cut_dims()]
     asking = {dim for shard in shards if not isinstance(shard, Shard) for dim in shard.cut_dims()}
-    return wanted == actual or all(dims.count(d) <= 1 for d in asking)
+    return all(dims.count(d) <= 1 for d in asking)
 
 
 def _assembled(
@@ -318,11 +320,10 @@ def _assembled(
 ) -> OpPlan:
     """The plan for one choice per mesh axis."""
     candidates = [choice.candidate for choice in choices]
-    varying = [_varies(candidate) for candidate in candidates]
+    mask = bits([axis for axis, candidate in enumerate(candidates) if _varies(candidate)])
     uses = []
     for index, layout in enumerate(actual):
         wanted = layout.with_placements([candidate.inputs[index] for candidate in candidates])
-        mask = sum(1 << axis for axis, varies in enumerate(varying) if varies)
         # Only replicated operands have two kinds of use; a sharded one's cotangent is sharded.
         uses.append(OperandUse(wanted, mask & wanted.replicated))
     outputs = _output_layouts(call, strategy, actual, candidates)
@@ -333,7 +334,7 @@ def _assembled(
 
 def _varies(candidate: AxisStrategy) -> bool:
     """Whether the op varies on the axis: ranks compute different things, not the same twice."""
-    return not all(isinstance(p, Replicate) for p in (*candidate.inputs, *candidate.outputs))
+    return not set(map(type, candidate.inputs + candidate.outputs)) <= {Replicate}
 
 
 def _output_layouts(
@@ -343,8 +344,8 @@ def _output_layouts(
     # The first operand gives the mesh; placements and memory order are replaced.
     count = len(candidates[0].outputs)
     orders = result_orders(call, strategy, count)
-    placements = [tuple(candidate.outputs[i] for candidate in candidates) for i in range(count)]
-    return tuple(_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True))
+    placements = [tuple([candidate.outputs[i] for candidate in candidates]) for i in range(count)]
+    return tuple([_layout(actual[0], p, o) for p, o in zip(placements, orders, strict=True)])
 
 
 def _layout(like: Layout, placements: tuple[Placement, ...], order: Order | None) -> Layout:

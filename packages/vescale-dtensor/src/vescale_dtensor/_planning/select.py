@@ -74,8 +74,8 @@ def choose(
         pairs = list(zip(actual, bound.inputs, sizes, strict=True))
         choice = AxisChoice(
             bound,
-            sum(axis_cost(source, target, size, count) for source, target, size in pairs),
-            sum(source != target for source, target, _ in pairs),
+            sum([axis_cost(source, target, size, count) for source, target, size in pairs]),
+            sum([source != target for source, target, _ in pairs]),
         )
         # Strictly less: of equal candidates the earlier stays, on every rank.
         if best is None or (choice.bytes, choice.changes) < (best.bytes, best.changes):
@@ -99,7 +99,7 @@ def _concrete(
     decides which, as it is the most expensive to change.
     """
     # The replicated candidate needs no operand to suggest it: it is always right.
-    if all(isinstance(p, Replicate) for p in candidate.inputs):
+    if set(map(type, candidate.inputs)) <= {Replicate}:
         return candidate
     if candidate.fixed_placement:
         lies = any(f == t != _REPLICATE for f, t in zip(actual, candidate.inputs, strict=True))
@@ -121,27 +121,18 @@ def _concrete(
             suggested = True
             if size > largest:
                 shard, largest = source, size
-        elif (isinstance(target, Partial) and source == target) or _is_outermost(source, target):
-            suggested = True
+        elif isinstance(target, Partial):
+            suggested = suggested or (isinstance(source, Partial) and source == target)
+        elif isinstance(target, Shard) and is_flat(source):
+            # Of several dims that are sharded as one, the outermost: few elements change ranks.
+            suggested = suggested or cast(Sharded, source).cut_dims()[0] == target.dim
     if not suggested:
         return None
     if shard is None:  # suggested by a partial operand, or by a flat shard: `Shard` is itself
         return candidate
     return AxisStrategy(
-        tuple(_with_shard(p, shard) for p in candidate.inputs),
-        tuple(_with_shard(p, shard) for p in candidate.outputs),
-    )
-
-
-def _is_outermost(source: Placement, target: Placement) -> bool:
-    """Whether `source` shards several dims as one, and `target` shards the outermost of them.
-
-    Few elements change ranks then.
-    """
-    return (
-        isinstance(target, Shard)
-        and is_flat(source)
-        and cast(Sharded, source).cut_dims()[0] == target.dim
+        tuple([_with_shard(p, shard) for p in candidate.inputs]),
+        tuple([_with_shard(p, shard) for p in candidate.outputs]),
     )
 
 
@@ -177,7 +168,7 @@ def candidates_of_flat_shards(
     )
     if not same_letters or None in letters[first] or not any(map(is_flat, actual[first])):
         return ()
-    return tuple(_candidate_of_flat_shards(p, with_dims, strategy) for p in actual[first])
+    return tuple([_candidate_of_flat_shards(p, with_dims, strategy) for p in actual[first]])
 
 
 def _candidate_of_flat_shards(
@@ -187,7 +178,7 @@ def _candidate_of_flat_shards(
     if not isinstance(placement, Sharded):
         return ()
     inputs = tuple(
-        placement if i in with_dims else _REPLICATE for i in range(len(strategy.letters))
+        [placement if i in with_dims else _REPLICATE for i in range(len(strategy.letters))]
     )
     output = Partial(strategy.full_reduction) if strategy.full_reduction is not None else placement
     return (AxisStrategy(inputs, (output,), fixed_placement=True),)
@@ -203,7 +194,7 @@ def axis_cost(source: Placement, target: Placement, size: float, count: int) -> 
         count: number of coordinates of the axis.
     """
     # From `Replicate`, every rank slices or masks what it has.
-    if source == target or count == 1 or isinstance(source, Replicate):
+    if count == 1 or isinstance(source, Replicate) or source == target:
         return 0.0
     # The costs of ring algorithms: all-gather and reduce-scatter `share`, all-reduce twice that,
     # all-to-all a `count`-th of it.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from vescale_dtensor._layout.placements import (
@@ -29,6 +30,7 @@ from vescale_dtensor._layout.placements import (
     Shard,
 )
 
+_REPLICATE = Replicate()
 # Reductions that commute with linear functions; max, min and product do not.
 _LINEAR_OPS: tuple[ReduceOp, ...] = ("sum", "avg")
 
@@ -168,14 +170,11 @@ class Signature:
     def strategy(self) -> Strategy:
         """The strategy that these letters state."""
         # In order of first appearance: of candidates that cost the same, the earlier is chosen.
-        letters = dict.fromkeys(letter for dims in self.inputs for letter in dims)
+        letters = dict.fromkeys(chain.from_iterable(self.inputs))
         split = [self._split(letter) for letter in letters if letter is not None]
-        candidates = [
-            self._replicated(),
-            *(candidate for candidate in split if candidate is not None),
-            *self._partial(),
-        ]
-        extents = tuple(tuple(map(self._source, dims)) for dims in self.outputs)
+        possible = [candidate for candidate in split if candidate is not None]
+        candidates = [self._replicated(), *possible, *self._partial()]
+        extents = tuple([tuple(map(self._source, dims)) for dims in self.outputs])
         return Strategy(
             tuple(candidates),
             extents=extents,
@@ -190,7 +189,7 @@ class Signature:
         )
 
     def _replicated(self) -> AxisStrategy:
-        return AxisStrategy((Replicate(),) * len(self.inputs), (Replicate(),) * len(self.outputs))
+        return AxisStrategy((_REPLICATE,) * len(self.inputs), (_REPLICATE,) * len(self.outputs))
 
     def _split(self, letter: Hashable) -> AxisStrategy | None:
         """The candidate that shards this letter; None if it may not be sharded."""
@@ -212,7 +211,8 @@ class Signature:
                 inputs.append(Shard(dims.index(letter)))
             else:
                 # A replicated bias would be added once per coordinate, and the sum count it so.
-                inputs.append(Partial() if summed and index in self.bias_operands else Replicate())
+                added = summed and index in self.bias_operands
+                inputs.append(Partial() if added else _REPLICATE)
         # `Shard` stands for any kind of sharding here: `select` fills in the operands' own.
         return AxisStrategy(
             tuple(inputs), tuple(outputs), contiguous_only=letter in self.contiguous_only
@@ -228,8 +228,9 @@ class Signature:
 
     def _joint(self, op: ReduceOp, joint: set[int]) -> AxisStrategy:
         """The candidate on which the operands in `joint` and all outputs are `Partial(op)`."""
-        inputs = [Partial(op) if i in joint else Replicate() for i in range(len(self.inputs))]
-        return AxisStrategy(tuple(inputs), (Partial(op),) * len(self.outputs))
+        partial = Partial(op)
+        inputs = [partial if i in joint else _REPLICATE for i in range(len(self.inputs))]
+        return AxisStrategy(tuple(inputs), (partial,) * len(self.outputs))
 
     def _source(self, letter: Hashable | None) -> tuple[int, int] | None:
         """The first (operand, dim) with a letter, from which an output has its global extent."""

@@ -49,8 +49,8 @@ def signatures(func: Any) -> tuple[OverloadArguments, ...]:
     if isinstance(func, BuiltinFunctionType | MethodDescriptorType):
         own, found = "input", overloads_of(getattr(torch.ops.aten, func.__name__, None))
     # The other overloads are TorchScript's, for numbers and lists.
-    schemas = [s for s in found if any("Tensor" in str(a.type) for a in s.arguments)]
-    return tuple(_signature(s, own, isinstance(func, MethodDescriptorType)) for s in schemas)
+    schemas = [s for s in found if "Tensor" in " ".join([str(a.type) for a in s.arguments])]
+    return tuple([_signature(s, own, isinstance(func, MethodDescriptorType)) for s in schemas])
 
 
 def _signature(schema: Any, own: str, method: bool) -> OverloadArguments:

@@ -19,7 +19,7 @@ def letters(ndim: int, without: Collection[int | None] = ()) -> tuple[int | None
 
     Letters are numbers, so that dims of one number in several operands go together.
     """
-    return tuple(None if dim in without else dim for dim in range(ndim))
+    return tuple([None if dim in without else dim for dim in range(ndim)])
 
 
 def no_letters(operand: Tensor) -> Dims:
@@ -36,11 +36,17 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
             if shape[-back] != 1:
                 extents[-back] = shape[-back]
     inputs = tuple(
-        tuple(
-            None if shape[dim] == 1 != extents[dim - len(shape)] else ndim - len(shape) + dim
-            for dim in range(len(shape))
-        )
-        for shape in shapes
+        [
+            tuple(
+                [
+                    None
+                    if shape[dim] == 1 != extents[dim - len(shape)]
+                    else ndim - len(shape) + dim
+                    for dim in range(len(shape))
+                ]
+            )
+            for shape in shapes
+        ]
     )
     return inputs, letters(ndim)
 
@@ -54,9 +60,9 @@ def added_letters(shape: Sequence[int], dims: Dims, extents: Sequence[int]) -> D
     if front < 0:
         return None
     pairs = zip(shape, extents[front:], dims[front:], strict=True)
-    return tuple(letter if n == extent else None for n, extent, letter in pairs)
+    return tuple([letter if n == extent else None for n, extent, letter in pairs])
 
 
 def drop_letter(dims: Dims, letter: int | None) -> Dims:
     """The same dims, of which the one with this letter may not be sharded."""
-    return tuple(None if each == letter else each for each in dims)
+    return tuple([None if each == letter else each for each in dims])

@@ -107,7 +107,7 @@ def _adding(call: OpCall) -> Strategy:
 
 
 def _multiplying(call: OpCall) -> Strategy:
-    return _signature(call, tuple((i,) for i in range(len(call.operands))))
+    return _signature(call, tuple([(i,) for i in range(len(call.operands))]))
 
 
 def _dividing(call: OpCall) -> Strategy:
