@@ -36,17 +36,11 @@ def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...]
             if shape[-back] != 1:
                 extents[-back] = shape[-back]
     inputs = tuple(
-        [
-            tuple(
-                [
-                    None
-                    if shape[dim] == 1 != extents[dim - len(shape)]
-                    else ndim - len(shape) + dim
-                    for dim in range(len(shape))
-                ]
-            )
-            for shape in shapes
-        ]
+        tuple(
+            None if shape[dim] == 1 != extents[dim - len(shape)] else ndim - len(shape) + dim
+            for dim in range(len(shape))
+        )
+        for shape in shapes
     )
     return inputs, letters(ndim)
 
