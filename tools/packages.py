@@ -188,9 +188,8 @@ PACKAGES = (
     ),
     Package(
         "vescale-parallel",
-        requires=(TORCH, RNG, COMM, DTENSOR),
+        requires=(TORCH, NUMPY, RNG, COMM, DTENSOR),
         extras={"memory": ("scipy>=1.11",), "train": (CKPT, "rich>=13.7", "tensorboard>=2.16")},
-        test_requires=(NUMPY,),
         layers=(
             "__main__",
             "_cli",

@@ -98,10 +98,18 @@ def run_pytest(
 
 def pytest_outside(python: str, paths: Sequence[Path]) -> list[str]:
     """A pytest command for any folder to run in; nothing is written beside the tests."""
-    # pytest names test modules by their path below the root: they must lie below it.
-    root = os.path.commonpath([path if path.is_dir() else path.parent for path in paths])
+    # pytest names test modules by their path below the root. From within tests/, the folder
+    # `inspect` would take the name of Python's own module.
+    root = os.path.commonpath([above_tests(path) for path in paths])
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", root, "-p", "no:cacheprovider"]
     return [python, "-m", "pytest", *settings, *map(str, paths)]
+
+
+def above_tests(path: Path) -> Path:
+    """The folder above the one called `tests` that a path is, or lies in; else above the path."""
+    whole = [path, *path.parents]
+    tests = next((one for one in whole if one.name == "tests"), path)
+    return tests.parent
 
 
 def run_marked(

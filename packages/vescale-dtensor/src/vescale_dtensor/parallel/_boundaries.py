@@ -185,10 +185,14 @@ class PrepareModuleInputOutput(ParallelStyle):
     The signature is that of `torch.distributed.tensor.parallel.PrepareModuleInputOutput`.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see
-            `PrepareModuleInput`.
+        input_layouts: see `PrepareModuleInput`, here and for the next three.
+        desired_input_layouts: see there.
+        input_kwarg_layouts: see there.
+        desired_input_kwarg_layouts: see there.
         use_local_input: give the module local tensors, and no DTensors.
-        output_layouts, desired_output_layouts, use_local_output: see `PrepareModuleOutput`.
+        output_layouts: see `PrepareModuleOutput`, here and for the next two.
+        desired_output_layouts: see there.
+        use_local_output: see there.
     """
 
     def __init__(
