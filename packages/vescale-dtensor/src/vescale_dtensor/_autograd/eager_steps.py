@@ -24,6 +24,8 @@ from torch.optim.optimizer import (
 
 from vescale_dtensor._layout.executed import note_numbers
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.lineage import pause
+from vescale_dtensor._torch.compat import no_torch_function
 
 # Optimizers in the middle of a step -> the thread that steps. The stance belongs to the process,
 # whose threads may step at the same time (simulated ranks do), so the first step sets it and the
@@ -51,9 +53,10 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     first = None if torch.compiler.is_compiling() else _first_of_ours(optimizer)
     if first is None:
         return  # the user compiles the step on purpose, or it has no DTensors
-    settings = _settings(optimizer)
-    # A learning rate that one rank alone lowers is in no call: it is a number among others.
-    note_numbers(first._spec.layout.mesh, f"{type(optimizer).__name__}.step", settings)
+    if not pause.depth:  # other ranks may replay what is recorded here, and a replay has no step
+        # A learning rate that one rank alone lowers is in no call: it is a number among others.
+        name = f"{type(optimizer).__name__}.step"
+        note_numbers(first._spec.layout.mesh, name, _settings(optimizer))
     _stepping[optimizer] = get_ident()
     if not _stance:
         _stance.append(torch.compiler.set_stance("force_eager"))
@@ -108,7 +111,8 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
             if isinstance(value, tuple | list) and name != "params":
                 found |= {f"{name}[{i}]{mark}": each for i, each in enumerate(value)}
             elif type(value) is torch.Tensor and not value.ndim and value.device.type == "cpu":
-                found[f"{name}{mark}"] = value.item()
+                with no_torch_function():  # nobody's mode is asked about what only this reads
+                    found[f"{name}{mark}"] = value.item()
             else:
                 found[f"{name}{mark}"] = value
     return found

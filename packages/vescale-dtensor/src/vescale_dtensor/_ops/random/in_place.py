@@ -17,6 +17,7 @@ from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
 
 
@@ -42,7 +43,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     # Nothing is drawn, so that the generator stays where one device leaves it.
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
-    note_numbers(input._spec.layout.mesh, "dropout", {"p": p})
+    if not pause.depth:  # other ranks may replay what is recorded here
+        note_numbers(input._spec.layout.mesh, "dropout", {"p": p})
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
     # hidden node has to be joined to the graph.
     if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
