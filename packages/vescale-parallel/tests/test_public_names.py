@@ -41,7 +41,7 @@ PUBLIC = {
     "PretrainedError": [],
     "Report": [
         *("activations", "batch", "batch_is", "boundaries", "budget", "buffers", "bytes_per_rank"),
-        *("cast_buffers", "cost", "invariant", "mesh"),
+        *("captured", "cast_buffers", "cost", "invariant", "mesh"),
         *("microbatches", "notes", "over", "parameters", "regions", "split", "total_bytes"),
     ],
     "StaleParameterError": [],

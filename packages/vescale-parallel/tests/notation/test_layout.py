@@ -115,7 +115,11 @@ def test_knows_when_a_rank_holds_nothing(extent: int, size: int):
 
 def test_blocks_are_sharded_one_by_one():
     layout = parse_layout("tp:-1/3")
-    assert (layout.blocks_of("tp"), layout.blocks_of("dp"), str(layout)) == (3, 1, "tp:-1/3")
+    assert (layout.blocks_of("tp"), layout.blocks_of("dp"), str(layout)) == (
+        (1, 1, 1),
+        (1,),
+        "tp:-1/3",
+    )
     assert local_shape(layout, (4, 15), (("dp", 2), ("tp", 2))) == (4, 9)
     assert some_rank_is_empty(layout, (4, 15), (("tp", 4),))
     assert not some_rank_is_empty(layout, (4, 15), (("tp", 2),))
