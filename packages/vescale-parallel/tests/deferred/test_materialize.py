@@ -5,6 +5,9 @@ So is the generator afterwards, whatever makes the tensors; and what would need 
 
 import copy
 import io
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,6 +47,47 @@ def test_materialised_is_what_one_device_builds(name: str):
         assert (found[key].stride(), found[key].dtype) == (value.stride(), value.dtype)
     trained = {key: p.requires_grad for key, p in expected.named_parameters()}
     assert {key: p.requires_grad for key, p in model.named_parameters()} == trained
+
+
+class Tables(NamedTuple):
+    cos: torch.Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Frozen:
+    table: torch.Tensor
+    more: Any = None
+
+
+def test_tensors_in_whatever_a_module_holds():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.named = Tables(torch.arange(3.0), "cos")
+            self.frozen = Frozen(torch.ones(2), [torch.zeros(1)])
+            self.ordered = OrderedDict(one=torch.full((2,), 3.0), user=UserDict(x=torch.ones(1)))
+            self.ring = [torch.ones(1)]
+            self.ring.append(self.ring)
+
+    with deferred():
+        model = Holder()
+    frozen, ordered = model.frozen, model.ordered
+    materialize(model)
+    found = [
+        model.named.cos,
+        model.frozen.table,
+        model.frozen.more[0],
+        model.ordered["one"],
+        model.ordered["user"]["x"],
+        model.ring[0],
+    ]
+    assert all(type(one) is torch.Tensor for one in found)
+    assert torch.equal(model.named.cos, torch.arange(3.0))
+    assert (type(model.named), model.named.name) == (Tables, "cos")
+    assert model.frozen is frozen
+    assert model.ordered is ordered
+    assert model.ring[1] is model.ring
 
 
 def test_what_is_shared_stays_shared_and_attributes_get_values_too():

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import (
+    DisagreementError,
     Plan,
     PretrainedError,
     deferred,
@@ -22,7 +24,7 @@ from vescale_parallel import (
     save_pretrained,
 )
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pretrained import weight_file
+from vescale_parallel._pretrained import load, weight_file
 from vescale_parallel._pretrained.weight_file import read_header
 from zero_models import Decoder, make, plan_for
 
@@ -261,3 +263,73 @@ def test_a_model_without_memory_is_not_loaded(tmp_path: Path):
         model = Small()
     with pytest.raises(PretrainedError, match="is on the meta device"):
         load_pretrained(model, tmp_path)
+
+
+def test_folders_of_other_values_and_disks_that_fail(tmp_path: Path, monkeypatch: Any):
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        save_pretrained(make(seed=rank), tmp_path / str(rank))
+    plan = plan_for({"dp": 2}, 3)
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model = parallelize(make(), make_mesh(device_type="cpu", dp=2), plan)
+        before = values(model)
+        with pytest.raises(DisagreementError, match=r"'embed.weight': .*sample .* on rank 1"):
+            load_pretrained(model, tmp_path / str(rank))
+        require_equal(model, before)
+        with deferred():
+            built = make()
+        load_pretrained(built, tmp_path / str(rank))
+        with pytest.raises(DisagreementError, match="embed"):
+            parallelize(built, make_mesh(device_type="cpu", dp=2), plan)
+
+    simulate(2)(on_a_rank)
+    read = load.fill_from_file
+
+    def fails(stored: Any, layout: Any, local: Any) -> None:
+        if torch.distributed.get_rank() == 1 and stored.name == "norm.weight":
+            raise PretrainedError("disk on fire")
+        read(stored, layout, local)
+
+    monkeypatch.setattr(load, "fill_from_file", fails)
+
+    def on_fire(rank: int, world_size: int) -> None:
+        model = parallelize(make(), make_mesh(device_type="cpu", dp=2), plan)
+        words = "disk on fire" if rank == 1 else "could not be read on rank 1"
+        with pytest.raises(PretrainedError, match=words):
+            load_pretrained(model, tmp_path / "0")
+
+    simulate(2)(on_fire)
+
+
+def test_meshes_side_by_side_are_saved_and_loaded_each_by_itself(tmp_path: Path):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        meshes = [DeviceMesh("cpu", one, mesh_dim_names=("dp",)) for one in ([0, 1], [2, 3])]
+        model = make(seed=rank // 2)
+        wanted = {name: one.clone() for name, one in values(model).items()}
+        parallelize(model, meshes[rank // 2], plan_for({"dp": 2}, 3))
+        if rank < 2:
+            return
+        save_pretrained(model, tmp_path)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.zero_()
+        load_pretrained(model, tmp_path)
+        require_equal(model, wanted)
+
+    simulate(4)(on_a_rank)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_invariant_models_are_saved_once(zero: int, tmp_path: Path):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        plan = plan_for({"dp": 2}, zero, deterministic="dp-invariant")
+        model = parallelize(make(), make_mesh(device_type="cpu", dp=2), plan)
+        save_pretrained(model, tmp_path)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.zero_()
+        load_pretrained(model, tmp_path)
+        require_equal(model, values(make()))
+
+    simulate(2)(on_a_rank)

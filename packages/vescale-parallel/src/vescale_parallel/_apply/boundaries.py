@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Replicate
 
 from vescale_parallel._apply.placements import placements
+from vescale_parallel._apply.written_back import WrittenBack
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
-from vescale_parallel._common.pytree import map_tensors, named_tensors_within
+from vescale_parallel._common.pytree import Copied, map_tensors, named_tensors_within
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
@@ -61,14 +62,24 @@ class _Redistribute:
         self.row, self.side, self.mesh, self.verb = row, side, mesh, verb
         # Asked once: signatures are dear, and this runs at every call.
         self.names = argument_names(module)[0] if isinstance(side, Chosen) else []
+        self.back = WrittenBack()
 
     def arguments(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the forward pre-hook."""
+        copied: Copied = []
+
+        def place(layout: RuleLayout, value: Any) -> Any:
+            return map_tensors(lambda one: self._tensor(layout, one), value, copied=copied)
+
         if isinstance(self.side, Chosen):
-            return place_arguments(self.names, self.side, self._place, args, kwargs)
-        return self._place(self.side, args), self._place(self.side, kwargs)
+            found = place_arguments(self.names, self.side, place, args, kwargs)
+        else:
+            side = self.side
+            found = place(side, args), {key: place(side, one) for key, one in kwargs.items()}
+        self.back.watch(module, copied)
+        return found
 
     def result(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the forward hook."""
@@ -114,6 +125,7 @@ class DistributeBatch:
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh, *, compares: bool = True) -> None:
         self.layout, self.mesh = layout, mesh
         self._unchecked = _CHECKED_BATCHES if compares else 0
+        self.back = WrittenBack()
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,7 +135,11 @@ class DistributeBatch:
             self._unchecked -= 1
             with no_torch_function():  # not a part of what a recording repeats
                 self._require_same(args, kwargs)
-        return map_tensors(self._tensor, args), map_tensors(self._tensor, kwargs)
+        copied: Copied = []
+        placed = map_tensors(self._tensor, args, copied=copied)
+        named = {k: map_tensors(self._tensor, one, copied=copied) for k, one in kwargs.items()}
+        self.back.watch(module, copied)
+        return placed, named
 
     def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")

@@ -13,10 +13,11 @@ from vescale_comm import all_gather, group_of
 from vescale_dtensor import DTensor, RaggedShard, Replicate
 
 from vescale_parallel._apply.placements import placements
+from vescale_parallel._apply.written_back import WrittenBack
 from vescale_parallel._common.agreement import checksum, require_same, several_ranks
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
 from vescale_parallel._common.messages import numbers
-from vescale_parallel._common.pytree import map_tensors, named_tensors_within
+from vescale_parallel._common.pytree import Copied, map_tensors, named_tensors_within
 from vescale_parallel._common.rows import row_counts, shard_of, sharing_axes
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._errors import DisagreementError, PlanError
@@ -49,6 +50,7 @@ class LocalBatch:
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh) -> None:
         self.layout, self.mesh = layout, mesh
         self._unchecked = _CHECKED_BATCHES
+        self._back = WrittenBack()
         sizes = mesh_sizes(mesh)
         self._axes = sharing_axes(mesh, layout.axes)
         self._sizes = [sizes[axis] for axis in self._axes]
@@ -76,7 +78,11 @@ class LocalBatch:
                 return tensor
             return self._placed(tensor, next(counts))
 
-        return map_tensors(place, args), map_tensors(place, kwargs)
+        copied: Copied = []
+        placed = map_tensors(place, args, copied=copied)
+        named_too = {key: map_tensors(place, one, copied=copied) for key, one in kwargs.items()}
+        self._back.watch(module, copied)
+        return placed, named_too
 
     def _has_rows(self, tensor: Tensor) -> bool:
         # One without the batch dim (a scale, a table) is the same everywhere, and stays plain.

@@ -192,6 +192,14 @@ def gather_flags(mine: bool, mesh: DeviceMesh | None = None) -> list[bool]:
     return [one for _, one in sorted(zip(group.ranks, found, strict=True))]
 
 
+def text_of_first(text: str, mesh: DeviceMesh | None) -> str:
+    """Return what the lowest rank of a mesh, or of all processes, passes, on all of them."""
+    if not several_ranks():
+        return text
+    group = _group(mesh)
+    return broadcast_text(text, 0 if group is None else min(group.ranks), group)
+
+
 def ranks_that_hold(value: object) -> list[int]:
     """Return the ranks that pass the same value as this one; a value that JSON can write."""
     mine = _digest(value)

@@ -7,8 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Copied = list[tuple[Any, Any]]
+"""Containers that can be written to, each with the one that takes its place."""
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any, *, copies: bool = False) -> Any:
+
+def map_tensors(
+    function: Callable[[Tensor], Tensor],
+    value: Any,
+    *,
+    copies: bool = False,
+    copied: Copied | None = None,
+) -> Any:
     """Return the same nesting of tuples, lists and dicts with every tensor replaced.
 
     Named tuples stay named; dicts, data classes, their subclasses and what behaves like one (model
@@ -21,38 +30,51 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, *, copies: boo
         function: gives what takes the place of a tensor.
         value: the nesting.
         copies: whether every container is a new one.
+        copied: is given the lists, dicts and data classes that are new ones, the inner ones first.
     """
+
+    def mapped_of(one: Any) -> Any:
+        return map_tensors(function, one, copies=copies, copied=copied)
+
+    def noted(new: Any) -> Any:
+        if copied is not None:
+            copied.append((value, new))
+        return new
+
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple | list):
-        items = [map_tensors(function, one, copies=copies) for one in value]
+        items = [mapped_of(one) for one in value]
         if not copies and all(new is old for new, old in zip(items, value, strict=True)):
             return value
+        if isinstance(value, list):
+            return noted(type(value)(items))
         # A named tuple is made of its fields one by one; other tuples, `torch.Size` and torch's
         # named results among them, of an iterable.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
-        changed = {key: map_tensors(function, value[key], copies=copies) for key in list(value)}
+        changed = {key: mapped_of(value[key]) for key in list(value)}
         if not copies and all(new is value[key] for key, new in changed.items()):
             return value
         # Not `type(value)(...)`: model outputs are dataclasses too, whose constructor takes fields.
         mapped = copy.copy(value)
         for key, new in changed.items():
             mapped[key] = new
-        return mapped
+        return noted(mapped)
     names = field_names(value)
     if names:
-        changed = {n: map_tensors(function, getattr(value, n), copies=copies) for n in names}
+        changed = {name: mapped_of(getattr(value, name)) for name in names}
         if not copies and all(new is getattr(value, name) for name, new in changed.items()):
             return value
-        return with_fields(value, changed)
+        return noted(with_fields(value, changed))
     return value
 
 
 def field_names(value: Any) -> list[str]:
     """Return the fields of an object of a data class that have a value; none of anything else."""
-    # Classes of data are data classes, too, and modules may be: those are not arguments.
-    if isinstance(value, type | nn.Module) or not dataclasses.is_dataclass(value):
+    # By the type, and cheaply: this is asked of all that a nesting holds.
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    if fields is None or isinstance(value, nn.Module):
         return []
     return [one.name for one in dataclasses.fields(value) if hasattr(value, one.name)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vescale_parallel._common.messages import listed
+from vescale_parallel._common.pytree import field_names
 from vescale_parallel._common.torch_compat import missing_for_deferred, schema_of
 from vescale_parallel._deferred.recording import (
     FACTORIES,
@@ -120,7 +121,7 @@ def attributes_of(parameter: Tensor) -> dict[str, Any]:
 
 
 def materialize_rest(model: nn.Module, made: dict[int, Any]) -> None:
-    """Make what is left in a model: buffers, and tensors in attributes, lists and dicts.
+    """Make what is left in a model: buffers, and tensors in attributes and what these hold.
 
     Args:
         model: the model; its parameters are real or distributed.
@@ -132,28 +133,47 @@ def materialize_rest(model: nn.Module, made: dict[int, Any]) -> None:
             made[id(one)] = replay(value_of(one)).requires_grad_(one.requires_grad)
         return made[id(one)]
 
+    seen: set[int] = set()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, DeferredTensor):
                 module._buffers[name] = real(buffer)
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
-                vars(module)[name] = _exchanged(value, real)
+                vars(module)[name] = _exchanged(value, real, seen)
 
 
-def _exchanged(value: Any, real: Any) -> Any:
-    """A value with real tensors in place of deferred ones; the same object where there are none."""
+def _exchanged(value: Any, real: Any, seen: set[int]) -> Any:
+    """A value with real tensors in place of deferred ones; the same object where that can be.
+
+    Args:
+        value: an attribute of a module, or what is in one.
+        real: gives the tensor in place of a deferred one.
+        seen: ids of containers that were looked at: they may hold each other.
+    """
     if isinstance(value, DeferredTensor):
         return real(value)
-    if type(value) in (list, tuple):
-        found = [_exchanged(one, real) for one in value]
+    if id(value) in seen:
+        return value
+    if isinstance(value, list | tuple):
+        seen.add(id(value))
+        found = [_exchanged(one, real, seen) for one in value]
         if all(new is old for new, old in zip(found, value, strict=True)):
             return value
-        if type(value) is list:
+        if isinstance(value, list):
             value[:] = found
             return value
-        return tuple(found)
-    if type(value) is dict:
-        for key, one in value.items():
-            value[key] = _exchanged(one, real)
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if isinstance(value, MutableMapping):
+        seen.add(id(value))
+        for key, one in list(value.items()):
+            new = _exchanged(one, real, seen)
+            if new is not one:
+                value[key] = new
+    for name in field_names(value):
+        seen.add(id(value))
+        one = getattr(value, name)
+        new = _exchanged(one, real, seen)
+        if new is not one:
+            object.__setattr__(value, name, new)
     return value

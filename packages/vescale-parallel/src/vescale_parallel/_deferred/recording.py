@@ -45,6 +45,10 @@ _REFUSED: Final = {
 }
 
 
+_TURNED: Final = names_of("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_")
+"""Ops that make a tensor another view of its memory."""
+
+
 class DeferredTensor(Tensor):
     """A tensor without storage, that knows which steps make its values.
 
@@ -126,6 +130,8 @@ def record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten.set_.source_Tensor and _alike(*args):
         args[0]._deferred_value = args[1]._deferred_value
         return args[0]
+    if name in _TURNED:
+        return _turned(func, name, args, kwargs)
     if name in _REFUSED:
         raise DeferredError(
             f"{name} {_REFUSED[name]}, and was called on a tensor that deferred() built without "
@@ -149,6 +155,16 @@ def record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     step = Step(name, func, noted_args, noted_kwargs, draw, torch.get_default_dtype())
     step.reads = name not in _SHAPES_ONLY
     return _returned(step, name, arguments, made, device)
+
+
+def _turned(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Let a tensor be another view of its memory, as `orthogonal_` turns matrices that are wide."""
+    packet = getattr(torch.ops.aten, name.removesuffix("_"))
+    made = record(getattr(packet, func._overloadname), args, kwargs)
+    with plain_functions():
+        torch.Tensor.data.__set__(args[0], made)  # type: ignore[attr-defined]
+    args[0]._deferred_value = made._deferred_value
+    return args[0]
 
 
 def _shapes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor, local_leaf
 from vescale_rng import ShardLayout, as_layout, whole
 
-from vescale_parallel._common.agreement import require_same, world_ranks
+from vescale_parallel._common.agreement import gather_flags, require_same
+from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.messages import numbers
 from vescale_parallel._deferred.recording import DeferredTensor, fill_with
 from vescale_parallel._deferred.tape import Fill
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._pretrained.folder import stored_in
 from vescale_parallel._pretrained.matched import Saved, matched, saved_tensors
+from vescale_parallel._pretrained.together import mesh_of
 from vescale_parallel._pretrained.weight_file import Stored, fill_from_file
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,9 +48,10 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
 
     Raises:
         PretrainedError: before anything is changed, on every rank: files are missing or broken, or
-            names, shapes or dtypes are not those of the model. While loading: a file cannot be
-            read, or a tensor that modules share is stored twice with other values.
-        DisagreementError: before anything is changed, on every rank: their folders differ.
+            names, shapes or dtypes are not those of the model. While loading, on every rank: a
+            file cannot be read, or a tensor that modules share is stored twice with other values.
+        DisagreementError: before anything is changed, on every rank: their folders differ, in what
+            they hold or in samples of the values.
     """
     tensors, problem = [], None
     stored: dict[str, Stored] = {}
@@ -58,22 +63,39 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
         pairs = matched(tensors, stored, folder, cast=cast)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
-    if any(isinstance(one, DTensor) for one in model.parameters()):
+    mesh = mesh_of(model)
+    if mesh is not None:
         facts = {
-            "weights": {name: str(one) for name, one in stored.items()},
+            "weights": {n: f"{one}, sample {one.sample:08x}" for n, one in stored.items()},
             "problem": {} if problem is None else {type(problem).__name__: str(problem)},
         }
         head = "load_pretrained was not given the same on all ranks, and has changed nothing:"
-        require_same(facts, peers=world_ranks(), head=head, advice=_ADVICE)
+        require_same(facts, peers=mesh_ranks(mesh), head=head, advice=_ADVICE, mesh=mesh)
     if problem is not None:
         raise problem
-    for one, found in pairs:
-        for number, of_one in enumerate(found):
-            if number:
-                _require_same_values(of_one, found[0])
-            else:
-                _load(one.tensor, of_one)
+    try:
+        for one, found in pairs:
+            _load_and_compare(one.tensor, found)
+    except Exception as error:  # one rank's disk may fail
+        problem = error
+    failed = gather_flags(problem is not None, mesh) if mesh is not None else []
+    if problem is not None:
+        raise problem
+    if any(failed):
+        assert mesh is not None
+        bad = [rank for rank, one in zip(sorted(mesh_ranks(mesh)), failed, strict=False) if one]
+        raise PretrainedError(
+            f"the weights could not be read on {'rank' if len(bad) == 1 else 'ranks'} "
+            f"{numbers(bad)}: see the error there. The model holds some of them only."
+        )
     return model
+
+
+def _load_and_compare(tensor: Tensor, found: Sequence[Stored]) -> None:
+    """Load what is stored of a tensor, which may be there under several names."""
+    for other in found[1:]:
+        _require_same_values(other, found[0])
+    _load(tensor, found[0])
 
 
 def _require_memory(tensors: list[Saved]) -> None:
@@ -103,7 +125,8 @@ class FromFile(Fill):
     @property
     def told(self) -> str:
         """See `Fill.told`: without the path, which may be another one on another machine."""
-        return f"{self.stored.file.name} {self.stored.name} {self.stored}"
+        stored = self.stored
+        return f"{stored.file.name} {stored.name} {stored}, sample {stored.sample:08x}"
 
 
 def _load(tensor: Tensor, stored: Stored) -> None:

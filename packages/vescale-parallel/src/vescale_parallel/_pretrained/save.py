@@ -10,14 +10,17 @@ from typing import Any, BinaryIO, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import broadcast_text, several_ranks
+from vescale_parallel._common.agreement import text_of_first
+from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._deferred.recording import real
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._pretrained.folder import INDEX, SINGLE
 from vescale_parallel._pretrained.matched import Saved, saved_tensors
+from vescale_parallel._pretrained.together import mesh_of
 from vescale_parallel._pretrained.weight_file import DTYPES, append, start_file
 
 MAX_BYTES: Final = 5_000_000_000
@@ -30,8 +33,9 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_bytes: int = MA
     """Save the weights of a model in Hugging Face's layout, for one device.
 
     Where the model is parallelised, all ranks call it: one parameter after another is gathered, and
-    rank 0 writes it. No rank holds more than one of them. Parameters that modules share are written
-    once, under their first name. The files appear under their names when all are complete.
+    the lowest rank writes it. No rank holds more than one of them. Parameters that modules share
+    are written once, under their first name. The files appear under their names when all are
+    complete.
     A `config` of the model, as those of Hugging Face have, is saved besides.
 
     Args:
@@ -45,10 +49,10 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_bytes: int = MA
     """
     root = Path(folder)
     tensors = saved_tensors(model)
-    together = any(isinstance(one.tensor, DTensor) for one in tensors)
-    writer = _Writer(root, _files(tensors, max_bytes)) if _writes() else None
+    mesh = mesh_of(model)
+    writer = _Writer(root, _files(tensors, max_bytes)) if _writes(mesh) else None
     problem = None if writer is None else writer.tried(lambda: _start(root, tensors))
-    _require_fine(problem, together)
+    _require_fine(problem, mesh)
     for one in tensors:
         # Every rank takes part, also after rank 0 could not write: nobody waits for ever.
         values = one.tensor.full_tensor() if isinstance(one.tensor, DTensor) else real(one.tensor)
@@ -57,18 +61,19 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_bytes: int = MA
         del values
     if writer is not None:
         writer.finish(getattr(model, "config", None))
-    _require_fine(None if writer is None else writer.problem, together)
+    _require_fine(None if writer is None else writer.problem, mesh)
 
 
-def _writes() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _writes(mesh: DeviceMesh | None) -> bool:
+    first = 0 if mesh is None else min(mesh_ranks(mesh))
+    return not dist.is_initialized() or dist.get_rank() == first
 
 
-def _require_fine(problem: Exception | None, together: bool) -> None:
-    """Raise on every rank what rank 0 found."""
+def _require_fine(problem: Exception | None, mesh: DeviceMesh | None) -> None:
+    """Raise on every rank what the one that writes found."""
     said = "" if problem is None else str(problem) or repr(problem)
-    if together and several_ranks():
-        said = broadcast_text(said, 0)
+    if mesh is not None:
+        said = text_of_first(said, mesh)
     if said:
         raise PretrainedError(said) from problem
 
