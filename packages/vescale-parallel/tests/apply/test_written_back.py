@@ -73,7 +73,7 @@ def step(model: nn.Module) -> tuple[float, list[Tensor], int]:
 
 
 @pytest.mark.parametrize(
-    "rule", ["tp:1 -> tp:full", "* = tp:1 -> tp:full", "kept = tp:1; x = tp:1 ->"]
+    "rule", ["dp:full -> dp:0", "* = dp:full -> dp:0", "kept = dp:full; named = dp:full ->"]
 )
 def test_what_is_written_reaches_the_caller(rule: str):
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_what_is_written_reaches_the_caller(rule: str):
 
     def on_a_rank(rank: int, world_size: int) -> None:
         mesh = make_mesh(device_type="cpu", dp=2, tp=2)
-        plan = Plan(activations={"blocks.*": rule})
+        plan = Plan(activations={"blocks.[01]": rule})
         model = parallelize(copy.deepcopy(plain), mesh, plan)
         for tried in (model, copy.deepcopy(model)):
             for _ in range(2):
@@ -98,7 +98,7 @@ def test_what_is_written_reaches_the_caller(rule: str):
 def test_also_when_the_module_raises():
     def on_a_rank(rank: int, world_size: int) -> None:
         mesh = make_mesh(device_type="cpu", tp=2)
-        model = parallelize(Model(), mesh, Plan(activations={"blocks.*": "tp:1 ->"}, batch=None))
+        model = parallelize(Model(), mesh, Plan(activations={"blocks.[01]": "tp:1 ->"}, batch=None))
         x = DTensor.from_local(torch.ones(1, 4), mesh)
         kept: list[Any] = [x, [x]]
         named, record = {"bias": x}, Record(x)

@@ -160,7 +160,9 @@ def record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _turned(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Let a tensor be another view of its memory, as `orthogonal_` turns matrices that are wide."""
     packet = getattr(torch.ops.aten, name.removesuffix("_"))
-    made = record(getattr(packet, func._overloadname), args, kwargs)
+    # Overloads have the names of those in place, but for `transpose.int`.
+    overload = func._overloadname if func._overloadname in packet.overloads() else "int"
+    made = record(getattr(packet, overload), args, kwargs)
     with plain_functions():
         torch.Tensor.data.__set__(args[0], made)  # type: ignore[attr-defined]
     args[0]._deferred_value = made._deferred_value
