@@ -25,7 +25,7 @@ SIZE, GOOD, WHO = 3, 3, 1
 MANY = 10_000
 # Seconds between steps in which no rank waits for others: what differs is named only while it is
 # remembered, and ranks on a busy machine would run far ahead of the comparison.
-SLOW = 0.01
+SLOW = 0.03
 
 
 class Net(nn.Module):

@@ -13,7 +13,8 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COUNTING = """
-import json, sys
+import gc, json, sys
+gc.disable()  # a collection runs hooks, which are no part of a call
 sys.path.insert(0, {folder!r})
 from _world_case import mesh_of, operations
 
