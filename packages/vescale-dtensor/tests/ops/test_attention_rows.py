@@ -71,3 +71,26 @@ def test_an_empty_cache_does_not_gather_what_it_is_given():
         return joined.placements, len(sent.records), joined.shape
 
     assert simulate(4).run(program) == [((Shard(2),), 0, (2, 2, 6, 4))] * 4
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_mask_beside_is_causal_is_as_on_one_device(dropout):
+    """Some kernels of torch take both, others refuse; the rows' mask must not replace the user's."""
+
+    def attend(placement=None):
+        torch.manual_seed(0)
+        query, mask = torch.randn(2, 4, 8, 4), torch.eye(8, dtype=torch.bool)
+        if placement is not None:
+            query = distribute_tensor(query, init_device_mesh("cpu", (4,)), [placement])
+        try:
+            found = F.scaled_dot_product_attention(query, query, query, mask, dropout, True)
+        except RuntimeError as error:
+            return str(error).partition("Explicit attn_mask")[1]
+        return found if placement is None else found.full_tensor()
+
+    alone = attend()
+    for found in simulate(4).run(lambda rank, world_size: attend(Shard(2))):
+        if isinstance(alone, str):
+            assert found == alone != ""
+        else:
+            torch.testing.assert_close(found, alone)

@@ -73,6 +73,8 @@ each(
         lambda q, k, v: SDPA(q, k, v, dropout_p=1.5),
         lambda q, k, v: SDPA(q, k, v, torch.ones(4, 1, 1, dtype=torch.bool)),
         lambda q, k, v: SDPA(q, k[:, :, :5], v),
+        lambda q, k, v: SDPA(q, k, v, torch.ones(5, 6, dtype=torch.bool), is_causal=True),
+        lambda q, k, v: SDPA(q, k, v, torch.ones(5, 6, dtype=torch.bool), 0.2, True),
         lambda q, k, v: SDPA(q, k, v, dropout_p=0.5, scale=0.1).transpose(1, 2).reshape(2, 5, 12),
     ],
     Q,

@@ -68,7 +68,8 @@ def _attention(call: OpCall) -> Strategy | None:
     output: Dims = (*result, *heads, "l", "f")
     mask = given.get("attn_mask")
     if mask is not None:
-        if mask.ndim > len(output):
+        # Torch refuses a mask beside `is_causal`: the fallback raises its error on every rank.
+        if mask.ndim > len(output) or given.get("is_causal"):
             return None
         names = (*output[:-1], "s")[len(output) - mask.ndim :]
         letters.append(tuple(n if mask.shape[i] != 1 else None for i, n in enumerate(names)))
