@@ -12,7 +12,7 @@ import argparse
 import posixpath
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tools.packages import Package, find
 
@@ -23,15 +23,28 @@ LINK = re.compile(r"(?P<picture>!?)(?P<text>\[[^\]\n]*\])\((?P<target>[^)\s]+)(?
 def absolute(text: str, repository: str, ref: str, folder: str) -> str:
     """Markdown whose links below `folder` of the repository lead to the files at `ref`."""
 
-    def replaced(match: re.Match[str]) -> str:
-        target = match["target"]
-        if target.startswith("#") or re.match(r"[a-z]+:", target):
-            return match[0]
-        path, mark, section = target.partition("#")
+    def led(match: re.Match[str], path: str, section: str) -> str:
         way = "raw" if match["picture"] else "blob"
         place = posixpath.normpath(posixpath.join(folder, path))
-        full = f"{repository}/{way}/{ref}/{place}{mark}{section}"
+        full = f"{repository}/{way}/{ref}/{place}{section}"
         return f"{match['picture']}{match['text']}({full}{match['title']})"
+
+    return with_links(text, led)
+
+
+def with_links(text: str, led: Callable[[re.Match[str], str, str], str]) -> str:
+    """Markdown whose relative links are replaced; those of code, of other sites and within stay.
+
+    Args:
+        text: the Markdown.
+        led: what stands in place of a link: of its match, its path and its `#section` (or nothing).
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        if match["target"].startswith("#") or re.match(r"[a-z]+:", match["target"]):
+            return match[0]
+        path, mark, section = match["target"].partition("#")
+        return led(match, path, mark + section)
 
     fenced = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in fenced)

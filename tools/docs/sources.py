@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.links import LINK
+from tools.links import with_links
 from tools.packages import PACKAGES, ROOT, Package
 
 PAGES = Path(__file__).parent / "pages"
@@ -97,19 +97,14 @@ def linked(page: Page, known: Mapping[Path, str]) -> str:
         return page.text
     source = page.source
 
-    def replaced(match: re.Match[str]) -> str:
-        target = match["target"]
-        if target.startswith("#") or re.match(r"[a-z]+:", target):
-            return match[0]
-        path, mark, anchor = target.partition("#")
+    def led(match: re.Match[str], path: str, section: str) -> str:
         there = known.get((source.parent / path).resolve())
         if there is None:
             return match["text"].strip("[]")
         way = posixpath.relpath(there, posixpath.dirname(page.target) or ".")
-        return f"{match['text']}({way}{mark}{anchor})"
+        return f"{match['text']}({way}{section})"
 
-    fenced = re.split(r"(^```.*?^```)", page.text, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in fenced)
+    return with_links(page.text, led)
 
 
 @dataclass(frozen=True)

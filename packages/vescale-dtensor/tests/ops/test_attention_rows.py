@@ -75,7 +75,7 @@ def test_an_empty_cache_does_not_gather_what_it_is_given():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_a_mask_beside_is_causal_is_as_on_one_device(dropout):
-    """Some kernels of torch take both, others refuse; the rows' mask must not replace the user's."""
+    """Some kernels of torch take both; the mask of a rank's rows must not replace the user's."""
 
     def attend(placement=None):
         torch.manual_seed(0)
