@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 from pipeline_table import LAYOUTS, MODELS, SCHEDULES, TOLERANCE, cell
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 _DAY = f"{datetime.now(UTC):%Y%m%d}"
 _ONE_IN = 30

@@ -1,14 +1,19 @@
 """A run that left tests out is told apart from one that proved something."""
 
+import ast
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tools import skips
 from tools.skips import Outcome, faults, read, summary
 
+ROOT = Path(__file__).resolve().parents[2]
 FILE = """
 import pytest
 
@@ -76,3 +81,43 @@ def test_a_package_that_is_absent_may_be_missed_only_where_packages_are_left_out
     outcome = Outcome(1, Counter({"vescale-comm is not installed": 1}))
     assert faults(outcome, skips.ALONE)
     assert not faults(outcome, skips.PARTIAL)
+
+
+def words(node: ast.expr) -> str | None:
+    """The text of a literal, with a 1 for what an f-string fills in; None where it is none."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(words(part) or "" for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return "1"
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def reasons(source: str) -> Iterator[str]:
+    """The reasons that a file of tests gives for its skips, as far as they are literals."""
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, given = node.func.attr, {one.arg: one.value for one in node.keywords}
+        if name not in ("skip", "skipif", "importorskip") or "pytest" not in ast.unparse(node.func):
+            continue
+        if "reason" in given:
+            reason = words(given["reason"])
+        elif name == "importorskip":
+            reason = f"could not import {words(node.args[0])!r}: No module named it"
+        else:
+            reason = words(node.args[-1]) if node.args else None
+        if reason is not None:
+            yield reason
+
+
+def test_every_reason_in_the_tests_is_one_that_some_session_knows():
+    # Otherwise a session fails where, and only where, the test is skipped: on another machine.
+    files = [*ROOT.glob("packages/*/tests/**/*.py"), *ROOT.glob("tests-integration/**/*.py")]
+    files += [one for one in ROOT.glob("tools/tests/**/*.py") if one.name != Path(__file__).name]
+    found = {reason: str(one) for one in files for reason in reasons(one.read_text())}
+    assert len(found) > 10
+    assert not {
+        reason: where
+        for reason, where in found.items()
+        if not any(re.fullmatch(one, reason, re.IGNORECASE) for one in skips.PARTIAL)
+    }

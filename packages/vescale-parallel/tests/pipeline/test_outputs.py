@@ -93,7 +93,9 @@ def test_outputs_that_cannot_be_told_are_refused_everywhere():
     assert all("object" in one for one in simulate(2)(on_a_rank))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_generate_without_a_cache(sizes: dict[str, int]):
     from transformers import LlamaConfig, LlamaForCausalLM
