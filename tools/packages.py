@@ -175,8 +175,8 @@ PACKAGES = (
         test_requires=(COMM,),
         layers=(
             "__main__",
-            "_cli",
-            "_convert | _manager",
+            "_cli | dcp",
+            "_convert | _dcp | _manager",
             "_inspect",
             "_load | _save",
             "_coordination | _storage",

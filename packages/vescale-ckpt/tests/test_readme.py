@@ -1,66 +1,72 @@
-"""What the README shows is what happens: its blocks run, and print what it says they print."""
+"""Each block of the README runs when it is copied alone, and prints what the README says.
+
+Each has a namespace of its own. Those for torchrun run on every rank of several, and the first one
+alone prints; in the slow tests torchrun itself starts them.
+"""
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import vescale_ckpt
 
 README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(
-    r"^```(python|python distributed|python fsdp2|text|printed)\n(.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
+PAIRS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text(), re.DOTALL)
+ALONE = [pair for pair in PAIRS if not pair[0].startswith("# torchrun")]
+# How many processes each run of a script has; the second finds what the first has saved.
+TORCHRUN = [(*pair, (4, 2)) for pair in PAIRS if pair[0].startswith("# torchrun")]
 
 
-def blocks():
-    return BLOCK.findall(README.read_text())
-
-
-def test_the_blocks_of_one_process_print_what_the_readme_says():
-    names, printed, compared = {}, "", 0
-    for kind, text in blocks():
-        if kind == "text":
-            assert printed == text
-            compared += 1
-        if kind == "python":
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(text, "README.md", "exec"), names)
-            printed = out.getvalue()
-    assert compared == 8
-
-
-def run_block(rank, world_size, text, path):
-    names = {"path": path}
-    exec(compile(text, "README.md", "exec"), names)
-    return names["step"], names["weight"].full_tensor()
-
-
-def test_the_distributed_block_goes_on_with_another_number_of_processes(path):
-    testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
-    (text,) = [text for kind, text in blocks() if kind == "python distributed"]
-    one = [testing.run(run_block, 1, text, f"{path}-one")[0] for _ in range(3)]
-    many = [testing.run(run_block, size, text, f"{path}-many")[0] for size in (4, 3, 2)]
-    for (step, weight), (expected_step, expected_weight) in zip(many, one, strict=True):
-        assert step == expected_step
-        assert weight.equal(expected_weight)
-    assert [step for step, _ in many] == [3, 6, 9]
-
-
-def print_block(rank, world_size, text, path):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(text, "README.md", "exec"), {"path": path})
+def printed_by(code, folder):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.chdir(folder):
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     return out.getvalue()
 
 
-def test_the_fsdp2_block_prints_what_the_readme_says(path):
+def test_every_block_says_what_it_prints():
+    assert len(PAIRS) == len(re.findall(r"```py", README.read_text()))
+    assert (len(ALONE), len(TORCHRUN)) == (9, 2)
+
+
+# DCP warns of what its block asks for.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("number", range(len(ALONE)))
+def test_a_block_alone(number, tmp_path):
+    code, printed = ALONE[number]
+    assert printed_by(code, tmp_path) == printed
+
+
+def run_block(rank, world_size, code, folder):
+    os.environ["WORLD_SIZE"] = str(world_size)  # as torchrun would
+    return printed_by(code, folder)
+
+
+@pytest.mark.parametrize("number", range(len(TORCHRUN)))
+def test_a_block_on_many_ranks(number, tmp_path):
     testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
-    (text,) = [text for kind, text in blocks() if kind == "python fsdp2"]
-    (printed,) = [text for kind, text in blocks() if kind == "printed"]
-    found = [testing.run(print_block, size, text, path)[0] for size in (4, 2)]
-    assert "".join(found) == printed
+    code, printed, sizes = TORCHRUN[number]
+    found = [testing.run(run_block, size, code, str(tmp_path)) for size in sizes]
+    assert "".join("".join(ranks) for ranks in found) == printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(TORCHRUN)))
+def test_a_block_by_torchrun(number, tmp_path):
+    code, printed, sizes = TORCHRUN[number]
+    (tmp_path / "script.py").write_text(code)
+    said = ""
+    for size in sizes:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command = [sys.executable, *launch, "script.py"]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr
+        said += ran.stdout
+    assert said == printed
 
 
 def test_every_public_name_is_in_the_readme_and_documented():

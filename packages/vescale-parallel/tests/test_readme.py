@@ -1,4 +1,7 @@
-"""The README's examples run and print what is written there, in one process and on two ranks."""
+"""Each block of the README runs when it is copied alone, and prints what the README says.
+
+In one process and on two ranks, of which the first one alone prints.
+"""
 
 import contextlib
 import io
@@ -8,21 +11,28 @@ from pathlib import Path
 import pytest
 from vescale_comm.testing import run
 
-README = Path(__file__).parent.parent / "README.md"
+README = (Path(__file__).parent.parent / "README.md").read_text()
+PAIRS = re.findall(r"```python\n(.*?)```\n.*?```\n(.*?)```", README, re.DOTALL)
 
 
-def output_of(rank: int, world_size: int, code: str) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(compile(code, "README.md", "exec"), {})
-    return said.getvalue()
+def printed_by(rank: int, world_size: int, blocks: list[str], folder: str) -> list[str]:
+    found = []
+    for code in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.chdir(folder):
+            exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+        found.append(out.getvalue())
+    return found
+
+
+def test_every_block_says_what_it_prints():
+    assert len(PAIRS) == README.count("```py") == 7
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_examples_print_what_is_written(world_size: int):
-    blocks = re.findall(r"```python\n(.*?)```\n.*?```\n(.*?)```", README.read_text(), re.S)
-    assert len(blocks) == 4
-    # Consecutive snippets: later ones use names of the first.
-    code = "".join(code for code, _ in blocks)
-    for said in run(output_of, world_size, code):
-        assert said == "".join(printed for _, printed in blocks)
+def test_blocks_print_what_is_written(world_size: int, tmp_path):
+    blocks = [code for code, _ in PAIRS]
+    first, *others = run(printed_by, world_size, blocks, str(tmp_path))
+    # The first block needs no processes, and so does not know of others.
+    assert first == [printed for _, printed in PAIRS]
+    for said in others:
+        assert said == [PAIRS[0][1], *[""] * (len(PAIRS) - 1)]

@@ -1,14 +1,11 @@
 """`save`: propose, plan, write, commit. After each step all ranks know how it went on all."""
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, met
@@ -17,10 +14,10 @@ from vescale_ckpt._coordination.hosts import cores_per_rank, have_own_processes,
 from vescale_ckpt._coordination.meeting import call_of
 from vescale_ckpt._errors import StateError, listed
 from vescale_ckpt._format import checksums
-from vescale_ckpt._format.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from vescale_ckpt._format.safetensors import check_byte_order
 from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._progress import Progress, silent
+from vescale_ckpt._save.assemble import assembled
 from vescale_ckpt._save.commit import SaveLocation, commit, discard, new_generation, open_location
 from vescale_ckpt._save.plan import SavePlan, TensorOffer, plan_save
 from vescale_ckpt._save.write import LocalTensors, WriteJob, divide_into_files, write_data
@@ -29,8 +26,6 @@ from vescale_ckpt._state.merge import merge
 from vescale_ckpt._state.values import Node
 from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._storage.resolve import resolve, storage_of
-from vescale_ckpt._tensors.regions import Region
-from vescale_ckpt._version import __version__
 
 # Key in a manifest's provenance. Absent means that no rank reported anything bad.
 HEALTHY = "healthy"
@@ -202,7 +197,14 @@ def write_and_commit(
     with discarded_on_failure(storage, coordinator, location):
         written = all_or_none(coordinator, lambda: write_data(job, files))
         # All files are synced now, on all ranks: only then may the manifest name them.
-        manifest = _manifest(prepared, written)
+        manifest = assembled(
+            agreed.plan.tensors,
+            written,
+            prepared.tree,
+            agreed.checksum,
+            world_size=len(written),
+            notes=prepared.notes,
+        )
         # Rank 0 alone commits. The others join to learn whether it did, and raise if not.
         all_or_none(coordinator, lambda: commit(storage, location, manifest) if rank == 0 else None)
 
@@ -280,31 +282,3 @@ def check_one_target(answers: list[dict[str, Any]]) -> None:
 
 def _offers(data: dict[str, list[Any]]) -> dict[str, TensorOffer]:
     return {name: TensorOffer.from_json(offer) for name, offer in data.items()}
-
-
-def _manifest(prepared: PreparedSave, written: list[list[dict[str, Any]]]) -> Manifest:
-    plan = prepared.agreed.plan
-    files: dict[str, FileRecord] = {}
-    chunks: dict[str, list[Chunk]] = {name: [] for name in plan.tensors}
-    # In rank order, and chunks sorted by region: the manifest does not depend on timing.
-    for record in itertools.chain.from_iterable(written):
-        file = record["file"]
-        files[file] = FileRecord(record["bytes"], record["header_bytes"], record["header_checksum"])
-        for name, offset, shape, start, nbytes, digits in record["chunks"]:
-            region = Region(tuple(offset), tuple(shape))
-            chunks[name].append(Chunk(region, file, start, nbytes, digits))
-    tensors = {
-        name: TensorRecord(dtype, shape, tuple(sorted(chunks[name], key=lambda c: c.region)))
-        for name, (dtype, shape) in plan.tensors.items()
-    }
-    provenance = {**_provenance(len(written)), **prepared.notes}
-    return Manifest(files, tensors, prepared.tree, provenance, prepared.agreed.checksum)
-
-
-def _provenance(world_size: int) -> dict[str, Any]:
-    return {
-        "writer": f"vescale-ckpt {__version__}",
-        "torch": str(torch.__version__),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "world_size": world_size,
-    }

@@ -1,0 +1,13 @@
+"""What the coordinator tells every rank about a save."""
+
+from typing import NamedTuple
+
+from vescale_ckpt._save.commit import SaveLocation
+
+
+class Place(NamedTuple):
+    """Where one rank writes, and how. It is pickled by DCP, so it holds plain values only."""
+
+    location: SaveLocation
+    rank: int
+    checksum: str
