@@ -46,7 +46,7 @@ from vescale_dtensor._inspect.op_support import op_support
 from vescale_dtensor._inspect.strict import strict
 from vescale_dtensor._inspect.torch_layouts import layout_differences
 from vescale_dtensor._inspect.visualize import visualize
-from vescale_dtensor._joint import Joint, joint
+from vescale_dtensor._joint import Joint, ParameterStorage, StoredSlice, joint, joint_stored
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
@@ -79,6 +79,7 @@ __all__ = [
     "Joint",
     "LayoutError",
     "MeshError",
+    "ParameterStorage",
     "Partial",
     "PendingGradient",
     "Placement",
@@ -86,6 +87,7 @@ __all__ = [
     "RaggedShard",
     "Replicate",
     "Shard",
+    "StoredSlice",
     "StrictError",
     "StridedShard",
     "UnsupportedError",
@@ -103,6 +105,7 @@ __all__ = [
     "half_sums",
     "init_device_mesh",
     "joint",
+    "joint_stored",
     "keep_gradient",
     "layout_differences",
     "linspace",

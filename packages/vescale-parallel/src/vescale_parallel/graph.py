@@ -10,6 +10,11 @@
     whole = whole.running(planned.graph_module)
     loss = whole(words)                              # the same bits; p.grad is set
 
+With ZeRO, and with the optimizer in the graph:
+
+    step = graph.train_step(model, loss_of_batch, words).with_optimizer(optimizer, max_norm=1.0)
+    loss, norm = step(words)                         # gathers, clipping and update are nodes
+
 A `torch.fx` graph with torch's functional collectives is all that it needs. `timeline` runs the
 graph on paper, computation beside communication.
 """
@@ -17,6 +22,7 @@ graph on paper, computation beside communication.
 from vescale_parallel._cost import Link
 from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.agreed import Agreed, Entry
+from vescale_parallel._graph.joined import train_step
 from vescale_parallel._graph.scheduled import Schedule, schedule
 from vescale_parallel._graph.timeline import Span, Timeline, timeline
 
@@ -31,4 +37,5 @@ __all__ = [
     "Timeline",
     "schedule",
     "timeline",
+    "train_step",
 ]

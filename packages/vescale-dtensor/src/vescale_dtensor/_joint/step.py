@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from vescale_comm import Group, group_of
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
@@ -17,9 +21,13 @@ from vescale_dtensor._capture.capture import Captured
 from vescale_dtensor._capture.program import Program
 from vescale_dtensor._capture.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
-from vescale_dtensor._joint.tracing import Step, Wanted, traced
-from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._joint.clipping import Clip
+from vescale_dtensor._joint.storage import ParameterStorage
+from vescale_dtensor._joint.tracing import Step, StoredPlaces, Wanted, traced
+from vescale_dtensor._joint.update import Update
+from vescale_dtensor._joint.updated import updated
+from vescale_dtensor._layout.layout import Layout, axes_in
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
 
 _TRIES = 4
 """Calls until a step is recorded: the first ones may make what later ones find (a cache)."""
@@ -47,7 +55,11 @@ class Joint:
     run: Callable[..., Any]
     _program: Program
     _leaves: tuple[DTensor, ...]
-    _owed: tuple[int, ...]
+    _owed: tuple[tuple[DTensor, int], ...]
+    _returned: tuple[int, ...]
+    _stored: tuple[ParameterStorage, ...] = ()
+    _update: Update | None = None
+    _norm: Callable[[Tensor], Tensor] | None = None
 
     def arguments(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The arguments of the graph for a call of the step: local tensors.
@@ -59,19 +71,64 @@ class Joint:
 
     def _arguments(self, call: KeyedCall) -> list[Any]:
         program = self._program
-        locals_ = program.stands_for(call) if program.key == call.key else None
-        if locals_ is None:
-            raise CaptureError(
-                f"joint: the graph is of another kind of call: {program.why_not(call)} differs. "
-                "Make another one with joint() for such calls"
-            )
-        owed = tuple(leaf_gradient_of(leaf).partial for leaf in self._leaves)
-        if owed != self._owed:
+        with _lent(self._stored):
+            locals_ = program.stands_for(call) if program.key == call.key else None
+            if locals_ is None:
+                raise CaptureError(
+                    f"joint: the graph is of another kind of call: {program.why_not(call)} "
+                    "differs. Make another one with joint() for such calls"
+                )
+        if any(leaf_gradient_of(leaf).partial != owed for leaf, owed in self._owed):
             raise CaptureError(
                 "joint: parameters have been used in other ways since the graph was made, and "
                 "their gradients are summed over other axes of the mesh. Make the graph anew"
             )
-        return program.arguments(call.flat, locals_)
+        given = program.arguments(call.flat, locals_)
+        if self._stored:
+            # Nothing reads the stand-ins: they are inputs of the program, and not of the graph.
+            gone = {id(leaf) for one in self._stored for leaf in one.stand_ins}
+            pairs = zip(program.sources, given, strict=True)
+            given = [one for source, one in pairs if id(source.holder) not in gone]
+            given += [one for each in self._stored for one in each.inputs()]
+        return given if self._update is None else [*given, *self._update.arguments()]
+
+    def with_optimizer(
+        self, optimizer: Optimizer, *, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Joint:
+        """The same step with the update of parameters in its graph, as one more graph.
+
+        What the optimizer holds is updated in place: no `.grad` is set of what it steps, and there
+        must be none. Its numbers (learning rates, betas, ...) are read at each call, so schedulers
+        work as ever; state that it lacks is made. To the bits of `optimizer.step()`, as a for-loop
+        or foreach. The graph takes, behind the arguments of the step, those numbers as Python
+        floats, and the tensors of the optimizer's state. Collective if gradients are clipped.
+
+        Args:
+            optimizer: `torch.optim.SGD`, `Adam` or `AdamW`.
+            max_norm: clip the gradients of what the optimizer steps, as
+                `torch.nn.utils.clip_grad_norm_` does; a call then returns a pair: what the step
+                returns, and the norm.
+            norm_type: of the norm.
+
+        Raises:
+            CaptureError: other optimizers; `fused`, `capturable` or `differentiable` ones; numbers
+                that are tensors; hooks around steps; a graph that is run in another way already.
+
+        Examples:
+            whole = joint(step, x, y).with_optimizer(optimizer, max_norm=1.0)
+            loss, norm = whole(x, y)
+            scheduler.step()
+        """
+        if self._update is not None or self.run is not self.graph_module:
+            raise CaptureError(
+                "joint: with_optimizer() comes first: call it on what joint() returned"
+            )
+        clip = None if max_norm is None else Clip(max_norm, norm_type)
+        module, update, rest, spec = updated(self, optimizer, clip)
+        norm = None if clip is None else (partial(wrap, spec=spec) if spec else _itself)
+        return replace(
+            self, graph_module=module, run=module, _update=update, _returned=rest, _norm=norm
+        )
 
     def running(self, run: Callable[..., Any] | fx.GraphModule) -> Joint:
         """The same step, executed otherwise.
@@ -91,31 +148,48 @@ class Joint:
         """
         call = KeyedCall(args, kwargs)
         given = self._arguments(call)
-        _check_no_gradients(self.parameters, self._leaves)
-        program = self._program
+        self._check_no_gradients()
+        program, update = self._program, self._update
         program.before_writes(call.flat)
+        if update is not None:
+            update.before()
         # The backward is in the graph: recorded for autograd, buffers would get a history.
         with torch.no_grad():
             results = list(self.run(*given))
         program.after_writes(call.flat)
-        split = len(results) - len(self._leaves)
-        for leaf, gradient in zip(self._leaves, results[split:], strict=True):
+        if update is not None:
+            update.after()
+            for each in self._stored:
+                each.written()
+        split = len(results) - len(self._returned)
+        for at, gradient in zip(self._returned, results[split:], strict=True):
             if gradient is not None:
-                _store(leaf, gradient)
-        return program.outputs(call.flat, results[:split])
+                _store(self._leaves[at], gradient)
+        made = program.outputs(call.flat, results[:split])
+        return made if self._norm is None else (made, self._norm(results[split - 1]))
+
+    def _check_no_gradients(self) -> None:
+        held = [
+            name
+            for name, leaf in zip(self.parameters, self._leaves, strict=True)
+            if leaf._local_tensor.grad is not None
+        ]
+        if self._update is not None:
+            groups = self._update.optimizer.param_groups
+            held += [
+                "a parameter of the optimizer that the graph does not step"
+                for one in (p for group in groups for p in group["params"])
+                if all(one is not leaf for leaf in self._leaves) and one.grad is not None
+            ]
+        if held:
+            raise CaptureError(
+                f"joint: '{held[0]}' has a gradient already ({len(held)} parameters have). A joint "
+                "graph computes totals and adds them to none: call optimizer.zero_grad() first"
+            )
 
 
-def _check_no_gradients(names: Sequence[str], leaves: Sequence[DTensor]) -> None:
-    held = [
-        name
-        for name, leaf in zip(names, leaves, strict=True)
-        if leaf._local_tensor.grad is not None
-    ]
-    if held:
-        raise CaptureError(
-            f"joint: '{held[0]}' has a gradient already ({len(held)} parameters have). A joint "
-            "graph computes totals and adds them to none: call optimizer.zero_grad() first"
-        )
+def _itself(local: Tensor) -> Tensor:
+    return local
 
 
 def _store(leaf: DTensor, gradient: Tensor) -> None:
@@ -149,22 +223,57 @@ def joint(captured: Captured, *args: Any, **kwargs: Any) -> Joint:
         loss = whole(x, y)       # p.grad is set
         optimizer.step()
     """
+    return joint_stored(captured, args, kwargs, ())
+
+
+def joint_stored(
+    captured: Captured,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stored: Sequence[ParameterStorage],
+) -> Joint:
+    """`joint` of a step some of whose parameters lie elsewhere, as shards: see `ParameterStorage`.
+
+    The graph gathers what is stored and sums its gradients; `parameters` of the result are those of
+    the step that are none of the stand-ins, and then what is stored.
+
+    Args:
+        captured: by `capture`.
+        args: of a call of it.
+        kwargs: of the same call.
+        stored: the parameters; the same on all ranks, in one order.
+
+    Raises:
+        CaptureError: see `joint`.
+    """
     if not isinstance(captured, Captured):
         raise CaptureError(f"joint: it takes what capture() returned, not a {type(captured)}")
-    for _ in range(_TRIES):
-        program, call = _program_for(captured, args, kwargs)
-        made = _traced(captured, program, call)
-        # Tracing for the first time in a process loads parts of torch, which guards may see.
-        fits = made is not None and program.stands_for(call) is not None
-        if agreed(captured._layouts, fits) and made is not None:
-            return made
-    raise CaptureError(
-        "joint: what the step reads changes whenever it is traced: "
-        f"{program.why_not(call) or 'on another rank'}"
-    )
+    with _lent(stored):
+        for _ in range(_TRIES):
+            program, call = _program_for(captured, args, kwargs)
+            made = _traced(captured, program, call, stored)
+            # Tracing for the first time in a process loads parts of torch, which guards may see.
+            fits = made is not None and program.stands_for(call) is not None
+            if agreed(captured._layouts, fits) and made is not None:
+                return made
+        raise CaptureError(
+            "joint: what the step reads changes whenever it is traced: "
+            f"{program.why_not(call) or 'on another rank'}"
+        )
 
 
-def _traced(captured: Captured, program: Program, call: KeyedCall) -> Joint | None:
+@contextmanager
+def _lent(stored: Sequence[ParameterStorage]) -> Iterator[None]:
+    """Inside, the modules hold the stand-ins of all storages."""
+    with ExitStack() as stack:
+        for one in stored:
+            stack.enter_context(one.lent())
+        yield
+
+
+def _traced(
+    captured: Captured, program: Program, call: KeyedCall, stored: Sequence[ParameterStorage]
+) -> Joint | None:
     """The joint graph of a program; None where that does not stand for the call any more."""
     locals_ = program.stands_for(call)
     if locals_ is None:
@@ -174,10 +283,39 @@ def _traced(captured: Captured, program: Program, call: KeyedCall) -> Joint | No
     leaves, wanted = _wanted(program, arguments, names)
     loss, layout = _loss(program)
     sources = tuple(names.get(id(s.holder), s.name) for s in program.sources)
-    step = Step(program.module, sources, loss, layout, wanted)
-    module = traced(step, arguments)
-    parameters = tuple(one.name for one in wanted)
-    return Joint(module, parameters, module, program, leaves, tuple(one.owed for one in wanted))
+    places = tuple(_places(program, one) for one in stored)
+    module = traced(Step(program.module, sources, loss, layout, wanted, places), arguments)
+    owed = tuple((leaf, one.owed) for leaf, one in zip(leaves, wanted, strict=True))
+    gone = {id(leaf) for one in stored for leaf in one.stand_ins}
+    pairs = [(leaf, one.name) for leaf, one in zip(leaves, wanted, strict=True)]
+    kept = [pair for pair in pairs if id(pair[0]) not in gone]
+    for one in stored:
+        kept += zip(one.stored, one.names, strict=True)
+        for name, leaf in zip(one.names, one.stored, strict=True):
+            _check_leaf(name, leaf, leaf_gradient_of(leaf))
+    parameters = tuple(name for _, name in kept)
+    returned = tuple(range(len(kept)))
+    kept_leaves = tuple(leaf for leaf, _ in kept)
+    return Joint(module, parameters, module, program, kept_leaves, owed, returned, tuple(stored))
+
+
+def _places(program: Program, storage: ParameterStorage) -> StoredPlaces:
+    """Where the stand-ins of a storage are among the arguments of a program."""
+    at = {id(source.holder): place for place, source in enumerate(program.sources)}
+    groups: list[Group | None] = []
+    for leaf in storage.stored:
+        layout = leaf._spec.layout
+        # As in eager mode, in which a gradient is unsummed wherever its parameter is replicated.
+        leaf_gradient_of(leaf).note_use(layout.replicated)
+        axes = axes_in(layout.replicated)
+        groups.append(group_of(layout.mesh, axes) if axes else None)
+    return StoredPlaces(
+        storage,
+        tuple(at.get(id(leaf)) for leaf in storage.stand_ins),
+        tuple(leaf_gradient_of(leaf).partial for leaf in storage.stand_ins),
+        tuple(storage.inputs()),
+        tuple(groups),
+    )
 
 
 def _program_for(

@@ -347,6 +347,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(map(own.get, names)) or bool(users)
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers see that an optimizer has stepped, where it was not by its `step`."""
+    # As the wrapper does that schedulers put around `step`.
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        vars(optimizer)["_opt_called"] = True
+
+
 _STATE_GETTERS = """
 _get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_warnAlways
 _get_deterministic_fill_uninitialized_memory _get_float32_matmul_precision _get_qengine

@@ -2,6 +2,8 @@
 
 How a graph goes through the files:
 
+- `joined`: a model's step as one graph; `stored`: units of ZeRO as what it gathers; `placed`:
+  gathers where they are used, and sums when they are ready.
 - `collectives`: what communicates in it, and what each collective has to wait for.
 - `agreed`: all ranks tell each other their lists of collectives. They must be the same; what
   collectives need is united over ranks, sizes are the largest. Every decision is made from this.

@@ -68,6 +68,15 @@ def is_wait(node: fx.Node) -> bool:
     return schema_name(node) == f"{NAMESPACE}::wait_tensor"
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node makes nothing: it looks at its argument in another way."""
+    schema: Any = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    aliases = [one.alias_info for one in schema.returns]
+    return bool(aliases) and all(one is not None and not one.is_write for one in aliases)
+
+
 def collectives(graph: fx.Graph) -> list[Collective]:
     """All collectives, in the order in which they are started.
 

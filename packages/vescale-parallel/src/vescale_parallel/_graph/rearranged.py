@@ -18,6 +18,7 @@ from vescale_parallel._common.torch_compat import FakeTensorMode
 from vescale_parallel._graph.collectives import (
     Collective,
     collectives,
+    is_view,
     is_wait,
     ops,
 )
@@ -237,7 +238,7 @@ class _Overlapped(_Emitted):
     def all_of(self, nodes: Sequence[fx.Node]) -> None:
         """Emit all, in this order as far as it goes."""
         self.launch()
-        late = [node for node in nodes if is_wait(node) or _is_view(node)]
+        late = [node for node in nodes if is_wait(node) or is_view(node)]
         starts = self.sizes.keys() | {*late}
         for node in nodes:
             if node not in starts:
@@ -262,7 +263,7 @@ class _Overlapped(_Emitted):
         """Whether a node is there, or can be at no cost: a view, or a copy into a bucket."""
         if node in self.done:
             return True
-        free = _is_view(node) or node.target is aten.cat.default
+        free = is_view(node) or node.target is aten.cat.default
         return free and all(self._soon(one) for one in self.waits[node])
 
     def emit(self, node: fx.Node) -> None:
@@ -271,12 +272,3 @@ class _Overlapped(_Emitted):
         if is_wait(node):
             given: Any = node.args[0]
             self.under_way -= self.sizes.get(given, 0)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node makes nothing: it looks at its argument in another way."""
-    schema: Any = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    aliases = [one.alias_info for one in schema.returns]
-    return bool(aliases) and all(one is not None and not one.is_write for one in aliases)

@@ -96,6 +96,21 @@ class FlatBuffer:
         """Changes whenever one stored parameter is written to."""
         return local_leaf(self.parameters[slot])._version
 
+    @property
+    def places(self) -> Sequence[Place]:
+        """For each slot, where its gathered values are in `full`."""
+        return self._slots
+
+    @property
+    def owned(self) -> Sequence[tuple[int, int]]:
+        """For each slot, where in the shard this rank's part of it begins and ends."""
+        return self._owned
+
+    def current_shard(self) -> Tensor:
+        """This rank's elements, without a history; the stored parameters are views of it."""
+        self._ensure_views(self.locals)
+        return self.shard.detach()
+
     def start(self, *, anew: bool = True) -> None:
         """Start to gather, unless `full` is there or on its way. Collective.
 

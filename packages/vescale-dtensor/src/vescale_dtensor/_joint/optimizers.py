@@ -1,0 +1,184 @@
+"""What torch's optimizers do to one parameter, as operators: the same ones in the same order.
+
+A rule says which tensors an optimizer keeps of a parameter, which numbers it takes at a step (the
+learning rate, corrections by the number of steps), and which operators it runs. Numbers are inputs
+of the graph, computed in Python as torch does, so that schedules of them need no other graph.
+Sources: torch/optim/sgd.py, adam.py, adamw.py (for-loop and foreach forms, which agree in bits).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, optim
+
+from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._joint.builder import Builder
+
+aten: Any = torch.ops.aten
+Group = Mapping[str, Any]
+Nodes = Mapping[str, fx.Node]
+
+
+class OptimizerRule(ABC):
+    """How one optimizer updates one parameter."""
+
+    numbers: tuple[str, ...]
+    """Names of the numbers that it takes at each step."""
+
+    @abstractmethod
+    def moments(self, group: Group) -> tuple[str, ...]:
+        """Names in the state of tensors like the parameter."""
+
+    @abstractmethod
+    def begin(self, state: dict[str, Any], parameter: Tensor, group: Group) -> None:
+        """Make the state of a parameter that was never stepped."""
+
+    @abstractmethod
+    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
+        """The numbers of a step, which is number `steps` of the parameter, from 1 on.
+
+        `fresh`: the state was made by `begin`, and not used yet.
+        """
+
+    @abstractmethod
+    def form(self, group: Group) -> tuple[bool, ...]:
+        """What decides which operators there are."""
+
+    @abstractmethod
+    def update(self, make: Builder, p: fx.Node, g: fx.Node, of: Nodes, group: Group) -> None:
+        """Add the operators. `of`: moments and numbers by their names."""
+
+
+class _SGD(OptimizerRule):
+    numbers = ("minus_lr", "weight_decay", "momentum", "new")
+
+    def moments(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def begin(self, state: dict[str, Any], parameter: Tensor, group: Group) -> None:
+        # torch clones the first gradient. Minus zero: adding a gradient to it gives its bits, also
+        # where it is plus or minus zero.
+        if group["momentum"] != 0:
+            state["momentum_buffer"] = torch.full_like(parameter.detach(), -0.0)
+
+    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
+        new = 1.0 if fresh else 1 - group["dampening"]
+        return (-group["lr"], group["weight_decay"], group["momentum"], new)
+
+    def form(self, group: Group) -> tuple[bool, ...]:
+        momentum = group["momentum"] != 0
+        decays = group["weight_decay"] != 0
+        return momentum, decays, bool(group["nesterov"]), bool(group["maximize"])
+
+    def update(self, make: Builder, p: fx.Node, g: fx.Node, of: Nodes, group: Group) -> None:
+        momentum, decays, nesterov, maximize = self.form(group)
+        if maximize:
+            g = make(aten.neg.default, g)
+        if decays:
+            g = make(aten.add.Tensor, g, p, alpha=of["weight_decay"])
+        if momentum:
+            buffer = make(aten.mul_.Tensor, of["momentum_buffer"], of["momentum"])
+            buffer = make(aten.add_.Tensor, buffer, g, alpha=of["new"])
+            g = make(aten.add.Tensor, g, buffer, alpha=of["momentum"]) if nesterov else buffer
+        make(aten.add_.Tensor, p, g, alpha=of["minus_lr"])
+
+
+class _Adam(OptimizerRule):
+    numbers = ("decay", "new1", "beta2", "new2", "correction", "eps", "minus_size")
+
+    def __init__(self, *, decoupled: bool) -> None:
+        self._decoupled = decoupled
+
+    def moments(self, group: Group) -> tuple[str, ...]:
+        found = ("exp_avg", "exp_avg_sq")
+        return (*found, "max_exp_avg_sq") if group["amsgrad"] else found
+
+    def begin(self, state: dict[str, Any], parameter: Tensor, group: Group) -> None:
+        wide = torch.get_default_dtype() is torch.float64
+        state["step"] = torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32)
+        for name in self.moments(group):
+            state[name] = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+
+    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
+        lr, decay = group["lr"], group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        size = lr / (1 - beta1**steps)
+        correction = (1 - beta2**steps) ** 0.5
+        decay = 1 - lr * decay if self._is_decoupled(group) else decay
+        return (decay, 1 - beta1, beta2, 1 - beta2, correction, group["eps"], -size)
+
+    def form(self, group: Group) -> tuple[bool, ...]:
+        decays = group["weight_decay"] != 0
+        flags = bool(group["amsgrad"]), bool(group["maximize"]), self._is_decoupled(group)
+        return decays, *flags
+
+    def _is_decoupled(self, group: Group) -> bool:
+        return bool(group.get("decoupled_weight_decay", self._decoupled))
+
+    def update(self, make: Builder, p: fx.Node, g: fx.Node, of: Nodes, group: Group) -> None:
+        decays, amsgrad, maximize, decoupled = self.form(group)
+        if maximize:
+            g = make(aten.neg.default, g)
+        if decays and decoupled:
+            p = make(aten.mul_.Tensor, p, of["decay"])
+        elif decays:
+            g = make(aten.add.Tensor, g, p, alpha=of["decay"])
+        first = make(aten.lerp_.Scalar, of["exp_avg"], g, of["new1"])
+        second = make(aten.mul_.Tensor, of["exp_avg_sq"], of["beta2"])
+        second = make(aten.addcmul_.default, second, g, g, value=of["new2"])
+        if amsgrad:
+            largest = of["max_exp_avg_sq"]
+            second = make(aten.copy_.default, largest, make(aten.maximum.default, largest, second))
+        # In place where torch divides into new memory: the same bits.
+        size = make(aten.div_.Tensor, make(aten.sqrt.default, second), of["correction"])
+        size = make(aten.add_.Tensor, size, of["eps"])
+        make(aten.addcdiv_.default, p, first, size, value=of["minus_size"])
+
+
+RULES: Final[dict[type, OptimizerRule]] = {
+    optim.SGD: _SGD(),
+    optim.Adam: _Adam(decoupled=False),
+    optim.AdamW: _Adam(decoupled=True),
+}
+
+_REFUSED: Final = {
+    "fused": "its kernel has other bits than these operators",
+    "capturable": "its numbers are tensors",
+    "differentiable": "its update has a history",
+}
+
+
+def rule_of(optimizer: optim.Optimizer) -> OptimizerRule:
+    """The rule of an optimizer.
+
+    Raises:
+        CaptureError: there is none, or its options have no operators.
+    """
+    kind = type(optimizer)
+    rule = RULES.get(kind)
+    if rule is None:
+        raise CaptureError(
+            f"joint: {kind.__name__} is not an optimizer that a graph has operators for: there are "
+            f"{', '.join(one.__name__ for one in RULES)} (not classes made from them). Run the "
+            "graph without it, and step the optimizer after it"
+        )
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise CaptureError("joint: the step of the optimizer was replaced by another function")
+    for group in optimizer.param_groups:
+        for name, why in _REFUSED.items():
+            if group.get(name):
+                raise CaptureError(f"joint: {kind.__name__} with {name}=True: {why}")
+        for name, value in group.items():
+            if isinstance(value, Tensor) or any(
+                isinstance(one, Tensor) for one in (value if isinstance(value, tuple) else ())
+            ):
+                raise CaptureError(
+                    f"joint: '{name}' of {kind.__name__} is a tensor. Make it a Python number; it "
+                    "may change from step to step"
+                )
+    return rule

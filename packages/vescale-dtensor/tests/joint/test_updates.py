@@ -1,0 +1,160 @@
+"""A joint graph with the optimizer inside gives the bits of eager mode: ten steps of a schedule.
+
+Losses, norms, parameters, buffers, the state of optimizer and generator; clipped or not; on one
+device, data parallel, and data and tensor parallel. What has no operators is refused with words.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from joint_models import batch, built, locals_of, mesh_of
+from torch import nn, optim
+from vescale_comm import simulate
+from vescale_comm.testing import device_mesh
+from vescale_dtensor import CaptureError
+
+STEPS = 10
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, 0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    "plain": lambda p: optim.SGD(p, 0.1, maximize=True),
+    "nesterov": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
+    "adam": lambda p: optim.Adam(p, 0.01, amsgrad=True, weight_decay=0.1, maximize=True),
+    "adamw": lambda p: optim.AdamW(p, 0.01),
+    "foreach": lambda p: optim.AdamW(p, 0.01, amsgrad=True, foreach=True),
+}
+
+
+def state_of(optimizer):
+    found = optimizer.state_dict()["state"]
+    return [(key, name, found[key][name]) for key in found for name in found[key]]
+
+
+def eager_step(model, optimizer, words, max_norm):
+    optimizer.zero_grad()
+    loss = model(words)
+    loss.backward()
+    norm = loss
+    if max_norm is not None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    return loss, norm
+
+
+def compared(rank, world_size, axes, kind, name, max_norm):
+    mesh = mesh_of(axes, world_size)
+    eager = built(kind, mesh)
+    twin, words = copy.deepcopy(eager), batch(mesh, 0)
+    first, second = (OPTIMIZERS[name](model.parameters()) for model in (eager, twin))
+    cycles = {"cycle_momentum": name != "plain", "total_steps": STEPS + 1}
+    schedulers = [optim.lr_scheduler.OneCycleLR(one, 0.05, **cycles) for one in (first, second)]
+    whole = vd.joint(vd.capture(twin), words).with_optimizer(second, max_norm=max_norm)
+    twin.load_state_dict(eager.state_dict())  # what the recorded calls changed
+    clipped = 0
+    for step in range(STEPS):
+        words, found = batch(mesh, step), []
+        torch.manual_seed(step)
+        loss, norm = eager_step(eager, first, words, max_norm)
+        found.append([loss, norm, torch.get_rng_state()])
+        torch.manual_seed(step)
+        loss, norm = (whole(words), None) if max_norm is None else whole(words)
+        found.append([loss, loss if norm is None else norm, torch.get_rng_state()])
+        clipped += max_norm is not None and norm.full_tensor().item() > max_norm
+        for each, model in zip(found, (eager, twin), strict=True):
+            each[:2] = [one.full_tensor() for one in each[:2]]
+            each += locals_of(model.state_dict().values())
+        assert all(map(torch.equal, *found)), step
+        for one, two in zip(state_of(first), state_of(second), strict=True):
+            assert one[:2] == two[:2]
+            assert torch.equal(*locals_of([one[2], two[2]])), (step, one[:2])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of a scheduler that sees no step
+            for one in schedulers:
+                one.step()
+    assert all(p.grad is None for p in twin.parameters())
+    assert bool(clipped) == (max_norm is not None)
+    return len(whole.graph_module.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_norm"), [("sgd", 0.3), ("nesterov", None), ("adam", 0.3), ("foreach", None)]
+)
+def test_bits_of_eager_mode(name, max_norm):
+    simulate(1).run(compared, "dp", "net", name, max_norm)
+
+
+@pytest.mark.parametrize(("axes", "ranks"), [("dp", 2), ("dp tp", 4)])
+def test_bits_of_eager_mode_on_meshes(axes, ranks):
+    simulate(ranks).run(compared, axes, "llama", "adamw", 0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [None, 0.3])
+def test_all_of_them_on_meshes(name, max_norm):
+    simulate(2).run(compared, "dp", "net", name, max_norm)
+    simulate(4).run(compared, "dp tp", "llama", name, max_norm)
+
+
+def layer(mesh):
+    torch.manual_seed(0)
+    model = vd.distribute_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), mesh)
+    x = vd.distribute_tensor(torch.ones(4, 4), mesh, [vd.Shard(0)], src_data_rank=None)
+    return model, x, vd.joint(vd.capture(lambda x: model(x).square().mean()), x)
+
+
+def refused(words, call, *args, **kwargs):
+    with pytest.raises(CaptureError, match=words):
+        call(*args, **kwargs)
+
+
+def refusals(rank, world_size):
+    model, x, whole = layer(device_mesh((world_size,), ("dp",)))
+    of = list(model.parameters())
+    refused("RMSprop", whole.with_optimizer, optim.RMSprop(of))
+    refused("fused=True", whole.with_optimizer, optim.AdamW(of, fused=True))
+    refused("capturable", whole.with_optimizer, optim.Adam(of, capturable=True))
+    refused("'lr' of AdamW is a tensor", whole.with_optimizer, optim.AdamW(of, torch.tensor(0.1)))
+    refused("no parameter", whole.with_optimizer, optim.SGD([torch.zeros(2)]))
+    hooked = optim.SGD(of)
+    hooked.register_step_post_hook(lambda *_: None)
+    refused("hooks", whole.with_optimizer, hooked)
+    sgd = optim.SGD(of, 0.1, momentum=0.5)
+    step = whole.with_optimizer(sgd)
+    refused("comes first", step.with_optimizer, sgd)
+    step(x)
+    sgd.param_groups[0]["weight_decay"] = 0.1  # from none
+    refused("have changed", step, x)
+    sgd.param_groups[0]["weight_decay"] = 0
+    sgd.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+    refused("have changed", step, x)
+    return True
+
+
+def some(rank, world_size):
+    """What the optimizer does not step gets its gradient; what it alone has must have none."""
+    model, x, whole = layer(device_mesh((world_size,), ("dp",)))
+    other = torch.zeros(2, requires_grad=True)
+    adam = optim.AdamW([{"params": [model[1].weight]}, {"params": [other], "lr": 1.0}], 0.1)
+    step, before = whole.with_optimizer(adam), model[1].weight.full_tensor().clone()
+    step(x)
+    assert model[0].weight.grad is not None
+    assert model[1].weight.grad is None
+    assert not torch.equal(model[1].weight.full_tensor(), before)
+    refused("has a gradient already", step, x)
+    model.zero_grad()
+    other.grad = torch.ones(2)
+    refused("has a gradient already", step, x)
+    other.grad = None
+    adam.state[model[1].weight]["step"] += 3  # read anew at each call
+    step(x)
+    assert adam.state[model[1].weight]["step"] == 5
+    return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_refusals(ranks):
+    assert all(simulate(ranks).run(refusals))
+    assert all(simulate(ranks).run(some))

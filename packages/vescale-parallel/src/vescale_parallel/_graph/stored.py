@@ -1,0 +1,144 @@
+"""Units of ZeRO as what a joint graph gathers: stand-ins while it is made, collectives in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from vescale_comm import all_gather, reduce_scatter
+from vescale_dtensor import DTensor, StoredSlice, local_leaf
+
+from vescale_parallel._errors import GraphError
+from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.unit import Unit, put_all
+
+
+class StoredUnit:
+    """A unit of ZeRO, as a `vescale_dtensor.ParameterStorage`.
+
+    Attributes:
+        name: of the unit.
+        unit: it.
+        names, stand_ins, stored, slices: see `ParameterStorage`; buffer after buffer, and then what
+            is on every rank in full.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self.name = unit, f"unit {unit.name}"
+        self.names = [one.name for one in unit.held]
+        self.stored: list[Any] = [one.stored for one in unit.held]
+        self._placed = sum(len(one.parameters) for one in unit.buffers)
+        self.slices = [
+            StoredSlice(index, *place)
+            for index, buffer in enumerate(unit.buffers)
+            for place in buffer.owned
+        ]
+        rest = range(len(unit.held) - self._placed)
+        self.slices += [StoredSlice(len(unit.buffers) + at) for at in rest]
+        self.stand_ins = self._stand_ins()
+
+    def _stand_ins(self) -> list[DTensor]:
+        """Leaves with the gathered values, which the recorded calls compute with. Collective."""
+        unit = self.unit
+        unit.wait()
+        with torch.no_grad():
+            found: list[Any] = [one.clone() for one in unit.wrapped(unit.aliases()[0])]
+        unit.release()
+        for one, leaf in zip(unit.held, found, strict=True):
+            leaf.requires_grad_(one.stored.requires_grad)
+            leaf._is_param = True  # `isinstance(weight, nn.Parameter)`, as on one device
+        return found
+
+    def let_go(self) -> None:
+        """Give back the memory of the stand-ins: no graph reads them."""
+        for one in self.stand_ins:
+            local_leaf(one).untyped_storage().resize_(0)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, the modules hold the stand-ins, and the hooks of the unit do nothing."""
+        unit, places = self.unit, [one.places for one in self.unit.held]
+        unit.require_stored()
+        # What is inside of a call of the unit is left alone by its hooks.
+        unit.depth += 1
+        put_all(places, self.stand_ins)
+        try:
+            yield
+        finally:
+            put_all(places, self.stored)
+            unit.depth -= 1
+
+    def inputs(self) -> list[Tensor]:
+        """The shard of each buffer, and the local tensors of what is on every rank in full.
+
+        Raises:
+            GraphError: the unit keeps gradients of a backward in `no_sync`.
+        """
+        if any(one.unreduced is not None for one in self.unit.buffers):
+            raise GraphError(
+                f"'{self.names[0]}' has gradients that no_sync() has kept, to which a graph adds "
+                "nothing: step the optimizer, or zero_grad(), first"
+            )
+        kept = self.stored[self._placed :]
+        return [one.current_shard() for one in self.unit.buffers] + [
+            local_leaf(one).detach() for one in kept
+        ]
+
+    def gather(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The gathered values, by one all-gather a buffer."""
+        found = []
+        for buffer, shard in zip(self.unit.buffers, inputs, strict=False):
+            full = all_gather(shard.to(buffer.compute), buffer.group)
+            for shape, _, start in buffer.places:
+                found.append(full[start : start + torch.Size(shape).numel()].view(shape))
+        for one, local in zip(
+            self.unit.held[self._placed :], inputs[len(self.unit.buffers) :], strict=True
+        ):
+            found.append(local if one.compute is None else local.to(one.compute))
+        return found
+
+    def reduce(
+        self, contributions: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """What this rank stores of the sums, by one reduce-scatter a buffer."""
+        totals: list[Tensor | None] = []
+        for buffer, shard in zip(self.unit.buffers, inputs, strict=False):
+            own = contributions[len(totals) : len(totals) + len(buffer.parameters)]
+            totals += _reduced(buffer, own, shard)
+        pairs = zip(self.stored[self._placed :], contributions[self._placed :], strict=True)
+        return totals + [None if g is None else g.to(one.dtype) for one, g in pairs]
+
+    def written(self) -> None:
+        """What is gathered is old."""
+        for buffer in self.unit.buffers:
+            buffer.stepped()
+
+
+def _reduced(
+    buffer: FlatBuffer, contributions: Sequence[Tensor | None], shard: Tensor
+) -> list[Tensor | None]:
+    """The same bits as `FlatBuffer.reduced`: zeros where nothing has arrived, and as padding."""
+    if all(one is None for one in contributions):
+        return [None] * len(contributions)
+    pieces, at = [], 0
+    for (_, _, start), gradient in zip(buffer.places, contributions, strict=True):
+        if gradient is None:
+            continue
+        if start > at:
+            pieces.append(shard.new_zeros(start - at, dtype=buffer.reduce))
+        pieces.append(gradient.to(buffer.reduce).reshape(-1))
+        at = start + gradient.numel()
+    if buffer.row.plan.total > at:
+        pieces.append(shard.new_zeros(buffer.row.plan.total - at, dtype=buffer.reduce))
+    packed = torch.cat(pieces)
+    # As in eager mode: halves are added in float32, in the order of ranks.
+    order: Any = "rank" if packed.dtype.itemsize < 4 else "native"
+    total = reduce_scatter(packed, buffer.group, order=order).to(shard.dtype)
+    shards = buffer.shards_of(total)
+    return [
+        None if gradient is None else one
+        for one, gradient in zip(shards, contributions, strict=True)
+    ]

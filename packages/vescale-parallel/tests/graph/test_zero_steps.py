@@ -1,0 +1,178 @@
+"""ZeRO's gathers and reductions, clipping and the optimizer are nodes: the bits of eager mode.
+
+Whole training steps of a model of several units, over steps of a schedule of the learning rate,
+levels 1 to 3, as traced and with collectives merged and moved; what goes on after is eager again.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from vescale_comm import simulate
+from vescale_comm.testing import run
+from vescale_dtensor import CaptureError
+from vescale_parallel import Plan, graph, memory, mesh, parallelize
+from vescale_parallel._graph.collectives import collectives
+
+WORDS, STEPS = 24, 10
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(size), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Three units and the root; a parameter that nothing uses, and one that does not train."""
+
+    def __init__(self, size=12):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, size)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, WORDS, bias=False)
+        self.blocks[1].spare = nn.Parameter(torch.ones(3))
+        self.blocks[2].norm.weight.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+TENSOR = {
+    "blocks.*.up.{weight,bias}": "tp:0",
+    "blocks.*.down.weight": "tp:1",
+    "{embed,head}.weight": "tp:0",
+    "*": "replicate",
+}
+
+
+def built(sizes, level):
+    torch.manual_seed(0)
+    rules = TENSOR if "tp" in sizes else {"*": "replicate"}
+    plan = Plan(axes=tuple(sizes), batch="dp:0", parameters=rules, zero=level)
+    model = parallelize(Net(), mesh(**sizes), plan)
+    adam = optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
+    schedule = optim.lr_scheduler.OneCycleLR(adam, 0.05, total_steps=STEPS + 2)
+    return model, adam, schedule
+
+
+def batch(at):
+    return torch.randint(WORDS, (4, 5), generator=torch.Generator().manual_seed(at))
+
+
+def eager_step(model, adam, tokens, max_norm):
+    adam.zero_grad()
+    loss = model(tokens)
+    loss.backward()
+    norm = loss
+    if max_norm is not None:
+        norm = torch.nn.utils.clip_grad_norm_([p for g in adam.param_groups for p in g["params"]],
+                                              max_norm)  # fmt: skip
+    adam.step()
+    return loss, norm
+
+
+def result(model, adam, loss, norm):
+    values = [getattr(p, "_local_tensor", p) for p in model.state_dict().values()]
+    states = [one for state in adam.state.values() for one in state.values()]
+    values += [getattr(one, "_local_tensor", one) for one in states]
+    return [loss.full_tensor(), norm.full_tensor(), torch.get_rng_state(), *values]
+
+
+def trained(rank, world_size, sizes, level, max_norm):
+    eager, first, one = built(sizes, level)
+    model, second, other = built(sizes, level)
+    whole = graph.train_step(model, lambda tokens: model(tokens), batch(0))
+    whole = whole.with_optimizer(second, max_norm=max_norm)
+    plain = whole.graph_module
+    runs = [
+        plain,
+        graph.schedule(plain, cap_bytes=4000, ahead_bytes=4000).graph_module,
+        graph.schedule(plain, buckets=[["blocks.*"]]).graph_module,
+    ]
+    if "tp" not in sizes:
+        runs.append(memory.plan(runs[1], solver="rules", seconds=0).run)
+    for at in range(STEPS):
+        found = []
+        torch.manual_seed(at)
+        found.append(result(eager, first, *eager_step(eager, first, batch(at), max_norm)))
+        torch.manual_seed(at)
+        made = whole.running(runs[at % len(runs)])(batch(at))
+        loss, norm = made if max_norm is not None else (made, made)
+        found.append(result(model, second, loss, norm))
+        assert all(map(torch.equal, *found)), (at, list(map(torch.equal, *found)))
+        one.step()
+        other.step()
+    # Eager steps go on from it, with what is gathered anew.
+    found = []
+    for each, adam in ((eager, first), (model, second)):
+        torch.manual_seed(STEPS)
+        found.append(result(each, adam, *eager_step(each, adam, batch(STEPS), max_norm)))
+    assert all(map(torch.equal, *found))
+    told = [collectives(one.graph) for one in runs[:3]]
+    return [[(one.kind, one.ranks, one.bytes) for one in each] for each in told]
+
+
+def gathers(told):
+    return sum(kind == "all_gather" for kind, *_ in told)
+
+
+@pytest.mark.parametrize(("level", "max_norm"), [(3, 0.3), (2, None)])
+def test_bits_of_eager_mode(level, max_norm):
+    first, second = simulate(2).run(trained, {"dp": 2}, level, max_norm)
+    assert first == second
+    plain, merged, layers = first
+    # The root and three units; at level 3 units come again for the backward. The one that does not
+    # train has a buffer of its own.
+    assert gathers(plain) == (9 if level == 3 else 5)
+    assert sum(kind == "reduce_scatter" for kind, *_ in plain) == 4
+    assert gathers(merged) < gathers(plain)
+    assert len(layers) < len(plain)
+
+
+def test_bits_of_eager_mode_with_tensor_parallelism():
+    simulate(4).run(trained, {"dp": 2, "tp": 2}, 3, 0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("max_norm", [None, 0.3])
+def test_all_levels(level, max_norm):
+    simulate(2).run(trained, {"dp": 2}, level, max_norm)
+    simulate(4).run(trained, {"dp": 2, "tp": 2}, level, max_norm)
+
+
+def test_bits_of_eager_mode_in_processes():
+    first, second = run(trained, 2, {"dp": 2}, 3, 0.3)
+    assert first == second
+
+
+def gradients(rank, world_size):
+    """Without an optimizer, gradients are set; what no_sync keeps is refused."""
+    eager, model = (built({"dp": 2}, 3)[0] for _ in range(2))
+    whole = graph.train_step(model, lambda tokens: model(tokens), batch(0))
+    torch.manual_seed(1)
+    eager(batch(1)).backward()
+    torch.manual_seed(1)
+    whole(batch(1))
+    for (name, p), q in zip(eager.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert torch.equal(p.grad.full_tensor(), q.grad.full_tensor()), name
+    with pytest.raises(CaptureError, match="has a gradient already"):
+        whole(batch(1))
+    model.zero_grad()
+    with pytest.raises(CaptureError, match="another kind of call"):
+        whole(batch(1)[:2])
+    return True
+
+
+def test_gradients_are_set():
+    assert all(simulate(2).run(gradients))
