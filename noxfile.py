@@ -22,9 +22,11 @@ sys.path.insert(0, str(ROOT))
 
 from tools import skips, tags  # noqa: E402
 from tools.packages import (  # noqa: E402
+    FRAMEWORK_TOOLS,
     JOB_TOOLS,
     MODEL_TOOLS,
     PACKAGES,
+    REMOTE_TOOLS,
     TEST_TOOLS,
     Package,
     closed_sets,
@@ -91,6 +93,25 @@ def models(session: nox.Session) -> None:
     swap(session, [package.wheel for package in PACKAGES])
     allowed = skips.ANYWHERE + skips.KERNELS
     run_marked(session, "models and not slow", TESTS, skippable=allowed)
+
+
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
+def remote(session: nox.Session) -> None:
+    """Save to and load from local servers that speak S3 and Google Cloud Storage."""
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *REMOTE_TOOLS)
+    swap(session, [package.wheel for package in PACKAGES])
+    folder = ROOT / "packages" / "vescale-ckpt" / "tests" / "storage"
+    run_tests(session, [folder], *session.posargs, skippable=skips.ANYWHERE)
+
+
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
+def frameworks(session: nox.Session) -> None:
+    """Run the examples of vescale-rng in JAX and numpy."""
+    tools = (*TEST_TOOLS, *FRAMEWORK_TOOLS)
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *tools)
+    swap(session, [package.wheel for package in PACKAGES])
+    folder = ROOT / "packages" / "vescale-rng" / "tests" / "frameworks"
+    run_tests(session, [folder], *session.posargs, skippable=skips.ANYWHERE)
 
 
 # --- The code

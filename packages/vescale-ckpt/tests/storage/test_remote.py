@@ -1,5 +1,6 @@
 """On a store without renames the commit object is last: a save there is complete or absent, too."""
 
+import gc
 import uuid
 
 import pytest
@@ -24,12 +25,15 @@ fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 from vescale_ckpt._storage.fsspec_storage import FsspecStorage  # noqa: E402 only where it can work
 
 
-@pytest.fixture(params=["memory", "local"])
+@pytest.fixture(params=["memory", "local", "s3", "gs"])
 def remote(request, tmp_path):
-    """(storage, root): memory://, and the local disk as if it had no renames."""
+    """(storage, root): memory://, the local disk as if it had no renames, and servers of both."""
     if request.param == "memory":
         return FsspecStorage("memory://"), f"memory://{uuid.uuid4().hex}"
-    return FsspecStorage("local", fsspec.filesystem("file")), str(tmp_path)
+    if request.param == "local":
+        return FsspecStorage("local", fsspec.filesystem("file")), str(tmp_path)
+    root = f"{request.getfixturevalue(request.param)}/{uuid.uuid4().hex}"
+    return FsspecStorage(root), root
 
 
 class Stops(Exception):
@@ -101,8 +105,9 @@ def test_a_save_that_stops_anywhere(remote, overwrite):
     assert at > 3
 
 
-def test_urls_everywhere(tmp_path, capsys):
-    root = f"memory://{uuid.uuid4().hex}/run"
+@pytest.mark.parametrize("remote", ["memory", "s3", "gs"], indirect=True)
+def test_urls_everywhere(remote, tmp_path, capsys):
+    root = f"{remote[1]}/run"
     save(f"{root}/a", {"w": torch.ones(3)})
     with pytest.raises(ExistsError):
         save(f"{root}/a", {"w": torch.ones(3)})
@@ -142,8 +147,9 @@ def test_damage_is_found(remote):
     assert isinstance(found, CorruptError)
 
 
-def test_the_manager_on_a_store():
-    root = f"memory://{uuid.uuid4().hex}/run"
+@pytest.mark.parametrize("remote", ["memory", "s3", "gs"], indirect=True)
+def test_the_manager_on_a_store(remote):
+    root = f"{remote[1]}/run"
     manager = CheckpointManager(root, keep_last=2)
     assert manager.latest() is None
     for step in range(4):
@@ -156,3 +162,117 @@ def test_the_manager_on_a_store():
     assert manager.latest() == 3
     manager.save(4, {"w": torch.zeros(2)})
     assert storage.names_in(root) == ["step-00000003", "step-00000004"]
+
+
+class BreakingStorage:
+    """Writes of data fail after so many bytes."""
+
+    renames = False
+
+    def __init__(self, inner, after):
+        self.inner, self.after = inner, after
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def create(self, path):
+        return BreakingWriter(self.inner.create(path), self.after)
+
+
+class BreakingWriter:
+    def __init__(self, inner, after):
+        self.inner, self.left = inner, after
+
+    def write(self, data):
+        self.left -= len(data)
+        if self.left < 0:
+            raise Stops("the connection is gone")
+        self.inner.write(data)
+
+    def finish(self):
+        self.inner.finish()
+
+    def abandon(self):
+        self.inner.abandon()
+
+
+# Of one part, and of several: clients send 50 MiB at a time.
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+@pytest.mark.parametrize(
+    ("remote", "megabytes"),
+    [("memory", 1), ("local", 1), ("s3", 1), ("gs", 1), ("s3", 60), ("gs", 60)],
+    indirect=["remote"],
+)
+def test_a_write_that_breaks_leaves_nothing(remote, megabytes):
+    storage, root = remote
+    state = {"w": torch.zeros(megabytes << 18)}
+    breaking = BreakingStorage(storage, (megabytes << 20) - 1)
+    (error,) = save_on([state], f"{root}/a", storages=[breaking])
+    assert "the connection is gone" in str(error)
+    gc.collect()
+    # Where there are directories, the one of the checkpoint is left, empty.
+    assert not storage.exists(f"{root}/a") or storage.names_in(f"{root}/a") == []
+    if root.startswith("s3"):
+        uploads = storage._fs.call_s3("list_multipart_uploads", Bucket=root.split("/")[2])
+        assert "Uploads" not in uploads
+    if megabytes > 1:
+        succeed(save_on([state], f"{root}/a", storages=[storage]))
+        into = {"w": torch.ones(megabytes << 18)}
+        succeed(load_on([into], f"{root}/a", storages=[storage]))
+        assert not into["w"].any()
+
+
+@pytest.mark.parametrize("remote", ["s3", "gs"], indirect=True)
+def test_folders_of_a_console(remote):
+    """An object called like a directory, as consoles and other tools make them."""
+    storage, root = remote
+    storage.put(f"{root}/run/a/", b"")
+    assert storage.names_in(f"{root}/run") == ["a"]
+    assert storage.names_in(f"{root}/run/a") == []
+    save(f"{root}/run/a", {"w": torch.ones(2)})
+    assert read(f"{root}/run/a")["w"].tolist() == [1, 1]
+    assert len(storage.names_in(f"{root}/run/a")) == 2
+
+
+@pytest.mark.parametrize("remote", ["s3", "gs"], indirect=True)
+def test_what_others_write_is_seen(remote):
+    """Two processes have a client each, and neither trusts what it has listed before."""
+    storage, root = remote
+    other = FsspecStorage(root, fsspec.filesystem(root.split(":")[0], skip_instance_cache=True))
+    assert not storage.exists(f"{root}/x")
+    assert not storage.exists(f"{root}")
+    for content in (b"one", b"three"):
+        other.put(f"{root}/x", content)
+        assert storage.names_in(root) == ["x"]
+        assert storage.size(f"{root}/x") == len(content)
+    other.remove_file(f"{root}/x")
+    assert not storage.exists(f"{root}/x")
+
+
+def test_an_outage_is_no_absence():
+    """A save must not replace what it cannot see: fsspec's own `exists` says no to every error."""
+    filesystem = fsspec.filesystem("memory", skip_instance_cache=True)
+    root = f"memory://{uuid.uuid4().hex}/a"
+    storage = FsspecStorage(root, filesystem)
+    succeed(save_on([{"w": torch.ones(2)}], root, storages=[storage]))
+
+    def refused(path, **options):
+        raise PermissionError("access denied")
+
+    filesystem.info = refused
+    for look in (storage.exists, storage.is_directory):
+        with pytest.raises(StorageError, match=r"cannot look at .*access denied"):
+            look(root)
+    (error,) = save_on([{"w": torch.zeros(2)}], root, storages=[storage])
+    assert "access denied" in str(error)
+    assert read(root)["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("remote", ["s3", "gs"], indirect=True)
+def test_a_bucket_that_is_not_there(remote):
+    _, root = remote
+    missing = f"{root.split('://')[0]}://no-such-bucket-here/run/a"
+    with pytest.raises(NotFoundError, match="there is no checkpoint at"):
+        read(missing)
+    with pytest.raises(StorageError, match="no-such-bucket-here"):
+        save(missing, {"w": torch.ones(2)})

@@ -7,11 +7,16 @@ count, COMMIT, is written last and completely.
 import importlib
 import posixpath
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from vescale_ckpt._errors import CheckpointError, CorruptError, StorageError
 from vescale_ckpt._storage.base import Reader, Writer
+
+# Protocols of stores that have no directories. Elsewhere (HDFS, SFTP, ...) they are made.
+_BUCKETS = frozenset(
+    ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", "cos", "tos", "oci")
+)
 
 
 class FsspecStorage:
@@ -34,6 +39,9 @@ class FsspecStorage:
 
     def make_directory(self, path: str) -> None:
         """Do nothing on an object store: directories are parts of names there."""
+        # There clients would make the bucket instead, of a misspelt name, too.
+        if path.partition("://")[0] in _BUCKETS:
+            return
         with _storage_errors("make directory", path):
             self._fs.makedirs(path, exist_ok=True)
 
@@ -72,26 +80,24 @@ class FsspecStorage:
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory, where there are such."""
-        if self.is_directory(path):
-            with _storage_errors("remove directory", path):
-                self._fs.rmdir(path)
+        if not self.is_directory(path):
+            return
+        with _storage_errors("remove directory", path):
+            self._fs.rmdir(path)
 
     def is_directory(self, path: str) -> bool:
         """Return whether a directory is there."""
-        with _storage_errors("look at", path):
-            self._fs.invalidate_cache()
-            return bool(self._fs.isdir(path))
+        info = self._info(path)
+        return info is not None and info["type"] == "directory"
 
     def exists(self, path: str) -> bool:
         """Return whether anything is there."""
-        with _storage_errors("look at", path):
-            # Others write, too: what was listed before may be old.
-            self._fs.invalidate_cache()
-            return bool(self._fs.exists(path))
+        return self._info(path) is not None
 
     def size(self, path: str) -> int:
         """Return the number of bytes in a file."""
         with _storage_errors("look at", path):
+            self._fs.invalidate_cache()
             return int(self._fs.size(path))
 
     def names_in(self, path: str) -> list[str]:
@@ -99,7 +105,23 @@ class FsspecStorage:
         with _storage_errors("list", path):
             self._fs.invalidate_cache()
             entries = self._fs.ls(path, detail=False)
-        return sorted(posixpath.basename(str(entry).rstrip("/")) for entry in entries)
+        itself = (path.partition("://")[2] or path).strip("/")
+        found = [str(entry).strip("/") for entry in entries]
+        # An object called like a directory, which consoles make of "new folder", lists itself.
+        return sorted(posixpath.basename(one) for one in found if one != itself)
+
+    def _info(self, path: str) -> dict[str, Any] | None:
+        """Return what is known of a name, or None where nothing is there."""
+        with _storage_errors("look at", path):
+            # Others write, too: what was listed before may be old.
+            self._fs.invalidate_cache()
+            try:
+                found: dict[str, Any] = self._fs.info(path)
+            # Only these: fsspec's own `exists` takes every error for an absence, so that a save
+            # would replace what it could not see during an outage.
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return found
 
 
 class _RemoteWriter:
@@ -118,9 +140,15 @@ class _RemoteWriter:
 
     def abandon(self) -> None:
         # Closing would complete the object. It counts for nothing, but need not be there.
-        discard = getattr(self.file, "discard", None)
-        if not self.file.closed and discard is not None:
-            discard()
+        if self.file.closed:
+            return
+        with suppress(Exception):
+            self.file.discard()  # ends an upload in parts, which would cost money for good
+        try:
+            # Else Python would close it, and so complete it, when the object is forgotten.
+            self.file.closed = True
+        except AttributeError:
+            self.file.close()  # of a file system: what is written is there already
 
 
 class _RemoteReader:
