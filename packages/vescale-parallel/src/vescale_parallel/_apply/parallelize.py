@@ -82,13 +82,7 @@ def parallelize(
     options = {"bucket_bytes": bucket_bytes, "static": static}
     report = preflight(model, mesh, plan, options, optimizers)
     invariant = report.invariant
-    where: StoredPlacements | StagePlacements
-    if report.split is not None:
-        where = stage_placements(mesh, report)
-    else:
-        # Logical shards are computed one after another: no activation lies over the batch's axes.
-        used = mesh if invariant is None else compute_mesh(mesh, invariant.axes)
-        where = stored_placements(mesh, report, used)
+    where = _placements(mesh, report)
     _distribute_parameters(model, where, report, optimizers)
     here = of_stage(report, mesh)
     if not (isinstance(where, StagePlacements) and where.is_plain):
@@ -108,6 +102,16 @@ def parallelize(
             sum_whole(where.stored, invariant.axes)
         setattr(model, STEP, InvariantStep(model, invariant, mesh, schedule, report.over))
     return model
+
+
+def _placements(mesh: DeviceMesh, report: Report) -> StoredPlacements | StagePlacements:
+    """Return where parameters lie, and on which mesh activations are computed."""
+    if report.split is not None:
+        return stage_placements(mesh, report)
+    invariant = report.invariant
+    # Logical shards are computed one after another: no activation lies over the batch's axes.
+    used = mesh if invariant is None else compute_mesh(mesh, invariant.axes)
+    return stored_placements(mesh, report, used)
 
 
 def _distribute_parameters(
