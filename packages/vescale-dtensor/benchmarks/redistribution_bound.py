@@ -18,7 +18,8 @@ from itertools import product
 from math import prod
 
 from vescale_dtensor._layout.mesh import Coordinate, coordinates
-from vescale_dtensor._layout.placements import Partial, Placement, Replicate
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.shard_geometry import owned, strided_boxes
 
 Placements = tuple[Placement, ...]

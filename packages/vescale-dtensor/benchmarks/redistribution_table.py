@@ -15,10 +15,10 @@ from random import Random
 from redistribution_bound import fewest_elements
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.mesh import Coordinate, coordinates
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
-    Placement,
     RaggedShard,
     Replicate,
     Shard,

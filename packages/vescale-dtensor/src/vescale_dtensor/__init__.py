@@ -47,10 +47,10 @@ from vescale_dtensor._inspect.strict import strict
 from vescale_dtensor._inspect.torch_layouts import layout_differences
 from vescale_dtensor._inspect.visualize import visualize
 from vescale_dtensor._joint import Joint, ParameterStorage, StoredSlice, joint, joint_stored
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
-    Placement,
     RaggedShard,
     Replicate,
     Shard,

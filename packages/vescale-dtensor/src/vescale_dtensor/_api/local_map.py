@@ -33,7 +33,8 @@ from vescale_dtensor._errors import LayoutError, MeshError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement, on_dim
 from vescale_dtensor._layout.layout import Layout, Shape, bits, normalized
 from vescale_dtensor._layout.mesh import describe
-from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_flat
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Replicate, is_flat
 from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor

@@ -18,14 +18,8 @@ from vescale_dtensor._autograd.grad_property import share_gradient
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.placements import (
-    TORCH_NAMES,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-)
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import TORCH_NAMES, Partial, Replicate, Shard, StridedShard
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import torch_strided_shard
 

@@ -18,7 +18,8 @@ from vescale_comm import Group, all_reduce, group_of
 
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._layout.placements import Partial, Placement, Replicate
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._redistribute.plan import plan_redistribution
 from vescale_dtensor._redistribute.steps import AllReduce

@@ -33,7 +33,8 @@ from vescale_dtensor._layout.first_uses import FirstUses
 from vescale_dtensor._layout.layout import normalized
 from vescale_dtensor._layout.mesh import coordinates, describe
 from vescale_dtensor._layout.notation import short_dtype
-from vescale_dtensor._layout.placements import Placement, Shard, Sharded
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Shard
 from vescale_dtensor._layout.shard_geometry import owned
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout, Order, Shape
-from vescale_dtensor._layout.placements import Shard, Sharded
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import Shard
 from vescale_dtensor._layout.spec import order_of, strides_of
 from vescale_dtensor._torch.worlds import cached
 

@@ -22,7 +22,7 @@ from vescale_dtensor._inspect.op_support import public_name
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.notation import short, short_dtype
-from vescale_dtensor._layout.placements import Placement
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan
 from vescale_dtensor._redistribute.plan import RedistributionPlan

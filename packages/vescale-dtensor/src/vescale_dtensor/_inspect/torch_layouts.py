@@ -24,7 +24,8 @@ from vescale_dtensor._dispatch.observers import CallObserver
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_shape
-from vescale_dtensor._layout.placements import Placement, Replicate, Shard
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observing

@@ -13,14 +13,13 @@ from typing import Any, TypeVar, cast
 from torch.distributed.tensor import placement_types as torch_placements
 
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import (
     Partial,
-    Placement,
     RaggedShard,
     ReduceOp,
     Replicate,
     Shard,
-    Sharded,
     StridedShard,
 )
 from vescale_dtensor._torch.compat import torch_strided_shard

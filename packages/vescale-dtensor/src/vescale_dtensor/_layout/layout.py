@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement, on_dim
 from vescale_dtensor._layout.mesh import describe, own_coordinate
-from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Sharded
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.shard_geometry import dim_groups
 from vescale_dtensor._torch.worlds import cached, note_world
 

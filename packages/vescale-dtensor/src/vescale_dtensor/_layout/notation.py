@@ -8,10 +8,8 @@ import torch
 
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.mesh import axis_names
-from vescale_dtensor._layout.placements import (
-    Partial,
-    Sharded,
-)
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.shard_geometry import dim_groups
 
 _SHORT_DTYPE = {

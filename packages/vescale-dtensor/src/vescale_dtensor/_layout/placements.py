@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 from torch.distributed.tensor import placement_types as torch_placements
 
-from vescale_dtensor._errors import LayoutError, UnsupportedError
+from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.integers import integer, integers, make_integers
-from vescale_dtensor._layout.intervals import (
-    Intervals,
-    chunk,
-    consecutive,
-    in_blocks,
-    in_each_block,
+from vescale_dtensor._layout.intervals import Intervals, chunk, in_blocks, in_each_block
+from vescale_dtensor._layout.placement_base import (
+    Placement,
+    Sharded,
+    TorchPlacementMeta,
+    UnknownToTorch,
+    frozen_setattr,
+    placement_equal,
 )
-from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.compat import asked_by_torch_dtensor
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod", "norm2"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod", "norm2")
@@ -36,82 +36,7 @@ TORCH_NAMES = {"prod": "product"}
 """Reductions that torch names otherwise, by our names."""
 
 
-# One object per value and process: constructing one goes through torch's C++, and `is` then settles
-# most comparisons. Bounded, so values may still exist twice; nothing relies on identity.
-_made: BoundedCache[tuple[type, tuple[object, ...]], Any] = BoundedCache(1024)
-# Types of the argument that is a dim or a reduction.
-_PLAIN = (int, str)
-
-
-class _Meta(type(torch_placements.Placement)):  # type: ignore[misc]
-    """Metaclass of the placements that torch has, too: interns them, and keeps `isinstance` fast.
-
-    torch's own metaclass runs a Python function for every `isinstance`; this one restores type's.
-    """
-
-    __instancecheck__ = type.__instancecheck__
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return the interned object of this value."""
-        # Keyword arguments would need binding to make a key; such calls are rare, and equal anyway.
-        if kwargs:
-            return super().__call__(*args, **kwargs)
-        found = _made.get((cls, args))
-        # Only what is a plain value already: 1.0 and True equal 1, which may have been made before,
-        # but the one is to be refused, and the other to be made a 1.
-        if args and type(args[0]) not in _PLAIN:
-            return super().__call__(*args)
-        if found is None:
-            found = super().__call__(*args)
-            _made.store((cls, args), found)
-        return found
-
-
-def _frozen(self: object, name: str, value: object) -> None:
-    raise AttributeError(f"{self} is frozen: {name} cannot be set")
-
-
-def _equal(self: Any, other: object) -> Any:
-    """Whether both are of one kind and value."""
-    if self is other:
-        return True
-    # Between our own: torch's `==` takes 70 us where the two differ. `__reduce__` has all fields.
-    if isinstance(other, Placement):
-        return type(self) is type(other) and self.__reduce__() == other.__reduce__()
-    if not isinstance(other, torch_placements.Placement):
-        return NotImplemented
-    # With one of torch's: its own comparison, so that `==` agrees from either side.
-    return super(type(self), self).__eq__(other)
-
-
-class Placement:
-    """Base class of all placements. Use one of its subclasses.
-
-    Those that torch has as well also derive from torch's classes and equal torch's objects, so
-    torch's functions take them like their own. The others are refused there (see
-    `_UnknownToTorch`).
-    """
-
-    __slots__ = ()
-
-    def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is `Shard` (of `dim`, if given), whose offsets follow from ceil(n / k)."""
-        return False
-
-    def is_sharded(self, dim: int | None = None) -> bool:
-        """Whether each coordinate owns a part of a dim (`dim`, if given), however it is divided."""
-        return False
-
-    def is_replicate(self) -> bool:
-        """Whether every coordinate of the axis holds the same values."""
-        return False
-
-    def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether the values still have to be combined over the axis (by `reduce_op`, if given)."""
-        return False
-
-
-class Replicate(Placement, torch_placements.Replicate, metaclass=_Meta):
+class Replicate(Placement, torch_placements.Replicate, metaclass=TorchPlacementMeta):
     """Every coordinate of the axis holds the same local tensor."""
 
     __slots__ = ()
@@ -120,10 +45,10 @@ class Replicate(Placement, torch_placements.Replicate, metaclass=_Meta):
         """Return True."""
         return True
 
-    # Stated in each class and not in `Placement`: `_equal` calls the `__eq__` that follows the
-    # class in its MRO, and a class that defines `__eq__` loses its inherited `__hash__`.
-    __setattr__ = _frozen
-    __eq__ = _equal
+    # Stated in each class and not in `Placement`: `placement_equal` calls the `__eq__` that follows
+    # the class in its MRO, and a class that defines `__eq__` loses its inherited `__hash__`.
+    __setattr__ = frozen_setattr
+    __eq__ = placement_equal
     __hash__ = torch_placements.Replicate.__hash__
 
     def __reduce__(self) -> Any:
@@ -135,7 +60,7 @@ class Replicate(Placement, torch_placements.Replicate, metaclass=_Meta):
     __str__ = __repr__
 
 
-class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
+class Partial(Placement, torch_placements.Partial, metaclass=TorchPlacementMeta):
     """Every coordinate holds a partial value; the tensor is their reduction by `reduce_op`.
 
     `norm2` is the root of the sum of squares: it combines the norms of shards.
@@ -156,7 +81,7 @@ class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
         # The class is frozen, so its slot is filled past its own `__setattr__`.
         object.__setattr__(self, "reduce_op", reduce_op)
 
-    __setattr__ = _frozen
+    __setattr__ = frozen_setattr
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Return True if the reduction is `reduce_op`, or no reduction is asked for."""
@@ -170,7 +95,7 @@ class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
         # hash alike.
         return hash(torch_placements.Partial(TORCH_NAMES[self.reduce_op]))
 
-    __eq__ = _equal
+    __eq__ = placement_equal
 
     def __reduce__(self) -> Any:
         return Partial, (self.reduce_op,)
@@ -181,69 +106,7 @@ class Partial(Placement, torch_placements.Partial, metaclass=_Meta):
     __str__ = __repr__
 
 
-class Sharded(Placement):
-    """Base class of shards: a coordinate owns a part of one dim, or of several dims as one.
-
-    `pieces` says which part, counted within what earlier mesh axes leave of the dim.
-    """
-
-    __slots__ = ()
-
-    def cut_dims(self) -> tuple[int, ...]:
-        """Return the sharded dims; several are sharded as one, flattened row-major."""
-        raise NotImplementedError
-
-    def pieces(self, extent: int, count: int) -> tuple[Intervals, ...]:
-        """Intervals of `extent` that each of `count` coordinates owns, in local order."""
-        # Each of `pieces` and `sizes` is stated in terms of the other: a subclass overrides one.
-        return consecutive(self.sizes(extent, count))
-
-    def sizes(self, extent: int, count: int) -> tuple[int, ...]:
-        """Return how much of `extent` each of `count` coordinates owns."""
-        return tuple(
-            sum(high - low for low, high in intervals) for intervals in self.pieces(extent, count)
-        )
-
-    def distinct_sizes(self, extent: int, count: int) -> set[int]:
-        """Return the different numbers among `sizes`, few on any number of ranks."""
-        return set(self.sizes(extent, count))
-
-    def piece(self, extent: int, count: int, index: int) -> Intervals:
-        """Return what coordinate `index` of `count` owns of `extent`: one of `pieces`.
-
-        Subclasses find it without the other coordinates, since every rank asks for its own shard at
-        many calls, and there may be thousands of ranks.
-        """
-        return self.pieces(extent, count)[index]
-
-    def is_sharded(self, dim: int | None = None) -> bool:
-        """Return True if `dim` is among the sharded dims, or no dim is asked for."""
-        return dim is None or dim in self.cut_dims()
-
-
-class _UnknownToTorch(Sharded):
-    """Base class of the placements that torch.distributed.tensor has no equal of.
-
-    Much of it asks `isinstance(placement, Shard)` and silently treats a placement of none of its
-    classes as replicated. `isinstance` also reads `__class__`, which is the one place where that
-    can be refused.
-    """
-
-    __slots__ = ()
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        # Only modules of torch.distributed.tensor are refused; everybody else gets the type.
-        if asked_by_torch_dtensor():
-            raise UnsupportedError(
-                f"torch.distributed.tensor was given {self!r}, a placement that it does not know "
-                "and would take for Replicate(). Use the function of the same name in "
-                "vescale_dtensor, or redistribute to Shard() or Replicate() first."
-            )
-        return type(self)
-
-
-class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
+class Shard(Sharded, torch_placements.Shard, metaclass=TorchPlacementMeta):
     """Dim `dim` is divided as by `torch.chunk`: ceil(n / k) each, later shards smaller or empty."""
 
     # Shadows torch's attribute, which takes four times as long to read.
@@ -257,7 +120,7 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
         torch_placements.Shard.__init__(self, dim)
         object.__setattr__(self, "dim", dim)
 
-    __setattr__ = _frozen
+    __setattr__ = frozen_setattr
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return True if this is the dim, or no dim is asked for."""
@@ -289,7 +152,7 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
         """Return the interval of shard `index`; an empty one is behind the last element."""
         return (chunk(extent, count, index),)
 
-    __eq__ = _equal
+    __eq__ = placement_equal
     __hash__ = torch_placements.Shard.__hash__
 
     def __reduce__(self) -> Any:
@@ -302,7 +165,7 @@ class Shard(Sharded, torch_placements.Shard, metaclass=_Meta):
 
 
 @dataclass(frozen=True, slots=True)
-class InterleavedShard(_UnknownToTorch):
+class InterleavedShard(UnknownToTorch):
     """Dim `dim` is several blocks, each divided as by `Shard` (fused q, k, v; gate, up).
 
     A coordinate owns its part of every block, one after the other. `blocks` is the number of equal
@@ -379,7 +242,7 @@ def _proportions(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class StridedShard(_UnknownToTorch):
+class StridedShard(UnknownToTorch):
     """Dim `dim` is divided into `split_factor` chunks, and each chunk is divided over the axis.
 
     Both divisions are those of `torch.chunk`; a coordinate owns its part of every chunk, one after
@@ -415,7 +278,7 @@ class StridedShard(_UnknownToTorch):
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedShard(_UnknownToTorch):
+class RaggedShard(UnknownToTorch):
     """Dims `dims` are divided in the proportion of `local_units`, one number per coordinate.
 
     Several dims have to be consecutive. Their elements, flattened row-major, are sharded as one

@@ -16,12 +16,8 @@ from typing import NamedTuple
 
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.intervals import Interval, Intervals, merged
-from vescale_dtensor._layout.placements import (
-    Placement,
-    RaggedShard,
-    Sharded,
-    is_flat,
-)
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import RaggedShard, is_flat
 
 Box = tuple[Interval, ...]
 Dims = tuple[int, ...]

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._errors import MeshError, RuleError
 from vescale_dtensor._layout.layout import Layout, Order, Shape, bits
 from vescale_dtensor._layout.mesh import describe
-from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._planning import whole_sums
 from vescale_dtensor._planning.memory_order import result_orders
 from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided, memory_order

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._layout.mesh import describe
-from vescale_dtensor._layout.placements import Partial, Placement, RaggedShard, Sharded
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Partial, RaggedShard
 
 # By identity, as layouts know meshes, and weakly: an entry ends with its mesh.
 _axes: dict[int, tuple[weakref.ref[Any], frozenset[int]]] = {}

@@ -11,13 +11,8 @@ from math import lcm, prod
 
 from vescale_dtensor._layout.intervals import Intervals
 from vescale_dtensor._layout.mesh import Coordinate
-from vescale_dtensor._layout.placements import (
-    InterleavedShard,
-    Placement,
-    RaggedShard,
-    Sharded,
-    StridedShard,
-)
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import InterleavedShard, RaggedShard, StridedShard
 from vescale_dtensor._redistribute.ownership import OwnershipMap, PlanContext, common_groups
 from vescale_dtensor._redistribute.regions import overlaps
 from vescale_dtensor._redistribute.states import Axes, Dims, Placements, State

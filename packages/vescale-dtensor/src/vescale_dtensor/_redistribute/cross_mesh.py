@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._layout.mesh import Coordinate, coordinates, describe
-from vescale_dtensor._layout.placements import Partial, Replicate, Shard, Sharded
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._layout.shard_geometry import strided_boxes
 from vescale_dtensor._redistribute.lower import plan_steps
 from vescale_dtensor._redistribute.lower_packed import source_regions, target_regions

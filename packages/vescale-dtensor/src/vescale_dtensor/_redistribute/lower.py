@@ -11,7 +11,8 @@ from math import prod
 
 from vescale_dtensor._layout.local_shards import box_shape
 from vescale_dtensor._layout.mesh import Coordinate
-from vescale_dtensor._layout.placements import Partial, ReduceOp, Sharded
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import Partial, ReduceOp
 from vescale_dtensor._layout.shard_geometry import Box
 from vescale_dtensor._redistribute.exchange import LocalBox
 from vescale_dtensor._redistribute.lower_packed import (

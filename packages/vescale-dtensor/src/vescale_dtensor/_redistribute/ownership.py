@@ -16,7 +16,8 @@ from typing import NamedTuple
 from vescale_dtensor._layout.intervals import Interval
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._layout.mesh import Coordinate
-from vescale_dtensor._layout.placements import Sharded, is_interval
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import is_interval
 from vescale_dtensor._layout.shard_geometry import (
     Box,
     DimGroup,

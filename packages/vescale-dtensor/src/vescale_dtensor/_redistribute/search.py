@@ -15,13 +15,12 @@ from itertools import islice, product
 from math import prod
 from typing import NamedTuple
 
+from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import (
     Partial,
-    Placement,
     RaggedShard,
     Replicate,
     Shard,
-    Sharded,
     StridedShard,
     is_flat,
 )

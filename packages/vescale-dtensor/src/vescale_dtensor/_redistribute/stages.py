@@ -21,7 +21,8 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Literal
 
-from vescale_dtensor._layout.placements import Partial, ReduceOp, Replicate, Sharded
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import Partial, ReduceOp, Replicate
 from vescale_dtensor._redistribute.states import (
     Axes,
     Placements,

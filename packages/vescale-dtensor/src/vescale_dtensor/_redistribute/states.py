@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vescale_dtensor._layout.intervals import Intervals
+from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import (
     Partial,
-    Placement,
     ReduceOp,
     Replicate,
     Shard,
-    Sharded,
     StridedShard,
     is_flat,
 )

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.notation import short
-from vescale_dtensor._layout.placements import Placement
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.protocol import ShardLayout, shard_layout
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._torch.compat import (

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from vescale_comm import Record, Trace, trace
 
-from vescale_dtensor._layout.placements import Placement
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # What issued a collective: a module by its name, or this, for all that is outside of forwards:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._layout.placements import Placement
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor.parallel._style import ParallelStyle, laid_out, placement_of
 
 # One placement, or one entry for each tensor; None for what is to be left alone.

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._layout.placements import Placement, Replicate, Shard
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor.parallel._style import (
     ParallelStyle,

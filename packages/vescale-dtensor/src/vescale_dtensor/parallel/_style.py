@@ -17,7 +17,7 @@ from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import normalized
-from vescale_dtensor._layout.placements import Placement
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._tensor.dtensor import DTensor
 
 Placements = tuple[Placement, ...]

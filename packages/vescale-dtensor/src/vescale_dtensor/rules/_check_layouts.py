@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._autograd.conversion import from_local
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import box_of
-from vescale_dtensor._layout.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._tensor.dtensor import DTensor
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vescale_dtensor._layout.notation import short_dtype
-from vescale_dtensor._layout.placements import Partial, Placement
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._planning.plan import OpPlan
 from vescale_dtensor.rules._check_layouts import Combination
 from vescale_dtensor.rules._check_trial import Mode, Sample

@@ -17,7 +17,8 @@ from torch import Tensor
 from vescale_dtensor._errors import RuleError
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import Rule, function_name

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vescale_dtensor._layout.derived_placements import split_of
-from vescale_dtensor._layout.placements import Placement, Replicate, Sharded, is_interval
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Replicate, is_interval
 from vescale_dtensor._planning import AxisStrategy, OpCall
 from vescale_dtensor._tensor.dtensor import DTensor
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vescale_dtensor._layout.placements import Shard, Sharded
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import Shard
 from vescale_dtensor._planning import AxisStrategy, OpCall, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 

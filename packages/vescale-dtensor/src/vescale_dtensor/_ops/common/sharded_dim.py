@@ -18,7 +18,8 @@ from vescale_comm import Group, all_gather, group_of
 
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.local_shards import local_groups
-from vescale_dtensor._layout.placements import Partial, Placement, Replicate, Shard
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, Signature, Strategy
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
 from vescale_dtensor._torch.overridable import overridable

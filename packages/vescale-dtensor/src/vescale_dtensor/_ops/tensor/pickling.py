@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._autograd.conversion import from_agreed_local
 from vescale_dtensor._errors import MeshError, UnsupportedError
 from vescale_dtensor._layout.mesh import axis_names, current_mesh, describe, own_coordinate
+from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
-    Placement,
     RaggedShard,
     Replicate,
     Shard,

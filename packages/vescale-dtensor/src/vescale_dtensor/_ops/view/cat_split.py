@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.placements import Sharded
+from vescale_dtensor._layout.placement_base import Sharded
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout, Shape
-from vescale_dtensor._layout.placements import Placement, Replicate, Shard, Sharded, is_flat
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Replicate, Shard, is_flat
 from vescale_dtensor._layout.spec import order_of, strides_of
 from vescale_dtensor._ops.common.functions import entries, functions
 from vescale_dtensor._ops.common.letters import no_letters

@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
-    Placement,
     RaggedShard,
     Replicate,
     Shard,
-    Sharded,
     StridedShard,
     is_flat,
 )

@@ -16,12 +16,11 @@ from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.intervals import Interval, Intervals, merged
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_groups
+from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
     Partial,
-    Placement,
     Shard,
-    Sharded,
     StridedShard,
     is_flat,
 )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._layout.layout import Layout, Shape
-from vescale_dtensor._layout.placements import Partial, Replicate, Sharded
+from vescale_dtensor._layout.placement_base import Sharded
+from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.shard_geometry import dim_groups
 from vescale_dtensor._ops.view.slice_propagation import (
     DimSlice,
