@@ -4,7 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from vescale_comm import simulate, trace
-from vescale_dtensor import InterleavedShard, Shard, distribute_tensor, init_device_mesh
+from vescale_dtensor import (
+    InterleavedShard,
+    Replicate,
+    Shard,
+    capture,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 CALLS = {
     "plain": {},
@@ -15,12 +22,21 @@ CALLS = {
     "mask": {"attn_mask": True},
 }
 LAYOUTS = {"rows": Shard(2), "interleaved": InterleavedShard(2, 2)}
+# Of the query and of keys, for four ranks: what divides over them is exchanged.
+HEADS = {"exchange": ((4, 4), (8, 4)), "gather": ((3, 3), (4, 2))}
+SENT = {
+    # Rows of query, key and value for heads, heads of the result for rows; and their gradients.
+    "exchange": ["all_to_all"] * 8,
+    # Keys and values come, and their gradients go back; nothing else is sent.
+    "gather": ["all_gather"] * 2 + ["reduce_scatter"] * 2,
+}
 
 
-def tensors(tokens, grouped):
+def tensors(tokens, heads):
     torch.manual_seed(tokens)
-    heads = (4, 2, 2) if grouped else (4, 4, 4)
-    return [torch.randn(2, count, tokens, 8, dtype=torch.float64) for count in heads]
+    query, keys = heads
+    counts = (query, keys, keys)
+    return [torch.randn(2, count, tokens, 8, dtype=torch.float64) for count in counts]
 
 
 def options(call, tokens):
@@ -30,9 +46,9 @@ def options(call, tokens):
     return given
 
 
-def step(call, tokens, placement=None):
+def step(call, tokens, heads, placement=None):
     """Result, gradients, the next random number; and what was sent."""
-    parts = tensors(tokens, call == "grouped")
+    parts = tensors(tokens, heads)
     if placement is not None:
         mesh = init_device_mesh("cpu", (4,))
         parts = [distribute_tensor(one, mesh, [placement]) for one in parts]
@@ -52,15 +68,16 @@ def step(call, tokens, placement=None):
 @pytest.mark.parametrize("tokens", [16, 10, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("call", CALLS)
-def test_rows_are_computed_where_they_lie(call, layout, tokens):
-    wanted, drawn, _ = step(call, tokens)
-    ranks = simulate(4).run(lambda rank, world_size: step(call, tokens, LAYOUTS[layout]))
+@pytest.mark.parametrize("way", HEADS)
+def test_rows_stay_where_they_lie(way, call, layout, tokens):
+    heads = HEADS[way][call == "grouped"]
+    wanted, drawn, _ = step(call, tokens, heads)
+    ranks = simulate(4).run(lambda rank, world_size: step(call, tokens, heads, LAYOUTS[layout]))
     for found, number, sent in ranks:
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
         assert torch.equal(number, drawn)
-        # Keys and values come, and their gradients go back; nothing else is sent.
-        assert sorted(sent) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+        assert sorted(sent) == SENT[way]
 
 
 def test_an_empty_cache_does_not_gather_what_it_is_given():
@@ -94,3 +111,88 @@ def test_a_mask_beside_is_causal_is_as_on_one_device(dropout):
             assert found == alone != ""
         else:
             torch.testing.assert_close(found, alone)
+
+
+AXES = {
+    "heads inside": (("cp", "tp"), [Shard(2), Shard(1)]),
+    "heads outside": (("tp", "cp"), [Shard(1), Shard(2)]),
+    "batch": (("dp", "cp"), [Shard(0), Shard(2)]),
+    "two axes of rows": (("a", "b"), [Shard(2), Shard(2)]),
+}
+
+
+@pytest.mark.parametrize("call", ["causal", "dropout", "grouped"])
+@pytest.mark.parametrize("axes", AXES)
+def test_rows_beside_other_axes(axes, call):
+    names, placements = AXES[axes]
+    heads = HEADS["exchange"][call == "grouped"]
+
+    def attend(mesh=None):
+        parts = tensors(10, heads)
+        if mesh is not None:
+            parts = [distribute_tensor(one, mesh, placements) for one in parts]
+        for one in parts:
+            one.requires_grad_()
+        with trace() as sent:
+            result = F.scaled_dot_product_attention(*parts, **options(call, 10))
+        if mesh is not None:
+            assert result.placements == tuple(placements)
+            # Between two ranks, keys and values of half as many heads are less to send.
+            way = "all_gather" if call == "grouped" else "all_to_all"
+            assert {one.op for one in sent.records} == {way}
+        loss = result.square().sum()
+        if call == "dropout":  # written out, so that torch has gradients of its gradients
+            (first,) = torch.autograd.grad(loss, parts[0], create_graph=True)
+            loss = first.square().sum()
+        loss.backward()
+        found = [result.detach(), *[one.grad for one in parts]]
+        return found if mesh is None else [one.full_tensor() for one in found]
+
+    wanted = attend()
+    run = simulate(4).run
+    for found in run(lambda r, n: attend(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_an_exchange_is_captured():
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(10, (4, 4))]
+        for one in parts:
+            one.requires_grad_()
+
+        def attend(query, key, value):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True).square().sum()
+
+        captured, found = capture(attend), []
+        for run in (attend, captured, captured):
+            loss = run(*parts)
+            found.append([loss, *torch.autograd.grad(loss, parts)])
+        return captured.programs, [[one.full_tensor() for one in each] for each in found]
+
+    for programs, (eager, *replayed) in simulate(4).run(program):
+        assert len(programs) == 1
+        for found in replayed:
+            assert all(map(torch.equal, found, eager))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_leading_dims_that_broadcast_over_ranks_that_hold_nothing(dim):
+    def attend(mesh=None):
+        torch.manual_seed(0)
+        parts = [torch.randn(2, a, b, 3, 4) for a, b in ((1, 3), (5, 1), (5, 3))]
+        if mesh is not None:  # the value alone has an extent there that ranks share
+            lies = [Replicate(), Replicate(), Shard(dim)]
+            parts = [distribute_tensor(x, mesh, [p]) for x, p in zip(parts, lies, strict=True)]
+        for one in parts:
+            one.requires_grad_()
+        result = F.scaled_dot_product_attention(*parts)
+        result.square().sum().backward()
+        found = [result.detach(), *[one.grad for one in parts]]
+        return found if mesh is None else [one.full_tensor() for one in found]
+
+    wanted = attend()
+    for found in simulate(4).run(lambda rank, world_size: attend(init_device_mesh("cpu", (4,)))):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from vescale_dtensor._layout.derived_placements import on_dim
-from vescale_dtensor._layout.placements import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Sharded,
-    is_flat,
-    is_interval,
-)
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Partial, Replicate, Shard, is_flat, is_interval
 from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 
 _REPLICATE = Replicate()
@@ -74,7 +67,8 @@ def choose(
         pairs = list(zip(actual, bound.inputs, sizes, strict=True))
         choice = AxisChoice(
             bound,
-            sum([axis_cost(source, target, size, count) for source, target, size in pairs]),
+            sum([axis_cost(source, target, size, count) for source, target, size in pairs])
+            + bound.local_bytes,
             sum([source != target for source, target, _ in pairs]),
         )
         # Strictly less: of equal candidates the earlier stays, on every rank.

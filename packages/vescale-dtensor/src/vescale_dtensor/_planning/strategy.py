@@ -21,14 +21,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from vescale_dtensor._layout.placements import (
-    REDUCE_OPS,
-    Partial,
-    Placement,
-    ReduceOp,
-    Replicate,
-    Shard,
-)
+from vescale_dtensor._layout.placement_base import Placement
+from vescale_dtensor._layout.placements import REDUCE_OPS, Partial, ReduceOp, Replicate, Shard
 
 _REPLICATE = Replicate()
 # Reductions that commute with linear functions; max, min and product do not.
@@ -51,6 +45,8 @@ class AxisStrategy:
             counts from where it begins.
         proactive: whether to take this, if it is the cheapest, although no operand has such a
             placement yet.
+        local_bytes: bytes that the rule's own local call sends on the axis, beside what
+            redistributes operands, in the unit of `select.relative_sizes`.
     """
 
     inputs: tuple[Placement, ...]
@@ -58,6 +54,7 @@ class AxisStrategy:
     fixed_placement: bool = False
     contiguous_only: bool = False
     proactive: bool = False
+    local_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from vescale_dtensor._layout.derived_placements import on_dim, split_of
 from vescale_dtensor._layout.intervals import Intervals
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_interval, local_shape
-from vescale_dtensor._layout.placements import (
-    Placement,
-    Replicate,
-    Shard,
-    Sharded,
-    is_interval,
-)
+from vescale_dtensor._layout.placement_base import Placement, Sharded
+from vescale_dtensor._layout.placements import Replicate, Shard, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
+from vescale_dtensor._ops.nn.attention_exchange import (
+    exchange_candidates,
+    exchanged,
+    exchanged_axes,
+)
 from vescale_dtensor._ops.nn.attention_rows import causal, causal_mask, rows_of
 from vescale_dtensor._planning import (
     AxisStrategy,
@@ -82,11 +82,14 @@ def _attention(call: OpCall) -> Strategy | None:
         local=_local,
         specialize=_specialized,
     ).strategy()
-    if not grouped:
-        return strategy
-    if not given.get("enable_gqa") or query.shape[1] % key.shape[1]:
+    if grouped and (not given.get("enable_gqa") or query.shape[1] % key.shape[1]):
         return None  # the fallback raises torch's error on every rank
-    return replace(strategy, axis_candidates=_head_candidates(call, letters))
+    # Shapes that broadcast have rows or heads of one, which are nobody's to exchange.
+    plain = query.ndim == 4 and not _broadcasts(call)
+    offers = [exchange_candidates(call, letters)] if plain else []
+    offers += [_head_candidates(call, letters)] if grouped else []
+    rows = tuple(sum(each, ()) for each in zip(*filter(None, offers), strict=True))
+    return replace(strategy, axis_candidates=rows)
 
 
 def _head_candidates(call: OpCall, letters: Sequence[Dims]) -> tuple[tuple[AxisStrategy, ...], ...]:
@@ -142,6 +145,12 @@ def _head_shard(placement: Placement) -> Sharded | None:
 
 def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     given = by_name(_NAMES, args, kwargs)
+    axes = exchanged_axes(context)
+    return exchanged(context, axes, given, _of_heads) if axes else _of_heads(context, given)
+
+
+def _of_heads(context: LocalContext, given: dict[str, Any]) -> Tensor:
+    """Attention of the rows that this rank has, in the heads that it has, with all their keys."""
     picked = _heads_looked_at(context)
     if picked is not None:
         index = torch.tensor(picked, dtype=torch.int64, device=given["key"].device)
@@ -153,11 +162,13 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     if given.get("is_causal") and rows is not None:
         given = causal(given, rows)
     result: Tensor = _without_heads(given) if _is_empty(given) else context.call.func(**given)
-    if result.numel() == 0 and _broadcasts(context.call):
-        # Torch gives an empty result the query's leading dims, not the broadcast ones.
+    if _broadcasts(context.call):
+        # Where this rank holds nothing of an operand, torch gives a result the query's leading
+        # dims, not the broadcast ones.
         leads = zip(*(given[name].shape[:-2] for name in _NAMES[:3]), strict=True)
-        lead = (next((n for n in sizes if n != 1), 1) for sizes in leads)
-        result = result.expand(*lead, *result.shape[-2:])
+        lead = tuple(next((n for n in sizes if n != 1), 1) for sizes in leads)
+        if not all(lead) and tuple(result.shape[:-2]) != lead:
+            result = result.expand(*lead, *result.shape[-2:])
     if _learns_mask(given) and result.numel() == 0:
         # Torch drops the mask from the graph of an empty result; its gradient is reduced on every
         # rank, so backward has to reach it.
@@ -183,7 +194,7 @@ def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
     given = _arguments(context.call)
     if not all(local_shape(context.input_layout(0), tuple(context.call.operands[0].shape))[:-1]):
         return None
-    if given.get("is_causal") and rows_of(context) is not None:
+    if exchanged_axes(context) or (given.get("is_causal") and rows_of(context) is not None):
         return None
     # What `_local` has to look at in each call; all else is torch's function, bound once.
     if given.get("dropout_p", 0.0) != 0.0 or _learns_mask(given) or _broadcasts(context.call):
