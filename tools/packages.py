@@ -201,7 +201,7 @@ PACKAGES = (
             "_plan",
             "_check",
             "_checkpoint | _graph | _invariant | _pipeline | _static",
-            "_cost | _deferred | _memory | _schedules | _zero",
+            "_cost | _deferred | _experts | _memory | _schedules | _zero",
             "_notation | _step",
             "_common",
             "_errors | _torch_versions | _version",

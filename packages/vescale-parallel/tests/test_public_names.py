@@ -19,10 +19,12 @@ PUBLIC = {
     "CapturedUnit": ["name", "programs", "refusal", "replays"],
     "DeferredError": [],
     "DisagreementError": [],
+    "Experts": ["forward", "reset_parameters"],
     "GraphError": [],
     "MemoryPlanError": [],
     "Loader": ["load_state_dict", "set_epoch", "state_dict"],
     "MeshError": [],
+    "MoE": ["forward"],
     "ParallelError": [],
     "ParameterRow": [
         *("compute", "dtype", "global_shape", "layout", "local_bytes", "local_shape", "name"),
@@ -32,7 +34,16 @@ PUBLIC = {
     "Plan": [
         *("activations", "annotate", "axes", "batch", "batch_is", "block", "check"),
         *("checkpoint", "data_parallel", "deterministic"),
-        *("explain", "for_decoder", "for_encoder", "for_vit", "from_hf", "from_json", "from_toml"),
+        *(
+            "experts",
+            "explain",
+            "for_decoder",
+            "for_encoder",
+            "for_vit",
+            "from_hf",
+            "from_json",
+            "from_toml",
+        ),
         *("microbatches", "over", "owned", "parameters", "pipeline", "precision", "prefetch"),
         *("redistribute", "search"),
         *("shard", "shards", "to_json", "to_toml", "units", "with_", "zero"),
@@ -41,12 +52,15 @@ PUBLIC = {
     "PretrainedError": [],
     "Report": [
         *("activations", "batch", "batch_is", "boundaries", "budget", "buffers", "bytes_per_rank"),
-        *("captured", "cast_buffers", "cost", "invariant", "mesh"),
+        *("captured", "cast_buffers", "cost", "experts", "invariant", "mesh"),
         *("microbatches", "notes", "over", "parameters", "regions", "split", "total_bytes"),
     ],
+    "Router": ["forward", "reset_parameters", "update_balance"],
+    "Routing": ["chosen", "load", "logits", "weights"],
     "StaleParameterError": [],
     "TrainError": [],
     "__version__": [],
+    "balance_loss": ["routing"],
     "captured_units": ["model"],
     "clip_grad_norm_": ["max_norm", "model", "norm_type"],
     "deferred": [],
@@ -62,6 +76,7 @@ PUBLIC = {
     "parallelize": ["bucket_bytes", "mesh", "model", "plan", "static"],
     "save_pretrained": ["folder", "max_bytes", "model"],
     "sum_over_shards": ["args", "function", "kwargs", "model"],
+    "z_loss": ["routing"],
 }
 SOURCES = sorted(Path(vescale_parallel.__file__).parent.rglob("*.py"))
 

@@ -16,6 +16,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 - `_cost/`: what a step of a resolved plan would cost on a cluster, on paper.
 - `memory`, `_memory/`: order and layout of what a torch.fx graph makes; they stand by themselves.
 - `schedules`, `_schedules/`: pipeline schedules on paper; they stand by themselves, too.
+- `_experts/`: experts over ranks: tokens are sent to those that they chose; `MoE`, a layer.
 - `_deferred/`: models that are built without storage, and made on each rank piece by piece.
 - `_pretrained/`: weights in Hugging Face's layout; each rank reads what it stores.
 - `_pipeline/`: stages of a model that nobody split, run by a schedule.
@@ -45,6 +46,9 @@ from vescale_parallel._errors import (
     StaleParameterError,
     TrainError,
 )
+from vescale_parallel._experts.losses import balance_loss, z_loss
+from vescale_parallel._experts.moe import Experts, MoE
+from vescale_parallel._experts.router import Router, Routing
 from vescale_parallel._invariant.norm import clip_grad_norm_
 from vescale_parallel._invariant.sums import sum_over_shards
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
@@ -62,10 +66,12 @@ __all__ = [
     "CapturedUnit",
     "DeferredError",
     "DisagreementError",
+    "Experts",
     "GraphError",
     "Loader",
     "MemoryPlanError",
     "MeshError",
+    "MoE",
     "ParallelError",
     "ParameterRow",
     "PipelineError",
@@ -73,9 +79,12 @@ __all__ = [
     "PlanError",
     "PretrainedError",
     "Report",
+    "Router",
+    "Routing",
     "StaleParameterError",
     "TrainError",
     "__version__",
+    "balance_loss",
     "captured_units",
     "clip_grad_norm_",
     "deferred",
@@ -88,4 +97,5 @@ __all__ = [
     "parallelize",
     "save_pretrained",
     "sum_over_shards",
+    "z_loss",
 ]

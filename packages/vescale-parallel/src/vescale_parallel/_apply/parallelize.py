@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
 
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
+from vescale_parallel._apply.experts_install import install_experts
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._apply.local_batch import LocalBatch
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
@@ -87,6 +88,7 @@ def parallelize(
     here = of_stage(report, mesh)
     if not (isinstance(where, StagePlacements) and where.is_plain):
         _install_hooks(model, where.mesh, here, plan.batch_is)
+        install_experts(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
         install_zero(model, report, where, plan.prefetch)
     if static:

@@ -141,6 +141,7 @@ def of_stage(report: Report, mesh: DeviceMesh) -> Report:
         buffers=split.buffers[rank],
         boundaries=tuple(row for row in report.boundaries if is_here(row.module)),
         regions=tuple(row for row in report.regions if is_here(row.module)),
+        experts=tuple(row for row in report.experts if is_here(row.module)),
     )
 
 

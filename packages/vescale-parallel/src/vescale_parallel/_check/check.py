@@ -18,6 +18,7 @@ from vescale_parallel._checkpoint.resolve import RegionRow, regions_of
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._common.messages import count, did_you_mean, listed
 from vescale_parallel._errors import PlanError
+from vescale_parallel._experts.resolve import ExpertsRow, experts_rows, stack_layout, stacks_of
 from vescale_parallel._notation.arguments import unknown_arguments
 from vescale_parallel._notation.glob import dead_alternatives, first_match, matches, nearest_names
 from vescale_parallel._notation.layout import Chosen, RuleLayout, local_shape, some_rank_is_empty
@@ -37,10 +38,11 @@ def check_rules(
     """Return the rules resolved, or one `PlanError` that lists every problem."""
     sizes = mesh_sizes(mesh_shape)
     problems = _unknown_axes(rules, list(sizes))
-    parameters, parameter_problems = _parameter_rows(rules, model, sizes)
+    experts, expert_problems = _experts(rules, model, sizes)
+    parameters, parameter_problems = _parameter_rows(rules, model, sizes, experts)
     boundaries, boundary_problems = _boundary_rows(rules, model)
-    problems += parameter_problems + boundary_problems
-    parameters, zero_problems = _with_levels(rules, model, parameters, sizes)
+    problems += expert_problems + parameter_problems + boundary_problems
+    parameters, zero_problems = _with_levels(rules, model, parameters, sizes, stacks_of(experts))
     regions, region_problems = _regions(rules, model)
     split, split_problems = _split(rules, model, sizes)
     if split is not None:
@@ -73,14 +75,19 @@ def check_rules(
         budget=rules.checkpoint.budget,
         split=split,
         microbatches=rules.pipeline.microbatches,
+        experts=tuple(experts),
     )
 
 
 def _with_levels(
-    rules: Rules, model: nn.Module, rows: list[ParameterRow], sizes: Mapping[str, int]
+    rules: Rules,
+    model: nn.Module,
+    rows: list[ParameterRow],
+    sizes: Mapping[str, int],
+    stacks: Mapping[str, ExpertsRow],
 ) -> tuple[list[ParameterRow], list[str]]:
     """Return the rows with their ZeRO levels, and what is wrong with the rules about those."""
-    levels, problems = levels_of(rules.zero, rows, sizes)
+    levels, problems = levels_of(rules.zero, rows, sizes, stacks)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if rules.zero.is_used:
         problems += _dead_rules("parameter", rules.zero.levels, names)
@@ -99,6 +106,15 @@ def _regions(rules: Rules, model: nn.Module) -> tuple[list[RegionRow], list[str]
     dead = _dead_rules("module", rules.checkpoint.globs, names)
     regions, problems = regions_of(rules.checkpoint, model)
     return regions, dead or problems
+
+
+def _experts(
+    rules: Rules, model: nn.Module, sizes: Mapping[str, int]
+) -> tuple[list[ExpertsRow], list[str]]:
+    names = [name for name, _ in model.named_modules() if name]
+    dead = _dead_rules("module", rules.experts.globs, names)
+    rows, problems = experts_rows(rules.experts, model, sizes)
+    return rows, dead or problems
 
 
 def _split(
@@ -181,7 +197,7 @@ def _dead_rules(what: str, rules: Mapping[str, object], names: Sequence[str]) ->
 
 
 def _parameter_rows(
-    rules: Rules, model: nn.Module, sizes: Mapping[str, int]
+    rules: Rules, model: nn.Module, sizes: Mapping[str, int], experts: Sequence[ExpertsRow]
 ) -> tuple[list[ParameterRow], list[str]]:
     # All names of shared parameters: a rule may be written for any of them.
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -192,9 +208,10 @@ def _parameter_rows(
             f"no rule covers {count(len(uncovered), 'parameter')}: {listed(uncovered)}. Add rules, "
             "or end with '*': 'replicate'."
         )
+    stacks = stacks_of(experts)
     rows = []
     for shared, parameter in _names_by_parameter(model).items():
-        placed = _place(rules, shared, parameter, sizes)
+        placed = _place(rules, shared, parameter, sizes, stacks)
         if isinstance(placed, str):
             problems.append(placed)
         elif placed is not None:
@@ -203,7 +220,11 @@ def _parameter_rows(
 
 
 def _place(
-    rules: Rules, names: tuple[str, ...], parameter: torch.Tensor, sizes: Mapping[str, int]
+    rules: Rules,
+    names: tuple[str, ...],
+    parameter: torch.Tensor,
+    sizes: Mapping[str, int],
+    stacks: Mapping[str, ExpertsRow],
 ) -> ParameterRow | str | None:
     """Return the row of one parameter, what is wrong with it, or None where no rule covers it."""
     # Every name of a shared parameter has a rule of its own, and they may contradict each other.
@@ -222,6 +243,10 @@ def _place(
             f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{globs[0]}' "
             f"shards a dim that it lacks ('{layout}'). Put a rule for it before that one."
         )
+    for name in names:
+        if name in stacks:
+            own = name.rpartition(".")[2]
+            layout = stack_layout(stacks[name], own, parameter.shape, layout, sizes)
     for axis, blocks in layout.blocks:
         dim = layout.dim_of(axis, parameter.ndim)
         if dim is not None and parameter.shape[dim] % sum(blocks):

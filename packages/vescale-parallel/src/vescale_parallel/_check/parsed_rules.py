@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vescale_parallel._checkpoint.rules import CheckpointRules
+from vescale_parallel._experts.rules import ExpertRules
 from vescale_parallel._notation.glob import expand_braces
 from vescale_parallel._notation.layout import Boundary, RuleLayout, parse_boundary, parse_layout
 from vescale_parallel._pipeline.rules import AXIS, PipelineRules
@@ -26,6 +27,7 @@ class Rules:
         zero: what is sharded beyond the layouts, see `ZeroRules`.
         checkpoint: what is computed again in backward.
         pipeline: how the model is divided into stages.
+        experts: over which axes experts are sharded.
     """
 
     parameters: Mapping[str, RuleLayout]
@@ -35,6 +37,7 @@ class Rules:
     zero: ZeroRules
     checkpoint: CheckpointRules
     pipeline: PipelineRules
+    experts: ExpertRules
 
     def axes_by_rule(self) -> dict[str, tuple[str, ...]]:
         """For each rule, in words, the axes that it names."""
@@ -47,6 +50,8 @@ class Rules:
             named[f"over '{self.zero.over}'"] = (self.zero.over,)
         if self.pipeline.is_used:
             named["pipeline"] = (AXIS,)
+        for glob, axes in {"*": self.experts.axes, **self.experts.globs}.items():
+            named[f"experts '{glob}'"] = axes
         return named
 
 
@@ -58,6 +63,7 @@ def parse_rules(
     zero: ZeroRules,
     checkpoint: CheckpointRules,
     pipeline: PipelineRules,
+    experts: ExpertRules,
 ) -> Rules:
     """Read every rule.
 
@@ -75,4 +81,5 @@ def parse_rules(
         zero=zero,
         checkpoint=checkpoint,
         pipeline=pipeline,
+        experts=experts,
     )

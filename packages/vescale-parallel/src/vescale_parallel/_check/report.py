@@ -27,6 +27,7 @@ from vescale_parallel._cost import (
     piece_of,
 )
 from vescale_parallel._cost.links import named_cluster
+from vescale_parallel._experts.resolve import ExpertsRow, experts_table
 from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
@@ -55,6 +56,7 @@ class Report:
         invariant: how steps have the same bits on any number of ranks, or None.
         split: the stages of the model, or None.
         microbatches: into how many `forward_backward` divides a batch.
+        experts: one row for each module of experts that the plan is about.
         captured: of a model that `parallelize(..., static=True)` returned, what became of each of
             its units so far.
     """
@@ -74,6 +76,7 @@ class Report:
     invariant: InvariantRow | None = None
     split: Split | None = None
     microbatches: int = 1
+    experts: tuple[ExpertsRow, ...] = ()
     captured: tuple[CapturedUnit, ...] = ()
 
     @property
@@ -167,6 +170,8 @@ class Report:
             parts.append(_buffers(self.cast_buffers))
         if self.boundaries:
             parts.append(_boundaries(self.boundaries))
+        if self.experts:
+            parts.append(experts_table(self.experts))
         if self.regions:
             parts.append(self.activations.text())
         if self.invariant is not None:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -23,8 +23,8 @@ from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._cost import Cluster
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
+from vescale_parallel._experts.rules import parse_experts
 from vescale_parallel._invariant.resolve import InvariantWords, parse_invariant, resolve_invariant
-from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._pipeline.given import read_schedule, require_text
 from vescale_parallel._pipeline.rules import parse_pipeline, require_together
 from vescale_parallel._plan import presets
@@ -33,6 +33,7 @@ from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
 from vescale_parallel._plan.picture import report_json, report_svg
 from vescale_parallel._plan.search import Candidate, Question, search
 from vescale_parallel._plan.toml import read_toml, toml_of
+from vescale_parallel._plan.words import copied_rules, default_of, require_batch
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
 
@@ -94,6 +95,10 @@ class Plan:
             and microbatches; "chunks": stages a rank (interleaved, auto); "memory": bytes a rank
             may keep (auto); "everywhere": globs over what every stage holds; "microbatches"}.
         microbatches: into how many `forward_backward` divides a batch, with stages or without.
+        experts: the axis, or axes as "dp, ep", over which experts are sharded: tokens are sent to
+            the ranks that hold the experts which they chose. Or glob over module names to that, for
+            modules that do not say by themselves that they hold experts. The batch is sharded
+            over such an axis as over any other, by `batch`.
 
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
@@ -121,18 +126,19 @@ class Plan:
     shards: int = 8
     pipeline: Mapping[str, Any] | None = None
     microbatches: int | None = None
+    experts: str | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
         # The class is frozen: fields are set here only, before anyone has seen the plan.
-        object.__setattr__(self, "parameters", _rules("parameters", self.parameters))
-        object.__setattr__(self, "activations", _rules("activations", self.activations))
+        object.__setattr__(self, "parameters", copied_rules("parameters", self.parameters))
+        object.__setattr__(self, "activations", copied_rules("activations", self.activations))
         # A list, as JSON has it, and a tuple make the same plan; a lone string would make letters.
         axes: object = self.axes
         if isinstance(axes, str) or not all(isinstance(axis, str) for axis in self.axes):
             raise PlanError(f"plan axes: expected a tuple of names, got {axes!r}.")
         object.__setattr__(self, "axes", tuple(self.axes))
-        for name in ("zero", "checkpoint", "pipeline"):
+        for name in ("zero", "checkpoint", "pipeline", "experts"):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "pipeline", read_schedule(self.pipeline))
@@ -141,7 +147,7 @@ class Plan:
         for name in ("units", "owned", "block"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        _require_batch(self.batch, self.batch_is)
+        require_batch(self.batch, self.batch_is)
         parse_invariant(self.deterministic, self.shards)
         # Reading is all that happens here; what it means for a model is for `check` to find out.
         self._parsed()
@@ -156,6 +162,7 @@ class Plan:
             parse_zero(self),
             parse_checkpoint(self.checkpoint),
             parse_pipeline(self.pipeline, self.microbatches),
+            parse_experts(self.experts),
         )
 
     def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
@@ -384,7 +391,7 @@ class Plan:
         changed = {
             one.name: value
             for one in fields(self)
-            if (value := getattr(other, one.name)) != _default(one)
+            if (value := getattr(other, one.name)) != default_of(one)
         }
         for name in {"parameters", "activations"} & set(changed):
             changed[name] = merged(getattr(self, name), changed[name])
@@ -436,7 +443,7 @@ class Plan:
         """Return the plan as TOML text; the order of the rules is kept, and None is `false`."""
         content = asdict(require_text(self))
         # TOML has no word for nothing: what is not said, and need not be, is left out.
-        idle = {one.name for one in fields(self) if content[one.name] is None is _default(one)}
+        idle = {one.name for one in fields(self) if content[one.name] is None is default_of(one)}
         return toml_of({name: one for name, one in content.items() if name not in idle})
 
     @classmethod
@@ -472,28 +479,3 @@ class Plan:
                     f"a plan has no '{name}'.{did_you_mean(name, known)} It has {known}."
                 )
         return cls(**content)
-
-
-def _require_batch(batch: str | None, is_: object) -> None:
-    if is_ not in ("global", "local"):
-        raise PlanError(f"plan batch_is: expected 'global' or 'local', got {is_!r}.")
-    if is_ == "local" and (batch is None or len({dim for _, dim in parse_layout(batch).dims}) != 1):
-        raise PlanError(
-            f"plan batch_is 'local' needs a batch whose rows are shared, as 'dp:0': got {batch!r}."
-        )
-
-
-def _default(one: Any) -> Any:
-    return one.default if one.default_factory is MISSING else one.default_factory()
-
-
-def _rules(what: str, rules: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of the rules, so that editing the caller's mapping does not edit the plan."""
-    if not isinstance(rules, Mapping):
-        raise PlanError(
-            f"plan {what}: expected a mapping of glob to layout, got {type(rules).__name__}."
-        )
-    for glob in rules:
-        if not isinstance(glob, str):
-            raise PlanError(f"plan {what}: a glob is a string, got {glob!r}.")
-    return dict(rules)

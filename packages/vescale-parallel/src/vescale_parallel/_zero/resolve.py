@@ -4,7 +4,7 @@ Nothing is allocated: shapes, names and mesh sizes decide everything, so all ran
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,9 +92,15 @@ class BufferRow:
 
 
 def levels_of(
-    rules: ZeroRules, rows: Sequence[ParameterRow], sizes: Mapping[str, int]
+    rules: ZeroRules,
+    rows: Sequence[ParameterRow],
+    sizes: Mapping[str, int],
+    stacks: Container[str] = (),
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the level of each parameter by its first name, and what is wrong with the rules."""
+    """Return the level of each parameter by its first name, and what is wrong with the rules.
+
+    `stacks`: names of parameters that experts shard; over the same axis they need no more of it.
+    """
     if not rules.is_used:
         return {}, []
     found, problems = {}, []
@@ -109,7 +115,10 @@ def levels_of(
             continue
         # What no rule covers is not sharded: level 0 is what a plan without `zero` says.
         level = levels.pop() if levels else 0
-        if level and row.layout.dim_of(rules.over, len(row.global_shape)) is not None:
+        is_sharded = row.layout.dim_of(rules.over, len(row.global_shape)) is not None
+        if is_sharded and row.name in stacks:
+            level = 0
+        if level and is_sharded:
             problems.append(
                 f"parameter '{row.name}': rule '{row.rule}' shards it over '{rules.over}' "
                 f"('{row.layout}'), and zero={level} would shard it over '{rules.over}' again. "
@@ -118,7 +127,31 @@ def levels_of(
         # A scalar has no dim to shard, and an axis of one rank has nothing to share with.
         shards = sizes.get(rules.over, 1) > 1 and math.prod(row.global_shape) > 0
         found[row.name] = level if shards and row.global_shape else 0
+    if any(found.values()):
+        problems += [text for row in rows if (text := _stored_otherwise(row, rules.over, sizes))]
     return found, problems
+
+
+def _stored_otherwise(row: ParameterRow, over: str, sizes: Mapping[str, int]) -> str | None:
+    """Return what is wrong with a dim that `over` and an axis behind it shard, one in the other.
+
+    Parameters are stored over a mesh with `over` as its last axis, where the same words would give
+    each rank other rows.
+    """
+    dim = row.layout.dim_of(over, len(row.global_shape))
+    behind = list(sizes)[list(sizes).index(over) + 1 :] if dim is not None and over in sizes else []
+    same = [
+        axis
+        for axis in behind
+        if sizes[axis] > 1 and row.layout.dim_of(axis, len(row.global_shape)) == dim
+    ]
+    if not same or sizes[over] == 1:
+        return None
+    return (
+        f"parameter '{row.name}': '{row.layout}' shards dim {dim} over '{over}' and {listed(same)}"
+        f", which a plan with zero over '{over}' cannot store. Shard it over one of them, or "
+        "choose another axis in over=."
+    )
 
 
 def buffers_of(

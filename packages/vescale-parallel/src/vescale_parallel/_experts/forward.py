@@ -1,0 +1,190 @@
+"""The forward of a module of experts over a mesh, in place of its own.
+
+Its own is still what computes: on plain local tensors, for the rows that arrived and the experts
+that this rank holds, as if these were all. So the products are those that whoever wrote the module
+wants (a loop, grouped products), and only the choice of rows and their sum are done here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, local_map
+
+from vescale_parallel._errors import ParallelError
+from vescale_parallel._experts.exchange import Shares, exchanged
+from vescale_parallel._experts.kinds import Kind
+from vescale_parallel._experts.untouched import untouched
+
+Placements = tuple[Any, ...]
+
+
+class ExpertsForward:
+    """Calls a module of experts with distributed tensors.
+
+    Args:
+        module: whose forward this replaces.
+        kind: how it computes.
+        mesh: of the activations.
+        shares: which experts are where; None: every rank holds all.
+        over: positions of the axes of the mesh that share the experts.
+        within: positions of the axes over which the products of each expert are sharded.
+        placements: of its parameters, by name in the module, where they are used; all others are
+            replicated there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        kind: Kind,
+        mesh: DeviceMesh,
+        shares: Shares | None,
+        over: Sequence[int],
+        within: Sequence[int],
+        placements: Mapping[str, Placements],
+    ) -> None:
+        self.module, self.kind, self.mesh, self.shares = module, kind, mesh, shares
+        self.over, self.within, self.placements = tuple(over), tuple(within), dict(placements)
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the experts say about the tokens, summed by token. Collective."""
+        given = self._arguments(args, kwargs)
+        names, parameters = self._parameters()
+        if not any(isinstance(one, DTensor) for one in (*given, *parameters)):
+            alone: Tensor = type(self.module).forward(self.module, *given)
+            return alone
+        given = [self._distributed(one) for one in given]
+        came: tuple[Placement, ...] = given[0].placements  # type: ignore[attr-defined]
+        rows = self._rows(came)
+        wanted = [self.placements.get(name, (Replicate(),) * self.mesh.ndim) for name in names]
+        results = [Partial() if i in self.within else one for i, one in enumerate(rows)]
+
+        def local(*tensors: Tensor) -> Tensor:
+            return self._local(tensors[:3], dict(zip(names, tensors[3:], strict=True)))
+
+        mapped = local_map(
+            local,
+            (tuple(results),),
+            in_placements=(rows, rows, rows, *wanted),
+            device_mesh=self.mesh,
+            redistribute_inputs=True,
+            # Known beforehand, so that nothing is exchanged to find it out.
+            out_shapes=[tuple(given[0].shape)],
+        )
+        found: DTensor = mapped(*given, *parameters)
+        return self._as_before(found, came)
+
+    def _arguments(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return hidden states, choices and weights, in the order in which the module has them."""
+        named = dict(zip(self._names, args, strict=False)) | kwargs
+        given = [named[name] for name in self._names if isinstance(named.get(name), Tensor)]
+        whole = [one for one in given[1:] if not one.dtype.is_floating_point]
+        fits = len(given) == len(named) == 3 and len(whole) == 1
+        if not fits or any(one.ndim != 2 for one in given):
+            shown = [f"{tuple(one.shape)} {one.dtype}" for one in given]
+            raise ParallelError(
+                f"{type(self.module).__name__} was called with {shown}: experts that a plan shards "
+                "take hidden states (tokens, width), the experts that tokens chose (tokens, k) and "
+                "their weights (tokens, k), and nothing else."
+            )
+        return given
+
+    def _parameters(self) -> tuple[list[str], list[Tensor]]:
+        # At each call: units of `zero` let the module hold gathered ones while it runs.
+        found = dict(self.module.named_parameters(remove_duplicate=False))
+        return list(found), [self._distributed(one) for one in found.values()]
+
+    def _distributed(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        # Plain tensors count as replicated, as everywhere.
+        everywhere = [Replicate()] * self.mesh.ndim
+        found: Tensor = DTensor.from_local(tensor, self.mesh, everywhere, run_check="sampled")
+        return found
+
+    def _rows(self, came: Sequence[Placement]) -> Placements:
+        """Where tokens are while experts compute: whole rows, over the experts' axes each once."""
+        return tuple(self._row_placement(axis, one) for axis, one in enumerate(came))
+
+    def _row_placement(self, axis: int, came: Any) -> Any:
+        if axis in self.within:
+            return Replicate()  # each rank has a part of every expert, so it needs every token
+        if came.is_sharded() and came.cut_dims() == (0,):
+            return came
+        return Shard(0) if axis in self.over else Replicate()
+
+    def _as_before(self, found: DTensor, came: Sequence[Placement]) -> DTensor:
+        """Gather rows over axes where all ranks came with all rows: what follows has them so."""
+        wanted = [
+            Replicate() if axis in self.over and came[axis].is_replicate() else one
+            for axis, one in enumerate(found.placements)
+        ]
+        back: DTensor = found.redistribute(self.mesh, wanted)
+        return back
+
+    def _local(self, given: Sequence[Tensor], own: dict[str, Tensor]) -> Tensor:
+        """Return what the experts say about this rank's rows, from local tensors. Collective."""
+        at = 1 if not given[1].dtype.is_floating_point else 2
+        hidden, index, weights = given[0], given[at], given[3 - at]
+        shares = self.shares
+
+        def run(inside: nn.Module, rows: Tensor, chosen: Tensor, by: Tensor) -> Tensor:
+            both = (chosen, by) if at == 1 else (by, chosen)
+            found: Tensor = type(inside).forward(inside, rows, *both)
+            return found
+
+        def compute(rows: Tensor, ids: Tensor) -> Tensor:
+            # Decided by this rank alone; nothing is sent in either case.
+            if not len(rows):
+                return untouched(rows, list(own.values()))
+            assert shares is not None
+            inside = local_twin(self.module, own, shares.own)
+            return run(inside, rows, ids.view(-1, 1), torch.ones_like(rows[:, :1]))
+
+        if shares is not None:
+            return exchanged(compute, hidden, index, weights, shares, self.kind.ordered)
+        if not len(hidden):
+            return untouched(hidden, [weights, *own.values()])
+        return run(local_twin(self.module, own), hidden, index, weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsForward:
+        # Of the copied module, on the same mesh: groups cannot be copied.
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.module = copy.deepcopy(self.module, memo)
+        return copied
+
+
+def local_twin(module: nn.Module, own: Mapping[str, Tensor], experts: int | None = None) -> Any:
+    """Return a module that computes as this one does, with these tensors as its parameters.
+
+    It shares everything else with the module, which is left as it is: whatever is raised in it,
+    there is nothing to put back.
+
+    Args:
+        module: of experts.
+        own: by the names of its parameters, those of modules inside it too.
+        experts: how many there are here; None: as many as it has.
+    """
+    twin = _twin(module, "", own)
+    if experts is not None:
+        twin.num_experts = experts
+    return twin
+
+
+def _twin(module: nn.Module, prefix: str, own: Mapping[str, Tensor]) -> Any:
+    twin = copy.copy(module)
+    vars(twin).pop("forward", None)
+    for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+        # As an attribute of the object: Python finds it before it asks for parameters.
+        vars(twin)[name] = own[f"{prefix}{name}"]
+    for name, child in module.named_children():
+        vars(twin)[name] = _twin(child, f"{prefix}{name}.", own)
+    return twin
