@@ -152,16 +152,16 @@ def balanced(layout: str | None) -> tuple[list[float], list[Tensor], list[Tensor
     """Steps after each of which routers are balanced by what the whole batch chose."""
     model = made(layout)
     found = train(model, 1)
-    for _ in range(2):
+    for _ in range(3):  # an odd number of steps up or down is none that comes back to zero
         for block, load in zip(model.blocks, model.loads[-2:], strict=True):
-            block.router.update_balance(load, 0.05)
+            block.router.update_balance(load, 0.01)
         found = train(model, 1)
     return found[0], found[1], [*found[2], *(block.router.balance for block in model.blocks)]
 
 
 def test_balancing_by_a_bias_is_that_of_one_device():
     expected = balanced(None)
-    assert expected[2][-1].unique().numel() > 1
+    assert expected[2][-1].all()
     for found in on_ranks(balanced, "ep2 dp2"):
         same(found, expected)
 

@@ -103,10 +103,11 @@ class ExpertsForward:
 
     def _distributed(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
-            return tensor
+            found: Tensor = tensor
+            return found
         # Plain tensors count as replicated, as everywhere.
         everywhere = [Replicate()] * self.mesh.ndim
-        found: Tensor = DTensor.from_local(tensor, self.mesh, everywhere, run_check="sampled")
+        found = DTensor.from_local(tensor, self.mesh, everywhere, run_check="sampled")
         return found
 
     def _rows(self, came: Sequence[Placement]) -> Placements:
