@@ -260,6 +260,7 @@ ROWS = [
         lambda x: x * os.system("true"),
         lambda x: x * len(sys._getframe(1).f_locals),
         lambda x: x * sys.getrefcount(CLOCK),
+        lambda x: x * next(iter(time.time, None)),
     ),
     Row(
         "custom `autograd.Function`s that return their arguments, are defined inside, get DTensors "
@@ -341,7 +342,8 @@ ROWS = [
         Built(weakly_held),
     ),
     Row(
-        "methods of `torch.Tensor` that have been replaced",
+        "functions that torch has written in Python, and methods of `torch.Tensor`, that have been "
+        "replaced",
         "has been replaced",
         "call the function that replaces it by its own name",
         with_another_method,

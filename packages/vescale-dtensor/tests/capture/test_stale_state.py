@@ -12,7 +12,7 @@ import vescale_dtensor as vd
 from capture_guards import rows, spread
 from rotation import rotating
 from stale_holders import HOLDERS
-from stale_kinds_models import KINDS
+from stale_kinds_handed import KINDS
 from torch.utils._pytree import tree_flatten
 from vescale_comm.testing import run
 

@@ -16,6 +16,7 @@ from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, outside_arguments
 from vescale_dtensor._capture.global_state import GlobalState
+from vescale_dtensor._capture.handed_on import check_handed_on
 from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
 from vescale_dtensor._capture.module_guards import ModuleGuard
 from vescale_dtensor._capture.nesting import is_alone, is_inside, running_alone, running_inside
@@ -36,7 +37,12 @@ from vescale_dtensor._layout.executed import all_say
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import dispatch_modes, jit_traces, set_late_globals
+from vescale_dtensor._torch.compat import (
+    dispatch_modes,
+    function_modes,
+    jit_traces,
+    set_late_globals,
+)
 
 Check = bool | Literal["sampled"]
 Refused = Literal["raise", "run"]
@@ -123,7 +129,7 @@ class Captured:
         alone = is_alone()
         self._made += not alone
         due = self._check and not alone and self._is_due()
-        if observers or dispatch_modes() or jit_traces():
+        if observers or dispatch_modes() or jit_traces() or function_modes():
             if due:
                 agreed(self._layouts, False)
             return self._run(args, kwargs)  # somebody wants to see every op
@@ -270,6 +276,7 @@ class Captured:
         _drop_lineage(outputs, call.flat)
         # After the run: what cannot be guarded matters only if code could read it.
         check_visible(reads)
+        check_handed_on(reads)
         # The caller gets what the run gave; the next call of this kind is recorded again.
         if self._has_changes(call, reads):
             return

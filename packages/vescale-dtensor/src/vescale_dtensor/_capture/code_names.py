@@ -7,6 +7,7 @@ was read: a branch that did not run counts, and so does an attribute of any obje
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dis import Instruction, get_instructions, stack_effect
 from functools import lru_cache
@@ -23,6 +24,12 @@ _ATTRIBUTE = frozenset(
 # The second argument of these is the name of an attribute.
 _BY_STRING = frozenset({"getattr", "setattr", "hasattr", "delattr"})
 _PLAIN_LOADS = frozenset({"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"})
+_VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"})
+_PARTS = frozenset({"LOAD_ATTR", "IMPORT_FROM"})
+# Where a call puts a NULL beside the function: before it up to CPython 3.12. In the lowest bit of
+# what loads a global; of an attribute, too, where there is no LOAD_METHOD.
+_NULL_AFTER = sys.version_info >= (3, 13)
+_METHODS_IN_ATTR = sys.version_info >= (3, 12)
 # Whoever names one of these may find that an attribute is missing.
 _MISSES = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 # Whoever names one of these may read an attribute of any name.
@@ -50,6 +57,8 @@ class CodeNames(NamedTuple):
         optional: those of attributes that it can do without.
         texts: constant strings in it that may be names of Python modules.
         identity: whether it may ask which of two equal objects it has.
+        values: names of variables whose values it takes other than to call them.
+        parts: names of attributes of which it does.
     """
 
     globals: frozenset[str]
@@ -59,6 +68,8 @@ class CodeNames(NamedTuple):
     optional: frozenset[str]
     texts: tuple[str, ...]
     identity: bool
+    values: frozenset[str]
+    parts: frozenset[str]
 
 
 # Code objects are equal by contents, and equal code has the same names.
@@ -92,7 +103,31 @@ def code_names(code: CodeType) -> CodeNames:
         frozenset(optional),
         texts if by_module else (),
         asked or bool(_BY_IDENTITY & (globals_ | attributes)),
+        frozenset(_taken(instructions, _VARIABLES)),
+        frozenset(strings | set(_taken(instructions, _PARTS))),
     )
+
+
+def _taken(instructions: list[Instruction], loads: frozenset[str]) -> Iterator[str]:
+    """The names whose values these instructions take, and do not call at once."""
+    for at, instruction in enumerate(instructions):
+        if instruction.opname in loads and not _is_called(instructions, at):
+            yield instruction.argval
+
+
+def _is_called(instructions: list[Instruction], at: int) -> bool:
+    """Whether a call follows of what an instruction loads: then a NULL lies beside it."""
+    if _NULL_AFTER and instructions[at + 1].opname == "PUSH_NULL":
+        return True
+    start = at
+    while start and instructions[start].opname == "LOAD_ATTR":  # `a.b.c()` may have it before `a`
+        if _METHODS_IN_ATTR and (instructions[start].arg or 0) & 1:
+            return start == at
+        start -= 1
+    first = instructions[start]
+    if first.opname == "LOAD_GLOBAL" and (first.arg or 0) & 1:
+        return True
+    return not _NULL_AFTER and instructions[start - 1].opname == "PUSH_NULL"
 
 
 def _compares_objects(before: Instruction, instruction: Instruction) -> bool:

@@ -32,6 +32,10 @@ class Libraries:
         self._named: set[str] = set(_CALLED)
         self._optional: set[str] = set()
 
+    def has(self, space: Mapping[str, Any]) -> bool:
+        """Whether a namespace is one of a library's."""
+        return any(found is space for _, found in self._spaces.values())
+
     def name(self, names: Iterable[str], optional: Iterable[str]) -> Iterator[Names]:
         """Take in attributes that user code names; the optional ones may be missing."""
         new = set(names) - self._named

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._capture.code_files import USER, kind_of_code
+from vescale_dtensor._capture.code_files import USER, is_of_python, kind_of_code
+from vescale_dtensor._capture.library_settings import settings_read_by
 from vescale_dtensor._capture.looks import level_of
 from vescale_dtensor._torch.compat import config_getter
 
@@ -30,7 +31,7 @@ _OF_NUMPY = ("/numpy/_core/arrayprint.py", "/numpy/_core/_ufunc_config.py")
 # Not what these call, which sets some for a while.
 _PRINTING = frozenset(
     {"geterr", "get_printoptions", "_array_str_implementation", "_array_repr_implementation"}
-    | {"array2string"}
+    | {"array2string", "getbufsize"}
 )
 
 
@@ -72,7 +73,9 @@ def guarded_by_code(code: CodeType) -> Callable[[], Any] | None:
         return _process_state
     if code.co_name in _PRINTING and code.co_filename.endswith(_OF_NUMPY):
         return _numpy_state
-    return _einsum_state if code.co_filename.endswith(_EINSUM) else None
+    if code.co_filename.endswith(_EINSUM):
+        return _einsum_state
+    return settings_read_by(code) if is_of_python(code) else None
 
 
 def guarded_by_call(frame: FrameType) -> Callable[[], Any] | None:
@@ -127,4 +130,4 @@ def _einsum_state() -> Any:
 def _numpy_state() -> Any:
     """How numpy prints arrays, and what it does about errors of floating point."""
     numpy: Any = sys.modules["numpy"]
-    return repr(numpy.get_printoptions()), repr(numpy.geterr())
+    return repr(numpy.get_printoptions()), repr(numpy.geterr()), numpy.getbufsize()

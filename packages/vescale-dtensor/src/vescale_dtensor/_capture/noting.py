@@ -35,7 +35,7 @@ from vescale_dtensor._capture.process_state import (
     starts_thread,
 )
 from vescale_dtensor._capture.reads import StateReads
-from vescale_dtensor._capture.unsupported import refused, user_line
+from vescale_dtensor._capture.unsupported import refused, unsteady, user_line
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._torch.compat import no_torch_function
 
@@ -275,11 +275,7 @@ class Watch:
     def _refuse(self, title: str, name: str) -> None:
         """Note that code of the user's asked a clock, a generator or the outside world."""
         if self.failure is None and name not in self._unguarded:
-            self.failure = refused(
-                f"{title} gives another value each time, where a replay would go "
-                "on with the old one. Call it outside and pass what it gives as a tensor; or pass "
-                f"unguarded=[{name!r}] to capture, if no result depends on it"
-            )
+            self.failure = refused(unsteady(title, name))
 
 
 def _displaced() -> CaptureError:

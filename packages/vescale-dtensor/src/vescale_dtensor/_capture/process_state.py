@@ -19,18 +19,20 @@ import os
 import random
 import string
 import sys
+import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable
 from datetime import date
 from importlib import import_module
-from types import CodeType, FrameType, FunctionType
-from typing import Any
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
+from typing import Any, Protocol
 
 import torch
 
 from vescale_dtensor._capture.code_files import LIBRARY, TORCH, USER, kind_of_code
+from vescale_dtensor._capture.library_settings import copying_state, csv_state
 from vescale_dtensor._torch.compat import state_getters
 
 # Those of modules that not every Python has, by name.
@@ -48,8 +50,10 @@ thread_time thread_time_ns clock_gettime clock_gettime_ns localtime gmtime ctime
 _CLOCKS = frozenset(
     [getattr(time, name) for name in _CLOCK_NAMES.split() if hasattr(time, name)]
     + [os.times, getattr(uuid, "_generate_time_safe", None) or os.times]
+    + [threading.stack_size]  # which sets what it gives
 )
-_NOW = frozenset({"now", "utcnow", "today"})
+CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
+"""Methods of dates that ask a clock."""
 # What all functions of `random` come down to.
 _DRAWS = frozenset({"random", "getrandbits"})
 _INPUTS = frozenset(
@@ -76,6 +80,7 @@ _HARMLESS = frozenset(
 )
 _READS = frozenset({"read", "read1", "readline", "readlines", "readinto", "peek"})
 _SEEDS = frozenset({"manual_seed", "seed"})
+_PICKLING = frozenset({"dump", "dumps"})
 _WARNS = frozenset({"warn", "warn_explicit"})
 _THREADS = frozenset({"start_new_thread", "start_joinable_thread"})
 # These ask clocks how long they have waited.
@@ -88,20 +93,19 @@ _FROZEN = ("<frozen os>", "<frozen posixpath>", "<frozen genericpath>", "<frozen
 _READERS_OF_FILES = ("/numpy/", f"{TORCH}/serialization.py", *_FROZEN)
 
 
-_NOTED_MODULES = _WORLD | {"_locale"}
+_NOTED_MODULES = _WORLD | {"_locale", "_csv"}
 # Most functions in C that are called are none of these.
 _NAMES = frozenset(
     {f.__name__ for f in (*_GETTERS, *_CLOCKS, *_INPUTS)}
     | {
         *_METHODS,
-        *_NOW,
+        *CLOCK_METHODS,
         *_DRAWS,
         *_SEEDS,
         *_THREADS,
         "dir",
         "vars",
-        "dump",
-        "dumps",
+        *_PICKLING,
         "__subclasses__",
         "cache_info",
         "fromfile",
@@ -122,6 +126,8 @@ _BY_ANY_NAME = _codes(
     *(getattr(dataclasses, n, None) for n in ("_asdict_inner", "_astuple_inner", "replace")),
     *(getattr(dataclasses, "_replace", None), getattr(copy, "_reconstruct", None)),
     *(inspect.getmembers, inspect.getattr_static, string.Formatter.get_field),
+    # `isinstance` asks whether an object has what a protocol names.
+    *vars(type(Protocol)).values(),
 )
 _BY_ANY_NAME_IN_C = frozenset({builtins.dir, builtins.vars})
 
@@ -138,7 +144,7 @@ def reads_any_attribute(asked: Any) -> bool:
     if isinstance(asked, CodeType):
         return asked in _BY_ANY_NAME
     # Pickling reads all that an object has.
-    pickles = getattr(asked, "__name__", "") in ("dump", "dumps")
+    pickles = getattr(asked, "__name__", "") in _PICKLING
     return asked in _BY_ANY_NAME_IN_C or (pickles and "pickle" in str(asked.__module__))
 
 
@@ -150,6 +156,10 @@ def guarded_by(function: Any, frame: FrameType) -> Callable[[], Any] | None:
     module = getattr(function, "__module__", None)
     if module == "_locale" and _is_for_user(frame, ()):
         return _locale
+    if module == "_csv":
+        return csv_state
+    if name in _PICKLING and "pickle" in str(module):
+        return copying_state
     if module == "_warnings" and name in _WARNS and _is_for_user(frame, ()):
         return _filters
     if name in _METHODS and (name != "locked" or kind_of_code(frame.f_code) == USER):
@@ -168,6 +178,23 @@ def _locale() -> Any:
 def _filters() -> Any:
     """What decides whether a warning is printed, or raised."""
     return tuple(warnings.filters)
+
+
+def is_unsteady_method(name: str) -> bool:
+    """Whether methods of this name give another value each time."""
+    return name in CLOCK_METHODS or name in _DRAWS or name in _READS
+
+
+def getter_of(function: Any) -> Any:
+    """A function in C, if it gives state that a guard can ask for; else None."""
+    return function if function in _GETTERS else None
+
+
+def is_asked(function: Any) -> bool:
+    """Whether it is a function in C that gives state, or another value each time."""
+    if not isinstance(function, BuiltinFunctionType):
+        return False
+    return function in _GETTERS or (is_noted(function) and is_unsteady(function))
 
 
 def moves_generator(function: Any) -> bool:
@@ -202,7 +229,7 @@ def is_unsteady(function: Any, frame: FrameType | None = None) -> bool:
         return frame is not None and _looks_at_callers(frame)
     if name == "cache_info" and type(owner) is _LRU:
         return frame is None or _is_for_user(frame, ())
-    clock = name in _NOW and isinstance(owner, type) and issubclass(owner, date)
+    clock = name in CLOCK_METHODS and isinstance(owner, type) and issubclass(owner, date)
     world = _tells_of_world(function, name)
     if not clock and not world and function not in _CLOCKS:
         return False
@@ -214,12 +241,14 @@ def is_unsteady(function: Any, frame: FrameType | None = None) -> bool:
 
 def _looks_at_callers(frame: FrameType) -> bool:
     """Whether code of the user's asks for frames, other than in the body of a module."""
-    if kind_of_code(frame.f_code) != USER:
-        return False
-    caller: FrameType | None = frame
-    while caller is not None and not caller.f_code.co_filename.startswith("<frozen importlib"):
-        caller = caller.f_back
-    return caller is None
+    return kind_of_code(frame.f_code) == USER and not _is_importing(frame)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether it runs for an import: in the body of a module, or in a hook that finds modules."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _tells_of_world(function: Any, name: str) -> bool:
@@ -254,7 +283,7 @@ def _is_for_user(frame: FrameType | None, through: tuple[str, ...]) -> bool:
         code = frame.f_code
         kind = kind_of_code(code)
         if kind == USER:
-            return True
+            return not _is_importing(frame)
         if kind == LIBRARY and not any(part in code.co_filename for part in through):
             return False
         frame = frame.f_back

@@ -41,6 +41,7 @@ from vescale_dtensor._capture.process_state import numpy_draws
 from vescale_dtensor._capture.walk import Walk
 
 _BUILTINS = vars(builtins)
+_ENVIRONMENT = frozenset({"environ", "environb"})
 # Whoever names one of these asks functions about themselves, be they called or not.
 _CLOSURE = "__closure__"
 _DEFAULTS = frozenset({"__defaults__", "__kwdefaults__", "__code__"})
@@ -64,12 +65,16 @@ class StateReads(Walk):
     Attributes:
         codes: all code that ran and is watched.
         identity: whether code of the user's may ask which of two equal objects it has.
+        values: names of variables whose values code of the user's takes without calling them.
+        parts_taken: names of attributes of which it does.
     """
 
     def __init__(self, unguarded: frozenset[str]) -> None:
         super().__init__(unguarded)
         self.codes: list[CodeType] = []
         self.identity = False
+        self.values: set[str] = set()
+        self.parts_taken: set[str] = set()
         self._ran: dict[int, CodeType] = {}
         # Ids of code objects; `_ran` keeps alive the code that has them among its constants.
         self._inner: set[int] = set()
@@ -89,7 +94,7 @@ class StateReads(Walk):
         kind = kind_of_code(code)
         # The globals of library code are not followed, so the environment that it reads is met
         # here.
-        if "environ" in code.co_names and is_of_python(code):
+        if not _ENVIRONMENT.isdisjoint(code.co_names) and is_of_python(code):
             self.meet(os.environ, Origin(None, "os.environ", "environ"))
         if kind != LIBRARY:
             self.codes.append(code)
@@ -128,10 +133,13 @@ class StateReads(Walk):
             own = [name for name in space if whole and not name.startswith("__")]
             self._name_globals(space, {*own, *names.globals})
             # What is no global is a builtin, which anybody may have added or replaced.
-            self._name_globals(_BUILTINS, names.globals - space.keys(), follow=False)
+            known = _builtins_of(space)
+            self._name_globals(known, names.globals - space.keys(), follow=known is not _BUILTINS)
             self._guard_libraries(self._libraries.name(names.attributes, names.optional))
             self.any_attribute |= names.any_attribute
             self.identity |= names.identity
+            self.values |= names.values
+            self.parts_taken |= names.parts
             self._ask_of_libraries(names)
             for text in names.texts:
                 # One that is not there may be later: `"name" in sys.modules`.
@@ -171,6 +179,13 @@ class StateReads(Walk):
         """Take in a Python module that code is about to ask for by its name."""
         self._meet_imported(name, "")
         self._walk()
+
+    def taken_from(self, place: Namespace) -> set[str]:
+        """The names in a namespace whose values code of the user's takes without calling them."""
+        if place.names is None:
+            return self.parts_taken & place.was.keys()
+        own = self.parts_taken if self._libraries.has(place.mapping) else self.values
+        return own & place.names & place.was.keys()
 
     def ask(self, look: Callable[[], Any], origin: Origin) -> None:
         """Take in that code asks for a state that has no place: the guard asks again."""
@@ -293,3 +308,9 @@ class StateReads(Walk):
         if id(cell) not in self._known:
             self._known[id(cell)] = cell
             self._look(partial(in_cell, cell), origin)
+
+
+def _builtins_of(space: dict[str, Any]) -> dict[str, Any]:
+    """The builtins of a file: code that is executed may have been given its own."""
+    found = space.get("__builtins__", _BUILTINS)
+    return vars(found) if isinstance(found, ModuleType) else found

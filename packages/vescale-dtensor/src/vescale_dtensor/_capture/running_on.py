@@ -6,7 +6,7 @@ written, drawn random numbers and communicated by then: its remaining calls run 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +15,9 @@ import torch
 from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._tensor.dtensor import DTensor
+
+# Where torch looks up, by their names, functions that it has written in Python.
+_FUNCTIONS = (torch.nn.functional, torch, torch.functional, torch.nn.init)
 
 
 class Done:
@@ -39,23 +42,24 @@ class Done:
         return result
 
 
-def replaced_method(func: Callable[..., Any]) -> str | None:
-    """The name of the method of tensors that a function of the user's has replaced, if it did."""
+def _replaced_in(func: Callable[..., Any], owners: Sequence[Any]) -> str | None:
+    """The name of what a function of the user's has replaced in one of these, if it did."""
     if not isinstance(func, FunctionType) or kind_of_code(func.__code__) != USER:
         return None
-    return next((name for name, one in vars(torch.Tensor).items() if one is func), None)
+    names = (name for owner in owners for name, one in vars(owner).items() if one is func)
+    return next(names, None)
 
 
 def check_not_replaced(func: FunctionType) -> None:
-    """Refuse a method of tensors that is the user's: torch calls it inside of itself, too.
+    """Refuse a function of torch that is the user's: torch calls it inside of itself, too.
 
     Raises:
-        CaptureError: the function is such a method.
+        CaptureError: the function is such a one.
     """
-    name = replaced_method(func)
+    name = _replaced_in(func, (torch.Tensor, *_FUNCTIONS))
     if name is not None:
         raise refused(
-            f"torch.Tensor.{name} has been replaced, and torch calls the replacement twice "
+            f"torch's {name} has been replaced, and torch calls the replacement twice "
             "where calls are recorded. Call your function by its own name"
         )
 
@@ -65,6 +69,6 @@ def run_plainly(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[st
     if any(issubclass(kind, DTensor) for kind in types):
         return DTensor.__torch_function__(func, types, args, kwargs)
     # torch looks up by name what it hands to a mode. The replacement is what calls this method.
-    name = replaced_method(func)
+    name = _replaced_in(func, (torch.Tensor,))
     original = None if name is None else getattr(torch._C.TensorBase, name, None)
     return (original or func)(*args, **kwargs)

@@ -136,6 +136,15 @@ def check_text(name: str, printing: bool) -> None:
         )
 
 
+def unsteady(title: str, name: str) -> str:
+    """Why a function that gives another value each time is refused, and what to do."""
+    return (
+        f"{title} gives another value each time, where a replay would go "
+        "on with the old one. Call it outside and pass what it gives as a tensor; or pass "
+        f"unguarded=[{name!r}] to capture, if no result depends on it"
+    )
+
+
 def refused(why: str) -> CaptureError:
     """The error for what cannot be recorded, with the line of user code."""
     return CaptureError(f"capture: {why}\n  at {user_line()}")

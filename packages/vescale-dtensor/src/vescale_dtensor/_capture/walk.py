@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import abc
 import decimal
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from datetime import date
 from functools import partial
+from operator import methodcaller
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,7 +41,7 @@ from vescale_dtensor._capture.places import (
     in_array,
     in_slot,
 )
-from vescale_dtensor._capture.process_state import is_unsteady
+from vescale_dtensor._capture.process_state import is_asked, is_unsteady, is_unsteady_method
 from vescale_dtensor._capture.standard_kinds import StandardKinds
 
 # A bound on time and memory: beyond it the state counts as hidden, and the recording is refused.
@@ -54,6 +57,7 @@ __dataclass_params__ __orig_bases__
 """
 _NOT_IN_NAMESPACES = ("__name__", "__qualname__")
 _UNREAD = frozenset(_OF_CLASSES.split())
+_OF_LOGGERS = frozenset({*vars(logging.Logger("")), "root"})
 # What libraries hold for users to change: `os.environb`, `logging.root`, `sys.argv`.
 _FOLLOWED = frozenset({"python_module", "class", "environment", "logger", "variable"})
 _BIGGEST_ARRAY = 1 << 16
@@ -77,6 +81,8 @@ class Walk(StandardKinds):
         optional: those of attributes that may be missing: given to `hasattr`, say.
         unguarded: names that are not followed.
         parts: the parameters, buffers and submodules of modules, as they were.
+        noted: whether any function in C was met whose calls matter.
+        items: those of them that were met in containers.
     """
 
     def __init__(self, unguarded: frozenset[str]) -> None:
@@ -91,6 +97,8 @@ class Walk(StandardKinds):
         self.optional: set[str] = set()
         self.unguarded = unguarded
         self.parts: list[Contents] = []
+        self.noted = False
+        self.items: list[tuple[Any, Origin]] = []
         # Containers that `parts` and `ModuleGuard` guard, so that they are not compared twice.
         self._part_ids: set[int] = set()
         self._parts_were: dict[int, Contents] = {}
@@ -133,6 +141,7 @@ class Walk(StandardKinds):
             place.names.add(name)
             # Functions and constants of libraries are compared, and no more.
             value = place.was.get(name)
+            self.noted |= is_asked(value)
             if follow or isinstance(value, list) or kind_of_class(type(value)) in _FOLLOWED:
                 self._follow(place, name)
 
@@ -167,6 +176,10 @@ class Walk(StandardKinds):
     def has_met(self, value: Any) -> bool:
         """Whether a value is from outside: constants are not."""
         return id(value) in self._known
+
+    def meets_dates(self) -> bool:
+        """Whether a class of dates was met."""
+        return any(isinstance(one, type) and issubclass(one, date) for one in self._known.values())
 
     def met_of(self, classes: set[type]) -> list[Any]:
         """The objects of these very classes that were met."""
@@ -224,6 +237,19 @@ class Walk(StandardKinds):
         return [(self._known[key], at) for key, at in found if key not in self._part_ids]
 
     # --- by kind
+
+    def _meet_builtin(self, value: Any, origin: Origin | None) -> None:
+        super()._meet_builtin(value, origin)
+        if is_asked(value):
+            self.noted = True
+            if origin is not None and not origin.name:
+                self.items.append((value, origin))
+
+    def _meet_getter(self, value: Any, origin: Origin | None) -> None:
+        super()._meet_getter(value, origin)
+        # No profiler hears of what it calls.
+        if type(value) is methodcaller and is_unsteady_method(name := value.__reduce__()[1][0]):
+            self.hidden.append((f"a call of {name}", origin))
 
     def _meet_weak(self, value: Any, origin: Origin | None) -> None:
         """Take in what a weak reference leads to, if it lives; the guard asks it again."""
@@ -369,6 +395,7 @@ class Walk(StandardKinds):
             owner = value if lazy else None
             if lazy:
                 self._name_attributes(["__getattr__"], ())
+                self.meet(type(value), title)
             self._add_namespace(Namespace(vars(value), dict(vars(value)), title, owner))
         else:
             if value is os:
@@ -377,6 +404,13 @@ class Walk(StandardKinds):
             if value is decimal:
                 self._look(Steady(decimals), Origin(origin, " in its context", ""))
             self._guard_libraries(self._libraries.add(value))
+
+    def _meet_logger(self, value: Any, origin: Origin | None) -> None:
+        """Take in which messages a logger lets pass, and what users have set on it."""
+        super()._meet_logger(value, origin)
+        space = vars(value)
+        self._add_namespace(Namespace(space, dict(space), origin, value, excluded=_OF_LOGGERS))
+        self.meet(type(value), origin)
 
     def _meet_array(self, value: Any, origin: Origin | None) -> None:
         """Take in the values of a small numpy array."""

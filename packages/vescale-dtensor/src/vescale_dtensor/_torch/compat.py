@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _foreach_utils, _python_dispatch
+from torch.utils._device import DeviceContext
 
 Function = Callable[..., Any]
 
@@ -73,8 +74,13 @@ turns forward mode off beside grad mode, and `torch.enable_grad` turns only grad
 
 
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-
 """How many dispatch modes (make_fx, FakeTensorMode, counters) are active."""
+
+
+def function_modes() -> bool:
+    """Whether a mode of the user's sees torch functions: not that of a default device."""
+    at, depth = torch._C._get_function_stack_at, torch._C._len_torch_function_stack()
+    return depth > 0 and any(not isinstance(at(i), DeviceContext) for i in range(depth))
 
 
 no_dispatch_modes: Any = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
