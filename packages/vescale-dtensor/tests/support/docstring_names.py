@@ -6,6 +6,7 @@ it, names that begin with one underscore, and paths of files.
 
 import ast
 import importlib
+import importlib.util
 import io
 import re
 import sys
@@ -85,7 +86,10 @@ class Sources:
         return any(name in each for each in self.names.values())
 
     def _anywhere(self, name):
-        """Whether what a reader is sent to is defined here, or is torch's."""
+        """Whether what a reader is sent to is defined here, or is torch's, or another package's."""
+        first, *rest = name.split(".")
+        if first.startswith("vescale_") and importlib.util.find_spec(first):
+            return _reaches(importlib.import_module(first), rest)
         last = name.split(".")[-1]
         ours = last in self.by_stem or self._defines(last)
         return ours or _reaches(torch, name.removeprefix("torch.").split("."))

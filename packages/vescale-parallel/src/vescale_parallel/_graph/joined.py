@@ -21,7 +21,7 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
 
     As `vescale_dtensor.joint(capture(function), ...)`, and for models with ZeRO too: each unit is
     gathered where it is first used (level 3: and anew where the backward first uses it), and its
-    gradients are reduced in one collective as soon as they are there. `Joint.with_optimizer` adds
+    gradients are reduced in one collective as soon as they are there. `with_optimizer` adds
     the optimizer, `schedule` merges and reorders what is sent.
 
     While the graph is made, all units are gathered at once. Collective.

@@ -22,7 +22,7 @@ class StoredUnit:
     Attributes:
         name: of the unit.
         unit: it.
-        names, stand_ins, stored, slices: see `ParameterStorage`; buffer after buffer, and then what
+        names, stand_ins, stored, slices: see there; buffer after buffer, and then what
             is on every rank in full.
     """
 
