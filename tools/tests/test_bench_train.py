@@ -41,6 +41,19 @@ def test_every_variant_trains_as_one_device(found):
             assert len(one.seconds) == job.rounds
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "heads"), [("exchange", 4), ("gather", 3)])
+def test_a_sharded_sequence_sends_what_code_by_hand_does(way, heads):
+    small = Sizes(hidden=24, layers=1, heads=heads, vocab=32, batch=2, length=8)
+    job = Job(layout=f"cp4.{way}", sizes=small, rounds=1, turn=1)
+    for rank in run(compare, 4, job, timeout=280):
+        by_hand, ours = rank[cases.HAND], rank[cases.EAGER]
+        # The loss is summed, which by hand is left to whoever asks for it.
+        assert ours.collectives == {**by_hand.collectives, "all_reduce": 2}
+        assert ours.sent == pytest.approx(by_hand.sent, abs=16)
+        assert rank[cases.STEP].collectives == ours.collectives
+
+
 def test_the_step_by_hand_sends_what_it_must_and_what_the_cost_model_says(found):
     job, ranks = found
     if cases.HAND not in ranks[0]:

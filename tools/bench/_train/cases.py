@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from tools.bench._train.by_hand import ByHand
+from tools.bench._train.by_hand_context import ByHandContext
 from tools.bench._train.by_hand_zero import ByHandZero3
 from tools.bench._train.by_torch import ByTorch
-from tools.bench._train.ours import PLAN, PLAN_ZERO3, Ours
+from tools.bench._train.ours import PLAN, PLAN_CONTEXT, PLAN_ZERO3, Ours
 from tools.bench._train.staged import Staged, StagedByTorch
-from tools.bench._train.training import Build
+from tools.bench._train.training import Build, OneDevice
 
 EAGER, STATIC, STEP = "ours, eager", "ours, static", "ours, captured step"
 TORCH, HAND = "FSDP2 (+ TP) of torch", "by hand"
@@ -66,6 +67,23 @@ STAGED: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     for schedule in ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 }
 """The same for stages; the benchmark `pipeline` measures them."""
+
+WHOLE = "whole on each rank"
+
+CONTEXT: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
+    f"cp{ranks}.{way}": (
+        {"cp": ranks},
+        {
+            HAND: partial(ByHandContext, way=way),
+            WHOLE: lambda sizes, mesh: OneDevice(sizes),
+            EAGER: partial(Ours, plan=PLAN_CONTEXT),
+            STEP: partial(Ours, plan=PLAN_CONTEXT, captured=True),
+        },
+    )
+    for ranks in (2, 4)
+    for way in ("exchange", "gather")
+}
+"""The same for sharded sequences; the benchmark `context` measures them."""
 
 GOALS: dict[tuple[str, int, str], float] = {
     ("dp2.tp2", 64, EAGER): 2.3,

@@ -25,6 +25,8 @@ PLAN = Plan(
 
 PLAN_ZERO3 = Plan(parameters={"*": "replicate"}, zero=3)
 
+PLAN_CONTEXT = Plan(batch="cp:1", parameters={"*": "replicate"})
+
 
 class Ours:
     """The model under a plan; `static`: captured forwards; `captured`: the whole step."""
