@@ -19,11 +19,12 @@ CALLS = {
     "dropout": {"dropout_p": 0.4},
     "causal dropout": {"is_causal": True, "dropout_p": 0.4},
     "grouped": {"is_causal": True, "enable_gqa": True},
+    "grouped dropout": {"dropout_p": 0.4, "enable_gqa": True},
     "mask": {"attn_mask": True},
 }
 LAYOUTS = {"rows": Shard(2), "interleaved": InterleavedShard(2, 2)}
 # Of the query and of keys, for four ranks: what divides over them is exchanged.
-HEADS = {"exchange": ((4, 4), (8, 4)), "gather": ((3, 3), (4, 2))}
+HEADS = {"exchange": ((4, 4), (4, 2)), "gather": ((3, 3), (6, 2))}
 SENT = {
     # Rows of query, key and value for heads, heads of the result for rows; and their gradients.
     "exchange": ["all_to_all"] * 8,
@@ -46,11 +47,11 @@ def options(call, tokens):
     return given
 
 
-def step(call, tokens, heads, placement=None):
+def step(call, tokens, heads, placement=None, ranks=4):
     """Result, gradients, the next random number; and what was sent."""
     parts = tensors(tokens, heads)
     if placement is not None:
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = init_device_mesh("cpu", (ranks,))
         parts = [distribute_tensor(one, mesh, [placement]) for one in parts]
     for one in parts:
         one.requires_grad_()
@@ -70,7 +71,7 @@ def step(call, tokens, heads, placement=None):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("way", HEADS)
 def test_rows_stay_where_they_lie(way, call, layout, tokens):
-    heads = HEADS[way][call == "grouped"]
+    heads = HEADS[way]["grouped" in call]
     wanted, drawn, _ = step(call, tokens, heads)
     ranks = simulate(4).run(lambda rank, world_size: step(call, tokens, heads, LAYOUTS[layout]))
     for found, number, sent in ranks:
@@ -113,6 +114,18 @@ def test_a_mask_beside_is_causal_is_as_on_one_device(dropout):
             torch.testing.assert_close(found, alone)
 
 
+@pytest.mark.parametrize("call", ["grouped", "grouped dropout"])
+def test_key_heads_are_repeated_as_seldom_as_ranks_need(call):
+    """Four key heads for sixteen: each twice, so that eight ranks have one and its queries."""
+    wanted, drawn, _ = step(call, 10, (16, 4))
+    ranks = simulate(8).run(lambda rank, size: step(call, 10, (16, 4), Shard(2), ranks=8))
+    for found, number, sent in ranks:
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert torch.equal(number, drawn)
+        assert sorted(sent) == SENT["exchange"]
+
+
 AXES = {
     "heads inside": (("cp", "tp"), [Shard(2), Shard(1)]),
     "heads outside": (("tp", "cp"), [Shard(1), Shard(2)]),
@@ -125,7 +138,7 @@ AXES = {
 @pytest.mark.parametrize("axes", AXES)
 def test_rows_beside_other_axes(axes, call):
     names, placements = AXES[axes]
-    heads = HEADS["exchange"][call == "grouped"]
+    heads = HEADS["exchange"]["grouped" in call]
 
     def attend(mesh=None):
         parts = tensors(10, heads)

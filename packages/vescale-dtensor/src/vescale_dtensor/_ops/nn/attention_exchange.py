@@ -10,11 +10,12 @@ Source: Jacobs et al., arXiv 2309.14509.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.cotangent import GradType, TypedMove, redistribute_local
@@ -31,12 +32,20 @@ _REPLICATE = Replicate()
 _HEADS, _ROWS = 1, 2
 
 
+class _Shaped(NamedTuple):
+    """All that local kernels ask an operand for."""
+
+    shape: torch.Size
+    ndim: int
+
+
 def exchange_candidates(
     call: OpCall, letters: Sequence[Dims]
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
     """For each mesh axis, the candidate that exchanges rows for heads; none where it cannot be.
 
-    The numbers of heads have to be multiples of the ranks that share them then.
+    The number of heads has to be a multiple of the ranks that share them then. Fewer key heads are
+    repeated, as seldom as that allows.
 
     Args:
         call: of query, key and value, of four dims each, and perhaps a mask.
@@ -54,16 +63,20 @@ def exchange_candidates(
     heads = _head_axes(layouts)
     if heads is None or not axes:
         return ()
-    shares = prod(sizes[axis] for axis in {*axes, *heads})
-    if any(one.shape[_HEADS] % shares for one in (query, key, value)):
+    repeats = _repeats(query.shape[_HEADS], key.shape[_HEADS], _ranks(sizes, {*axes, *heads}))
+    # Each rank repeats the key heads that it has, so there have to be as many everywhere.
+    if not repeats or key.shape[_HEADS] % _ranks(sizes, heads):
         return ()
-    bytes_ = relative_sizes(call.size_ratios(), [one.element_size() for one in call.operands])[:3]
+    asked, keys, values = relative_sizes(
+        call.size_ratios(), [one.element_size() for one in call.operands]
+    )[:3]
+    # The result is as large as the query, but for its features.
+    result = asked * value.shape[-1] / max(1, query.shape[-1])
+    sent = (asked, keys * repeats, values * repeats, result)
 
     def candidate(axis: int) -> AxisStrategy:
         rows = lies[axis][0]
         masks = (_REPLICATE,) * (len(call.operands) - 3)
-        # The result is as large as the query, but for its features.
-        sent = [*bytes_, bytes_[0] * value.shape[-1] / max(1, query.shape[-1])]
         return AxisStrategy(
             (rows, rows, rows, *masks),
             (rows,),
@@ -86,7 +99,7 @@ def exchanged(
     context: LocalContext,
     axes: Sequence[int],
     given: dict[str, Any],
-    local: Callable[[LocalContext, dict[str, Any]], Tensor],
+    attention: Callable[[LocalContext, dict[str, Any]], Tensor],
 ) -> Tensor:
     """Attention with all rows of some heads on each rank of these axes. Collective.
 
@@ -94,21 +107,50 @@ def exchanged(
         context: of the call.
         axes: from `exchanged_axes`.
         given: local arguments by name.
-        local: attention of what a rank has then.
+        attention: of what a rank has then.
     """
-    plan = context.plan
-    uses = [replace(use, layout=_by_heads(use.layout, axes)) for use in plan.uses[:3]]
+    sources = [context.input_layout(at) for at in range(3)]
+    layouts = [_by_heads(source, axes) for source in sources]
+    shapes = [list(one.shape) for one in context.call.operands[:3]]
+    ranks = _ranks(sources[0].sizes, {*axes, *_axes_of_heads(sources[0])})
+    repeats = _repeats(shapes[0][_HEADS], shapes[1][_HEADS], ranks)
+    moved = {}
+    for at, name in enumerate(("query", "key", "value")):
+        own = given[name]
+        if at and repeats > 1:
+            shapes[at][_HEADS] *= repeats
+            own = own.repeat_interleave(repeats, _HEADS)
+        moved[name] = _moved(own, sources[at], layouts[at], tuple(shapes[at]))
     output = _by_heads(context.output_layout(), axes)
-    heads = LocalContext(
-        context.call, replace(plan, uses=(*uses, *plan.uses[3:]), outputs=(output,))
-    )
-    shapes = [tuple(one.shape) for one in context.call.operands[:3]]
-    moved = {
-        name: _moved(given[name], context.input_layout(at), uses[at].layout, shapes[at])
-        for at, name in enumerate(("query", "key", "value"))
-    }
-    result = local(heads, given | moved)
+    inner = _context(context, layouts, output, shapes)
+    result = attention(inner, given | moved)
     return _moved(result, output, context.output_layout(), (*shapes[0][:-1], shapes[2][-1]))
+
+
+def _context(
+    context: LocalContext,
+    layouts: Sequence[Layout],
+    output: Layout,
+    shapes: Sequence[Sequence[int]],
+) -> LocalContext:
+    """The same call, of query, key and value in other layouts, and perhaps of repeated heads."""
+    plan, call = context.plan, context.call
+    uses = [replace(u, layout=x) for u, x in zip(plan.uses[:3], layouts, strict=True)]
+    operands = [*[_Shaped(torch.Size(shape), len(shape)) for shape in shapes], *call.operands[3:]]
+    known = OpCall.known(call.func, call.args, call.kwargs, operands, call.differentiable)
+    return LocalContext(known, replace(plan, uses=(*uses, *plan.uses[3:]), outputs=(output,)))
+
+
+def _ranks(sizes: Sequence[int], axes: Iterable[int]) -> int:
+    return prod(sizes[axis] for axis in axes)
+
+
+def _repeats(heads: int, keys: int, ranks: int) -> int:
+    """How often each key head is repeated, so that ranks share them; 0 where they cannot."""
+    if heads % ranks or not keys or heads % keys:
+        return 0
+    group = heads // keys
+    return next(n for n in range(1, group + 1) if not group % n and not keys * n % ranks)
 
 
 def _moved(local: Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> Tensor:
@@ -117,12 +159,15 @@ def _moved(local: Tensor, source: Layout, target: Layout, shape: tuple[int, ...]
 
 def _by_heads(layout: Layout, axes: Sequence[int]) -> Layout:
     """The layout in which these axes shard heads, within what other axes leave of them."""
-    others = [axis for axis, one in enumerate(layout.placements) if _is_heads(one)]
-    found = nested(_HEADS, [*others, *axes], layout.sizes)
+    found = nested(_HEADS, [*_axes_of_heads(layout), *axes], layout.sizes)
     placements: list[Placement] = [
         found[axis] if axis in axes else one for axis, one in enumerate(layout.placements)
     ]
     return layout.with_placements(placements).with_order(None)
+
+
+def _axes_of_heads(layout: Layout) -> list[int]:
+    return [axis for axis, one in enumerate(layout.placements) if _is_heads(one)]
 
 
 def _head_axes(layouts: Sequence[Layout]) -> set[int] | None:
