@@ -151,6 +151,39 @@ def train(
     return found, chosen
 
 
+def other(name: str) -> nn.Module:
+    from model_zoo_wide import small
+
+    made = small(f"{name}ForCausalLM")()
+    for module in made.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return made
+
+
+def one_step(name: str, sizes: dict[str, int], words: dict[str, Any]) -> list[float]:
+    """Loss, and the norm of all gradients."""
+    torch.manual_seed(0)
+    model = other(name).train()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "expert" in parameter_name or parameter_name.endswith("gate.weight"):
+                parameter.normal_(std=0.3)
+    if sizes:
+        parallelize(model, mesh(**sizes, device_type="cpu"), Plan(**words))
+    tokens = (torch.arange(35).view(5, 7) * 7) % 32
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    given = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.item(), nn.utils.clip_grad_norm_(given, 1e9).item()]
+
+
+OTHERS = """
+Glm4Moe GraniteMoe HunYuanMoEV1 Jamba MiniMax MiniMaxM2 Olmoe Phimoe Qwen3Moe Qwen3Next Ernie4_5_Moe
+Dots1 FlexOlmo NemotronH Afmoe SolarOpen GraniteMoeShared Cohere2Moe ExaoneMoe
+""".split()  # noqa: SIM905
+
+
 def of_today(name: str) -> bool:
     return zlib.crc32(f"{datetime.now(UTC):%Y%m%d} {name}".encode()) % 20 == 0
 
@@ -177,3 +210,16 @@ def test_steps_are_those_of_one_device(kind: str, where: str, how: str, steps: i
         assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-3)
         for one, two in zip(own, chosen, strict=True):
             assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[] if of_today(one) else [pytest.mark.slow]) for one in OTHERS],
+)
+def test_other_architectures(name: str) -> None:
+    wanted = one_step(name, {}, {})
+    words = {"batch": "dp:0, ep:0", "experts": "ep"}
+    for found in simulate(4).run(
+        lambda rank, world_size: one_step(name, {"dp": 2, "ep": 2}, words)
+    ):
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -25,7 +25,7 @@ def printed_by(rank: int, world_size: int, blocks: list[str], folder: str) -> li
 
 
 def test_every_block_says_what_it_prints():
-    assert len(PAIRS) == README.count("```py") == 7
+    assert len(PAIRS) == README.count("```py") == 8
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

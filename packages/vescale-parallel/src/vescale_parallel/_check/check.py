@@ -46,6 +46,7 @@ def check_rules(
     regions, region_problems = _regions(rules, model)
     split, split_problems = _split(rules, model, sizes)
     if split is not None:
+        split_problems += _twice_over(rules, parameters)
         split, parameters = _with_stages(rules, model, split, parameters, sizes)
     problems += zero_problems + region_problems + split_problems
     if problems:
@@ -134,6 +135,18 @@ def _split(
         return split_model(rules.pipeline, model, ranks), problems
     except PlanError as error:
         return None, [*problems, str(error)]
+
+
+def _twice_over(rules: Rules, rows: Sequence[ParameterRow]) -> list[str]:
+    """Stages and the shards of `zero` lie over their axes as one, which no layout can name."""
+    over = rules.zero.over
+    if not any(row.zero for row in rows):
+        return []
+    found = [r.name for r in rows if r.layout.dim_of(over, len(r.global_shape)) is not None]
+    return [
+        f"pipeline with zero over '{over}': {listed(found)} are sharded over that axis by a layout "
+        "or as experts. Shard them over another axis."
+    ] * bool(found)
 
 
 def _with_stages(
