@@ -1,5 +1,18 @@
 """Random numbers of a shard of a tensor, equal to those of the global tensor.
 
+Which call is yours:
+
+- I hold rows 100 to 200 of a (1000, 64) tensor, in a torch tensor or a numpy array:
+  `fill_(rows, Normal(), layout_of_slices((1000, 64), slice(100, 200)))`
+- my ranks form a mesh: `layout_of(global_shape, placements, mesh_shape, coordinate)`
+- my parts are of another form: `ShardLayout(global_shape, [Box(...), ...])`
+- dropout of my rows: `dropout(x, 0.1, layout)`; initial values: `init.xavier_uniform_`, ...
+- the same bits on every device and in every framework: `with use("portable"):` around the call
+- torch's DTensor, FSDP2 or DDP: `with torch_dtensor.consistent(data=mesh["dp"]):`, nothing else
+
+Every rank begins with the same seed, and calls each op in the same order, also where it holds
+nothing: then all generators stay where one device's is.
+
 All public names are here. The longer lists are also grouped by module: `distributions`,
 `layouts`, `streams` (positions, states), `cuda`, `errors`, `init` (of parameters) and
 `torch_dtensor` (torch's own DTensor).
@@ -46,7 +59,7 @@ from vescale_rng._errors import (
 from vescale_rng._layout.former_names import renamed as _renamed
 from vescale_rng._layout.layout import Box, BoxLike, LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor
-from vescale_rng._layout.placements import layout_of
+from vescale_rng._layout.placements import layout_of, layout_of_slices
 from vescale_rng._policy import policy, use
 from vescale_rng._state.agreement import check_in_step
 from vescale_rng._state.fingerprint import fingerprint
@@ -116,6 +129,7 @@ __all__ = [
     "gumbel_like",
     "init",
     "layout_of",
+    "layout_of_slices",
     "layout_of_tensor",
     "layouts",
     "multinomial",

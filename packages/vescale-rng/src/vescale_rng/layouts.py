@@ -5,7 +5,7 @@ from typing import Any
 from vescale_rng._layout.former_names import renamed
 from vescale_rng._layout.layout import Box, BoxLike, LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor
-from vescale_rng._layout.placements import layout_of
+from vescale_rng._layout.placements import layout_of, layout_of_slices
 
 __all__ = [
     "Box",
@@ -14,6 +14,7 @@ __all__ = [
     "ShardLayout",
     "as_layout",
     "layout_of",
+    "layout_of_slices",
     "layout_of_tensor",
     "whole",
 ]

@@ -57,6 +57,10 @@ def torch_generator(generator: torch.Generator | GraphGenerator | None) -> torch
         raise DeviceError(
             "a GraphGenerator was given: only the native policy draws from it, into CUDA tensors"
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise DeviceError(
+            f"`generator`: a torch.Generator, or None for torch's default: got {generator!r:.80}"
+        )
     return generator
 
 

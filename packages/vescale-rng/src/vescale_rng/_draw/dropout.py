@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -177,8 +178,8 @@ def check_dropout(
         DistributionError: p is no probability, or the dtype is not floating point.
         DeviceError: the generator is of another device.
     """
-    if not 0 <= p <= 1:
-        raise DistributionError(f"{what} takes a probability between 0 and 1, got p={p}")
+    if not isinstance(p, Real) or not 0 <= p <= 1:
+        raise DistributionError(f"{what} takes a probability between 0 and 1, got p={p!r}")
     if not local.is_floating_point():
         raise DistributionError(f"{what} takes a floating point tensor, got {local.dtype}")
     if is_cuda(local):

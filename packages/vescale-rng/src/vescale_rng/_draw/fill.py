@@ -14,6 +14,7 @@ from vescale_rng._draw.devices import (
     is_cuda,
     torch_generator,
 )
+from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
@@ -34,7 +35,8 @@ def fill_(
     local part is empty. Nothing is communicated, and no scratch grows with the global size.
 
     Args:
-        local: this rank's elements, on CPU or CUDA; any strides that the layout describes.
+        local: this rank's elements, on CPU or CUDA; any strides that the layout describes. Also a
+            numpy array, or any object with `__dlpack__`, whose memory is filled.
         distribution: what to draw.
         layout: which elements of the global tensor `local` holds; None asks `local` itself
             (an object with `__vescale_layout__`, torch's `DTensor`, or a global tensor).
@@ -57,6 +59,10 @@ def fill_(
             fill_, (), local, distribution, layout, generator
         )
         return filled
+    if not isinstance(distribution, Distribution):
+        raise DistributionError(
+            f"`distribution`: a value such as Normal() or Uniform(0, 1): got {distribution!r:.80}"
+        )
     if layout is None:
         layout = layout_of_tensor(local)
     target = local if type(local) is torch.Tensor else local_of(local)

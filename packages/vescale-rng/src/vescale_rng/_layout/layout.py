@@ -5,6 +5,7 @@ object that has the attributes of `LayoutLike` is a layout, and a tensor that ha
 `__vescale_layout__()` answers one. `ShardLayout` is the value class of the protocol.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -68,6 +69,12 @@ class Box:
     local_offset: int
     local_strides: Ints
 
+    def __post_init__(self) -> None:
+        """Take lists for tuples, and refuse what is neither."""
+        for name in ("global_offset", "shape", "local_strides"):
+            if type(value := getattr(self, name)) is not tuple:
+                object.__setattr__(self, name, integers(name, value))
+
 
 @dataclass(frozen=True)
 class ShardLayout:
@@ -99,6 +106,23 @@ class ShardLayout:
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
 
+    def __post_init__(self) -> None:
+        """Take lists for tuples, and refuse what is neither."""
+        for name in ("global_shape", "memory_order", "local_shape"):
+            value = getattr(self, name)
+            if type(value) is not tuple and value is not None:
+                object.__setattr__(self, name, integers(name, value))
+        if type(self.boxes) is tuple and all(type(box) is Box for box in self.boxes):
+            return
+        try:
+            boxes = tuple(box if isinstance(box, Box) else _box(box) for box in self.boxes)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise LayoutError(
+                f"`boxes`: a list of Box(global_offset, shape, local_offset, local_strides): got "
+                f"{self.boxes!r:.120} ({error})"
+            ) from None
+        object.__setattr__(self, "boxes", boxes)
+
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make()` answered for `key` before, or answers now."""
         found: T | None = self._memo.get(key)
@@ -118,6 +142,21 @@ class ShardLayout:
         """Copy and pickle without the cache."""
         fields = (self.global_shape, self.boxes, self.replica, self.memory_order, self.local_shape)
         return (ShardLayout, fields)
+
+
+def integers(name: str, values: Any) -> Ints:
+    """Return a sequence of integers as a tuple.
+
+    Raises:
+        LayoutError: it is none; the message names the argument.
+    """
+    try:
+        # Numbers alone: a string of digits is a sequence that `int` takes, too.
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise LayoutError(
+            f"`{name}`: a sequence of integers is needed, such as (6, 4): got {values!r:.80}"
+        ) from None
 
 
 def check_order(shape: Ints, memory_order: Ints | None) -> None:
@@ -158,8 +197,8 @@ def whole(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Sh
     Raises:
         LayoutError: an extent is negative, or the order does not name every dim once.
     """
-    shape = tuple(shape)
-    order = None if memory_order is None else tuple(memory_order)
+    shape = integers("shape", shape)
+    order = None if memory_order is None else integers("memory_order", memory_order)
     check_order(shape, order)
     strides = dense_strides(shape, order)
     boxes = (Box((0,) * len(shape), shape, 0, strides),) if 0 not in shape else ()
@@ -187,7 +226,7 @@ def as_layout(layout: LayoutLike) -> ShardLayout:
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise LayoutError(
-            f"{type(layout).__name__} is not a layout ({error}): it needs global_shape and boxes, "
+            f"`layout`: {layout!r:.80} is not a layout ({error}): it needs global_shape and boxes, "
             "each box with global_offset, shape, local_offset, local_strides"
         ) from error
 

@@ -4,6 +4,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
+import numpy
 import torch
 
 from vescale_rng._errors import LayoutError
@@ -23,6 +24,7 @@ def layout_of_tensor(tensor: torch.Tensor) -> ShardLayout:
     """
     if hasattr(tensor, "__vescale_layout__"):
         return as_layout(tensor.__vescale_layout__())
+    tensor = as_tensor(tensor)
     if (dtensor := _as_dtensor(tensor)) is not None:
         return _layout_of_dtensor(dtensor)
     layout = whole(tensor.shape, _memory_order(tensor))
@@ -72,7 +74,36 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "__vescale_layout__") or _as_dtensor(tensor) is not None:
         local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return local
-    return tensor
+    return as_tensor(tensor)
+
+
+def as_tensor(buffer: Any) -> torch.Tensor:
+    """Return a tensor on the memory of a buffer: a tensor, a numpy array, or what speaks DLPack.
+
+    Raises:
+        LayoutError: it is none of them, or its memory cannot be written.
+    """
+    if isinstance(buffer, torch.Tensor):
+        return buffer
+    kind = type(buffer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise LayoutError(
+            f"`local`: a {name} cannot be written: fill a numpy array, and give it to "
+            "jax.numpy.asarray (or to jax.make_array_from_callback, shard by shard)"
+        )
+    if not hasattr(buffer, "__dlpack__"):
+        raise LayoutError(
+            f"`local`: a tensor, a numpy array, or an object with __dlpack__: got a {name}"
+        )
+    if not getattr(getattr(buffer, "flags", None), "writeable", True):
+        raise LayoutError(f"`local`: this {name} is read-only")
+    try:
+        if isinstance(buffer, numpy.ndarray):
+            return torch.from_numpy(buffer)
+        return torch.from_dlpack(buffer)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(f"`local`: torch cannot share the memory of a {name}: {error}") from None
 
 
 def _as_dtensor(tensor: torch.Tensor) -> Any:

@@ -5,7 +5,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._layout.layout import Box, Ints, ShardLayout, check_order, dense_strides
+from vescale_rng._layout.layout import Box, Ints, ShardLayout, check_order, dense_strides, integers
 
 # The indices of one dim that a rank holds: (start, length) of each stretch, in local order.
 Stretches = list[tuple[int, int]]
@@ -45,8 +45,10 @@ def layout_of(
     Raises:
         LayoutError: the arguments do not fit one another.
     """
-    shape = tuple(int(n) for n in global_shape)
-    order = None if memory_order is None else tuple(memory_order)
+    shape = integers("global_shape", global_shape)
+    mesh_shape, coordinate = integers("mesh_shape", mesh_shape), integers("coordinate", coordinate)
+    _check_placements(placements)
+    order = None if memory_order is None else integers("memory_order", memory_order)
     check_order(shape, order)
     _check(shape, placements, mesh_shape, coordinate)
     # An empty dim has no stretch, so that no box comes of it.
@@ -66,6 +68,49 @@ def layout_of(
     strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
     boxes = _boxes(held, strides)
     return ShardLayout(shape, boxes, (replica, replicas), order, local_shape)
+
+
+def layout_of_slices(
+    global_shape: Sequence[int],
+    slices: slice | Sequence[slice],
+    *,
+    memory_order: Sequence[int] | None = None,
+    local_strides: Sequence[int] | None = None,
+) -> ShardLayout:
+    """Return the layout of who holds `tensor[slices]`: no mesh is needed.
+
+    Args:
+        global_shape: global shape.
+        slices: one for each dim, or for the first ones; what numpy's `np.s_[100:200, :]` gives, and
+            what `jax.make_array_from_callback` passes on. Without steps.
+        memory_order: as in `layout_of`.
+        local_strides: as in `layout_of`.
+
+    Raises:
+        LayoutError: the arguments do not fit one another.
+
+    Examples:
+        >>> layout_of_slices((1000, 64), slice(100, 200)).local_shape
+        (100, 64)
+    """
+    shape = integers("global_shape", global_shape)
+    order = None if memory_order is None else integers("memory_order", memory_order)
+    check_order(shape, order)
+    given = (slices,) if isinstance(slices, slice) else tuple(slices)
+    if len(given) > len(shape) or not all(isinstance(one, slice) for one in given):
+        raise LayoutError(
+            f"`slices`: at most one slice for each dim of {shape}, such as slice(0, 2): got "
+            f"{slices!r:.80}"
+        )
+    held: list[Stretches] = []
+    for dim, extent in enumerate(shape):
+        start, stop, step = (given[dim] if dim < len(given) else slice(None)).indices(extent)
+        if step != 1:
+            raise LayoutError(f"`slices`: that of dim {dim} has a step of {step}")
+        held.append([(start, stop - start)] if start < stop else [])
+    local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
+    strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
+    return ShardLayout(shape, _boxes(held, strides), memory_order=order, local_shape=local_shape)
 
 
 def _shard(held: Stretches, ranks: int, index: int, blocks: int) -> Stretches:
@@ -114,6 +159,26 @@ def _boxes(held: Sequence[Stretches], strides: Ints) -> tuple[Box, ...]:
             )
         )
     return tuple(boxes)
+
+
+def _check_placements(placements: Sequence[Any]) -> None:
+    """Refuse what is no list of placements.
+
+    Raises:
+        LayoutError: it is one placement, or one of them is a number, a string, a tuple, a class:
+            as they have no `dim`, they would count as replicated.
+    """
+    if hasattr(placements, "dim") or not isinstance(placements, Sequence):
+        raise LayoutError(
+            f"`placements`: one for each mesh axis, in a list: got {placements!r:.80}, which is no "
+            "list"
+        )
+    for axis, placement in enumerate(placements):
+        if type(placement).__module__ == "builtins":
+            raise LayoutError(
+                f"`placements`: that of mesh axis {axis} is {placement!r:.80}: give an object, one "
+                "with an integer `dim` where it shards (Shard(0)), or Replicate()"
+            )
 
 
 def _blocks(placement: Any) -> int:

@@ -48,6 +48,8 @@ def seek(place: Position | CudaPosition, generator: torch.Generator | None = Non
     Raises:
         DeviceError: the place is one of another kind of generator.
     """
+    if not isinstance(place, (Position, CudaPosition)):
+        raise DeviceError(f"`place`: what position() returned: got {place!r:.80}")
     if _is_cuda(generator) != isinstance(place, CudaPosition):
         where = "cpu" if generator is None else generator.device
         raise DeviceError(f"a {type(place).__name__} is no place of a generator on {where}")
