@@ -52,6 +52,7 @@ def run_block(rank, world_size, code):
     return printed_by(code.replace("torch.distributed.destroy_process_group()\n", ""))
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 @pytest.mark.parametrize("number", range(len(TORCHRUN)))
 def test_a_block_on_two_ranks(number):
     testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")

@@ -57,7 +57,7 @@ def torch_generator(generator: torch.Generator | GraphGenerator | None) -> torch
         raise DeviceError(
             "a GraphGenerator was given: only the native policy draws from it, into CUDA tensors"
         )
-    if generator is not None and not isinstance(generator, torch.Generator):
+    if generator is not None and not hasattr(generator, "device"):
         raise DeviceError(
             f"`generator`: a torch.Generator, or None for torch's default: got {generator!r:.80}"
         )

@@ -178,7 +178,7 @@ def check_dropout(
         DistributionError: p is no probability, or the dtype is not floating point.
         DeviceError: the generator is of another device.
     """
-    if not isinstance(p, Real) or not 0 <= p <= 1:
+    if not _is_probability(p):
         raise DistributionError(f"{what} takes a probability between 0 and 1, got p={p!r}")
     if not local.is_floating_point():
         raise DistributionError(f"{what} takes a floating point tensor, got {local.dtype}")
@@ -186,3 +186,7 @@ def check_dropout(
         return as_layout(layout), cuda_generator(local, generator)
     check_device(local)
     return as_layout(layout), cpu_generator(generator)
+
+
+def _is_probability(p: object) -> bool:
+    return isinstance(p, Real) and 0 <= float(p) <= 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.utils.dlpack
 
 from vescale_rng._errors import LayoutError
 from vescale_rng._layout.layout import Ints, ShardLayout, as_layout, whole
@@ -101,7 +102,7 @@ def as_tensor(buffer: Any) -> torch.Tensor:
     try:
         if isinstance(buffer, numpy.ndarray):
             return torch.from_numpy(buffer)
-        return torch.from_dlpack(buffer)
+        return torch.utils.dlpack.from_dlpack(buffer)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise LayoutError(f"`local`: torch cannot share the memory of a {name}: {error}") from None
 
