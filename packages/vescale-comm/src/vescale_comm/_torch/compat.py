@@ -31,6 +31,18 @@ no_torch_function: Any = torch._C.DisableTorchFunction
 """Context in which torch function modes see nothing."""
 
 
+def forget_shardings() -> None:
+    """Empty DTensor's cache of shardings, if DTensor was used and there is such a function.
+
+    Its keys are meshes, and those of another world may be equal: torch 2.11 then takes process
+    groups that are gone from it.
+    """
+    debug = sys.modules.get("torch.distributed.tensor.debug")
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
 def being_traced(x: object) -> bool:
     """Return whether what is done to `x` is written down, and not done or not only done."""
     if type(x) is not torch.Tensor and isinstance(x, _TRACED):

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from vescale_comm._checks.agreement import checked
 from vescale_comm._outcome import Failed, Ok, Outcome, failed
-from vescale_comm._torch.compat import process_group_count
+from vescale_comm._torch.compat import forget_shardings, process_group_count
 from vescale_comm._watchdog.current import forget_executed
 from vescale_comm.testing._clean import cleaner
 from vescale_comm.testing._load import function_of
@@ -84,6 +84,7 @@ class _Worker:
         if dist.is_initialized():
             forget_executed()  # the ranks of a case that failed do not end alike
             dist.destroy_process_group()
+            forget_shardings()
             gc.collect()
         self.worlds += 1
         dist.init_process_group(
