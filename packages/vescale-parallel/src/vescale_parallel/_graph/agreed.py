@@ -27,7 +27,7 @@ class Entry:
     """A collective, as all ranks see it.
 
     Attributes:
-        kind, how, dtype, parameter: see `Collective`.
+        kind, how, dtype, parameter, direction: see `Collective`.
         group: a number, by the order in which groups are first used.
         members: of the group.
         bytes: the most that any rank has.
@@ -37,6 +37,7 @@ class Entry:
     how: str
     dtype: str
     parameter: str
+    direction: str
     group: int
     members: int
     bytes: int
@@ -82,6 +83,7 @@ def agreed(
     rows = [
         [
             *(one.kind, one.how, str(one.dtype).removeprefix("torch."), one.parameter),
+            one.direction,
             *(groups.setdefault(one.ranks, len(groups)), len(one.ranks)),
             *(one.bytes, prod(one.shape)),
         ]
@@ -102,7 +104,7 @@ def agreed(
     _check([one["rows"] for one in told])
     _check_groups(told)
     entries = tuple(
-        _entry(row, max(one["rows"][at][6] for one in told))
+        _entry(row, max(one["rows"][at][7] for one in told))
         for at, row in enumerate(told[0]["rows"])
     )
     united = tuple(
@@ -112,8 +114,8 @@ def agreed(
 
 
 def _entry(row: Sequence[Any], size: int) -> Entry:
-    kind, how, dtype, parameter, group, members = row[:6]
-    return Entry(kind, how, dtype, parameter, group, members, size)
+    kind, how, dtype, parameter, direction, group, members = row[:7]
+    return Entry(kind, how, dtype, parameter, direction, group, members, size)
 
 
 def _check_options(told: Sequence[Mapping[str, str]]) -> None:
@@ -130,7 +132,7 @@ def _check_options(told: Sequence[Mapping[str, str]]) -> None:
 
 def _check(told: Sequence[list[list[Any]]]) -> None:
     """Every rank sees all lists, so all raise or none does."""
-    same = [[row[:6] for row in rows] for rows in told]
+    same = [[row[:7] for row in rows] for rows in told]
     for rank, rows in enumerate(same):
         if rows == same[0]:
             continue
@@ -163,11 +165,11 @@ def _check_groups(told: Sequence[dict[str, Any]]) -> None:
                     f"on rank {(others or [rank])[0]}. Make meshes in the same way on all ranks"
                 )
         for at, row in enumerate(one["rows"]):
-            first = told[one["groups"][row[4]][0]]["rows"][at]
-            if row[0] != "all_to_all" and row[7] != first[7]:
+            first = told[one["groups"][row[5]][0]]["rows"][at]
+            if row[0] != "all_to_all" and row[8] != first[8]:
                 raise DisagreementError(
-                    f"collective number {at} of the graph ({_text([row[:6]], 0)}) has {row[7]} "
-                    f"elements on rank {rank}, and {first[7]} on another member of its group"
+                    f"collective number {at} of the graph ({_text([row[:7]], 0)}) has {row[8]} "
+                    f"elements on rank {rank}, and {first[8]} on another member of its group"
                 )
 
 

@@ -43,6 +43,7 @@ class Collective:
         bytes: of the whole tensor, as `vescale_parallel.cost` counts: what an all-gather makes, and
             what the others are given.
         parameter: whose gradient it sums, or whose values it gathers; empty if that is not known.
+        direction: of the step that it is a part of; empty if that is not known.
     """
 
     start: fx.Node
@@ -55,6 +56,7 @@ class Collective:
     shape: tuple[int, ...]
     bytes: int
     parameter: str
+    direction: str
 
 
 def schema_name(node: fx.Node) -> str:
@@ -122,7 +124,14 @@ def _described(node: fx.Node, wait: fx.Node, kind: str) -> Collective:
         tuple(value.shape),
         size * len(ranks) if kind == "all_gather" else size,
         str(getattr(node.meta.get("label"), "parameter", "")),
+        _direction(node),
     )
+
+
+def _direction(node: fx.Node) -> str:
+    found = str(getattr(node.meta.get("label"), "direction", ""))
+    # What is gathered again for the backward is a copy of what was gathered for the forward.
+    return "backward" if node.meta.get("again") else found
 
 
 def dependencies(module: fx.GraphModule) -> tuple[dict[fx.Node, set[fx.Node]], int]:

@@ -7,7 +7,7 @@ in the order of modules; whether that is the same on all ranks the caller compar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import fx
 
@@ -24,8 +24,13 @@ def placed(module: fx.GraphModule, again: Collection[str]) -> fx.GraphModule:
     """
     made, _ = copied(module, {})
     graph = made.graph
-    for one in [one for one in collectives(graph) if _direction(one.start) == "forward"]:
-        if one.kind == "all_gather" and one.parameter in again:
+    gathers = [one for one in collectives(graph) if _is_gather(one.start)]
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    first = {one.parameter: _first_use(one.start, order) for one in gathers}
+    # What the forward uses last is what the backward uses first: it stays, as in eager mode.
+    last = max(first, key=first.__getitem__, default="")
+    for one in gathers:
+        if one.parameter in again and one.parameter != last:
             _gather_again(graph, one.start)
     waits, _ = dependencies(made)
     _sink(graph, waits)
@@ -42,6 +47,12 @@ def _direction(node: fx.Node) -> str:
 def _is_gather(node: fx.Node) -> bool:
     label = node.meta.get("label")
     return getattr(label, "op", "") == "gather"
+
+
+def _first_use(start: fx.Node, order: Mapping[fx.Node, int]) -> int:
+    looks = _views_of(start)
+    users = [user for look in looks for user in look.users if user not in looks]
+    return min((order[user] for user in users), default=-1)
 
 
 def _gather_again(graph: fx.Graph, start: fx.Node) -> None:
@@ -62,7 +73,7 @@ def _gather_again(graph: fx.Graph, start: fx.Node) -> None:
     with graph.inserting_before(before):
         for node in sorted(needed, key=order.__getitem__):
             copy = copies[node] = graph.node_copy(node, lambda one: copies.get(one, one))
-            copy.meta = dict(node.meta)
+            copy.meta = {**node.meta, "again": True}
     for user, look in late:
         user.replace_input_with(look, copies[look])
     for node in sorted(looks, key=order.__getitem__, reverse=True):

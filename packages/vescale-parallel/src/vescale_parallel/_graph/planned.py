@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Final
 
 from vescale_parallel._errors import GraphError
@@ -16,23 +17,50 @@ Buckets = tuple[tuple[int, ...], ...]
 
 
 def early(agreed: Agreed) -> Order:
-    """An order in which sums that no other collective needs come as soon as they can.
+    """An order in which sums of gradients come as soon as they can, and gathers one earlier.
 
-    Those are the sums of gradients. In a traced step they stand after the whole backward, and so
-    after the collectives of tensor parallelism, which one order of all would make them wait for.
+    In a traced step sums stand after the whole backward, and so after the collectives of tensor
+    parallelism, which one order of all would make them wait for. They are those that nothing else
+    needs, or that a norm of all of them does.
     """
     needed = frozenset().union(*agreed.needs)
-    held: dict[int, list[int]] = {}
+    late: dict[int, set[int]] = {}  # and what each still has to come behind
     for at, entry in enumerate(agreed.entries):
-        if at not in needed and entry.kind in ("all_reduce", "reduce_scatter"):
-            held.setdefault(max(agreed.needs[at], default=-1), []).append(at)
-    late = {at for one in held.values() for at in one}
-    order = list(held.get(-1, ()))
-    for at in range(len(agreed.entries)):
-        if at not in late:
-            # What the others wait for goes first; a sum has nobody that waits for it yet.
-            order += [at, *held.get(at, ())]
-    return tuple(order)
+        sums = entry.kind in ("all_reduce", "reduce_scatter")
+        if sums and (at not in needed or entry.direction == "total"):
+            late[at] = set(agreed.needs[at])
+    order: list[int] = []
+    rest = [at for at in range(len(agreed.entries)) if at not in late]
+    waiting = late
+    new = [at for at, missing in waiting.items() if not missing]
+    while new or rest:
+        # What the others wait for goes first; a sum has nobody that waits for it yet.
+        new = new or [rest.pop(0)]
+        order += new
+        waiting = {at: missing for at, missing in waiting.items() if at not in new}
+        for missing in waiting.values():
+            missing.difference_update(new)
+        new = [at for at, missing in waiting.items() if not missing]
+    return _prefetched(agreed, order)
+
+
+def is_free(agreed: Agreed, at: int) -> bool:
+    """Whether a collective gathers parameters, which are there from the beginning."""
+    entry = agreed.entries[at]
+    return entry.kind == "all_gather" and bool(entry.parameter) and not agreed.needs[at]
+
+
+def _prefetched(agreed: Agreed, order: Sequence[int]) -> Order:
+    """Each gather of parameters behind the one before: it travels while that one is used."""
+    gathers = [at for at in order if is_free(agreed, at)]
+    following = dict(pairwise(gathers))
+    found: list[int] = []
+    done: set[int] = set()
+    for at in order:
+        wanted = [at, following[at]] if at in following else [at]
+        found += [one for one in wanted if one not in done]
+        done.update(wanted)
+    return tuple(found)
 
 
 def by_size(agreed: Agreed, order: Order, caps: Mapping[int, int], *, exact: bool) -> Buckets:
@@ -72,7 +100,9 @@ def _matches(parameter: str, pattern: str) -> bool:
 
 
 def _key(entry: Entry) -> tuple[object, ...]:
-    return entry.kind, entry.how, entry.dtype, entry.group
+    # Gathered for the forward and for the backward are apart: in between, memory is given back.
+    gathers = entry.direction if entry.kind == "all_gather" else ""
+    return entry.kind, entry.how, entry.dtype, entry.group, gathers
 
 
 def _merged(
@@ -83,7 +113,10 @@ def _merged(
     *,
     exact: bool,
 ) -> Buckets:
-    """Fill buckets in order; a bucket goes where its last member was."""
+    """Fill buckets in order; a bucket goes where its last member was.
+
+    One of gathers that need nothing goes where the first was.
+    """
     open_: dict[object, list[int]] = {}
     filled: list[list[int]] = []
     place = {at: position for position, at in enumerate(order)}
@@ -92,14 +125,21 @@ def _merged(
         bucket = open_.get(key) if key is not None and _can_travel(entry, exact) else None
         size = sum(agreed.entries[one].bytes for one in bucket or ()) + entry.bytes
         fits = caps is None or size <= caps[entry.members]
-        if bucket is not None and fits and _may_wait(agreed, order, place, bucket, at):
-            bucket.append(at)
-            continue
+        if bucket is not None and fits:
+            free = all(is_free(agreed, one) for one in (*bucket, at))
+            if free or _may_wait(agreed, order, place, bucket, at):
+                bucket.append(at)
+                continue
         bucket = [at]
         filled.append(bucket)
         if key is not None and _can_travel(entry, exact):
             open_[key] = bucket
-    return tuple(tuple(one) for one in sorted(filled, key=lambda one: place[one[-1]]))
+
+    def where(bucket: Sequence[int]) -> int:
+        free = all(is_free(agreed, one) for one in bucket)
+        return place[bucket[0] if free else bucket[-1]]
+
+    return tuple(tuple(one) for one in sorted(filled, key=where))
 
 
 def _can_travel(entry: Entry, exact: bool) -> bool:

@@ -224,6 +224,11 @@ def _name_of(node: fx.Node) -> str:
     return node.name
 
 
+def _is_for_gather(node: fx.Node) -> bool:
+    """Whether a node only casts what is gathered."""
+    return getattr(node.meta.get("label"), "op", "") == "gather" and not is_wait(node)
+
+
 class _Overlapped(_Emitted):
     """Starts as soon as they are ready, waits and views of what arrives only where needed."""
 
@@ -260,10 +265,10 @@ class _Overlapped(_Emitted):
             self.pull(node)
 
     def _soon(self, node: fx.Node) -> bool:
-        """Whether a node is there, or can be at no cost: a view, or a copy into a bucket."""
+        """Whether a node is there, or can be at little cost: a view, or a copy to be sent."""
         if node in self.done:
             return True
-        free = is_view(node) or node.target is aten.cat.default
+        free = is_view(node) or node.target is aten.cat.default or _is_for_gather(node)
         return free and all(self._soon(one) for one in self.waits[node])
 
     def emit(self, node: fx.Node) -> None:
