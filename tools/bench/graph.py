@@ -4,11 +4,17 @@ Forward, loss, backward and Adam (in place) of small models on one CPU device. A
 a step makes; parameters, moments and the batch are not counted. `measured` lines are of the
 allocator: they are planned / counted, and 1 is right. `plan seconds` are of this machine.
 
+With `--hidden`, whole training steps with ZeRO-3 on four gloo ranks: ours as a graph, as traced,
+with its communication scheduled, and in a planned order, against ours in eager mode, torch's FSDP2,
+and the form of SimpleFSDP (a parametrization, compiled by Inductor: minutes at first). Same model,
+batches and optimizer, checked against one device, as in the benchmark `train`.
+
 With `--ranks`, steps of a data-parallel model over gloo as well: the joint graph of a step, as it
 is traced and with its communication scheduled, against eager mode and torch's DDP, in one run.
 
     nox -s bench -- graph
-    nox -s bench -- graph --models --ranks 2
+    nox -s bench -- graph --models --ranks 1 --hidden 64 512
+    nox -s bench -- graph --models --hidden --ranks 2
     nox -s bench -- graph --models MLP convnet --seconds 5 --solver search
 """
 
@@ -17,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,8 +34,12 @@ from vescale_parallel import memory
 from tools.bench import Ratio
 from tools.bench._graph import overlap
 from tools.bench._graph.models import MODELS, train_step
+from tools.bench._train.cases import GRAPHS, SCHEDULED
+from tools.bench._train.model import Sizes
+from tools.bench._train.ranks import Job, compare, mesh_size
 
 _TABLE: list[dict[str, Any]] = []
+_LAYOUT = "dp4.zero3.graph"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--solver", choices=memory.SOLVERS, default="auto", help="default: auto")
     made.add_argument("--ranks", type=int, default=2, help="for overlap; 1: none (default: 2)")
     made.add_argument("--rounds", type=int, default=20, help="of overlap (default: 20)")
+    made.add_argument("--hidden", nargs="*", type=int, default=[64], help="sharded (default: 64)")
+    made.add_argument("--turns", type=int, default=9, help="of each sharded step (default: 9)")
+    made.add_argument("--only", nargs="+", default=[], help="these sharded steps beside torch's")
     return made
 
 
@@ -52,8 +66,13 @@ def measure(
     solver: Any = "auto",
     ranks: int = 2,
     rounds: int = 20,
+    hidden: Sequence[int] = (64,),
+    turns: int = 9,
+    only: Sequence[str] = (),
 ) -> Iterator[Ratio]:
     """For each model: peaks of orders, the arena, what allocators count, and seconds."""
+    for width in hidden:
+        yield from _sharded(width, turns, only)
     if ranks > 1:
         yield from _overlapped(ranks, rounds)
     for name in models:
@@ -64,6 +83,26 @@ def measure(
         _TABLE.append({"model": name, "operations": len(plan.order), **kept})
         yield from _planned(name, plan)
         yield from _counted(name, plan, graph, inputs)
+
+
+def _sharded(hidden: int, turns: int, only: Sequence[str]) -> Iterator[Ratio]:
+    """Tokens per second, bytes at the peak of a step, and collectives, against FSDP2."""
+    first, *others = GRAPHS[_LAYOUT][1]
+    kept = (first, *only) if only else ()
+    job = Job(layout=_LAYOUT, sizes=Sizes(hidden=hidden), rounds=turns, only=kept)
+    found = run(compare, mesh_size(_LAYOUT), job, timeout=1800)
+    case = f"{_LAYOUT} {hidden}"
+    ranks = [{name: asdict(one) for name, one in each.items()} for each in found]
+    _TABLE.append({"case": case, "ranks": ranks})
+    mine, tokens = found[0], job.sizes.tokens
+    for name in (one for one in others if one in mine):
+        what, goals = f"{case} {name}", (1.68, 0.71) if name == SCHEDULED else (None, None)
+        speed, torchs = tokens / mine[name].median, tokens / mine[first].median
+        yield Ratio(what, speed, torchs, "tok/s", first, goals[0], more_is_better=True)
+        peak, torchs = (max(r[one].peak.total for r in found) / 1e6 for one in (name, first))
+        yield Ratio(what, peak, torchs, "MB", first, goals[1])
+        sent, torchs = (sum(mine[one].collectives.values()) for one in (name, first))
+        yield Ratio(what, sent, torchs, "coll.", first)
 
 
 def _overlapped(ranks: int, rounds: int) -> Iterator[Ratio]:

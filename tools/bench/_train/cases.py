@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from tools.bench._graph.sharded import OnGraph
+from tools.bench._graph.simple_fsdp import SimpleFSDP
 from tools.bench._train.by_hand import ByHand
 from tools.bench._train.by_hand_context import ByHandContext
 from tools.bench._train.by_hand_zero import ByHandZero3
@@ -84,6 +86,24 @@ CONTEXT: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     for way in ("exchange", "gather")
 }
 """The same for sharded sequences; the benchmark `context` measures them."""
+
+GRAPH, SCHEDULED, SIMPLE = "ours, graph", "ours, scheduled graph", "SimpleFSDP's form, compiled"
+PLANNED = "ours, graph in a planned order"
+
+GRAPHS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
+    "dp4.zero3.graph": (
+        {"dp": 4},
+        {
+            TORCH: ByTorch,
+            EAGER: partial(Ours, plan=PLAN_ZERO3),
+            GRAPH: OnGraph,
+            SCHEDULED: partial(OnGraph, scheduled=True),
+            PLANNED: partial(OnGraph, planned=True),
+            SIMPLE: SimpleFSDP,
+        },
+    ),
+}
+"""The same for steps as graphs; the benchmark `graph` measures them."""
 
 GOALS: dict[tuple[str, int, str], float] = {
     ("dp2.tp2", 64, EAGER): 2.3,

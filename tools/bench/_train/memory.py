@@ -1,8 +1,8 @@
 """Counts the bytes of tensors that are alive during a step, from their storages.
 
 What is counted: every storage that a torch op puts out, until it is freed, with the size it has at
-that moment (a storage may be resized to nothing and back). What is not: memory inside of one op and
-of the transport, and the allocator's slack.
+that moment (a storage may be resized to nothing and back). What is not: fake tensors, memory inside
+of one op and of the transport, and the allocator's slack.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta":
+            return  # what graphs say of shapes: fake tensors have sizes, and no memory
         if not any(one() is storage for one in self._alive.values()):
             self._alive[next(self._next)] = weakref.ref(storage)
 

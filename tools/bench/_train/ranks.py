@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tools.bench._train.cases import CONTEXT, LAYOUTS, STAGED
+from tools.bench._train.cases import CONTEXT, GRAPHS, LAYOUTS, STAGED
 from tools.bench._train.memory import Peak, peak_of, storages_now
 from tools.bench._train.model import Sizes, batch_of
 from tools.bench._train.profiling import Profile, profiled
@@ -86,7 +86,7 @@ def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
     """Measure every variant of the job on this rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's DTensor and fused optimizers, about CPUs
-    axes, builds = (LAYOUTS | STAGED | CONTEXT)[job.layout]
+    axes, builds = (LAYOUTS | STAGED | CONTEXT | GRAPHS)[job.layout]
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     expected = _losses(OneDevice(job.sizes), job.sizes)
     trainings: dict[str, Training] = {}
@@ -184,6 +184,6 @@ def _tell(rank: int, text: str) -> None:
 def mesh_size(layout: str) -> int:
     """Ranks of a layout."""
     size = 1
-    for extent in LAYOUTS[layout][0].values():
+    for extent in (LAYOUTS | GRAPHS)[layout][0].values():
         size *= extent
     return size

@@ -24,6 +24,8 @@ OPTIMIZERS = {
     "adam": lambda p: optim.Adam(p, 0.01, amsgrad=True, weight_decay=0.1, maximize=True),
     "adamw": lambda p: optim.AdamW(p, 0.01),
     "foreach": lambda p: optim.AdamW(p, 0.01, amsgrad=True, foreach=True),
+    "fused": lambda p: optim.AdamW(p, 0.01, amsgrad=True, fused=True),
+    "fused adam": lambda p: optim.Adam(p, 0.01, weight_decay=0.1, fused=True),
 }
 
 
@@ -79,7 +81,8 @@ def compared(rank, world_size, axes, kind, name, max_norm):
 
 
 @pytest.mark.parametrize(
-    ("name", "max_norm"), [("sgd", 0.3), ("nesterov", None), ("adam", 0.3), ("foreach", None)]
+    ("name", "max_norm"),
+    [("sgd", 0.3), ("nesterov", None), ("adam", 0.3), ("foreach", None), ("fused", 0.3)],
 )
 def test_bits_of_eager_mode(name, max_norm):
     simulate(1).run(compared, "dp", "net", name, max_norm)
@@ -114,7 +117,7 @@ def refusals(rank, world_size):
     model, x, whole = layer(device_mesh((world_size,), ("dp",)))
     of = list(model.parameters())
     refused("RMSprop", whole.with_optimizer, optim.RMSprop(of))
-    refused("fused=True", whole.with_optimizer, optim.AdamW(of, fused=True))
+    refused("fused=True", whole.with_optimizer, optim.SGD(of, fused=True))
     refused("capturable", whole.with_optimizer, optim.Adam(of, capturable=True))
     refused("'lr' of AdamW is a tensor", whole.with_optimizer, optim.AdamW(of, torch.tensor(0.1)))
     refused("no parameter", whole.with_optimizer, optim.SGD([torch.zeros(2)]))

@@ -9,7 +9,7 @@ Sources: torch/optim/sgd.py, adam.py, adamw.py (for-loop and foreach forms, whic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,8 @@ from vescale_dtensor._joint.builder import Builder
 aten: Any = torch.ops.aten
 Group = Mapping[str, Any]
 Nodes = Mapping[str, fx.Node]
+Item = tuple[fx.Node, fx.Node, Nodes]
+"""A parameter, its gradient, and moments and numbers by their names."""
 
 
 class OptimizerRule(ABC):
@@ -28,6 +30,8 @@ class OptimizerRule(ABC):
 
     numbers: tuple[str, ...]
     """Names of the numbers that it takes at each step."""
+    counts = False
+    """Whether it counts steps itself, in tensors of the state that are inputs of the graph."""
 
     @abstractmethod
     def moments(self, group: Group) -> tuple[str, ...]:
@@ -48,13 +52,18 @@ class OptimizerRule(ABC):
     def form(self, group: Group) -> tuple[bool, ...]:
         """What decides which operators there are."""
 
-    @abstractmethod
+    def update_all(self, make: Builder, items: Sequence[Item], group: Group) -> None:
+        """Add the operators for parameters of one group and one count of steps."""
+        for p, g, of in items:
+            self.update(make, p, g, of, group)
+
     def update(self, make: Builder, p: fx.Node, g: fx.Node, of: Nodes, group: Group) -> None:
-        """Add the operators. `of`: moments and numbers by their names."""
+        """Add the operators for one parameter."""
+        raise NotImplementedError
 
 
 class _SGD(OptimizerRule):
-    numbers = ("minus_lr", "weight_decay", "momentum", "new")
+    numbers: tuple[str, ...] = ("minus_lr", "weight_decay", "momentum", "new")
 
     def moments(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
@@ -88,7 +97,7 @@ class _SGD(OptimizerRule):
 
 
 class _Adam(OptimizerRule):
-    numbers = ("decay", "new1", "beta2", "new2", "correction", "eps", "minus_size")
+    numbers: tuple[str, ...] = ("decay", "new1", "beta2", "new2", "correction", "eps", "minus_size")
 
     def __init__(self, *, decoupled: bool) -> None:
         self._decoupled = decoupled
@@ -139,14 +148,44 @@ class _Adam(OptimizerRule):
         make(aten.addcdiv_.default, p, first, size, value=of["minus_size"])
 
 
+class _FusedAdam(_Adam):
+    """torch's own kernel, one call for all parameters of a group, as its optimizer has it."""
+
+    numbers = ("lr", "beta1", "beta2", "weight_decay", "eps")
+    counts = True
+
+    def begin(self, state: dict[str, Any], parameter: Tensor, group: Group) -> None:
+        super().begin(state, parameter, group)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
+        return (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
+
+    def update_all(self, make: Builder, items: Sequence[Item], group: Group) -> None:
+        names = (*self.moments(group)[:2], "step")
+        first, second, steps = ([of[name] for _, _, of in items] for name in names)
+        largest = [of["max_exp_avg_sq"] for _, _, of in items] if group["amsgrad"] else []
+        make(aten._foreach_add_.Scalar, steps, 1)
+        fused = aten._fused_adamw_ if self._is_decoupled(group) else aten._fused_adam_
+        # A bucket's gradient is a view of what was sent, as its parameter is: the kernel takes both
+        # as they lie.
+        parameters, gradients = [p for p, _, _ in items], [g for _, g, _ in items]
+        given = {name: items[0][2][name] for name in self.numbers}
+        flags = {"amsgrad": bool(group["amsgrad"]), "maximize": bool(group["maximize"])}
+        make(fused.default, parameters, gradients, first, second, largest, steps, **given, **flags)
+
+
 RULES: Final[dict[type, OptimizerRule]] = {
     optim.SGD: _SGD(),
     optim.Adam: _Adam(decoupled=False),
     optim.AdamW: _Adam(decoupled=True),
 }
+_FUSED: Final[dict[type, OptimizerRule]] = {
+    optim.Adam: _FusedAdam(decoupled=False),
+    optim.AdamW: _FusedAdam(decoupled=True),
+}
 
 _REFUSED: Final = {
-    "fused": "its kernel has other bits than these operators",
     "capturable": "its numbers are tensors",
     "differentiable": "its update has a history",
 }
@@ -181,4 +220,12 @@ def rule_of(optimizer: optim.Optimizer) -> OptimizerRule:
                     f"joint: '{name}' of {kind.__name__} is a tensor. Make it a Python number; it "
                     "may change from step to step"
                 )
-    return rule
+    fused = [bool(group.get("fused")) for group in optimizer.param_groups]
+    if not any(fused):
+        return rule
+    if kind not in _FUSED or not all(fused):
+        raise CaptureError(
+            f"joint: {kind.__name__} with fused=True (of Adam and AdamW there is the fused kernel, "
+            "if all groups have it)"
+        )
+    return _FUSED[kind]

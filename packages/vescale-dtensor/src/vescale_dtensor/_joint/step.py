@@ -99,9 +99,10 @@ class Joint:
 
         What the optimizer holds is updated in place: no `.grad` is set of what it steps, and there
         must be none. Its numbers (learning rates, betas, ...) are read at each call, so schedulers
-        work as ever; state that it lacks is made. To the bits of `optimizer.step()`, as a for-loop
-        or foreach. The graph takes, behind the arguments of the step, those numbers as Python
-        floats, and the tensors of the optimizer's state. Collective if gradients are clipped.
+        work as ever; state that it lacks is made. To the bits of `optimizer.step()`, as a for-loop,
+        foreach, or fused (Adam and AdamW). The graph takes, behind the arguments of the step, those
+        numbers as Python floats, and the tensors of the optimizer's state. Collective if gradients
+        are clipped.
 
         Args:
             optimizer: `torch.optim.SGD`, `Adam` or `AdamW`.
@@ -111,8 +112,8 @@ class Joint:
             norm_type: of the norm.
 
         Raises:
-            CaptureError: other optimizers; `fused`, `capturable` or `differentiable` ones; numbers
-                that are tensors; hooks around steps; a graph that is run in another way already.
+            CaptureError: other optimizers; `capturable` or `differentiable` ones; numbers that are
+                tensors; hooks around steps; a graph that is run in another way already.
 
         Examples:
             whole = joint(step, x, y).with_optimizer(optimizer, max_norm=1.0)

@@ -83,6 +83,8 @@ class Update:
                 )
             state = self.optimizer.state[one.leaf]
             found += [local_moment(state, name, one) for name in one.moments]
+            if self.rule.counts:
+                found.append(state["step"])
         return found
 
     def _steps(self, leaf: DTensor) -> float:
@@ -108,7 +110,7 @@ class Update:
         """Count the steps that the graph has made, and tell the wrappers that were written to."""
         states = [self.optimizer.state[one.leaf] for one in self.stepped]
         counts = [state["step"] for state in states if "step" in state]
-        if counts:
+        if counts and not self.rule.counts:
             with torch.no_grad():
                 torch._foreach_add_(counts, 1)
         for one, state in zip(self.stepped, states, strict=True):
@@ -213,13 +215,18 @@ def add_update(
         moments.append(
             {name: make.input(name, local_moment(state, name, one)) for name in one.moments}
         )
+        if update.rule.counts:
+            moments[-1]["step"] = make.input("step", state["step"])
         for name, node in moments[-1].items():
             node.meta["source"] = f"{one.name}.{name}"
-    for one, own in zip(update.stepped, moments, strict=True):
-        make.label = Label("update", type(update.optimizer).__name__, parameter=one.name)
-        of = {**own, **numbers[one.clock]}
-        p, g = stored[id(one.leaf)], totals[id(one.leaf)]
-        update.rule.update(make, p, g, of, groups[one.group])
+    make.label = Label("update", type(update.optimizer).__name__)
+    for at, (group, _) in enumerate(update.clocks):
+        items = [
+            (stored[id(one.leaf)], totals[id(one.leaf)], {**own, **numbers[at]})
+            for one, own in zip(update.stepped, moments, strict=True)
+            if one.clock == at
+        ]
+        update.rule.update_all(make, items, groups[group])
     make.label = None
 
 

@@ -1,0 +1,50 @@
+"""ZeRO-3 on a graph: the variants of this project for the benchmark `graph`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from vescale_dtensor import Joint
+from vescale_parallel import graph, memory, parallelize
+
+from tools.bench._train.model import Sizes, seeded
+from tools.bench._train.ours import PLAN_ZERO3
+from tools.bench._train.training import adamw
+
+CAP_BYTES, AHEAD_BYTES = 2 << 20, 16 << 20
+
+
+class OnGraph:
+    """The whole training step as one graph; `scheduled`, `planned`: what is done with it."""
+
+    def __init__(
+        self, sizes: Sizes, mesh: DeviceMesh, *, scheduled: bool = False, planned: bool = False
+    ) -> None:
+        self.model = parallelize(seeded(sizes), mesh, PLAN_ZERO3)
+        self.optimizer: Optimizer = adamw(self.model.parameters())
+        self.scheduled, self.planned = scheduled, planned
+        self._step: Callable[..., Tensor] | None = None
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The graph is made at the first step."""
+        if self._step is None:
+            self._step = self._made(tokens, targets)
+        return self._step(tokens, targets)
+
+    def _made(self, tokens: Tensor, targets: Tensor) -> Joint:
+        model = self.model
+        made = graph.train_step(model, lambda x, y: model(x, y), tokens, targets)
+        made = made.with_optimizer(self.optimizer)
+        if self.scheduled:
+            found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, ahead_bytes=AHEAD_BYTES)
+            made = made.running(found.graph_module)
+        if self.planned:
+            made = made.running(memory.plan(made.graph_module, solver="rules", seconds=0).apply())
+        return made
+
+    def value(self, loss: Tensor) -> float:
+        """The global loss: `item` of a distributed tensor is that."""
+        return loss.item()
