@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from vescale_parallel._cli.context import add_context_command
 from vescale_parallel._cli.memory import add_memory_command
 from vescale_parallel._cli.models import PRESETS, chosen_plan, named_model, read_plan
 from vescale_parallel._cli.priced import Step, priced
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     add_memory_command(commands)
     add_schedule_command(commands)
+    add_context_command(commands)
     return made
 
 

@@ -5,6 +5,7 @@ Pure functions of shapes: no processes, no tensors. Top to bottom (imports point
 - `step`: `estimate`, which puts the parts together to a `Cost`.
 - `memory`, `traffic`, `compute`: bytes per rank; collectives by mesh axis; flops and seconds.
 - `pieces`: parameters as the parts see them. `settings`: batch, precision, and what is recomputed.
+- `context`: what attention of a sharded sequence sends and keeps, by the way ranks share it.
 - `links`: alpha-beta links, the clusters that are made of them, and the time of a collective.
 """
 

@@ -74,17 +74,34 @@ def exchange_candidates(
     result = asked * value.shape[-1] / max(1, query.shape[-1])
     sent = (asked, keys * repeats, values * repeats, result)
 
+    # Of the query's bytes, since those are in another unit.
+    mask = asked * _mask_share(call)
+
     def candidate(axis: int) -> AxisStrategy:
         rows = lies[axis][0]
         masks = (_REPLICATE,) * (len(call.operands) - 3)
+        bytes_ = sum(axis_cost(rows, Shard(_HEADS), size, sizes[axis]) for size in sent)
         return AxisStrategy(
             (rows, rows, rows, *masks),
             (rows,),
             fixed_placement=True,
-            local_bytes=sum(axis_cost(rows, Shard(_HEADS), size, sizes[axis]) for size in sent),
+            # What gathered keys would have a rank keep is no part of what this way costs.
+            local_bytes=max(0.0, bytes_ - mask / sizes[axis]),
         )
 
     return tuple((candidate(axis),) if axis in axes else () for axis in range(len(sizes)))
+
+
+def _mask_share(call: OpCall) -> float:
+    """How large a causal mask of all rows is beside the query; 0 where none is made.
+
+    Where keys are gathered each rank keeps a mask of its rows for its backward, which of long
+    sequences is more than all else: a byte of it is counted as one that is sent.
+    """
+    query, key = call.operands[:2]
+    if not call.argument(5, "is_causal", False):
+        return 0.0
+    return key.shape[_ROWS] / max(1, query.shape[0] * query.shape[_HEADS] * query.shape[-1])
 
 
 def exchanged_axes(context: LocalContext) -> list[int]:
