@@ -32,7 +32,7 @@ def llama(heads: int = 4, keys: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=4,
+        vocab_size=32, hidden_size=4 * heads, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=heads, num_key_value_heads=keys, attention_dropout=0.1,
     )  # fmt: skip
     return LlamaForCausalLM(config)
