@@ -129,6 +129,8 @@ def train(
     chosen: list[Tensor] = []
 
     def note(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            return  # the gate of a shared layer
         index = next(one for one in out if not one.dtype.is_floating_point)
         chosen.append(index.full_tensor() if isinstance(index, DTensor) else index)
 

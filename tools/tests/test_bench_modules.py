@@ -6,7 +6,7 @@ import torch.distributed as dist
 import vescale_comm
 from vescale_comm.testing import run
 
-from tools.bench import ckpt, consistency, dispatch, rng
+from tools.bench import ckpt, consistency, dispatch, experts, rng
 from tools.bench._code_lines import code_lines
 from tools.bench._timing import microseconds
 from tools.bench._wire import Wire
@@ -27,6 +27,13 @@ def test_consistency_finds_our_loss_nearer_to_one_device_than_torchs():
     loss = rows["largest loss difference, 2 steps", consistency.STOCK]
     assert loss.ours < loss.reference
     assert rows["elements dropped as on one device", consistency.STOCK].ours == 1
+
+
+def test_experts_send_no_more_than_padded_dispatch_does():
+    options = {"width": [16], "tokens": 64, "experts": 4, "layers": 1, "rounds": 1}
+    rows = {(row.name.rpartition(": ")[2], row.against): row for row in experts.measure(**options)}
+    assert rows["sent", experts.PADDED].ratio < 1
+    assert all(row.ours > 0 for row in rows.values())
 
 
 def test_rng_times_every_distribution_against_both_references():
