@@ -8,12 +8,14 @@ moves; losses within 1e-5 of one device's; and parameters at the end. A cell tha
 
     python pipeline_table.py                                 # all cells, 20 steps
     python pipeline_table.py --models Llama --steps 3        # some
+    python pipeline_table.py --cells cells.json              # go on where it stopped
     python pipeline_table.py --write ../packages/vescale-parallel/PIPELINE.md
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -188,10 +190,35 @@ def cell(model: str, schedule: str, layout: str, steps: int) -> Cell:
     return max(found, key=lambda one: (one.why, one.loss))
 
 
+class Cells:
+    """Cells that ran, kept in a file so that a run goes on where another one stopped."""
+
+    def __init__(self, path: Path | None, steps: int) -> None:
+        self._path, self._steps = path, steps
+        known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self._known: dict[str, list[Any]] = known
+
+    def get(self, model: str, layout: str, schedule: str) -> Cell:
+        """Run a cell, unless it ran before with as many steps."""
+        key = f"{model} {layout} {schedule} {self._steps}"
+        if key not in self._known:
+            start = time.monotonic()
+            self._known[key] = [*cell(model, schedule, layout, self._steps)]
+            print(f"{key}: {self._known[key]}, {time.monotonic() - start:.0f} s", flush=True)
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._known, indent=1))
+        return Cell(*self._known[key])
+
+
 def table(
-    models: Sequence[str], layouts: Sequence[str], schedules: Sequence[str], steps: int
+    models: Sequence[str],
+    layouts: Sequence[str],
+    schedules: Sequence[str],
+    steps: int,
+    cells: Path | None = None,
 ) -> str:
     """Run the cells; returns Markdown."""
+    kept = Cells(cells, steps)
     lines = [
         f"Loss of {steps} steps: largest relative distance from one device; in brackets that of "
         "the parameters at the end.",
@@ -201,14 +228,8 @@ def table(
     ]
     for model in models:
         for layout in layouts:
-            row = []
-            for schedule in schedules:
-                start = time.monotonic()
-                found = cell(model, schedule, layout, steps)
-                told = found.why or f"{found.loss:.0e} ({found.parameter:.0e})"
-                took = time.monotonic() - start
-                print(f"{model} {layout} {schedule}: {told}, {took:.0f} s", flush=True)
-                row.append(told)
+            found = [kept.get(model, layout, schedule) for schedule in schedules]
+            row = [one.why or f"{one.loss:.0e} ({one.parameter:.0e})" for one in found]
             lines.append(f"| {model} | {layout} | {' | '.join(row)} |")
     return "\n".join(lines)
 
@@ -222,10 +243,11 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--cells", type=Path, help="a file that keeps cells which ran")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = table(options.models, options.layouts, options.schedules, options.steps)
+    text = table(options.models, options.layouts, options.schedules, options.steps, options.cells)
     if options.write:
         options.write.write_text(text + "\n", encoding="utf-8")
     else:
