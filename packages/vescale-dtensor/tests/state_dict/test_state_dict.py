@@ -220,6 +220,27 @@ def the_first_rank_alone_may_have_the_state(mesh, folder):
 
 
 @case
+def what_the_first_rank_lacks_is_told_on_every_rank(mesh, folder):
+    model, plain = distributed_model(mesh), plain_model(seed=1)
+    before = {name: one.clone() for name, one in full_state_dict(model).items()}
+    (name, other, *_) = plain.state_dict()
+    first = mesh.get_local_rank() == 0
+    state = {k: v for k, v in plain.state_dict().items() if k != name} if first else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
+        set_model_state_dict(model, state, options=options)
+    loose = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, state, options=loose)
+    same(full_state_dict(model), {**dict(plain.state_dict()), name: before[name]})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*extra"):
+        set_model_state_dict(
+            model, {**plain.state_dict(), "extra": torch.ones(2)} if first else {}, options=options
+        )
+    with pytest.raises(LayoutError, match=f"{other}.* on the first rank"):
+        set_model_state_dict(model, {**state, other: torch.ones(1)} if first else {}, options=loose)
+
+
+@case
 def torch_checkpoints_load_into_the_same_memory(mesh, folder):
     model = distributed_model(mesh)
     optimizer = optimizer_of(model)

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vescale_dtensor._autograd.conversion import distribute_tensor
-from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor.state_dict._converted import gathered_state
 
@@ -133,22 +134,41 @@ def set_model_state_dict(
 def _from_first_rank(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The first rank's values, distributed as the model is. Collective.
 
+    Names that the first rank lacks are left out, and those that the model lacks are kept: torch
+    tells of both, on every rank.
+
     Raises:
         UnsupportedError: a tensor of the model that is not distributed.
+        LayoutError: a value of the first rank has another shape than the model's.
     """
-    found: dict[str, Any] = {}
-    for name, own in model.state_dict().items():
-        if not isinstance(own, DTensor):
+    # What the first rank has is known there alone, and every rank has to do the same by it.
+    given: list[Any] = [
+        {name: tuple(one.shape) if isinstance(one, Tensor) else None for name, one in state.items()}
+    ]
+    dist.broadcast_object_list(given, src=0)
+    shapes: dict[str, tuple[int, ...] | None] = given[0]
+    own = model.state_dict()
+    found: dict[str, Any] = {name: torch.empty(0) for name in shapes if name not in own}
+    for name, tensor in own.items():
+        if not isinstance(tensor, DTensor):
             raise UnsupportedError(
                 f"broadcast_from_rank0=True: {name!r} of the model is no DTensor, so it has no "
                 "mesh to be broadcast over. Call distribute_module(model, mesh) first"
             )
+        shape = shapes.get(name)
+        if shape is None:
+            continue
+        if shape != tuple(tensor.shape):
+            raise LayoutError(
+                f"broadcast_from_rank0=True: {name!r} is {list(shape)} on the first rank, and "
+                f"{list(tensor.shape)} in the model"
+            )
         value = state.get(name)
-        if not isinstance(value, Tensor):
-            # Another rank's, or missing: what the model has stays what it is.
-            value = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-        value = value.detach().to(own.device, own.dtype)
-        found[name] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=0)
+        if not isinstance(value, Tensor) or value.shape != tensor.shape:  # another rank's
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        value = value.detach().to(tensor.device, tensor.dtype)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        found[name] = distribute_tensor(value, mesh, placements, src_data_rank=0)
     return found
 
 
