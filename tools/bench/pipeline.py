@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from vescale_comm.testing import run
 
 from tools.bench import Ratio
 from tools.bench._train.cases import STAGED_OURS, STAGED_TORCH, staged_layout
+from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare
-from tools.bench._train.words import profile_table, spread_table
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
-_details: dict[str, Any] = {}
+_details = Details()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,13 +72,7 @@ def measure(
                 profile=profile,
             )
             found = run(compare, ranks, job, timeout=600)
-            case = f"{job.layout} {width}"
-            _details[case] = {
-                "job": asdict(job),
-                "ranks": [{name: asdict(one) for name, one in each.items()} for each in found],
-                "text": "\n\n".join([spread_table(found), *profile_table(found[0])]),
-            }
-            yield from _rows(case, job.sizes.tokens, found)
+            yield from _rows(_details.note(job, found), job.sizes.tokens, found)
 
 
 def _rows(case: str, tokens: int, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
@@ -97,9 +90,4 @@ def _rows(case: str, tokens: int, found: Sequence[dict[str, Found]]) -> Iterator
 
 def details() -> tuple[str, dict[str, Any]]:
     """What the last `measure` found beside ratios: as text for people, and as data."""
-    text = "\n\n".join(f"{case}\n{found['text']}" for case, found in _details.items())
-    data = {
-        case: {name: value for name, value in found.items() if name != "text"}
-        for case, found in _details.items()
-    }
-    return text, data
+    return _details.told()

@@ -16,22 +16,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from vescale_comm.testing import run
 
 from tools.bench import Ratio
 from tools.bench._train.cases import GOALS, HAND, LAYOUTS, MEMORY_GOAL, SHARDED, STEP
+from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare, mesh_size
-from tools.bench._train.words import profile_table, spread_table
 
 HIDDEN = (64, 512)
 ROUNDS = {64: 21, 512: 9}
 """Turns of each variant that are timed, by the hidden size."""
 
-_details: dict[str, Any] = {}
+_details = Details()
 """What the last `measure` found beside ratios, for `details`."""
 
 
@@ -87,7 +86,7 @@ def measure(
                 only=_with_reference(layout, only),
             )
             found = run(compare, mesh_size(layout), job, timeout=_patience(job))
-            _note(job, found)
+            _details.note(job, found)
             yield from _rows(job, found)
 
 
@@ -129,22 +128,8 @@ def _speed(
     return Ratio(name, *speeds, "tok/s", against, goal, more_is_better=True)
 
 
-def _note(job: Job, found: Sequence[dict[str, Found]]) -> None:
-    case = f"{job.layout} {job.sizes.hidden}"
-    _details[case] = {
-        "job": asdict(job),
-        "ranks": [{name: asdict(one) for name, one in each.items()} for each in found],
-    }
-    _details[case]["text"] = "\n\n".join([spread_table(found), *profile_table(found[0])])
-
-
 def details() -> tuple[str, dict[str, Any]]:
     """What the last `measure` found beside ratios: as text for people, and as data."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    text = "\n\n".join(f"{case}\n{found['text']}" for case, found in _details.items())
-    data = {
-        case: {name: value for name, value in found.items() if name != "text"}
-        for case, found in _details.items()
-    }
-    return text, data
+    return _details.told()

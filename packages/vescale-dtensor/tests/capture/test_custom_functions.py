@@ -8,60 +8,13 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from capture_guards import rows, spread
+from function_cases import Masked, Pair, Scaled
 from torch import nn
 from torch.autograd import Function
 from vescale_comm import simulate
 from vescale_dtensor import Replicate, Shard
 
 STEPS = 5
-
-
-class Scaled(Function):
-    """Reads a Python value; its gradient is another one than autograd's."""
-
-    factor = 2.0
-
-    @staticmethod
-    def forward(ctx, x, power=1.0):
-        ctx.save_for_backward(x)
-        return (x * Scaled.factor) ** power
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        gradient = gradient * 3 + x * Scaled.factor
-        return gradient if len(ctx.needs_input_grad) == 1 else (gradient, None)
-
-
-class Pair(Function):
-    """Two results, and a context that is set up apart."""
-
-    @staticmethod
-    def forward(x, y, shift):
-        return x * y + shift, (x + y).sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx, one, two):
-        x, y = ctx.saved_tensors
-        return one * y + two, one * x - two, None
-
-
-class Masked(Function):
-    """Draws random numbers."""
-
-    @staticmethod
-    def forward(ctx, x):
-        mask = torch.rand_like(x)
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
 
 
 class Viewed(Function):
