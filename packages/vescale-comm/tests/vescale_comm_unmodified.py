@@ -1,7 +1,7 @@
 """What of torch runs unmodified in `simulate`, and gives the bits of real processes: a table.
 
-Run as a script, it computes the column of the installed torch and writes it into UNMODIFIED.md; a
-test computes it again and compares.
+Run as a script, it computes the column of the installed torch (or the rows that its argument names)
+and writes it into UNMODIFIED.md; a test computes it again and compares.
 """
 
 import re
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import nn as dist_nn  # here: its functions keep the default group of now
 from torch.distributed.device_mesh import init_device_mesh
 from vescale_comm import simulate
 from vescale_comm.testing import outcomes
@@ -201,8 +202,6 @@ def messages(rank, world_size):
 
 def functional(rank, world_size):
     """Functional collectives, with gradients"""
-    from torch.distributed import nn as dist_nn
-
     x = torch.full((4,), rank + 1.0, requires_grad=True)
     y = dist_nn.functional.all_reduce(x * 2)
     z = torch.cat(dist_nn.functional.all_gather(x))
@@ -283,8 +282,9 @@ def version():
     return ".".join(torch.__version__.split(".")[:2])
 
 
-def column():
-    return {program.__doc__: cell(number) for number, program in enumerate(PROGRAMS)}
+def column(only=""):
+    named = enumerate(PROGRAMS)
+    return {program.__doc__: cell(n) for n, program in named if only in program.__name__}
 
 
 HEAD = """# What of torch runs in `simulate`, unmodified
@@ -322,4 +322,6 @@ def table(columns):
 
 if __name__ == "__main__":
     sys.stdout.write(version() + "\n")
-    FILE.write_text(table({**read(), version(): column()}))
+    known = read()
+    known[version()] = {**known.get(version(), {}), **column(*sys.argv[1:])}
+    FILE.write_text(table(known))
