@@ -128,8 +128,8 @@ class Variant:
             self.shared = [one.router for one in layers]
         elif name != "one device":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-            words = {"experts": "ep"} if name == OURS else {}
-            parallelize(model, mesh, Plan(batch="ep:0", **words))
+            over = "ep" if name == OURS else None
+            parallelize(model, mesh, Plan(batch="ep:0", experts=over))
         self.model, self.name = model, name
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
@@ -141,15 +141,20 @@ class Variant:
             own = self.model(x.chunk(world)[rank])
             loss = (own - target.chunk(world)[rank]).square().sum() / x.numel()
             loss.backward()
-            flat = all_reduce(torch.cat([one.grad.flatten() for one in self.shared]))
-            parts = flat.split([one.numel() for one in self.shared])
-            for one, part in zip(self.shared, parts, strict=True):
-                one.grad.copy_(part.view_as(one))
+            self._sum_shared()
         else:
             loss = (self.model(x) - target).square().mean()
             loss.backward()
         self.optimizer.step()
-        return loss.detach()
+        found: Tensor = loss.detach()
+        return found
+
+    def _sum_shared(self) -> None:
+        gradients: list[Any] = [one.grad for one in self.shared]
+        flat = all_reduce(torch.cat([one.flatten() for one in gradients]))
+        parts = torch.split(flat, [one.numel() for one in self.shared])
+        for one, part in zip(gradients, parts, strict=True):
+            one.copy_(part.view_as(one))
 
     def value(self, loss: Tensor) -> float:
         """The loss of the whole batch."""

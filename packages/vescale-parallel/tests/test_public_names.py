@@ -60,6 +60,7 @@ PUBLIC = {
     "StaleParameterError": [],
     "TrainError": [],
     "__version__": [],
+    "balance_experts": ["bucket_bytes", "loads", "model", "most"],
     "balance_loss": ["routing"],
     "captured_units": ["model"],
     "clip_grad_norm_": ["max_norm", "model", "norm_type"],

@@ -27,6 +27,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 """
 
 from vescale_parallel import _torch_versions as _torch_versions
+from vescale_parallel._apply.move_experts import balance_experts
 from vescale_parallel._apply.no_sync import no_sync
 from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._check.report import Report
@@ -84,6 +85,7 @@ __all__ = [
     "StaleParameterError",
     "TrainError",
     "__version__",
+    "balance_experts",
     "balance_loss",
     "captured_units",
     "clip_grad_norm_",

@@ -8,5 +8,5 @@ Top to bottom (imports point down):
 - `untouched`: a module that got no rows still has gradients. `rows`: rows taken in an order.
 - `moe`: a small layer of experts of our own; `router`: its router; `losses`: of any router.
 - `resolve`: rules and a model -> rows, or what is wrong. `kinds`: what a module of experts is.
-- `rules`: text -> rules.
+- `rules`: text -> rules. `partition`: loads -> which experts each rank holds. Pure.
 """

@@ -1,0 +1,131 @@
+"""Experts change their rank: to where there is less to do, with their optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from vescale_dtensor import DTensor, RaggedShard, set_gradient_reducer
+
+from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
+from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
+from vescale_parallel._common.agreement import require_same
+from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.messages import listed
+from vescale_parallel._errors import ParallelError
+from vescale_parallel._experts.forward import ExpertsForward
+from vescale_parallel._experts.partition import partition
+
+_HEAD = "balance_experts was not given the same on all ranks, and has moved nothing:"
+_FACT = "shares of experts"
+_ADVICE = "Pass the counts of all tokens, as Routing.load gives them, on every rank."
+
+
+def balance_experts(
+    model: nn.Module,
+    loads: Mapping[str, Any],
+    *,
+    most: int | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> dict[str, tuple[int, ...]]:
+    """Move experts between the ranks that share them, so that the busiest has least to do.
+
+    Collective. Each rank goes on to hold consecutive experts, so names, values, checkpoints and the
+    order of all sums stay; how many it holds changes. Their parameters are new objects; living
+    optimizers are given them, and the states of what moves go along.
+
+    Args:
+        model: as `parallelize` returned it, without gradients (after `zero_grad`).
+        loads: by names of modules of experts, how many tokens each expert had, as `Routing.load`
+            counts them; the same on all ranks.
+        most: experts that a rank may hold; None: twice as many as if all had as many.
+        bucket_bytes: as for `parallelize`.
+
+    Returns:
+        By names of modules, how many experts each rank holds now.
+
+    Raises:
+        DisagreementError: on every rank: loads differ.
+        ParallelError: there is no such module of experts, experts are not over one axis of ranks,
+            stacks are stored otherwise (`zero`, stages), hold gradients, or loads do not fit.
+    """
+    found = {name: _experts(model, name) for name in loads}
+    counts = {name: _counts(name, found[name], loads[name], most) for name in loads}
+    facts = {_FACT: {name: str(one) for name, one in counts.items()}}
+    for forward in list(found.values())[:1]:
+        require_same(facts, peers=mesh_ranks(forward.mesh), head=_HEAD, advice={_FACT: _ADVICE})
+    optimizers = optimizers_of(model)
+    new: list[nn.Parameter] = []
+    for name, forward in found.items():
+        made = dict(_moved(forward, counts[name]))
+        take_over(optimizers, made)
+        new += [parameter for parameter, _ in made.values()]
+        assert forward.shares is not None
+        forward.shares = replace(forward.shares, counts=counts[name])
+    set_gradient_reducer(new, BucketedReducer(bucket_bytes))
+    return counts
+
+
+def _experts(model: nn.Module, name: str) -> ExpertsForward:
+    """Return the forward of a module of experts that can be moved."""
+    known = {n: vars(one).get("forward") for n, one in model.named_modules()}
+    forward = known.get(name)
+    if not isinstance(forward, ExpertsForward):
+        others = [n for n, one in known.items() if isinstance(one, ExpertsForward)]
+        raise ParallelError(
+            f"'{name}' is no module of experts that a plan shards. There are {listed(others)}."
+        )
+    stacks = [forward.module.get_parameter(one) for one in forward.kind.stacks]
+    if forward.shares is None or len(forward.over) != 1:
+        raise ParallelError(f"the experts of '{name}' are not shared over one axis of the mesh.")
+    if any(not isinstance(p, DTensor) or p.device_mesh != forward.mesh for p in stacks):
+        raise ParallelError(
+            f"the experts of '{name}' are stored over other ranks than they compute on, by "
+            "zero= or stages: they cannot be moved."
+        )
+    if any(p.grad is not None for p in stacks):
+        raise ParallelError(f"the experts of '{name}' hold gradients: call zero_grad() first.")
+    return forward
+
+
+def _counts(name: str, forward: ExpertsForward, load: Any, most: int | None) -> tuple[int, ...]:
+    experts, ranks = forward.kind.experts, len(forward.shares.counts) if forward.shares else 1
+    values = load.full_tensor() if isinstance(load, DTensor) else load
+    numbers = [int(one) for one in (values.tolist() if isinstance(values, Tensor) else values)]
+    bound = 2 * -(-experts // ranks) if most is None else most
+    if len(numbers) not in (experts, experts + 1) or min(numbers) < 0 or bound * ranks < experts:
+        raise ParallelError(
+            f"balance_experts of '{name}': {len(numbers)} loads and at most {bound} experts on "
+            f"each of {ranks} ranks, for {experts} experts. Pass one load, not negative, for each."
+        )
+    return partition(numbers[:experts], ranks, bound)
+
+
+def _moved(
+    forward: ExpertsForward, counts: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[nn.Parameter, Distribute]]]:
+    """Redistribute the stacks of a module; yields what `take_over` asks for. Collective."""
+    axis = forward.over[0]
+    for name in forward.kind.stacks:
+        old = forward.module.get_parameter(name)
+        assert isinstance(old, DTensor)
+        where = [
+            RaggedShard((0,), counts) if position == axis else one
+            for position, one in enumerate(old.placements)
+        ]
+
+        def distribute(tensor: Tensor, where: list[Any] = where) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            moved: Tensor = tensor.detach().redistribute(forward.mesh, where)
+            return moved
+
+        new = nn.Parameter(distribute(old), requires_grad=old.requires_grad)
+        forward.placements[name] = tuple(
+            RaggedShard((0,), counts) if position == axis else one
+            for position, one in enumerate(forward.placements[name])
+        )
+        setattr(forward.module, name, new)
+        yield id(old), (new, distribute)
