@@ -91,7 +91,7 @@ def models(session: nox.Session) -> None:
     """Train unmodified Hugging Face models; with `-- -m models` all of them (an hour)."""
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
     swap(session, [package.wheel for package in PACKAGES])
-    allowed = skips.ANYWHERE + skips.KERNELS
+    allowed = skips.ANYWHERE + skips.KERNELS + skips.GUESTS
     run_marked(session, "models and not slow", TESTS, skippable=allowed)
 
 
@@ -112,6 +112,20 @@ def frameworks(session: nox.Session) -> None:
     swap(session, [package.wheel for package in PACKAGES])
     folder = ROOT / "packages" / "vescale-rng" / "tests" / "frameworks"
     run_tests(session, [folder], *session.posargs, skippable=skips.ANYWHERE)
+
+
+@nox.session(requires=["build"], reuse_venv=True, tags=["nightly"], default=False)
+def ecosystem(session: nox.Session) -> None:
+    """Train with other people's libraries, and write ECOSYSTEM.md; `-- LIBRARY...` some of them."""
+    known = ROOT / "tools" / "ecosystem.txt"
+    libraries = [one for one in known.read_text().split("\n") if one and not one.startswith("#")]
+    install(session, str(known), *third_party(extras=True, tests=True), *TEST_TOOLS, *libraries)
+    swap(session, [package.wheel for package in PACKAGES])
+    folder = ROOT / "tests-integration"
+    session.run("python", str(folder / "ecosystem_table.py"), *session.posargs, env=TEST_ENV)
+    if not session.posargs:
+        files = [folder / "test_ecosystem.py", folder / "test_trainer_recipes.py"]
+        run_tests(session, files, skippable=skips.ANYWHERE)
 
 
 # --- The code

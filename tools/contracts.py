@@ -29,7 +29,7 @@ def declared_faults(package: Package) -> Iterator[str]:
 
     found = metadata(package.wheel)
     expected = {str(Requirement(one)) for one in package.requires}
-    for extra, requirements in package.extras.items():
+    for extra, requirements in package.offered.items():
         expected |= {str(Requirement(f'{one} ; extra == "{extra}"')) for one in requirements}
     declared = {str(Requirement(one)) for one in found.get_all("Requires-Dist", [])}
     for one in sorted(expected ^ declared):
@@ -56,7 +56,7 @@ def is_private(name: str) -> bool:
 def import_faults(package: Package) -> Iterator[str]:
     """Imports that it does not declare, or that reach into a sibling's underscore modules."""
     declared = {*map(project_of, package.requires)}
-    declared |= {project_of(one) for extra in package.extras.values() for one in extra}
+    declared |= {project_of(one) for extra in package.offered.values() for one in extra}
     for folder in (package.source, package.tests):
         siblings = declared | ({*package.test_siblings} if folder == package.tests else set())
         for path in sorted(folder.rglob("*.py")):

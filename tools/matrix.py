@@ -24,6 +24,7 @@ from tools.packages import PACKAGES, PYTHONS, ROOT, Package
 # takes on the four cores of a hosted runner.
 USUAL = 40
 MINUTES = {"tests": 90, "floors": 120, "compat": 120, "slow": 350, "models": 350, "torches": 150}
+MINUTES |= {"ecosystem": 120}
 # Sessions that take package folders, so that they can be told what to leave out.
 BY_FOLDER = ("tests",)
 

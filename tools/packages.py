@@ -38,6 +38,8 @@ class Package:
     name: str
     requires: tuple[str, ...]
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Extras that bring whole trainers of others; of the sessions, only `ecosystem` installs them.
+    guests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # What only its tests import, beyond what it declares itself.
     test_requires: tuple[str, ...] = ()
     # Its modules and subpackages, top to bottom: each imports only those on lines below its own,
@@ -96,6 +98,11 @@ class Package:
     def siblings(self) -> tuple[str, ...]:
         """Names of the packages of this workspace that it cannot do without."""
         return siblings_in(self.requires)
+
+    @property
+    def offered(self) -> dict[str, tuple[str, ...]]:
+        """All of its extras, as its pyproject.toml declares them."""
+        return {**self.extras, **self.guests}
 
     @property
     def optional_siblings(self) -> tuple[str, ...]:
@@ -192,11 +199,16 @@ PACKAGES = (
         "vescale-parallel",
         requires=(TORCH, NUMPY, RNG, COMM, DTENSOR),
         extras={"memory": ("scipy>=1.11",), "train": (CKPT, "rich>=13.7", "tensorboard>=2.16")},
+        guests={
+            "accelerate": ("accelerate>=1.10",),
+            "lightning": ("lightning>=2.5",),
+            "transformers": ("accelerate>=1.10", "transformers>=5.0"),
+        },
         layers=(
             "__main__",
             "_cli",
             "cost | graph | memory | schedules",
-            "train",
+            "integrations | train",
             "_apply | _data | _pretrained",
             "_plan",
             "_check",

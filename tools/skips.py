@@ -42,14 +42,16 @@ NATURE = (
     r"(PARITY\.md was written for|the table is of) another torch.*",
     r"the README's table is of torch \d.*",
 )
-# What other sessions run: `models`, `remote`, `frameworks` and `kernels_interpret`.
+# What other sessions run: `models`, `remote`, `frameworks`, `ecosystem` and `kernels_interpret`.
 MODELS = (r"transformers is not installed",)
 REMOTE = (r"(s3fs|gcsfs|moto|gcp-storage-emulator) is not installed",)
 JAX = (r"jax is not installed",)
+# What `ecosystem` runs, and nothing else installs.
+GUESTS = (r"(accelerate|lightning|peft) is not installed",)
 KERNELS = (r"triton is not installed", r".*TRITON_INTERPRET.*", r"could not import 'triton'.*")
 ANYWHERE = MACHINE + FEWER + NATURE
 # Everything of this workspace is installed, but what those sessions bring is not.
-ALONE = ANYWHERE + MODELS + REMOTE + JAX + KERNELS
+ALONE = ANYWHERE + MODELS + REMOTE + JAX + GUESTS + KERNELS
 # Only some packages are installed, which is what such a session is about.
 PARTIAL = (
     *ALONE,

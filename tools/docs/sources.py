@@ -20,6 +20,7 @@ GUIDES = {
     "Getting started": "start.md",
     "Concepts": "concepts.md",
     "Moving over": "moving.md",
+    "Other people's trainers": "trainers.md",
     "Adding an operator": "guides/adding-an-operator.md",
     "Debugging": "debugging.md",
 }

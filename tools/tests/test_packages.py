@@ -30,7 +30,7 @@ def test_pyproject_says_what_the_table_says(package):
     assert sorted(project["dependencies"]) == sorted(package.requires)
     declared = project.get("optional-dependencies", {})
     assert {extra: sorted(found) for extra, found in declared.items()} == {
-        extra: sorted(found) for extra, found in package.extras.items()
+        extra: sorted(found) for extra, found in package.offered.items()
     }
 
 

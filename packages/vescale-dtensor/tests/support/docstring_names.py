@@ -31,7 +31,9 @@ class Sources:
         self.root = Path(package.__file__).parent
         self.files = sorted(self.root.rglob("*.py"))
         inits = {f.parent.name: f for f in self.files if f.stem == "__init__"}
-        self.by_stem = {f.stem: f for f in self.files} | inits
+        # Those of `integrations` are called as the libraries of others that they are for.
+        ours = [f for f in self.files if f.parent.name != "integrations"]
+        self.by_stem = {f.stem: f for f in ours} | inits
         self.trees = {f: ast.parse(f.read_text()) for f in self.files}
         self.names = {path: defined(tree) for path, tree in self.trees.items()}
         self.known = 0

@@ -4,6 +4,7 @@ How a call goes through the rooms, top to bottom (imports point the same way):
 
 - `_cli/`, `__main__`: `python -m vescale_parallel plan`, a plan checked and priced on paper.
 - `cost`: steps priced on paper for the shapes of Llama 3: `python -m vescale_parallel.cost`.
+- `integrations/`: other people's trainers, each imported when it is first needed.
 - `train/`: the example trainer; it uses nothing that users cannot call.
 - `_data/`: `loader`, batches that every rank reads its rows of.
 - `_apply/`: `parallelize`, the one entry point that changes a model: what is asked of all ranks

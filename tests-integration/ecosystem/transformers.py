@@ -1,0 +1,93 @@
+"""transformers' Trainer: accumulation, clipping, evaluation, logging, saving, resuming."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from ecosystem_models import gpt2, llama, token_rows
+from ecosystem_runs import Found, Run, parameters
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+from vescale_parallel.integrations.transformers import parallel
+
+PACKAGES = ("transformers", "accelerate")
+
+
+def arguments(run: Run, **options: Any) -> TrainingArguments:
+    usual = {"per_device_train_batch_size": 5, "max_steps": 4, "logging_steps": 1, "use_cpu": True}
+    rest = {"report_to": [], "save_strategy": "no", "learning_rate": 1e-2, "adam_epsilon": 1e-4}
+    rest |= {"disable_tqdm": True}
+    return TrainingArguments(str(run.folder / "out"), **{**usual, **rest, **options})
+
+
+def trainer(run: Run, model: Any, args: TrainingArguments, **options: Any) -> Trainer:
+    given = {"train_dataset": token_rows(), "data_collator": default_data_collator, **options}
+    if run.mesh is None:
+        return Trainer(model, args, **given)
+    return parallel(Trainer)(model, args, mesh=run.mesh, plan=run.plan, **given)
+
+
+def logged(found: Trainer) -> dict[str, Any]:
+    history = found.state.log_history
+    keys = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "train_loss")
+    return {key: [one[key] for one in history if key in one] for key in keys}
+
+
+def training(run: Run) -> Found:
+    args = arguments(run, gradient_accumulation_steps=2, max_grad_norm=0.5)
+    made = trainer(run, llama(), args)
+    made.train()
+    return {**logged(made), **parameters(made.model)}
+
+
+def accuracy(predicted: Any) -> dict[str, float]:
+    right = predicted.predictions.argmax(-1)[:, :-1] == predicted.label_ids[:, 1:]
+    return {"accuracy": float(right.mean())}
+
+
+def evaluating(run: Run) -> Found:
+    """At each step, with the best model loaded in the end, and early stopping."""
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
+    args = arguments(run, **steps, **best, save_total_limit=1)
+    options = {"eval_dataset": token_rows(7), "compute_metrics": accuracy}
+    made = trainer(run, gpt2(), args, **options, callbacks=[EarlyStoppingCallback(3)])
+    made.train()
+    predictions = made.predict(token_rows(3)).predictions
+    best_at = str(made.state.best_global_step)
+    found = {"best": best_at, "predictions": torch.tensor(predictions)}
+    return {**logged(made), **found, **parameters(made.model)}
+
+
+def resuming(run: Run) -> Found:
+    """Two steps, and two more of a new trainer; the checkpoint is read by a plain model, too."""
+    args = arguments(run, save_strategy="steps", save_steps=2, warmup_steps=2)
+    trainer(run, gpt2(), args).train()
+    made = trainer(run, gpt2(resid_pdrop=0.1, summary_first_dropout=0.3), args)
+    made.train(resume_from_checkpoint=str(run.folder / "out" / "checkpoint-2"))
+    plain = type(made.model).from_pretrained(run.folder / "out" / "checkpoint-2")
+    state = json.loads((run.folder / "out" / "checkpoint-2" / "trainer_state.json").read_text())
+    read = {f"read.{name}": p for name, p in plain.named_parameters()}
+    return {**logged(made), "steps": state["global_step"], **read, **parameters(made.model)}
+
+
+def with_bf16(run: Run) -> Found:
+    """Autocast: results are those of bfloat16, so differences are rounded."""
+    made = trainer(run, llama(), arguments(run, bf16=True, max_steps=2))
+    made.train()
+    return {"loss": logged(made)["loss"]}
+
+
+LIMITS = {"Trainer, bf16": 1e-2}
+CASES = {
+    "Trainer": training,
+    "Trainer, evaluation": evaluating,
+    "Trainer, resumed": resuming,
+    "Trainer, bf16": with_bf16,
+}

@@ -1,0 +1,133 @@
+"""Writes ECOSYSTEM.md of vescale-parallel: what of other people's libraries trains as one device.
+
+python tests-integration/ecosystem_table.py [LIBRARY...]
+
+`nox -s ecosystem` installs the libraries and runs it. A case that fails is named with its error; a
+library that is not installed keeps the rows that it has.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ecosystem_runs import FOLDER, LAYOUTS, compare, load
+from vescale_comm.testing import WorkerError, run
+
+FILE = Path(__file__).parent.parent / "packages" / "vescale-parallel" / "ECOSYSTEM.md"
+LIMIT = 1e-5
+HEAD = """# Other people's libraries
+
+What trains over four ranks as on one device. Written by `python -m nox -s ecosystem` with torch
+{torch} on CPU; each row is a function of a file in `tests-integration/ecosystem/`, which trains a
+small model with dropout for a few steps, once on one device and once on each mesh.
+
+- **lines**: those of the case that a user writes for the mesh, the call of `parallelize` or of the
+  integration, with its import. The rest is what runs on one device.
+- **difference**: the largest of all losses, metrics, predictions and trained parameters, relative
+  to the largest element of their tensor (of numbers: to 1 at least). A case passes below {limit};
+  one that computes in bfloat16, or orthogonalises matrices in it, below the limit in brackets.
+
+| library | what | lines | {layouts} |
+|---|---|---|{dashes}|
+{rows}
+
+## What does not
+
+{failures}
+"""
+
+
+def words(found: dict[str, float], limit: float) -> str:
+    """The largest difference; which one it is, where it is too large."""
+    worst = max(found, key=found.__getitem__)
+    largest = found[worst]
+    said = f"{largest:.0e}" if largest else "0"
+    if not largest <= limit:
+        return f"**{said}** ({worst})"
+    return said if limit == LIMIT else f"{said} ({limit:.0e})"
+
+
+def lines_of(module: Any) -> int:
+    """How many lines of a library's file speak of the mesh: what a user adds."""
+    code = inspect.getsource(module)
+    marks = r"run\.parallelize|run\.mesh,|mesh=run\.mesh|vescale_parallel|of_whole_batches\("
+    told = re.findall(rf"^.*(?:{marks}).*$", code, re.M)
+    return max(1, len({line.strip() for line in told}))
+
+
+def measured(library: str) -> tuple[list[str], list[str]]:
+    """Rows of a library, and what failed."""
+    module = load(library)
+    version = importlib.metadata.version(module.PACKAGES[0])
+    rows, failures = [], []
+    refused: dict[tuple[str, str], str] = getattr(module, "REFUSED", {})
+    for case in module.CASES:
+        limit = getattr(module, "LIMITS", {}).get(case, LIMIT)
+        layouts = [one for one in LAYOUTS if (case, one) not in refused]
+        try:
+            found = run(compare, 4, library, case, layouts, timeout=280)[0]
+            cells = [words(found[one], limit) if one in found else "no" for one in LAYOUTS]
+        except WorkerError as error:
+            cells = ["-"] * len(LAYOUTS)
+            failures.append(f"- {module.PACKAGES[0]}, {case}: {last_line(str(error))}")
+        print(library, case, *cells, sep=" | ", flush=True)
+        first = f"| {module.PACKAGES[0]} {version} | {case} | {lines_of(module)}"
+        rows.append(f"{first} | {' | '.join(cells)} |")
+    for (case, layout), reason in refused.items():
+        failures.append(f"- {module.PACKAGES[0]}, {case}, on {layout}: {reason}.")
+    failures += [f"- {module.PACKAGES[0]}, {note}." for note in getattr(module, "NOTES", ())]
+    return rows, failures
+
+
+def last_line(error: str) -> str:
+    """What the first rank that raised said."""
+    raised = re.findall(r"^(?:[\w.]+(?:Error|Exception|Warning|Refused)): .*$", error, re.M)
+    return raised[0][:300] if raised else error.splitlines()[0]
+
+
+def written(wanted: list[str]) -> bool:
+    """Write the table; returns whether everything is as it should be."""
+    old = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
+    rows: list[str] = []
+    failures: list[str] = []
+    good = True
+    for library in sorted(path.stem for path in FOLDER.glob("*.py")):
+        name = load_name(library)
+        absent = importlib.util.find_spec(library.replace("-", "_")) is None
+        if (wanted and library not in wanted) or absent:
+            rows += [line for line in old.splitlines() if line.startswith(f"| {name} ")]
+            failures += [line for line in old.splitlines() if line.startswith(f"- {name}, ")]
+            continue
+        try:
+            found = measured(library)
+        except Exception:
+            traceback.print_exc()
+            good = False
+            continue
+        rows += found[0]
+        failures += found[1]
+    good &= not any("**" in row or "| - |" in row for row in rows)
+    said = {"torch": importlib.metadata.version("torch").partition("+")[0], "limit": f"{LIMIT:.0e}"}
+    table = {"layouts": " | ".join(LAYOUTS), "dashes": "---|" * (len(LAYOUTS) - 1) + "---"}
+    ends = {"rows": "\n".join(rows), "failures": "\n".join(failures) or "Nothing of the above."}
+    FILE.write_text(HEAD.format(**said, **table, **ends), encoding="utf-8")
+    return good
+
+
+def load_name(library: str) -> str:
+    """The distribution that a file is about, without importing it."""
+    text = (FOLDER / f"{library}.py").read_text(encoding="utf-8")
+    found = re.search(r'^PACKAGES = \("([^"]+)"', text, re.M)
+    assert found is not None, f"{library}.py: no PACKAGES"
+    return found[1]
+
+
+if __name__ == "__main__":
+    sys.exit(not written(sys.argv[1:]))
