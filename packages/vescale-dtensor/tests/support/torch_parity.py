@@ -16,9 +16,7 @@ MODULES = ("", "parallel", "experimental", "debug", "placement_types", "device_m
 # What users find at another place here.
 PLACES = {"device_mesh": ""}
 # What is missing or otherwise on purpose, and why.
-REASONS = {
-    "experimental.context_parallel": "not here yet",
-}
+REASONS: dict[str, str] = {}
 TARGET = Path(__file__).parents[2] / "PARITY.md"
 
 
@@ -139,11 +137,7 @@ installed torch. A script moves over by its imports: `torch.distributed.tensor` 
 on.
 
 {total} public names, members of classes included. {same} are here, and every legal call of them is
-one here; {differ} differ:
-
-| name | here | why |
-|---|---|---|
-{differences}
+one here; {differ} differ{differences}
 
 Parameters that only ours have: {adds}.
 """
@@ -153,9 +147,8 @@ def text() -> str:
     """PARITY.md for the installed torch."""
     every = rows()
     faulty = [row for row in every if row.fault]
-    differences = "\n".join(
-        f"| `{row.key}` | {row.fault} | {REASONS.get(row.key, '')} |" for row in faulty
-    )
+    differences = [f"| `{row.key}` | {row.fault} | {REASONS.get(row.key, '')} |" for row in faulty]
+    told = "\n".join([":\n", "| name | here | why |", "|---|---|---|", *differences])
     adds = ", ".join(f"`{row.key}({'=, '.join(row.adds)}=)`" for row in every if row.adds)
     lines = [
         HEADER.format(
@@ -163,7 +156,7 @@ def text() -> str:
             total=len(every),
             same=len(every) - len(faulty),
             differ=len(faulty),
-            differences=differences,
+            differences=told if faulty else ".",
             adds=adds or "none",
         ).rstrip()
     ]
