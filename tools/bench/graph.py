@@ -99,6 +99,10 @@ def _sharded(hidden: int, turns: int, only: Sequence[str]) -> Iterator[Ratio]:
         what, goals = f"{case} {name}", (1.68, 0.71) if name == SCHEDULED else (None, None)
         speed, torchs = tokens / mine[name].median, tokens / mine[first].median
         yield Ratio(what, speed, torchs, "tok/s", first, goals[0], more_is_better=True)
+        taken, torchs = (max(r[one].taken for r in found) / 1e6 for one in (name, first))
+        yield Ratio(what, taken, torchs, "MB taken", first)
+        if not mine[name].collectives:  # compiled: no meter of operators sees it
+            continue
         peak, torchs = (max(r[one].peak.total for r in found) / 1e6 for one in (name, first))
         yield Ratio(what, peak, torchs, "MB", first, goals[1])
         sent, torchs = (sum(mine[one].collectives.values()) for one in (name, first))

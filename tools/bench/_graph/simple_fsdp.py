@@ -34,6 +34,8 @@ _GATHERS = frozenset({_functional.all_gather_into_tensor.default, _functional.wa
 class SimpleFSDP:
     """The model with gathers as a part of it, compiled."""
 
+    compiled = True
+
     def __init__(self, sizes: Sizes, mesh: DeviceMesh, *, backend: str = "inductor") -> None:
         self.mesh = mesh
         model = seeded(sizes)

@@ -174,5 +174,21 @@ def gradients(rank, world_size):
     return True
 
 
+def stored_itself(rank, world_size):
+    model = built({"dp": 2}, 3)[0]
+    weight = model.blocks[0].norm.weight  # what is stored, and is never gathered
+    with pytest.raises(CaptureError, match=r"stored parameter 'blocks\.0\.norm\.weight' itself"):
+        graph.train_step(model, lambda tokens: model(tokens) + weight.sum(), batch(0))
+    whole = graph.train_step(model, lambda tokens: model(tokens), batch(0))
+    model.blocks[0].norm.weight.requires_grad_(False)
+    with pytest.raises(graph.GraphError, match="requires_grad of"):
+        whole(batch(0))
+    return True
+
+
+def test_stored_parameters_are_gathered_or_refused():
+    assert all(simulate(2).run(stored_itself))
+
+
 def test_gradients_are_set():
     assert all(simulate(2).run(gradients))

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -54,13 +55,17 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if first is None:
         return  # the user compiles the step on purpose, or it has no DTensors
     if not pause.depth:  # other ranks may replay what is recorded here, and a replay has no step
-        # A learning rate that one rank alone lowers is in no call: it is a number among others.
-        name = f"{type(optimizer).__name__}.step"
-        note_numbers(first._spec.layout.mesh, name, _settings(optimizer))
+        note_settings(optimizer, first._spec.layout.mesh)
     _stepping[optimizer] = get_ident()
     if not _stance:
         _stance.append(torch.compiler.set_stance("force_eager"))
         _stance[0].__enter__()
+
+
+def note_settings(optimizer: Optimizer, mesh: DeviceMesh) -> None:
+    """Note the settings of a step for ranks to compare."""
+    # A learning rate that one rank alone lowers is in no call: it is a number among others.
+    note_numbers(mesh, f"{type(optimizer).__name__}.step", _settings(optimizer))
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

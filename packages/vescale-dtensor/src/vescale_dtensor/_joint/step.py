@@ -78,6 +78,8 @@ class Joint:
                     f"joint: the graph is of another kind of call: {program.why_not(call)} "
                     "differs. Make another one with joint() for such calls"
                 )
+        for name, leaf in zip(self.parameters, self._leaves, strict=True):
+            _check_leaf(name, leaf, leaf_gradient_of(leaf))
         if any(leaf_gradient_of(leaf).partial != owed for leaf, owed in self._owed):
             raise CaptureError(
                 "joint: parameters have been used in other ways since the graph was made, and "
@@ -288,6 +290,15 @@ def _traced(
     module = traced(Step(program.module, sources, loss, layout, wanted, places), arguments)
     owed = tuple((leaf, one.owed) for leaf, one in zip(leaves, wanted, strict=True))
     gone = {id(leaf) for one in stored for leaf in one.stand_ins}
+    held = {
+        id(leaf): name for one in stored for name, leaf in zip(one.names, one.stored, strict=True)
+    }
+    for source in program.sources:
+        if id(source.holder) in held:
+            raise CaptureError(
+                f"joint: the step uses the stored parameter '{held[id(source.holder)]}' itself, "
+                "and not what a module holds while it runs. Read it from its module inside"
+            )
     pairs = [(leaf, one.name) for leaf, one in zip(leaves, wanted, strict=True)]
     kept = [pair for pair in pairs if id(pair[0]) not in gone]
     for one in stored:

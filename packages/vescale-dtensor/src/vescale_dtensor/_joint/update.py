@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from vescale_dtensor._autograd.eager_steps import note_settings
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.builder import Builder
@@ -51,7 +52,7 @@ class Update:
         clocks: for each of them the group, and one parameter that counts.
         members: of each group, when the graph was made.
         forms: what decided the operators of each group.
-        fresh: clocks whose state nothing has used yet.
+        fresh: tensors of states that were made for the graph, and that nothing has used yet.
     """
 
     optimizer: Optimizer
@@ -60,7 +61,7 @@ class Update:
     clocks: tuple[tuple[int, DTensor], ...]
     members: tuple[tuple[int, ...], ...]
     forms: tuple[tuple[bool, ...], ...]
-    fresh: set[int] = field(default_factory=set)
+    fresh: list[Tensor] = field(default_factory=list)
 
     def arguments(self) -> list[Any]:
         """Numbers, then moments: the inputs of the graph that are the update's.
@@ -72,10 +73,16 @@ class Update:
         found: list[Any] = []
         groups = self.optimizer.param_groups
         steps = [self._steps(leaf) for _, leaf in self.clocks]
+        fresh = [self._is_fresh(leaf) for _, leaf in self.clocks]
         for at, (group, _) in enumerate(self.clocks):
-            given = self.rule.values(groups[group], steps[at] + 1, fresh=at in self.fresh)
+            given = self.rule.values(groups[group], steps[at] + 1, fresh=fresh[at])
             found += map(float, given)
         for one in self.stepped:
+            if self._is_fresh(one.leaf) != fresh[one.clock]:
+                raise CaptureError(
+                    f"joint: the optimizer's state of '{one.name}' was replaced, and that of "
+                    "parameters that are updated with it was not. Make the graph anew"
+                )
             if self._steps(one.leaf) != steps[one.clock]:
                 raise CaptureError(
                     f"joint: '{one.name}' was stepped another number of times than parameters that "
@@ -86,6 +93,11 @@ class Update:
             if self.rule.counts:
                 found.append(state["step"])
         return found
+
+    def _is_fresh(self, leaf: DTensor) -> bool:
+        """Whether the state is still what was made: `load_state_dict` puts other tensors there."""
+        own = self.optimizer.state[leaf].values()
+        return any(value is one for value in own for one in self.fresh)
 
     def _steps(self, leaf: DTensor) -> float:
         step = self.optimizer.state[leaf].get("step", 0.0)
@@ -103,6 +115,7 @@ class Update:
 
     def before(self) -> None:
         """Ask whether all that the update writes to may be written to, before it runs."""
+        note_settings(self.optimizer, self.stepped[0].leaf._spec.layout.mesh)
         for one in self.stepped:
             check_writable(one.leaf, "the update of a joint graph")
 
@@ -185,7 +198,8 @@ def planned(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
             clock = clocks.setdefault(key, len(clocks))
             if clock == len(counted):
                 counted.append((index, leaf))
-                made.fresh |= {clock} if fresh else set()
+            if fresh:
+                made.fresh += [state[name] for name in moments]
             found.append(Stepped(named[id(leaf)], leaf, index, moments, clock))
     made.stepped, made.clocks = tuple(found), tuple(counted)
     made.forms = tuple(rule.form(group) for group in optimizer.param_groups)

@@ -75,13 +75,17 @@ class StoredUnit:
         """The shard of each buffer, and the local tensors of what is on every rank in full.
 
         Raises:
-            GraphError: the unit keeps gradients of a backward in `no_sync`.
+            GraphError: the unit keeps gradients of a backward in `no_sync`; parameters train that
+                did not.
         """
         if any(one.unreduced is not None for one in self.unit.buffers):
             raise GraphError(
                 f"'{self.names[0]}' has gradients that no_sync() has kept, to which a graph adds "
                 "nothing: step the optimizer, or zero_grad(), first"
             )
+        for name, one, other in zip(self.names, self.stored, self.stand_ins, strict=True):
+            if one.requires_grad != other.requires_grad:
+                raise GraphError(f"requires_grad of '{name}' has changed: make the graph anew")
         kept = self.stored[self._placed :]
         return [one.current_shard() for one in self.unit.buffers] + [
             local_leaf(one).detach() for one in kept
