@@ -86,7 +86,7 @@ def result(model, adam, loss, norm):
     return [loss.full_tensor(), norm.full_tensor(), torch.get_rng_state(), *values]
 
 
-def trained(rank, world_size, sizes, level, max_norm):
+def trained(rank, world_size, sizes, level, max_norm, steps=STEPS):
     eager, first, one = built(sizes, level)
     model, second, other = built(sizes, level)
     whole = graph.train_step(model, lambda tokens: model(tokens), batch(0))
@@ -99,7 +99,7 @@ def trained(rank, world_size, sizes, level, max_norm):
     ]
     if "tp" not in sizes:
         runs.append(memory.plan(runs[1], solver="rules", seconds=0).run)
-    for at in range(STEPS):
+    for at in range(steps):
         found = []
         torch.manual_seed(at)
         found.append(result(eager, first, *eager_step(eager, first, batch(at), max_norm)))
@@ -138,7 +138,7 @@ def test_bits_of_eager_mode(level, max_norm):
 
 
 def test_bits_of_eager_mode_with_tensor_parallelism():
-    simulate(4).run(trained, {"dp": 2, "tp": 2}, 3, 0.3)
+    simulate(4).run(trained, {"dp": 2, "tp": 2}, 3, 0.3, 4)
 
 
 @pytest.mark.slow
