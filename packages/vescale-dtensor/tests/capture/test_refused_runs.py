@@ -235,6 +235,29 @@ def training(rank, world_size):
     assert all(map(torch.equal, *found))
 
 
+class Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.full_tensor() * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def plain_results(rank, world_size):
+    """A Function that gives plain tensors is joined in the call in which it is refused, too."""
+    gradients = []
+    for wrap in (lambda f: f, lambda f: vd.capture(f, refused="run")):
+        weight = spread(torch.ones(4), Replicate()).requires_grad_()
+        step = wrap(lambda x, weight=weight: (Plain.apply(x * weight) * 3).sum())
+        for seed in range(CALLS):
+            step(spread(rows(seed=seed))).backward()
+            gradients.append(weight.grad.full_tensor())
+    assert "returns plain tensors" in step.refusal
+    assert all(map(torch.equal, gradients[:CALLS], gradients[CALLS:]))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -244,6 +267,7 @@ def training(rank, world_size):
         lineages_of_threads,
         hooks_inside_of_others,
         training,
+        plain_results,
     ],
     ids=lambda case: case.__name__,
 )

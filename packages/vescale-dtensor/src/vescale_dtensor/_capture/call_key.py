@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -48,6 +49,13 @@ class KeyedCall:
         keys = [_key(value, locals_) for value in flat]
         self.flat, self.form = flat, form
         self.key = form, keys, _aliases(locals_), global_state()
+
+    def kind(self) -> Hashable:
+        """Its form, layouts, shapes and types: equal for calls of equal keys."""
+        # Of a DTensor the spec, of a tensor the shape; of other values the type alone.
+        parts = [key[issubclass(key[0], Tensor)] if isinstance(key[0], type) else key[0]
+                 for key in self.key[1]]  # fmt: skip
+        return len(parts), *parts
 
     def has_new_attributes(self) -> bool:
         """Whether the function set attributes on tensors that it was given."""

@@ -185,7 +185,7 @@ class Captured:
         seen = self._noting_layouts() if first else uncompared()
         with running_inside() if inside or first else running_alone(), seen:
             outputs = self.function(*args, **kwargs)
-        _drop_lineage(outputs, tensors_in((args, kwargs)))
+        _drop_lineage(outputs, (*args, *kwargs.values()))
         return outputs
 
     def _miss(self, call: KeyedCall) -> Any:
@@ -193,9 +193,9 @@ class Captured:
         if self.refusal is not None:
             return self._run(call.args, call.kwargs, inside=False)
         with self._lock:
-            if self.programs:
+            if self.programs and self._misses.wants_reason():
                 self._misses.explain(self.programs[0].why_not(call))
-            if not self._misses.may_record() or not can_watch():
+            if not can_watch() or not self._misses.may_record(call.kind()):
                 return self._run(call.args, call.kwargs)
             return self._record(call)
 
@@ -330,10 +330,12 @@ def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
 
 def _drop_lineage(outputs: Any, given: Iterable[Any]) -> None:
     """Leave outputs as a replay does: ranks may differ in when they record again."""
-    arguments = list(given)
-    for value in tensors_in(outputs):
-        # An argument that is returned keeps its own: it is the caller's.
-        if isinstance(value, DTensor) and all(value is not one for one in arguments):
+    made = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
+    made = [one for one in made if isinstance(one, DTensor) and one._lineage]
+    # An argument that is returned keeps its own: it is the caller's.
+    kept = set(map(id, tensors_in(list(given)))) if made else set()
+    for value in made:
+        if id(value) not in kept:
             value._lineage = 0
 
 
@@ -360,8 +362,8 @@ def capture(
     of torch, numpy, the standard library and these packages counts as constant.
 
     Where the function itself changes such state, a first call is run and not recorded, since it may
-    make what later calls find (a cache, the state of an optimizer). After 32 programs, others are
-    recorded only as other calls pay for them, and what keeps changing is named by a warning.
+    make what later calls find (a cache, the state of an optimizer). After the first two shapes,
+    others are recorded as replays pay for them, and what keeps changing is named by a warning.
 
     Args:
         function: a function, or an `nn.Module` (its hooks are recorded with it).

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from types import FrameType
 from typing import Any
 
+from vescale_dtensor._autograd.function_results import HandsOn, waits_for_results
 from vescale_dtensor._capture.custom_functions import CustomCall, Steps, is_apply, record
 from vescale_dtensor._capture.global_state import GlobalState, global_state
 from vescale_dtensor._capture.library_calls import (
@@ -45,7 +46,7 @@ def can_watch() -> bool:
     return sys.getprofile() is None
 
 
-class Watch:
+class Watch(HandsOn):
     """Calls `StateReads.runs` before any function runs for the first time.
 
     Attributes:
@@ -67,6 +68,8 @@ class Watch:
         self.ended: list[tuple[LiveCall, str, GlobalState]] = []
         self._frame: FrameType | None = None
         self._stopped = False
+        # The profile function that this one stands in the place of, if any.
+        self._waiting: Any = None
         self._collects = False
         self._line = ""
         self.printing = 0
@@ -93,8 +96,9 @@ class Watch:
                 self._refuse("numpy.random", "random")
         finally:
             self.recorder = None  # which refers to this
-            if sys.getprofile() == self._event:
-                sys.setprofile(None)
+            now = sys.getprofile()
+            if now == self._event:
+                sys.setprofile(self._waiting)
             elif not self._stopped:
                 # Another one that is on stays on: it is the user's.
                 self.failure = self.failure or _displaced()
@@ -129,24 +133,43 @@ class Watch:
     def pause(self) -> Any:
         """Watch nothing until `resume`, which takes what is returned."""
         # Not a context manager, which would cost a recording half a dozen Python calls each time.
-        before = sys.getprofile()  # None in a call inside of another torch function
-        if before is not None and before != self._event:
+        before = sys.getprofile()
+        if before is None or waits_for_results(before):  # in a call inside of another one
+            return before
+        if before != self._event:
             raise _displaced()
-        sys.setprofile(None)
+        sys.setprofile(self._waiting)
         return before
 
     def resume(self, before: Any) -> None:
         """Watch again, if this was watching before `pause` and has not stopped since."""
-        sys.setprofile(None if self._stopped else before)
+        if before == self._event:
+            now = sys.getprofile()
+            self._waiting = now if waits_for_results(now) else None
+            sys.setprofile(self._waiting if self._stopped else before)
 
     def stop(self) -> None:
         """Watch nothing from now on: a refusal has ended the recording."""
         self._stopped = True
         if sys.getprofile() == self._event:
-            sys.setprofile(None)
+            sys.setprofile(self._waiting)
+
+    def waiting_for(self, make: Callable[[], Any]) -> Any:
+        """See `HandsOn`: results of custom Functions are waited for while this watches."""
+        self._waiting = self._waiting or make()
+        return self._waiting
+
+    def _hand_on(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Let whoever waits for the results of a custom Function see an event."""
+        self._waiting(frame, event, argument)
+        if sys.getprofile() is None:  # it has what it waited for
+            self._waiting = None
+            sys.setprofile(self._event)
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         """Called by Python at each call and return in this thread."""
+        if self._waiting is not None:
+            self._hand_on(frame, event, argument)
         if self._collects:
             return
         if self._custom is not None:

@@ -24,7 +24,6 @@ from vescale_dtensor._capture.constants import Constants, is_readable
 from vescale_dtensor._capture.custom_functions import record_join
 from vescale_dtensor._capture.global_state import (
     GlobalState,
-    backend_flags,
     global_state,
     leave_autocast,
     set_autocast,
@@ -35,6 +34,7 @@ from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
 from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
+from vescale_dtensor._capture.surroundings import Surroundings
 from vescale_dtensor._capture.unsupported import (
     ASKED,
     FIXED,
@@ -54,9 +54,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import (
-    generator_states,
     overrides_enabled,
-    saved_tensor_hooks,
     set_grad_mode,
     storage_identity,
 )
@@ -64,12 +62,9 @@ from vescale_dtensor._torch.pytree import tensors_within
 
 _GETTER = "__get__"
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
-# Fields of the global state that a program does not change on its way.
-_fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
 # In C, here and where lists are made in place of generators: a recording asks for every tensor.
 _requires_grad = operator.attrgetter("requires_grad")
 _is_wrapper = type.__subclasscheck__.__get__(DTensor)
-_RAW = "torch.distributed.distributed_c10d"
 
 
 class Recorder(TorchFunctionMode):
@@ -114,10 +109,7 @@ class Recorder(TorchFunctionMode):
         # function: a change is recorded only where a step would notice.
         self._grad = start.grad
         self._autocast = start.autocast
-        self._backends = backend_flags()
-        self._saved_hooks = saved_tensor_hooks()
-        # After each step these must be what the step left; see `_check_surroundings`.
-        self._generators = generator_states()
+        self._surroundings = Surroundings(start)
         # The public op being dispatched, and the user's line: nodes are named after these.
         self._call: tuple[str, str] | None = None
         self._hooks: list[Any] = []
@@ -242,7 +234,7 @@ class Recorder(TorchFunctionMode):
             return done.run(func, *args, **kwargs)
         if not constant or name in READERS:
             check_recordable(name, args, kwargs)
-        self._check_surroundings(func, name)
+        self._surroundings.check(func, name)
         if func is leaf_for_use:
             return self._leaf_for_use(done, *args)
         # Before the call, which may change what the tensors are.
@@ -260,7 +252,7 @@ class Recorder(TorchFunctionMode):
         if not made and not _is_step(func, name, result):
             return self._python_value(func, name, result)
         # Asked after each step, so that what moves a generator between steps is told from steps.
-        drew = self._drew()
+        drew = self._surroundings.drew()
         now = _versions(given)
         changed = [t for t, v, n in zip(given, versions, now, strict=True) if v != n]
         # Fused optimizers, and what runs in inference mode, count no versions.
@@ -307,44 +299,6 @@ class Recorder(TorchFunctionMode):
         self._results(result, step)
         return result
 
-    def _check_surroundings(self, func: Callable[..., Any] | None, name: str) -> None:
-        """Refuse state that changes around a step and that a replay would leave out."""
-        if getattr(func, "__module__", None) == _RAW:
-            raise refused(
-                f"torch.distributed.{name}: raw collectives write where they like. Use "
-                "vescale_comm's, or DTensor.redistribute"
-            )
-        # Those that were active before are at a replay, too: around checkpoint(capture(f), x).
-        if saved_tensor_hooks() != self._saved_hooks:
-            raise refused(
-                "saved-tensor hooks are active (activation checkpointing, offloading), which a "
-                "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
-            )
-        # Each step notes the states that it left, so only something else can have moved them.
-        if generator_states() != self._generators:
-            raise refused(
-                "a random generator was moved by something other than a torch function "
-                "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
-            )
-        now = GlobalState(*global_state())
-        if _fixed(now) != _fixed(self._start):
-            raise refused(
-                "inference mode, the default dtype, the way of half_sums or the policy of random "
-                "numbers changes inside. Change it outside"
-            )
-        if backend_flags() != self._backends:
-            raise refused(
-                "what chooses between kernels (sdpa_kernel, use_deterministic_algorithms, "
-                "set_num_threads, torch.backends) changes inside, which a replay would leave out. "
-                "Change it outside"
-            )
-
-    def _drew(self) -> bool:
-        """Whether the step that just ran moved a random generator; notes where they stand."""
-        states = generator_states()
-        drew, self._generators = states != self._generators, states
-        return drew
-
     def _python_value(self, func: Callable[..., Any], name: str, result: Any) -> Any:
         """Let Python have a value that is no tensor, if guards fix it; else refuse."""
         if getattr(func, "__name__", "") == _GETTER:
@@ -378,7 +332,7 @@ class Recorder(TorchFunctionMode):
             node.meta["effect"], node.meta["live"] = True, call
             self._constants.note(node, call_again, tensors, False)
         if ended:
-            self._generators = generator_states()
+            self._surroundings.drew()
 
     # --- nodes
 
@@ -469,7 +423,7 @@ class Recorder(TorchFunctionMode):
             raise failure
         self._note_live_calls()
         # What changed after the last step shows here: eager would leave it so, a replay does not.
-        self._check_surroundings(None, "")
+        self._surroundings.check(None, "")
         if torch.is_grad_enabled() != self._start.grad:
             raise refused(
                 "the function leaves another grad mode than it found, which a replay would not. "

@@ -1,0 +1,76 @@
+"""What surrounds the steps of a recording, and has to be at each what the step before has left."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from vescale_dtensor._capture.global_state import GlobalState, backend_flags, global_state
+from vescale_dtensor._capture.unsupported import refused
+from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks
+
+# Fields of the global state that a program does not change on its way.
+_fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
+_RAW = "torch.distributed.distributed_c10d"
+
+
+class Surroundings:
+    """Hooks of saved tensors, random generators, modes and choices of kernels.
+
+    Args:
+        start: the modes in which the recording begins.
+    """
+
+    def __init__(self, start: GlobalState) -> None:
+        self._start = start
+        self._backends = backend_flags()
+        self._saved_hooks = saved_tensor_hooks()
+        # After each step these must be what the step left.
+        self._generators = generator_states()
+
+    def check(self, func: Callable[..., Any] | None, name: str) -> None:
+        """Refuse state that has changed around a step and that a replay would leave out.
+
+        Args:
+            func: the function of the step; None at the end.
+            name: of it.
+
+        Raises:
+            CaptureError: with the line of user code.
+        """
+        if getattr(func, "__module__", None) == _RAW:
+            raise refused(
+                f"torch.distributed.{name}: raw collectives write where they like. Use "
+                "vescale_comm's, or DTensor.redistribute"
+            )
+        # Those that were active before are at a replay, too: around checkpoint(capture(f), x).
+        if saved_tensor_hooks() != self._saved_hooks:
+            raise refused(
+                "saved-tensor hooks are active (activation checkpointing, offloading), which a "
+                "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
+            )
+        # Each step notes the states that it left, so only something else can have moved them.
+        if generator_states() != self._generators:
+            raise refused(
+                "a random generator was moved by something other than a torch function "
+                "(manual_seed, set_state, fork_rng), which a replay would leave out. Do it outside"
+            )
+        now = GlobalState(*global_state())
+        if _fixed(now) != _fixed(self._start):
+            raise refused(
+                "inference mode, the default dtype, the way of half_sums or the policy of random "
+                "numbers changes inside. Change it outside"
+            )
+        if backend_flags() != self._backends:
+            raise refused(
+                "what chooses between kernels (sdpa_kernel, use_deterministic_algorithms, "
+                "set_num_threads, torch.backends) changes inside, which a replay would leave out. "
+                "Change it outside"
+            )
+
+    def drew(self) -> bool:
+        """Whether the step that just ran moved a random generator; notes where they stand."""
+        states = generator_states()
+        drew, self._generators = states != self._generators, states
+        return drew
