@@ -330,8 +330,8 @@ def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
 
 def _drop_lineage(outputs: Any, given: Iterable[Any]) -> None:
     """Leave outputs as a replay does: ranks may differ in when they record again."""
-    made = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
-    made = [one for one in made if isinstance(one, DTensor) and one._lineage]
+    found = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
+    made = [one for one in found if isinstance(one, DTensor) and one._lineage]
     # An argument that is returned keeps its own: it is the caller's.
     kept = set(map(id, tensors_in(list(given)))) if made else set()
     for value in made:
