@@ -409,7 +409,9 @@ class Walk(StandardKinds):
         """Take in which messages a logger lets pass, and what users have set on it."""
         super()._meet_logger(value, origin)
         space = vars(value)
-        self._add_namespace(Namespace(space, dict(space), origin, value, excluded=_OF_LOGGERS))
+        # Not handlers and loggers above, which lead to streams.
+        was = {name: one for name, one in space.items() if name not in _OF_LOGGERS}
+        self._add_namespace(Namespace(space, was, origin, value, excluded=_OF_LOGGERS))
         self.meet(type(value), origin)
 
     def _meet_array(self, value: Any, origin: Origin | None) -> None:
