@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import ROWS, TOKENS, made, whole
+from expert_models import ROWS, TOKENS, made, some, whole
 from torch import Tensor, nn
 from vescale_comm import SimulationError, simulate
 from vescale_parallel import balance_experts
@@ -41,7 +41,7 @@ def train(layout: str | None) -> tuple[list[float], list[tuple[int, ...]], list[
     model = made(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, shares = [], []
-    for step in range(4):
+    for step in range(3):
         tokens = torch.randint(32, (ROWS, TOKENS))
         loss = model(tokens, tokens.roll(1, 1))
         loss.backward()
@@ -49,7 +49,7 @@ def train(layout: str | None) -> tuple[list[float], list[tuple[int, ...]], list[
         optimizer.step()
         optimizer.zero_grad()
         losses += [loss.item(), norm.item()]
-        if layout is not None:
+        if layout is not None and step < 2:
             loads: dict[str, Any] = dict(
                 zip(("blocks.0.experts", "blocks.1.experts"), model.loads[-2:], strict=True)
             )
@@ -64,7 +64,7 @@ def train(layout: str | None) -> tuple[list[float], list[tuple[int, ...]], list[
     return losses, shares, [whole(p) for p in model.parameters()] + states
 
 
-@pytest.mark.parametrize("layout", ["ep4", "ep2 tp2", "ep2 dp2"])
+@pytest.mark.parametrize("layout", some(["ep4", "ep2 tp2", "ep2 dp2"], "ep2 tp2"))
 def test_training_goes_on(layout: str):
     losses, _, values = train(None)
     for found, shares, own in simulate(4).run(lambda rank, world_size: train(layout)):

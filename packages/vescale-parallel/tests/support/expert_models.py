@@ -1,7 +1,9 @@
 """A small model with layers of experts, its plans, and one device's training of it."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from vescale_dtensor import DTensor
@@ -49,6 +51,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp2 ep2 as one": ({"dp": 2, "ep": 2}, {"batch": "dp:0, ep:0", "experts": "dp, ep"}),
     "every rank all": ({"dp": 2, "tp": 2}, {"parameters": COLUMNS_AND_ROWS}),
 }
+
+
+def some(names: Iterable[str], *daily: str) -> list[Any]:
+    """Parameters of a test: these every day, the others in slow runs."""
+    return [pytest.param(n, marks=[] if n in daily else [pytest.mark.slow]) for n in names]
 
 
 def whole(tensor: Tensor) -> Tensor:
