@@ -3,6 +3,7 @@
 What fails, fails on every rank, and leaves nothing.
 """
 
+import re
 import warnings
 from pathlib import Path
 
@@ -121,7 +122,8 @@ def test_loads_that_do_not_fit(path):
     assert "use vescale_ckpt.load" in cause(info)
     with pytest.raises(dcp.CheckpointException) as info:
         dcp.load({"w": torch.zeros(2)}, storage_reader=StorageReader(f"{path}-none"))
-    assert "there is no checkpoint at" in cause(info)
+    # torch 2.11 keeps to itself why there is no metadata.
+    assert re.search("there is no checkpoint at|metadata is None", cause(info))
 
 
 def test_damage_is_found(path):
