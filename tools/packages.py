@@ -200,9 +200,9 @@ PACKAGES = (
         requires=(TORCH, NUMPY, RNG, COMM, DTENSOR),
         extras={"memory": ("scipy>=1.11",), "train": (CKPT, "rich>=13.7", "tensorboard>=2.16")},
         guests={
-            "accelerate": ("accelerate>=1.10",),
-            "lightning": ("lightning>=2.5",),
-            "transformers": ("accelerate>=1.10", "transformers>=5.0"),
+            "accelerate": ("accelerate>=1.10", "safetensors>=0.4.3"),
+            "lightning": ("lightning>=2.5", "lightning-utilities>=0.10"),
+            "transformers": ("accelerate>=1.10", "safetensors>=0.4.3", "transformers>=5.0"),
         },
         layers=(
             "__main__",
