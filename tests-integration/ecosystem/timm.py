@@ -1,0 +1,74 @@
+"""timm: a vision transformer and a convnet, and its optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm
+import torch
+from ecosystem_models import classifier, points
+from ecosystem_runs import Found, Run, parameters
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch.nn import functional as F
+
+PACKAGES = ("timm",)
+
+
+def steps(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(5)
+    classes = torch.randint(5, (6,), generator=source)
+    return torch.randn(6, 3, 32, 32, generator=source), classes
+
+
+def of_images(name: str, **options: Any) -> Any:
+    def case(run: Run) -> Found:
+        torch.manual_seed(1)
+        model = run.parallelize(timm.create_model(name, num_classes=5, **options))
+        optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05, eps=1e-4)
+        return {"losses": steps(model, optimizer, *images()), **parameters(model)}
+
+    return case
+
+
+def with_optimizer(name: str, **options: Any) -> Any:
+    def case(run: Run) -> Found:
+        model = run.parallelize(classifier())
+        optimizer = create_optimizer_v2(model, name, lr=1e-2, **options)
+        features, classes = zip(*points(), strict=True)
+        x, y = torch.stack(features), torch.tensor(classes)
+        torch.manual_seed(6)
+        return {"losses": steps(model, optimizer, x, y), **parameters(model)}
+
+    return case
+
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+NAMES = (
+    "adamw", "adamp", "adan", "adabelief", "adafactorbv", "adopt", "lamb", "laprop",
+    "lion", "lookahead_adam", "madgrad", "mars", "muon", "nadamw", "novograd", "radam", "sgdp",
+    "sgdw",
+)  # fmt: skip
+# Orthogonalised in bfloat16, by iterations that amplify what they round.
+LIMITS = {"optimizer muon": 2e-2, "ResNet": 1e-3}  # norms over six rows amplify it, too
+REFUSED = {
+    ("optimizer muon", "dp=4, zero=3"): "it writes to a transposed view of a matrix whose rows are "
+    "cut, which is a copy here; torch.optim.Muon steps such matrices",
+}
+NOTES = ("kron has not been tried here: its first step is compiled for a minute",)
+CASES = {
+    "vision transformer": of_images("vit_tiny_patch16_224", **VIT, drop_rate=0.1),
+    "ResNet": of_images("resnet10t"),
+    **{f"optimizer {name}": with_optimizer(name) for name in NAMES},
+}
