@@ -126,6 +126,37 @@ def test_key_heads_are_repeated_as_seldom_as_ranks_need(call):
         assert sorted(sent) == SENT["exchange"]
 
 
+@pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")])
+def test_keys_that_are_replicated_where_the_query_has_heads(names):
+    """Tensor parallel ranks that all hold all key heads, as where these are few."""
+    sizes = {"cp": 4, "tp": 2}
+
+    def attend(mesh=None):
+        parts = tensors(10, (8, 4))
+        if mesh is not None:
+            lies = [{"cp": Shard(2), "tp": Shard(1)}, *[{"cp": Shard(2), "tp": Replicate()}] * 2]
+            lies = [[one[name] for name in names] for one in lies]
+            parts = [distribute_tensor(x, mesh, p) for x, p in zip(parts, lies, strict=True)]
+        for one in parts:
+            one.requires_grad_()
+        with trace() as sent:
+            result = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        if mesh is not None:
+            assert [one.op for one in sent.records] == ["all_to_all"] * 4
+        result.square().sum().backward()
+        found = [result.detach(), *[one.grad for one in parts]]
+        return found if mesh is None else [one.full_tensor() for one in found]
+
+    def program(rank, world_size):
+        shape = tuple(sizes[name] for name in names)
+        return attend(init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+    wanted = attend()
+    for found in simulate(8).run(program):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
 AXES = {
     "heads inside": (("cp", "tp"), [Shard(2), Shard(1)]),
     "heads outside": (("tp", "cp"), [Shard(1), Shard(2)]),

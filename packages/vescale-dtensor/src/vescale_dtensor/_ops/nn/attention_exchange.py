@@ -24,6 +24,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, OpCall
+from vescale_dtensor._planning.plan import OperandUse
 from vescale_dtensor._planning.select import axis_cost, relative_sizes
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -126,33 +127,33 @@ def exchanged(
         given: local arguments by name.
         attention: of what a rank has then.
     """
-    sources = [context.input_layout(at) for at in range(3)]
-    layouts = [_by_heads(source, axes) for source in sources]
+    uses, sizes = context.plan.uses[:3], context.input_layout(0).sizes
+    # Those of the query: keys that are replicated there follow it, as a part of their heads.
+    heads = _axes_of_heads(uses[0].layout)
+    targets = [_by_heads(use, heads, axes) for use in uses]
     shapes = [list(one.shape) for one in context.call.operands[:3]]
-    ranks = _ranks(sources[0].sizes, {*axes, *_axes_of_heads(sources[0])})
-    repeats = _repeats(shapes[0][_HEADS], shapes[1][_HEADS], ranks)
+    repeats = _repeats(shapes[0][_HEADS], shapes[1][_HEADS], _ranks(sizes, {*axes, *heads}))
     moved = {}
     for at, name in enumerate(("query", "key", "value")):
         own = given[name]
         if at and repeats > 1:
             shapes[at][_HEADS] *= repeats
             own = own.repeat_interleave(repeats, _HEADS)
-        moved[name] = _moved(own, sources[at], layouts[at], tuple(shapes[at]))
-    output = _by_heads(context.output_layout(), axes)
-    inner = _context(context, layouts, output, shapes)
-    result = attention(inner, given | moved)
-    return _moved(result, output, context.output_layout(), (*shapes[0][:-1], shapes[2][-1]))
+        moved[name] = _moved(own, uses[at], targets[at], shapes[at])
+    rows = OperandUse(context.output_layout(), 0)
+    output = _by_heads(rows, heads, axes)
+    result = attention(_context(context, targets, output.layout, shapes), given | moved)
+    return _moved(result, output, rows, [*shapes[0][:-1], shapes[2][-1]])
 
 
 def _context(
     context: LocalContext,
-    layouts: Sequence[Layout],
+    uses: Sequence[OperandUse],
     output: Layout,
     shapes: Sequence[Sequence[int]],
 ) -> LocalContext:
     """The same call, of query, key and value in other layouts, and perhaps of repeated heads."""
     plan, call = context.plan, context.call
-    uses = [replace(u, layout=x) for u, x in zip(plan.uses[:3], layouts, strict=True)]
     operands = [*[_Shaped(torch.Size(shape), len(shape)) for shape in shapes], *call.operands[3:]]
     known = OpCall.known(call.func, call.args, call.kwargs, operands, call.differentiable)
     return LocalContext(known, replace(plan, uses=(*uses, *plan.uses[3:]), outputs=(output,)))
@@ -170,17 +171,17 @@ def _repeats(heads: int, keys: int, ranks: int) -> int:
     return next(n for n in range(1, group + 1) if not group % n and not keys * n % ranks)
 
 
-def _moved(local: Tensor, source: Layout, target: Layout, shape: tuple[int, ...]) -> Tensor:
-    return redistribute_local(local, TypedMove(GradType(source, 0), GradType(target, 0), shape))
+def _moved(local: Tensor, source: OperandUse, target: OperandUse, shape: Sequence[int]) -> Tensor:
+    types = GradType(source.layout, source.varying), GradType(target.layout, target.varying)
+    return redistribute_local(local, TypedMove(*types, tuple(shape)))
 
 
-def _by_heads(layout: Layout, axes: Sequence[int]) -> Layout:
-    """The layout in which these axes shard heads, within what other axes leave of them."""
-    found = nested(_HEADS, [*_axes_of_heads(layout), *axes], layout.sizes)
-    placements: list[Placement] = [
-        found[axis] if axis in axes else one for axis, one in enumerate(layout.placements)
-    ]
-    return layout.with_placements(placements).with_order(None)
+def _by_heads(use: OperandUse, heads: Sequence[int], axes: Sequence[int]) -> OperandUse:
+    """The use in which these axes shard heads, within what the axes of `heads` leave of them."""
+    found = nested(_HEADS, [*heads, *axes], use.layout.sizes)
+    placements = [found.get(axis, one) for axis, one in enumerate(use.layout.placements)]
+    layout = use.layout.with_placements(placements).with_order(None)
+    return OperandUse(layout, use.varying & layout.replicated)
 
 
 def _axes_of_heads(layout: Layout) -> list[int]:
