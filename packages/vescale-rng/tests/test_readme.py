@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 PAIRS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
 TORCHRUN = [pair for pair in PAIRS if pair[0].startswith("# torchrun")]
 ALONE = [pair for pair in PAIRS if not pair[0].startswith("#")]

@@ -1,11 +1,14 @@
 """The pool returns what ranks return, names the ranks that raise, hang or die, and goes on."""
 
+import gc
 import importlib.util
+import locale
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import warnings
@@ -191,6 +194,10 @@ def make_a_mess(rank, world_size):
     random.seed(rank + 5)
     numpy.random.seed(rank + 5)
     torch.set_default_device("meta")
+    locale.setlocale(locale.LC_ALL, "C")  # files are ASCII from here on
+    gc.set_threshold(1, 1, 1)
+    sys.setswitchinterval(1.0)
+    tempfile.tempdir = "/nowhere"
     warnings.simplefilter("ignore")
 
 
@@ -201,6 +208,8 @@ def look_around(rank, world_size):
         torch.is_grad_enabled(),
         torch.rand(1).device.type,
         (torch.initial_seed(), random.random(), numpy.random.rand()),
+        (locale.setlocale(locale.LC_ALL), locale.getpreferredencoding(False)),
+        (gc.get_threshold(), sys.getswitchinterval(), tempfile.tempdir),
     )
 
 

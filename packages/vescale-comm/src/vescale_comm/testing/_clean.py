@@ -1,7 +1,11 @@
 """What one case may leave behind in a worker, and how it is undone before the next."""
 
+import gc
+import locale
 import os
 import random
+import sys
+import tempfile
 from collections.abc import Callable
 
 import numpy
@@ -13,12 +17,19 @@ from vescale_comm._watchdog.current import forget_executed
 def cleaner() -> Callable[[], None]:
     """Remember the environment as it is now; return what restores a clean state."""
     environ = dict(os.environ)
+    # Of the process: what files are read as by default, and when Python collects and switches.
+    language, thresholds = locale.setlocale(locale.LC_ALL), gc.get_threshold()
+    interval, folder = sys.getswitchinterval(), tempfile.tempdir
 
     def _clean() -> None:
         # Compared first: each write calls putenv, and few cases change it.
         if dict(os.environ) != environ:
             os.environ.clear()
             os.environ.update(environ)
+        locale.setlocale(locale.LC_ALL, language)
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+        tempfile.tempdir = folder
         forget_executed()
         random.seed(0)
         numpy.random.seed(0)
