@@ -223,8 +223,8 @@ def table(
         "# Models in stages, beside one device",
         "",
         "Written by `tests-integration/pipeline_table.py`. Unmodified models of Hugging Face with "
-        f"dropout, {MICROBATCHES} microbatches of {ROWS} rows, AdamW and clipping, {steps} steps. In "
-        "every cell parameters begin bitwise as on one device, and so does the random generator "
+        f"dropout, {MICROBATCHES} microbatches of {ROWS} rows, AdamW and clipping, {steps} steps. "
+        "In every cell parameters begin bitwise as on one device, and so does the random generator "
         "stand after each step, masks being drawn. Told is the largest relative distance of a loss "
         "from that of one device that accumulates over the same microbatches, and in brackets that "
         "of a parameter at the end.",
