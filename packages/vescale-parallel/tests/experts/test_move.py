@@ -10,7 +10,7 @@ import torch
 from expert_models import ROWS, TOKENS, made, some, whole
 from torch import Tensor, nn
 from vescale_comm import SimulationError, simulate
-from vescale_parallel import balance_experts
+from vescale_parallel import DisagreementError, balance_experts
 from vescale_parallel._experts.partition import partition
 
 
@@ -55,7 +55,9 @@ def train(layout: str | None) -> tuple[list[float], list[tuple[int, ...]], list[
             )
             if step == 1:
                 loads = {"blocks.0.experts": [50, 1, 1, 1, 1, 1], "blocks.1.experts": [1] * 6}
+            before = {name: model.get_parameter(f"{name}.down_proj") for name in loads}
             shares += balance_experts(model, loads, most=5).values()
+            assert all(old.numel() == 0 for old in before.values())
     states = [
         whole(state[name])
         for state in (optimizer.state[p] for p in model.parameters())
@@ -99,3 +101,13 @@ def test_loads_that_differ_are_told():
 
     with pytest.raises(SimulationError, match="was not given the same on all ranks"):
         simulate(4).run(run)
+
+
+@pytest.mark.parametrize("mine", [{}, {"blocks.0": [1] * 6}, {"blocks.0.experts": [1]}], ids=str)
+def test_what_one_rank_asks_otherwise_is_told_on_every_rank(mine: dict[str, Any]):
+    def run(rank: int, world_size: int) -> str:
+        with pytest.raises(DisagreementError) as told:
+            balance_experts(made("ep4"), {"blocks.0.experts": [1] * 6} if rank else mine)
+        return str(told.value)
+
+    assert all("rank 0" in one for one in simulate(4).run(run))

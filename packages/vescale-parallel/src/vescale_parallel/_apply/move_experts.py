@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vescale_dtensor import DTensor, RaggedShard, set_gradient_reducer
 
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
-from vescale_parallel._common.agreement import require_same
+from vescale_parallel._common.agreement import UNDESCRIBED, require_same
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import ParallelError
@@ -34,7 +35,8 @@ def balance_experts(
 
     Collective. Each rank goes on to hold consecutive experts, so names, values, checkpoints and the
     order of all sums stay; how many it holds changes. Their parameters are new objects; living
-    optimizers are given them, and the states of what moves go along.
+    optimizers are given them, and the states of what moves go along. Take them from the model
+    again: the old ones are empty, and a list of them that was kept for clipping clips nothing.
 
     Args:
         model: as `parallelize` returned it, without gradients (after `zero_grad`).
@@ -51,31 +53,47 @@ def balance_experts(
         ParallelError: there is no such module of experts, experts are not over one axis of ranks,
             stacks are stored otherwise (`zero`, stages), hold gradients, or loads do not fit.
     """
-    found = {name: _experts(model, name) for name in loads}
-    counts = {name: _counts(name, found[name], loads[name], most) for name in loads}
-    facts = {_FACT: {name: str(one) for name, one in counts.items()}}
-    for forward in list(found.values())[:1]:
-        require_same(facts, peers=mesh_ranks(forward.mesh), head=_HEAD, advice={_FACT: _ADVICE})
+    known = {
+        name: forward
+        for name, module in model.named_modules()
+        if isinstance(forward := vars(module).get("forward"), ExpertsForward)
+    }
+    if not known:
+        raise ParallelError("balance_experts: the model has no experts that a plan shards.")
+    counts: dict[str, tuple[int, ...]] = {}
+    failure: Exception | None = None
+    try:
+        for name, load in loads.items():
+            counts[name] = _counts(name, _experts(known, name), load, most)
+    except Exception as error:  # told first: the others would wait for a rank that raises here
+        failure = error
+    told = {name: str(one) for name, one in counts.items()}
+    facts = {_FACT: told if failure is None else {UNDESCRIBED: str(failure)}}
+    mesh = next(iter(known.values())).mesh
+    require_same(facts, peers=mesh_ranks(mesh), head=_HEAD, advice={_FACT: _ADVICE})
+    if failure is not None:
+        raise failure
     optimizers = optimizers_of(model)
-    new: list[nn.Parameter] = []
-    for name, forward in found.items():
-        made = dict(_moved(forward, counts[name]))
+    for name, share in counts.items():
+        forward = known[name]
+        old = [forward.module.get_parameter(one) for one in forward.kind.stacks]
+        made = dict(_moved(forward, share))
         take_over(optimizers, made)
-        new += [parameter for parameter, _ in made.values()]
+        new = [parameter for parameter, _ in made.values()]
+        set_gradient_reducer(new, BucketedReducer(bucket_bytes))
+        for stack in old:
+            _emptied(stack)
         assert forward.shares is not None
-        forward.shares = replace(forward.shares, counts=counts[name])
-    set_gradient_reducer(new, BucketedReducer(bucket_bytes))
+        forward.shares = replace(forward.shares, counts=share)
     return counts
 
 
-def _experts(model: nn.Module, name: str) -> ExpertsForward:
+def _experts(known: Mapping[str, ExpertsForward], name: str) -> ExpertsForward:
     """Return the forward of a module of experts that can be moved."""
-    known = {n: vars(one).get("forward") for n, one in model.named_modules()}
     forward = known.get(name)
-    if not isinstance(forward, ExpertsForward):
-        others = [n for n, one in known.items() if isinstance(one, ExpertsForward)]
+    if forward is None:
         raise ParallelError(
-            f"'{name}' is no module of experts that a plan shards. There are {listed(others)}."
+            f"'{name}' is no module of experts that a plan shards. There are {listed([*known])}."
         )
     stacks = [forward.module.get_parameter(one) for one in forward.kind.stacks]
     if forward.shares is None or len(forward.over) != 1:
@@ -101,6 +119,12 @@ def _counts(name: str, forward: ExpertsForward, load: Any, most: int | None) -> 
             f"each of {ranks} ranks, for {experts} experts. Pass one load, not negative, for each."
         )
     return partition(numbers[:experts], ranks, bound)
+
+
+@torch.no_grad()
+def _emptied(stack: nn.Parameter) -> None:
+    """Give back the memory of a parameter that was replaced; whoever computes with it is told."""
+    stack.data = stack.detach()[:0]
 
 
 def _moved(
