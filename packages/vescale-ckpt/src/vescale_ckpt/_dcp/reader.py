@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from vescale_ckpt._dcp.names import leaves_of
+from vescale_ckpt._dcp.path import NextPath
 from vescale_ckpt._errors import CorruptError, MismatchError, StateError
 from vescale_ckpt._format.manifest import TensorRecord
 from vescale_ckpt._load.fetch import fetch
@@ -32,7 +33,7 @@ from vescale_ckpt._tensors.boxes import Box, TensorBoxes
 from vescale_ckpt._tensors.dtypes import torch_dtype
 
 
-class StorageReader(torch_storage.StorageReader):
+class StorageReader(NextPath, torch_storage.StorageReader):
     """Lets `torch.distributed.checkpoint.load` read a checkpoint of this package.
 
     One that `dcp.save` has written through `StorageWriter`, or that `save` has; keys are joined
@@ -56,23 +57,10 @@ class StorageReader(torch_storage.StorageReader):
         cast: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        self._path, self._cast, self._progress = path, cast, progress or silent
+        NextPath.__init__(self, path)
+        self._cast, self._progress = cast, progress or silent
         self._checkpoint: Checkpoint | None = None
         self._leaves: dict[str, Node] = {}
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """What is read next."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Every path will do."""
-        return True
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to load, from `checkpoint_id` if it is given."""
-        self._path = self._path if checkpoint_id is None else checkpoint_id
 
     # No `**kwargs`: torch would ask again for a rank's own metadata, and hide the error.
     def read_metadata(self) -> Metadata:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from vescale_ckpt._dcp.names import paths_of, tensor_name, tree_of
+from vescale_ckpt._dcp.path import NextPath
 from vescale_ckpt._dcp.place import Place
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._format import checksums
@@ -46,7 +47,7 @@ class Written(NamedTuple):
     values: dict[str, Node]
 
 
-class StorageWriter(torch_storage.StorageWriter):
+class StorageWriter(NextPath, torch_storage.StorageWriter):
     """Lets `torch.distributed.checkpoint.save` and `async_save` write this package's format.
 
     The checkpoint is complete or absent, every byte is under a checksum, and nothing in it is
@@ -74,24 +75,11 @@ class StorageWriter(torch_storage.StorageWriter):
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        self._path, self._overwrite, self._progress = path, overwrite, progress or silent
+        NextPath.__init__(self, path)
+        self._overwrite, self._progress = overwrite, progress or silent
         # Of the save under way, on the coordinator; what a failed one has left, until the next.
         self._location: SaveLocation | None = None
         self._checksum = checksums.CRC32
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """Where the next save goes."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Every path will do."""
-        return True
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save, to `checkpoint_id` if it is given."""
-        self._path = self._path if checkpoint_id is None else checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check what can be checked on every rank."""

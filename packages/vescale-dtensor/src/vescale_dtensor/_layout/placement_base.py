@@ -9,7 +9,7 @@ from torch.distributed.tensor import placement_types as torch_placements
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.intervals import Intervals, consecutive
 from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.compat import asked_by_torch_dtensor
+from vescale_dtensor._torch.call_site import asked_by_torch_dtensor
 
 # One object per value and process: constructing one goes through torch's C++, and `is` then settles
 # most comparisons. Bounded, so values may still exist twice; nothing relies on identity.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -462,21 +461,6 @@ def name_of_overload(op: Any) -> Any:
     return (
         op.overloadpacket if isinstance(op, _OVERLOAD) else op if isinstance(op, _PACKET) else None
     )
-
-
-# The module that defines `isinstance` for torch's placements: its name differs over versions.
-_PLACEMENT_META = type(placement_types.Shard).__module__
-
-
-def asked_by_torch_dtensor() -> bool:
-    """Whether a module of torch.distributed.tensor reads the attribute whose getter asks."""
-    # Frame 0 is this function, 1 the getter, 2 the code that reads the attribute. `isinstance`
-    # itself has no frame.
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == _PLACEMENT_META:
-        frame = frame.f_back  # the `isinstance` of torch's placements is a Python function
-    name = "" if frame is None else str(frame.f_globals.get("__name__"))
-    return name.startswith("torch.distributed.tensor")
 
 
 def breaks_graph(reason: str) -> Callable[[Function], Function]:
