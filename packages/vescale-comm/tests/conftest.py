@@ -1,10 +1,13 @@
-"""Makes the helper module beside the tests importable, here and in the workers."""
+"""Makes the helper module beside the tests importable, here and in the workers; one thread each."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
 from vescale_comm.testing import preload
 
+# Workers have one as well, and sums of another number of threads have other bits.
+torch.set_num_threads(1)
 preload("torch.distributed.fsdp", "torch.distributed.tensor")
