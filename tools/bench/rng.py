@@ -7,7 +7,7 @@ from them to the end. The portable policy is held against itself filling the who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -31,6 +31,7 @@ from vescale_rng import (
 )
 
 from tools.bench import Ratio
+from tools.bench._rng_consistent import SHAPES, Size, costs
 from tools.bench._rng_memory import peaks
 from tools.bench._timing import microseconds, microseconds_once
 
@@ -53,8 +54,10 @@ GOAL = 1.25  # of the whole, and for one range of memory of as many draws and th
 Call = Callable[[], object]
 
 
-def measure(extent: int = 2048, rounds: int = 5, *, memory: bool = True) -> Iterator[Ratio]:
-    """Pieces of a square matrix, the move of a stream, small calls, and extra memory."""
+def measure(
+    extent: int = 2048, rounds: int = 5, *, memory: bool = True, shapes: Sequence[Size] = SHAPES
+) -> Iterator[Ratio]:
+    """Pieces of a square matrix, moves of the stream, small calls, `consistent`, extra memory."""
     torch.set_num_threads(1)
     for name in POLICIES:
         with vescale_rng.use(name):
@@ -62,6 +65,7 @@ def measure(extent: int = 2048, rounds: int = 5, *, memory: bool = True) -> Iter
     yield from _policies(extent, rounds)
     yield from _small(rounds)
     yield from _moves(rounds)
+    yield from costs(rounds, shapes)
     if memory:
         yield from peaks()
 

@@ -37,12 +37,14 @@ def test_experts_send_no_more_than_padded_dispatch_does():
 
 
 def test_rng_times_every_distribution_against_both_references():
-    rows = list(rng.measure(extent=16, rounds=1, memory=False))
+    rows = list(rng.measure(extent=16, rounds=1, memory=False, shapes=[(4, 4)]))
     against = {(row.name, row.against) for row in rows}
     assert len(against) == len(rows)
     assert {
         ("native: uniform, rows", "the whole"),
         ("portable: normal, ragged", "as many"),
+        ("consistent: F.dropout, 4 x 4, each draw asks", "stock"),
+        ("consistent: F.dropout, 4 x 4, rows told", "stock"),
     } < against
     assert all(row.ours > 0 for row in rows)
 

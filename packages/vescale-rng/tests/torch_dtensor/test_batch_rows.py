@@ -186,6 +186,35 @@ def test_rows_that_are_told_and_other_policies():
     assert run(told) == [[]] * RANKS
 
 
+def repeated(rank, world):
+    """The same shapes again and again: what was found out is looked up, and nobody is asked."""
+    mesh, mine = init_device_mesh("cpu", (world,)), rows_of(11, world, rank)
+    weight = nn.Parameter(torch.ones(11, 6))
+
+    def draws(x):
+        kept = [F.dropout(x, p) for p in (0.4, 0.4, 0.1, 0.4)]
+        kept += [F.dropout(one, 0.4) for one in (x.flatten(1), x.transpose(1, 2), x.double(), x)]
+        # A parameter is no rows, whatever its shape.
+        return [*kept, weight.data[:3].bernoulli_(0.6), torch.rand(())]
+
+    torch.manual_seed(5)
+    x = sample(11)
+    expected = [draws(x) for _ in range(3)]
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    with consistent(data=mesh, rows=(3, 3, 3, 2)):
+        F.dropout(x[mine], 0.4)
+        torch.manual_seed(5)
+        found = [draws(x[mine]) for _ in range(3)]
+    pairs = [(a, b) for one, two in zip(found, expected, strict=True)
+             for a, b in zip(one[:-2], two[:-2], strict=True)]  # fmt: skip
+    return all(torch.equal(a, b[mine]) for a, b in pairs), torch.equal(torch.get_rng_state(), after)
+
+
+def test_draws_that_are_repeated():
+    assert run(repeated) == [(True, True)] * RANKS
+
+
 def backward_outside(rank, world):
     """Only the forward is in the block; what is recomputed belongs to it all the same."""
     mesh, wrong = init_device_mesh("cpu", (world,)), []

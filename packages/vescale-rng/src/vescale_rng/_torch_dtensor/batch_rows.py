@@ -42,6 +42,11 @@ class BatchRows:
         # Set by the first draw, which compares the generators once where nothing is asked.
         self._drawn = False
 
+    @property
+    def asks_nobody(self) -> bool:
+        """Whether draws go by what was told: after the first one has compared it."""
+        return self._drawn and not self._asks
+
     def layout(self, part: RankPart, held: ShardLayout | None, generator: Any) -> ShardLayout:
         """Return the layout of a rank's part of what all data ranks draw.
 
@@ -76,7 +81,7 @@ class BatchRows:
 
     def close(self) -> None:
         """Compare the generators once more, where draws went by what was told. A collective."""
-        if self._drawn and not self._asks:
+        if self.asks_nobody:
             self._check_step([row[0] for row in self.axes.gather([fingerprint()])], "at the end")
 
     def _dim_of(self, part: RankPart) -> tuple[RankPart, int]:

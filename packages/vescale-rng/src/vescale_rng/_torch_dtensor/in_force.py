@@ -79,10 +79,14 @@ def decide() -> Iterator[None]:
 def _called_by_us() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        room = frame.f_globals.get("__name__", "").split(".")
-        # No function of this package calls back into a program: a frame of ours draws for us.
-        if room[0] == "vescale_rng" and room[1:2] not in (["_torch_dtensor"], ["torch_dtensor"]):
-            return True
+        name = frame.f_globals.get("__name__")
+        # First what most frames of a deep model answer: this is asked at every draw.
+        if name is not None and name.startswith("vescale_rng"):
+            room = name.split(".")
+            # No function of this package calls back into a program: a frame of ours draws for us.
+            mine = room[0] == "vescale_rng"
+            if mine and room[1:2] not in (["_torch_dtensor"], ["torch_dtensor"]):
+                return True
         frame = frame.f_back
     return False
 

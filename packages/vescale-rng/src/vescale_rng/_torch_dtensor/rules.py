@@ -11,6 +11,7 @@ from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._policy import policy
 from vescale_rng._torch_dtensor.batch_rows import BatchRows, part_of
 from vescale_rng._torch_dtensor.empty_rows import Cannot
+from vescale_rng._torch_dtensor.known_draws import KNOWN_OP, KnownDraws, can_be_known
 from vescale_rng._torch_dtensor.ops import (
     DATA_DEPENDENT,
     HANDLERS,
@@ -119,9 +120,21 @@ class BatchRule(BlockRule):
     def __init__(self, rows: BatchRows, factories: str | None) -> None:
         self._rows = rows
         self._factories = factories
+        self._known = KnownDraws()
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `BlockRule.draw`."""
+        # Only where nobody is asked: else the other ranks would wait for this one's message.
+        if func is KNOWN_OP and self._rows.asks_nobody:
+            drawn = self._known.draw(args, kwargs)
+            if drawn is None:
+                drawn = self._draw(func, args, kwargs)
+                if can_be_known(args, kwargs):
+                    self._known.remember(args, kwargs, self.held(func, args[0]))
+            return drawn
+        return self._draw(func, args, kwargs)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = named_arguments(func, args, kwargs)
         target = _target(named)
         if target is None:
