@@ -131,6 +131,7 @@ PACKAGES = (
             "_portable",
             "_cpu | _cuda",
             "_layout | distributions | _policy",
+            "_arguments",
             "_errors | _torch_versions | _version",
         ),
     ),

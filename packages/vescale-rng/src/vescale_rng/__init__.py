@@ -17,11 +17,11 @@ All public names are here. The longer lists are also grouped by module: `distrib
 `layouts`, `streams` (positions, states), `cuda`, `errors`, `init` (of parameters) and
 `torch_dtensor` (torch's own DTensor).
 
-Reading guide, from below: `_errors`, `_policy`, `distributions` and `_layout` (geometry) know no
-generator; `_cpu`, `_cuda` and `_portable` draw, each by its own map from places to numbers;
-`_draw` and `init` are the public functions on top of them, `_state` is about where generators
-stand, and `_torch_dtensor` connects all of it to torch's DTensor. Imports point down only.
-`_torch_versions` warns of a torch that was not tested.
+Reading guide, from below: `_errors`, `_arguments` (what each must be), `_policy`, `distributions`
+and `_layout` (geometry) know no generator; `_cpu`, `_cuda` and `_portable` draw, each by its own
+map from places to numbers; `_draw` and `init` are the public functions on top of them, `_state` is
+about where generators stand, and `_torch_dtensor` connects all of it to torch's DTensor. Imports
+point down only. `_torch_versions` warns of a torch that was not tested.
 """
 
 from typing import Any

@@ -49,7 +49,7 @@ def use(name: str) -> Iterator[None]:
     """
     if name not in _POLICIES:
         raise PolicyError(
-            f'policy "{name}" was asked for, vescale-rng has '
+            f"`name`: policy {name!r:.80} was asked for, vescale-rng has "
             + " and ".join(f'"{known}"' for known in _POLICIES)
         )
     token = _current.set(name)

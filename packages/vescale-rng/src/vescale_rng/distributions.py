@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vescale_rng._arguments import INTEGER, NUMBER, is_integer, is_number, refused
+
 __all__ = [
     "Bernoulli",
     "Cauchy",
@@ -21,10 +23,19 @@ __all__ = [
     "Uniform",
 ]
 
+# Parameters that are numbers, whatever draws them; `RandInt` looks after its own.
+_NUMBERS = frozenset(("low", "high", "mean", "std", "p", "rate", "median", "sigma"))
+
 
 @dataclass(frozen=True)
 class Distribution(ABC):
     """What to draw. Parameters are those of the torch method of the same name."""
+
+    def __post_init__(self) -> None:
+        """Refuse a parameter that is no number: numbers are judged by torch, when it draws."""
+        for name, value in vars(self).items():
+            if name in _NUMBERS and not is_number(value):
+                raise refused(name, NUMBER, value)
 
     @abstractmethod
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
@@ -87,6 +98,12 @@ class RandInt(Distribution):
 
     low: int
     high: int | None
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are no integers."""
+        for name, value in (("low", self.low), ("high", self.high)):
+            if not is_integer(value) and not (name == "high" and value is None):
+                raise refused(name, INTEGER, value)
 
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
         """See `Distribution.draw`."""

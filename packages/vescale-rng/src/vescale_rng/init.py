@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import init as torch_init
 
+from vescale_rng._arguments import checked
 from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.truncated import trunc_normal_
@@ -36,6 +37,7 @@ __all__ = [
 Fan = Literal["fan_in", "fan_out"]
 
 
+@checked()
 def uniform_(
     local: torch.Tensor,
     a: float = 0.0,
@@ -48,6 +50,7 @@ def uniform_(
     return _filled(local, Uniform(a, b), layout, generator)
 
 
+@checked()
 def normal_(
     local: torch.Tensor,
     mean: float = 0.0,
@@ -60,6 +63,7 @@ def normal_(
     return _filled(local, Normal(mean, std), layout, generator)
 
 
+@checked()
 def kaiming_uniform_(
     local: torch.Tensor,
     a: float = 0,
@@ -83,6 +87,7 @@ def kaiming_uniform_(
     return _filled(local, Uniform(-bound, bound), held, generator)
 
 
+@checked()
 def kaiming_normal_(
     local: torch.Tensor,
     a: float = 0,
@@ -104,6 +109,7 @@ def kaiming_normal_(
     return _filled(local, Normal(0.0, std), held, generator)
 
 
+@checked()
 def xavier_uniform_(
     local: torch.Tensor,
     gain: float = 1.0,
@@ -123,6 +129,7 @@ def xavier_uniform_(
     return _filled(local, Uniform(-bound, bound), held, generator)
 
 
+@checked()
 def xavier_normal_(
     local: torch.Tensor,
     gain: float = 1.0,
@@ -140,6 +147,7 @@ def xavier_normal_(
     return _filled(local, Normal(0.0, _xavier_std(held, gain)), held, generator)
 
 
+@checked()
 def orthogonal_(
     local: torch.Tensor,
     gain: float = 1,

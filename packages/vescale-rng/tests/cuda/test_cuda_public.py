@@ -176,7 +176,7 @@ def test_a_generator_in_memory_is_two_integers():
 
 
 def test_a_generator_of_another_device_is_refused():
-    with pytest.raises(DeviceError, match="generator on cuda:1"):
+    with pytest.raises(DeviceError, match="`generator`: one on cuda:1"):
         fill_(torch.empty(4), Normal(), None, StandInGenerator(device="cuda:1"))
 
 

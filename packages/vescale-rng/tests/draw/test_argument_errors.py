@@ -4,6 +4,8 @@ Above all: what has no `dim` counts as replicated, so a number or a string among
 would give every rank the whole tensor.
 """
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,120 @@ def test_the_argument_is_named(what):
         call()
     assert torch.equal(torch.get_rng_state(), before)
     assert not LOCAL.any()
+
+
+def whole_layout():
+    return rng.whole((3, 4))
+
+
+GENERATOR = torch.Generator()
+NUMBERS = {
+    "Uniform": ("low", "high"),
+    "Normal": ("mean", "std"),
+    "LogNormal": ("mean", "std"),
+    "Bernoulli": ("p",),
+    "Exponential": ("rate",),
+    "Geometric": ("p",),
+    "Cauchy": ("median", "sigma"),
+}
+ROWS = {"layout": LAYOUT, "generator": GENERATOR}
+LOCAL_ROWS = {"local": LOCAL.clone(), **ROWS}
+ALL = {"layout": whole_layout(), "generator": GENERATOR}
+GOOD = {  # arguments that are right, of which the test below replaces one at a time
+    **{name: dict.fromkeys(names, 0.5) for name, names in NUMBERS.items()},
+    "fill_": {**LOCAL_ROWS, "distribution": Normal()},
+    "dropout": {**LOCAL_ROWS, "p": 0.5},
+    "native_dropout": {**LOCAL_ROWS, "p": 0.5, "train": True},
+    "alpha_dropout": {**LOCAL_ROWS, "p": 0.5},
+    "feature_dropout": {**LOCAL_ROWS, "p": 0.5},
+    "feature_alpha_dropout": {**LOCAL_ROWS, "p": 0.5},
+    "rand": {**ROWS, "dtype": torch.float32, "device": "cpu"},
+    "randn": {**ROWS, "dtype": torch.float32, "device": "cpu"},
+    "randint": {**ROWS, "low": 0, "high": 9, "dtype": torch.int64, "device": "cpu"},
+    "rand_like": {**LOCAL_ROWS, "dtype": torch.float32},
+    "randn_like": {**LOCAL_ROWS, "dtype": torch.float32},
+    "randint_like": {**LOCAL_ROWS, "low": 0, "high": 9, "dtype": torch.int64},
+    "gumbel_like": LOCAL_ROWS,
+    "randperm": {"n": 12, "dtype": torch.int64, "generator": GENERATOR},
+    "multinomial": {
+        "probabilities": torch.ones(3, 4), "num_samples": 2, "replacement": False, **ROWS
+    },
+    "bernoulli": {"input": LOCAL, "p": 0.5, **ROWS},
+    "bernoulli_": {**LOCAL_ROWS, "p": 0.5},
+    "normal": {"mean": LOCAL, "std": 1.0, **ROWS},
+    "poisson": {"rates": LOCAL, **ALL},
+    "binomial": {"count": LOCAL, "probabilities": LOCAL, **ALL},
+    "rrelu": {"input": LOCAL, "lower": 0.1, "upper": 0.3, **ALL},
+    "trunc_normal_": {**LOCAL_ROWS, "mean": 0.0, "std": 1.0, "a": -2.0, "b": 2.0},
+    "advance": {"words": 3, "generator": GENERATOR},
+    "position": {"generator": GENERATOR},
+    "fingerprint": {"generator": GENERATOR},
+    "seek": {"place": rng.position(GENERATOR), "generator": GENERATOR},
+    "draws": {
+        "distribution": Normal(), "shape": (6, 4), "dtype": torch.float32,
+        "memory_order": (0, 1), "cached": False, "device": "cpu",
+    },
+    "skip": {
+        "distribution": Normal(), "shape": (6, 4), "dtype": torch.float32,
+        "memory_order": (0, 1), "generator": GENERATOR,
+    },
+    "get_state": {"generator": GENERATOR},
+    "set_state": {"state": rng.get_state(GENERATOR), "generator": GENERATOR},
+    "RandInt": {"low": 0, "high": 9},
+    "Multinomial": {"num_samples": 2, "replacement": False},
+    "BernoulliOf": {"p_dtype": torch.float32},
+    "layout_of": {
+        "global_shape": (6, 4), "placements": [Shard()], "mesh_shape": (2,), "coordinate": (0,)
+    },
+    "layout_of_slices": {"global_shape": (6, 4), "slices": slice(0, 3)},
+    "whole": {"shape": (6, 4)},
+    "Box": {"global_offset": (0, 0), "shape": (3, 4), "local_offset": 0, "local_strides": (4, 1)},
+    "ShardLayout": {
+        "global_shape": (6, 4), "boxes": [BOX], "replica": (0, 1), "memory_order": (0, 1),
+        "local_shape": (3, 4),
+    },
+}  # fmt: skip
+# Of no kind that any argument takes, but for numbers, which are tried where one is none.
+WRONG = {
+    "a list": [1.5],
+    "text": "words",
+    "an object": object(),
+    "a dict": {"a": 1},
+    "half a number": 1.5,
+    "a truth value": True,
+    "less than nothing": -1,
+    "a tensor of another device": torch.empty(3, 4, device="meta"),
+}
+# What a wrong value may be all the same: torch judges numbers, and takes booleans for no others.
+TAKEN = {
+    "half a number": ("low", "high", "mean", "std", "rate", "median", "sigma", "p", "a", "b",
+                      "lower", "upper"),
+    "a truth value": ("train", "replacement", "cached"),
+    "less than nothing": ("low", "high", "mean", "std", "rate", "median", "sigma", "p", "a", "b",
+                          "lower", "upper", "num_samples", "local_offset"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_each_argument_of_each_function_is_refused_by_its_name(name):
+    function, good = getattr(rng, name), GOOD[name]
+    function(**good)
+    for argument in good:
+        for kind, value in WRONG.items():
+            if argument in TAKEN.get(kind, ()):
+                continue
+            with pytest.raises(RngError) as caught:
+                function(**{**good, argument: value})
+            assert f"`{argument}`" in str(caught.value), (argument, kind, str(caught.value))
+
+
+def test_no_public_function_is_left_out():
+    left = {"as_layout", "at", "check_in_step", "layout_of_tensor", "policy", "threads_of", "use",
+            "use_threads"}  # fmt: skip
+    functions = {n for n in rng.__all__ if inspect.isfunction(getattr(rng, n))}
+    assert functions - left <= set(GOOD)
+    with pytest.raises(RngError, match="`name`: policy 3 was asked for"), rng.use(3):
+        pass
 
 
 def test_lists_are_as_good_as_tuples():

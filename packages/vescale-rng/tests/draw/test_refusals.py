@@ -109,7 +109,7 @@ def test_what_torch_refuses_is_refused_on_every_rank(distribution, dtype, words,
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
 def test_dropout_takes_a_probability(p):
-    with pytest.raises(DistributionError, match="between 0 and 1"):
+    with pytest.raises(DistributionError, match="`p`: a probability, a number from 0 to 1"):
         dropout(torch.ones(4), p, whole((4,)))
 
 
@@ -136,12 +136,12 @@ def test_another_device_is_refused_and_never_drawn_locally(device, words, shape)
 
 def test_a_generator_of_another_device_is_refused():
     elsewhere = SimpleNamespace(device=torch.device("cuda", 0))
-    with pytest.raises(DeviceError, match="generator on cuda:0"):
+    with pytest.raises(DeviceError, match="`generator`: one on cuda:0"):
         fill_(torch.empty(3), Uniform(), whole((3,)), elsewhere)
 
 
 def test_unknown_policies_are_refused():
-    with pytest.raises(PolicyError, match='"fast"'), use("fast"):
+    with pytest.raises(PolicyError, match="'fast'"), use("fast"):
         pass
     with use("native"):
         assert policy() == "native"

@@ -146,5 +146,7 @@ def test_refusals():
         multinomial(-torch.ones(2, 3), 1, layout=whole((2, 3)))
     with pytest.raises(LayoutError, match=r"shape \(5,\)"):
         randperm(5, whole((6,)))
-    with pytest.raises(DistributionError, match="torch says"):
+    with pytest.raises(DistributionError, match=r"`n`: .* got n=-1"):
         randperm(-1)
+    with pytest.raises(DistributionError, match="torch says"):
+        randperm(300, dtype=torch.uint8)

@@ -35,7 +35,7 @@ class _Current:
         self.world: weakref.ref[ProcessGroup] | None = None
         self.process = -1
         self.watcher: Watcher | None = None
-        self.registered = False
+        self.registered = -1  # the process whose exit functions are there
         # Of worlds that have ended, with nobody to raise it to.
         self.untold: str | None = None
 
@@ -66,9 +66,18 @@ def start() -> None:
             # store is held until then, and not beyond.
             ends = weakref.finalize(world, _retire, _current.watcher, os.getpid(), shared[0])
             ends.atexit = False
-        if not _current.registered:
-            _current.registered = True
-            atexit.register(_leave)
+        if _current.registered != os.getpid():
+            _register_exits()
+
+
+def _register_exits() -> None:
+    _current.registered = os.getpid()
+    # From Python 3.13 on multiprocessing starts a forked process without the exit functions of its
+    # parent, which imported this module: there they are registered again, in the same order.
+    functions = (_leave,) if os.getpid() == _IMPORTED else (_fail, _leave)
+    for function in functions:
+        atexit.unregister(function)
+        atexit.register(function)
 
 
 def current() -> Watcher | None:
@@ -199,5 +208,6 @@ def _fail() -> None:
     end_process(f"vescale_comm.CommMismatchError: {_current.untold}")
 
 
+_IMPORTED = os.getpid()
 # First of all of this package, so that it is called after what the program registers.
 atexit.register(_fail)

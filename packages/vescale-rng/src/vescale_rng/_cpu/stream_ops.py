@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from vescale_rng._arguments import DTYPE, INTEGER, TRUTH, refused
 from vescale_rng._cpu import generator_state as cpu_state
 from vescale_rng._cpu.draw_order import draw_order_of
 from vescale_rng._errors import DistributionError
@@ -48,6 +49,11 @@ class BernoulliOf(StreamOp):
 
     p_dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what is no dtype."""
+        if self.p_dtype is not None and not isinstance(self.p_dtype, torch.dtype):
+            raise refused("p_dtype", DTYPE, self.p_dtype)
+
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""
         return prod(shape) * words_of_bernoulli(dtype, self.p_dtype or dtype)
@@ -59,6 +65,12 @@ class Multinomial(StreamOp):
 
     num_samples: int
     replacement: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of samples."""
+        for name, kind in (("num_samples", INTEGER), ("replacement", TRUTH)):
+            if not kind.holds(getattr(self, name)):
+                raise refused(name, kind, getattr(self, name))
 
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""

@@ -36,6 +36,9 @@ class EachOf(Distribution):
 
     p: torch.Tensor
 
+    def __post_init__(self) -> None:
+        """Take a tensor, unlike those of one number."""
+
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
         """See `Distribution.draw`."""
         out.bernoulli_(self.p, generator=generator)

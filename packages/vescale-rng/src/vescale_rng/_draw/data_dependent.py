@@ -8,6 +8,7 @@ the elements before it, which other ranks have.
 import torch
 from torch.nn import functional
 
+from vescale_rng._arguments import FLOATS, checked
 from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._errors import DistributionError, LayoutError
 from vescale_rng._layout.fill_plan import plan_for
@@ -15,6 +16,7 @@ from vescale_rng._layout.layout import LayoutLike, as_layout
 from vescale_rng._policy import require_native
 
 
+@checked(rates=FLOATS)
 def poisson(
     rates: torch.Tensor, layout: LayoutLike, generator: torch.Generator | None = None
 ) -> torch.Tensor:
@@ -31,13 +33,14 @@ def poisson(
         DeviceError: the tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
     """
-    generator = _check("poisson", rates, layout, generator)
+    generator = _check("poisson", "rates", rates, layout, generator)
     try:
         return torch.poisson(rates, generator)
     except RuntimeError as error:
         raise DistributionError(f"poisson: torch says {str(error).splitlines()[0]!r}") from error
 
 
+@checked(count=FLOATS)
 def binomial(
     count: torch.Tensor,
     probabilities: torch.Tensor,
@@ -58,14 +61,15 @@ def binomial(
         DeviceError: a tensor or the generator is not on CPU.
         PolicyError: the policy is not "native".
     """
-    generator = _check("binomial", count, layout, generator)
-    check_device(probabilities)
+    generator = _check("binomial", "count", count, layout, generator)
+    check_device(probabilities, "probabilities")
     try:
         return torch.binomial(count, probabilities, generator)
     except RuntimeError as error:
         raise DistributionError(f"binomial: torch says {str(error).splitlines()[0]!r}") from error
 
 
+@checked(input=FLOATS)
 def rrelu(
     input: torch.Tensor,
     layout: LayoutLike,
@@ -89,21 +93,27 @@ def rrelu(
         PolicyError: the policy is not "native".
     """
     given = generator
-    generator = _check("rrelu", input, layout, generator)
+    generator = _check("rrelu", "input", input, layout, generator)
     try:
         # torch's functional form takes no generator; the other form draws the same.
         if given is None:
             return functional.rrelu(input, lower, upper, training=True)
         return torch.rrelu(input, lower, upper, True, generator=generator)
     except RuntimeError as error:
-        raise DistributionError(f"rrelu: torch says {str(error).splitlines()[0]!r}") from error
+        raise DistributionError(
+            f"rrelu(lower={lower}, upper={upper}): torch says {str(error).splitlines()[0]!r}"
+        ) from error
 
 
 def _check(
-    what: str, local: torch.Tensor, layout: LayoutLike, generator: torch.Generator | None
+    what: str,
+    name: str,
+    local: torch.Tensor,
+    layout: LayoutLike,
+    generator: torch.Generator | None,
 ) -> torch.Generator:
     require_native(what)
-    check_device(local)
+    check_device(local, name)
     plan = plan_for(as_layout(layout), local)
     # A fact of every rank alike, unless a layout is: no rank draws what another refuses.
     if plan.numel and not plan.whole:

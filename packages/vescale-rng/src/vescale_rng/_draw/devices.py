@@ -7,7 +7,7 @@ from vescale_rng._errors import DeviceError
 from vescale_rng._policy import policy
 
 
-def check_device(local: torch.Tensor) -> None:
+def check_device(local: torch.Tensor, name: str = "local") -> None:
     """Refuse a tensor that is not on CPU, for ops that only the CPU has natively.
 
     Raises:
@@ -16,7 +16,7 @@ def check_device(local: torch.Tensor) -> None:
     if local.device.type != "cpu" and policy() != "portable":
         other = ' (on CUDA, use("portable"))' if local.device.type == "cuda" else ""
         raise DeviceError(
-            f"random numbers were asked for a tensor on {local.device}, this version of "
+            f"`{name}`: random numbers were asked for a tensor on {local.device}, this version of "
             f"vescale-rng draws this op on cpu only{other}"
         )
 
@@ -36,13 +36,13 @@ def cuda_generator(
     """
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"random numbers were asked for a tensor on {local.device}, and CUDA is not available "
-            "to torch here"
+            f"`local`: random numbers were asked for a tensor on {local.device}, and CUDA is not "
+            "available to torch here"
         )
     if generator is not None and generator.device != local.device:
         raise DeviceError(
-            f"a generator on {generator.device} was given for a tensor on {local.device}: give one "
-            "of that device, or none for torch's default"
+            f"`generator`: one on {generator.device} was given for a tensor on {local.device}: "
+            "give one of that device, or none for torch's default"
         )
     return generator
 
@@ -55,7 +55,8 @@ def torch_generator(generator: torch.Generator | GraphGenerator | None) -> torch
     """
     if isinstance(generator, GraphGenerator):
         raise DeviceError(
-            "a GraphGenerator was given: only the native policy draws from it, into CUDA tensors"
+            "`generator`: a GraphGenerator was given: only the native policy draws from it, into "
+            "CUDA tensors"
         )
     if generator is not None and not hasattr(generator, "device"):
         raise DeviceError(
@@ -75,7 +76,7 @@ def cpu_generator(generator: torch.Generator | GraphGenerator | None) -> torch.G
         return torch.default_generator
     if generator.device.type != "cpu" and policy() != "portable":
         raise DeviceError(
-            f"a generator on {generator.device} was given, this version of vescale-rng serves "
+            f"`generator`: one on {generator.device} was given, this version of vescale-rng serves "
             "cpu generators: give one, or none for torch's default"
         )
     return generator

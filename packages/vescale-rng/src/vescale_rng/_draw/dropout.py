@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from vescale_rng._arguments import FLOATS, checked
 from vescale_rng._cpu.fill import ways_around
 from vescale_rng._cpu.stream import advance
 from vescale_rng._cuda import dropout as cuda_dropout
@@ -23,6 +24,7 @@ from vescale_rng._policy import policy
 from vescale_rng.distributions import Bernoulli
 
 
+@checked(local=FLOATS)
 def dropout(
     local: torch.Tensor,
     p: float,
@@ -83,6 +85,7 @@ def _drawn_like(local: torch.Tensor, p: float, before: int, after: int) -> torch
     return noise
 
 
+@checked(local=FLOATS)
 def native_dropout(
     local: torch.Tensor,
     p: float,
@@ -181,7 +184,7 @@ def check_dropout(
     if not _is_probability(p):
         raise DistributionError(f"{what} takes a probability between 0 and 1, got p={p!r}")
     if not local.is_floating_point():
-        raise DistributionError(f"{what} takes a floating point tensor, got {local.dtype}")
+        raise DistributionError(f"`local`: {what} takes a floating point tensor, got {local.dtype}")
     if is_cuda(local):
         return as_layout(layout), cuda_generator(local, generator)
     check_device(local)

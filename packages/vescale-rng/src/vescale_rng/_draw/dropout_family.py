@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from vescale_rng._arguments import FLOATS, checked
 from vescale_rng._cuda.generator_state import GraphGenerator
 from vescale_rng._draw.dropout import check_dropout
 from vescale_rng._draw.fill import fill_
@@ -18,6 +19,7 @@ from vescale_rng.distributions import Bernoulli
 _ALPHA = 1.7580993408473766
 
 
+@checked(local=FLOATS)
 def alpha_dropout(
     local: torch.Tensor,
     p: float,
@@ -44,6 +46,7 @@ def alpha_dropout(
     return _alpha(local, fill_(noise, Bernoulli(1 - p), held, call.generator), p)
 
 
+@checked(local=FLOATS)
 def feature_dropout(
     local: torch.Tensor,
     p: float,
@@ -72,6 +75,7 @@ def feature_dropout(
     return local * _feature_noise(local, p, call).div_(1 - p)
 
 
+@checked(local=FLOATS)
 def feature_alpha_dropout(
     local: torch.Tensor,
     p: float,

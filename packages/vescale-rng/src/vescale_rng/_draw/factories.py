@@ -3,6 +3,7 @@
 import torch
 
 from vescale_rng import _portable as portable
+from vescale_rng._arguments import checked
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import LayoutError
 from vescale_rng._layout.fill_plan import plan_for
@@ -13,6 +14,7 @@ from vescale_rng._policy import policy
 from vescale_rng.distributions import Distribution, Exponential, Normal, RandInt, Uniform
 
 
+@checked()
 def rand(
     layout: LayoutLike,
     *,
@@ -34,6 +36,7 @@ def rand(
     return _new(Uniform(), layout, (dtype, device), generator)
 
 
+@checked()
 def randn(
     layout: LayoutLike,
     *,
@@ -55,6 +58,7 @@ def randn(
     return _new(Normal(), layout, (dtype, device), generator)
 
 
+@checked()
 def randint(
     low: int,
     high: int,
@@ -81,6 +85,7 @@ def randint(
     return _new(RandInt(low, high), layout, (dtype, device), generator)
 
 
+@checked()
 def rand_like(
     local: torch.Tensor,
     layout: LayoutLike | None = None,
@@ -103,6 +108,7 @@ def rand_like(
     return _new_like(Uniform(), local, layout, dtype, generator)
 
 
+@checked()
 def randn_like(
     local: torch.Tensor,
     layout: LayoutLike | None = None,
@@ -114,6 +120,7 @@ def randn_like(
     return _new_like(Normal(), local, layout, dtype, generator)
 
 
+@checked()
 def randint_like(
     local: torch.Tensor,
     low: int,
@@ -127,6 +134,7 @@ def randint_like(
     return _new_like(RandInt(low, high), local, layout, dtype, generator)
 
 
+@checked()
 def gumbel_like(
     local: torch.Tensor,
     layout: LayoutLike | None = None,

@@ -4,6 +4,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from vescale_rng import _portable as portable
+from vescale_rng._arguments import checked
 from vescale_rng._cpu.fill import fill_cpu
 from vescale_rng._cuda.fill import fill_cuda
 from vescale_rng._cuda.generator_state import GraphGenerator
@@ -22,6 +23,7 @@ from vescale_rng._policy import policy
 from vescale_rng.distributions import Distribution
 
 
+@checked()
 def fill_(
     local: torch.Tensor,
     distribution: Distribution,

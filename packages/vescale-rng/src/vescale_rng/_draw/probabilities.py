@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vescale_rng import _portable as portable
+from vescale_rng._arguments import EACH, checked
 from vescale_rng._cpu.fill import Parameter, fill_with_parameter
 from vescale_rng._cpu.samplers import SerialOp
 from vescale_rng._cpu.stream_ops import words_of_bernoulli
@@ -21,6 +22,7 @@ from vescale_rng._policy import policy
 from vescale_rng.distributions import Bernoulli, Distribution, Normal
 
 
+@checked(p=EACH)
 def bernoulli_(
     local: torch.Tensor,
     p: float | torch.Tensor,
@@ -54,6 +56,7 @@ def bernoulli_(
         _each_on_cuda(target, local_of(p).detach(), as_layout(layout), generator)
         return local
     check_device(target)
+    check_device(local_of(p), "p")
     generator = cpu_generator(generator)
     plan = plan_for(as_layout(layout), target)
     # Before a rank without elements returns: all ranks refuse what torch refuses.
@@ -69,6 +72,7 @@ def bernoulli_(
     return local
 
 
+@checked()
 def bernoulli(
     input: torch.Tensor,
     layout: LayoutLike | None = None,
@@ -92,7 +96,7 @@ def bernoulli(
     held = as_layout(layout_of_tensor(input) if layout is None else layout)
     source = local_of(input)
     if not is_cuda(source):
-        check_device(source)
+        check_device(source, "input")
     plan_for(held, source)
     # torch's result is row-major, whatever the memory order of the input.
     result, where = make_like(source, held, row_major=True)
@@ -102,6 +106,7 @@ def bernoulli(
     return _drawn_from(bernoulli_(result, source, where, generator), source)
 
 
+@checked(mean=EACH, std=EACH)
 def normal(
     mean: torch.Tensor | float,
     std: torch.Tensor | float,
@@ -127,15 +132,16 @@ def normal(
             or neither parameter is a tensor.
         DeviceError: a tensor or the generator is not on CPU.
     """
-    tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
+    named = {"mean": mean, "std": std}
+    tensors = [x for x in named.values() if isinstance(x, torch.Tensor)]
     if not tensors:
         raise DistributionError(
-            "normal takes a tensor for the mean or the deviation; with two numbers use "
-            "fill_(local, Normal(mean, std), layout)"
+            f"normal takes a tensor for `mean` or `std`, got {mean=} and {std=}; with two "
+            "numbers use fill_(local, Normal(mean, std), layout)"
         )
-    for tensor in tensors:
-        if not is_cuda(tensor):
-            check_device(tensor)
+    for name, tensor in named.items():
+        if isinstance(tensor, torch.Tensor) and not is_cuda(tensor):
+            check_device(tensor, name)
     # Not by `< 0`: a NaN is refused as well, as torch refuses it.
     if isinstance(std, torch.Tensor) and std.numel() and not bool(std.min() >= 0):
         raise DistributionError("normal takes deviations of at least 0, found a smaller one")

@@ -5,6 +5,7 @@ from math import prod
 import torch
 
 from vescale_rng import _portable as portable
+from vescale_rng._arguments import checked
 from vescale_rng._cpu.stream import advance
 from vescale_rng._cpu.stream_ops import Multinomial
 from vescale_rng._draw.devices import check_device, cpu_generator
@@ -17,6 +18,7 @@ from vescale_rng._policy import policy
 from vescale_rng.distributions import Exponential
 
 
+@checked()
 def randperm(
     n: int,
     layout: LayoutLike | None = None,
@@ -43,7 +45,8 @@ def randperm(
     held = None if layout is None else as_layout(layout)
     if held is not None and held.global_shape != (n,):
         raise LayoutError(
-            f"randperm({n}) has the shape ({n},), the layout is of one of {held.global_shape}"
+            f"`layout`: randperm(n={n}) has the shape ({n},), the layout is of one of "
+            f"{held.global_shape}"
         )
     whole = _permutation(n, dtype, generator)
     if held is None:
@@ -69,6 +72,7 @@ def _permutation(n: int, dtype: torch.dtype, generator: torch.Generator) -> torc
     return whole
 
 
+@checked()
 def multinomial(
     probabilities: torch.Tensor,
     num_samples: int,
@@ -95,7 +99,7 @@ def multinomial(
         DistributionError: torch refuses the rows of this rank, the number of samples or the dtype.
         DeviceError: the tensor or the generator is not on CPU.
     """
-    check_device(probabilities)
+    check_device(probabilities, "probabilities")
     # Samples have no gradient, as torch's have none: a policy samples what it is trained on.
     probabilities = probabilities.detach()
     generator = cpu_generator(generator)

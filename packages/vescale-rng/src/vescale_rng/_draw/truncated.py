@@ -11,6 +11,7 @@ import torch
 from torch.nn import init
 
 from vescale_rng import _portable as portable
+from vescale_rng._arguments import checked
 from vescale_rng._cpu.rejection import Bounds, draw_normals, draw_uniforms
 from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
@@ -28,6 +29,7 @@ _Draw = Callable[["Truncated", ShardLayout, torch.Tensor, torch.Generator], None
 _REACH = 9.0
 
 
+@checked()
 def trunc_normal_(
     local: torch.Tensor,
     mean: float = 0.0,
@@ -70,7 +72,7 @@ def trunc_normal_(
     wanted = Truncated(mean, std, a, b)
     if not (std > 0 and a < b and target.is_floating_point()):
         raise DistributionError(
-            f"trunc_normal_ takes std > 0, a < b and a floating point dtype, got std={std}, "
+            f"trunc_normal_ takes std > 0, a < b and a floating point `local`, got std={std}, "
             f"a={a}, b={b}, {target.dtype}"
         )
     if mean < a - 2 * std or mean > b + 2 * std:

@@ -6,7 +6,7 @@ object that has the attributes of `LayoutLike` is a layout, and a tensor that ha
 """
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -74,6 +74,13 @@ class Box:
         for name in ("global_offset", "shape", "local_strides"):
             if type(value := getattr(self, name)) is not tuple:
                 object.__setattr__(self, name, integers(name, value))
+        if type(self.local_offset) is not int:
+            object.__setattr__(self, "local_offset", _offset(self.local_offset))
+
+
+def _offset(value: Any) -> int:
+    (found,) = integers("local_offset", (value,))
+    return found
 
 
 @dataclass(frozen=True)
@@ -110,11 +117,16 @@ class ShardLayout:
         """Take lists for tuples, and refuse what is neither."""
         for name in ("global_shape", "memory_order", "local_shape"):
             value = getattr(self, name)
-            if type(value) is not tuple and value is not None:
+            if type(value) is not tuple and (value is not None or name == "global_shape"):
                 object.__setattr__(self, name, integers(name, value))
+        replica = integers("replica", self.replica)
+        if len(replica) != 2 or not 0 <= replica[0] < replica[1]:
+            raise LayoutError(f"`replica`: (index, count) of the copies: got {self.replica!r:.80}")
         if type(self.boxes) is tuple and all(type(box) is Box for box in self.boxes):
             return
         try:
+            if isinstance(self.boxes, Mapping | Set | str):
+                raise TypeError(f"a {type(self.boxes).__name__}")
             boxes = tuple(box if isinstance(box, Box) else _box(box) for box in self.boxes)
         except (AttributeError, TypeError, ValueError) as error:
             raise LayoutError(
@@ -152,8 +164,12 @@ def integers(name: str, values: Any) -> Ints:
     """
     try:
         # Numbers alone: a string of digits is a sequence that `int` takes, too.
+        if isinstance(values, Mapping | Set):
+            raise TypeError  # its keys have no order to rely on
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError  # a truth value is no number here
         return tuple(operator.index(value) for value in values)
-    except TypeError:
+    except (TypeError, RuntimeError):
         raise LayoutError(
             f"`{name}`: a sequence of integers is needed, such as (6, 4): got {values!r:.80}"
         ) from None
@@ -168,7 +184,7 @@ def check_order(shape: Ints, memory_order: Ints | None) -> None:
     if min(shape, default=0) < 0:
         raise LayoutError(f"global shape {shape} has a negative extent")
     if memory_order is not None and sorted(memory_order) != list(range(len(shape))):
-        raise LayoutError(f"memory order {memory_order} does not name each dim of {shape} once")
+        raise LayoutError(f"`memory_order`: {memory_order} does not name each dim of {shape} once")
 
 
 def dense_strides(shape: Sequence[int], memory_order: Sequence[int] | None = None) -> Ints:

@@ -65,7 +65,7 @@ def layout_of(
             replica, replicas = replica * ranks + index, replicas * ranks
     local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
     # Unless it is said otherwise, the local tensor is ordered like the global one, without gaps.
-    strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
+    strides = _strides(local_shape, order, local_strides)
     boxes = _boxes(held, strides)
     return ShardLayout(shape, boxes, (replica, replicas), order, local_shape)
 
@@ -96,7 +96,7 @@ def layout_of_slices(
     shape = integers("global_shape", global_shape)
     order = None if memory_order is None else integers("memory_order", memory_order)
     check_order(shape, order)
-    given = (slices,) if isinstance(slices, slice) else tuple(slices)
+    given = _given(slices)
     if len(given) > len(shape) or not all(isinstance(one, slice) for one in given):
         raise LayoutError(
             f"`slices`: at most one slice for each dim of {shape}, such as slice(0, 2): got "
@@ -109,8 +109,20 @@ def layout_of_slices(
             raise LayoutError(f"`slices`: that of dim {dim} has a step of {step}")
         held.append([(start, stop - start)] if start < stop else [])
     local_shape = tuple(sum(n for _, n in stretches) for stretches in held)
-    strides = dense_strides(local_shape, order) if local_strides is None else tuple(local_strides)
+    strides = _strides(local_shape, order, local_strides)
     return ShardLayout(shape, _boxes(held, strides), memory_order=order, local_shape=local_shape)
+
+
+def _given(slices: slice | Sequence[slice]) -> tuple[slice, ...]:
+    if isinstance(slices, slice):
+        return (slices,)
+    if not isinstance(slices, Sequence):
+        raise LayoutError(f"`slices`: a slice, or a sequence of them: got {slices!r:.80}")
+    return tuple(slices)
+
+
+def _strides(shape: Ints, order: Ints | None, given: Sequence[int] | None) -> Ints:
+    return dense_strides(shape, order) if given is None else integers("local_strides", given)
 
 
 def _shard(held: Stretches, ranks: int, index: int, blocks: int) -> Stretches:
@@ -190,8 +202,9 @@ def _check(
 ) -> None:
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise LayoutError(
-            f"one placement and one coordinate for each mesh axis: got placements {placements}, "
-            f"mesh shape {tuple(mesh_shape)}, coordinate {tuple(coordinate)}"
+            "`placements`, `mesh_shape`, `coordinate`: one placement and one coordinate for each "
+            f"mesh axis: got placements {placements}, mesh shape {tuple(mesh_shape)}, "
+            f"coordinate {tuple(coordinate)}"
         )
     if not all(0 <= i < n for i, n in zip(coordinate, mesh_shape, strict=True)):
         raise LayoutError(

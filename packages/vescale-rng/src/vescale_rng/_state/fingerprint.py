@@ -2,6 +2,7 @@
 
 import torch
 
+from vescale_rng._arguments import checked
 from vescale_rng._cpu import generator_state as cpu_state
 from vescale_rng._cuda import generator_state as cuda_state
 from vescale_rng._draw.devices import cpu_generator
@@ -9,6 +10,7 @@ from vescale_rng._draw.devices import cpu_generator
 _MASK = (1 << 64) - 1
 
 
+@checked()
 def fingerprint(generator: torch.Generator | None = None) -> int:
     """Return a number that tells where a generator stands, to be compared with other ranks'.
 

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from vescale_rng._arguments import checked
 from vescale_rng._cpu import generator_state as cpu_state
 from vescale_rng._cpu.generator_state import Position
 from vescale_rng._cpu.mt19937_jump import WORDS
@@ -22,6 +23,7 @@ _ENGINE = "mt19937"
 _CUDA_ENGINE = "philox4x32-10"
 
 
+@checked()
 def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
     """Return all that decides the random numbers that follow, as JSON values (3.5 KB).
 
@@ -45,6 +47,7 @@ def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
     return state
 
 
+@checked()
 def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -> None:
     """Set a generator to where it was when `get_state` returned `state`, bit for bit.
 
@@ -66,7 +69,7 @@ def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -
     wanted = _generators(generator, with_cuda=torch.cuda.is_available() and "cuda" in places)
     for own in wanted:
         if own.device.type not in places:
-            raise StateError(f"the random state has no part {own.device.type!r}")
+            raise StateError(f"`state`: it has no part {own.device.type!r}")
     for own in wanted:
         place, threads = places[own.device.type]
         if isinstance(place, CudaPosition):
@@ -115,7 +118,9 @@ def _part(generator: torch.Generator) -> dict[str, Any]:
 def _check_head(state: Any) -> None:
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         found = state.get("version") if isinstance(state, dict) else type(state).__name__
-        raise StateError(f"a random state of version {_VERSION} was expected, found {found!r}")
+        raise StateError(
+            f"`state`: a random state of version {_VERSION} was expected, found {found!r}"
+        )
     if state.get("policy") != policy():
         raise PolicyError(
             f"the random state was saved under the policy {state.get('policy')!r}, the policy in "
@@ -125,23 +130,23 @@ def _check_head(state: Any) -> None:
 
 def _parse_cpu(cpu: Any) -> tuple[Position, None]:
     if not isinstance(cpu, dict) or cpu.get("engine") != _ENGINE:
-        raise StateError(f"the random state has no part 'cpu' of the engine {_ENGINE!r}")
+        raise StateError(f"`state`: it has no part 'cpu' of the engine {_ENGINE!r}")
     seed, index, normal = cpu.get("seed"), cpu.get("index"), cpu.get("normal")
     if not _is_natural(seed, 2**64 - 1) or not _is_natural(index, WORDS):
-        raise StateError(f"the random state has seed {seed!r} and index {index!r}: out of range")
+        raise StateError(f"`state`: it has seed {seed!r} and index {index!r}: out of range")
     if normal is not None and not isinstance(normal, float):
-        raise StateError(f"the random state has normal {normal!r}: neither a float nor null")
+        raise StateError(f"`state`: it has normal {normal!r}: neither a float nor null")
     return Position(seed, _words(cpu.get("words")), index, normal), None
 
 
 def _parse_cuda(cuda: Any) -> tuple[CudaPosition, int]:
     if not isinstance(cuda, dict) or cuda.get("engine") != _CUDA_ENGINE:
-        raise StateError(f"the random state has no part 'cuda' of the engine {_CUDA_ENGINE!r}")
+        raise StateError(f"`state`: it has no part 'cuda' of the engine {_CUDA_ENGINE!r}")
     seed, offset, threads = cuda.get("seed"), cuda.get("offset"), cuda.get("threads")
     if not _is_natural(seed, 2**64 - 1) or not _is_natural(offset, 2**64 - 1) or offset % 4:
-        raise StateError(f"the random state has seed {seed!r} and offset {offset!r}: out of range")
+        raise StateError(f"`state`: it has seed {seed!r} and offset {offset!r}: out of range")
     if not _is_natural(threads, 2**31 - 1) or threads == 0 or threads % 256:
-        raise StateError(f"the random state has threads {threads!r}: no multiple of 256")
+        raise StateError(f"`state`: it has threads {threads!r}: no multiple of 256")
     return CudaPosition(seed, offset), threads
 
 
@@ -158,7 +163,7 @@ def _words(text: Any) -> bytes:
         raise StateError(f"the words of the random state are not base64: {error}") from error
     if len(words) != 4 * WORDS:
         raise StateError(
-            f"the random state has {len(words)} bytes of words instead of {4 * WORDS}: it is cut"
+            f"`state`: it has {len(words)} bytes of words instead of {4 * WORDS}: it is cut"
         )
     return words
 

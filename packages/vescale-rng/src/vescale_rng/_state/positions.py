@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 
 from vescale_rng import _portable as portable
+from vescale_rng._arguments import checked
 from vescale_rng._cpu import generator_state as cpu_state
 from vescale_rng._cpu import stream
 from vescale_rng._cpu.draw_order import draw_order_of
@@ -22,11 +23,12 @@ from vescale_rng._draw.devices import cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DeviceError, DistributionError, RngError
 from vescale_rng._layout.fill_plan import FillPlan, fill_plan_of
-from vescale_rng._layout.layout import ShardLayout
+from vescale_rng._layout.layout import ShardLayout, integers
 from vescale_rng._policy import policy
 from vescale_rng.distributions import Distribution
 
 
+@checked()
 def position(generator: torch.Generator | None = None) -> Position | CudaPosition:
     """Tell where `generator` stands: an immutable value to come back to.
 
@@ -38,6 +40,7 @@ def position(generator: torch.Generator | None = None) -> Position | CudaPositio
     return cpu_state.read(cpu_generator(generator))
 
 
+@checked()
 def seek(place: Position | CudaPosition, generator: torch.Generator | None = None) -> None:
     """Set `generator` to `place`.
 
@@ -60,6 +63,7 @@ def seek(place: Position | CudaPosition, generator: torch.Generator | None = Non
     cpu_state.write(cpu_generator(generator), place)
 
 
+@checked()
 @contextmanager
 def at(place: Position | CudaPosition, generator: torch.Generator | None = None) -> Iterator[None]:
     """Draw from `place` inside the `with` block, and from where it was after it.
@@ -77,6 +81,7 @@ def at(place: Position | CudaPosition, generator: torch.Generator | None = None)
         seek(before, generator)
 
 
+@checked()
 def advance(words: int, generator: torch.Generator | None = None) -> None:
     """Move `generator` past `words` 32-bit draws, as if they had been drawn.
 
@@ -90,13 +95,16 @@ def advance(words: int, generator: torch.Generator | None = None) -> None:
         RngError: `words` is negative: a stream has no way back, but `seek` has.
     """
     if words < 0:
-        raise RngError(f"a generator cannot be advanced by {words} draws; seek an earlier position")
+        raise RngError(
+            f"`words`: a generator cannot be advanced by {words} draws; seek an earlier position"
+        )
     if _is_cuda(generator):
         cuda_state.write(generator, cuda_state.read(generator).after(words))
         return
     stream.advance(words, cpu_generator(generator))
 
 
+@checked()
 def draws(
     distribution: Distribution | StreamOp,
     shape: Sequence[int],
@@ -126,6 +134,10 @@ def draws(
         DistributionError: torch does not draw this for this dtype.
         LayoutError: an extent is negative, or the memory order is no permutation.
     """
+    if not isinstance(distribution, Distribution | StreamOp):
+        raise DistributionError(
+            f"`distribution`: a value such as Normal() or RandPerm(): got {distribution!r:.80}"
+        )
     plan = _nothing_of(shape, memory_order)
     dtype = dtype or torch.get_default_dtype()
     # Whatever is drawn, one key is: but what torch refuses is refused first.
@@ -144,6 +156,7 @@ def draws(
     return draw_order.total(plan.numel, cached)
 
 
+@checked()
 def skip(
     distribution: Distribution | StreamOp,
     shape: Sequence[int],
@@ -194,5 +207,6 @@ def _draws_on_cuda(
 
 def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> FillPlan:
     """Return the plan of a rank that holds nothing of a tensor of that shape."""
-    order = None if memory_order is None else tuple(memory_order)
-    return fill_plan_of(ShardLayout(tuple(shape), (), memory_order=order), (0,), (1,))
+    order = None if memory_order is None else integers("memory_order", memory_order)
+    layout = ShardLayout(integers("shape", shape), (), memory_order=order)
+    return fill_plan_of(layout, (0,), (1,))

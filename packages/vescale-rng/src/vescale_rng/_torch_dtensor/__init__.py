@@ -4,6 +4,7 @@ Reading guide:
     blocks: one `with consistent(...)`: which rule, modes and hooks it needs. Start here.
     rules: what is done with a random op: draw rows of the batch, refuse, or let it pass.
     batch_rows: where a tensor's rows are in the global batch, agreed on by the data ranks.
+    known_draws: what was found out about a dropout, looked up where nobody has to be asked.
     row_messages: what the data ranks tell each other of a draw.
     data_axes: the ranks among which the batch is divided, and their messages.
     modes: every random op of the block's thread and its backwards, sent to the rule.
