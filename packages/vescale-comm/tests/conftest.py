@@ -11,3 +11,9 @@ from vescale_comm.testing import preload
 # Workers have one as well, and sums of another number of threads have other bits.
 torch.set_num_threads(1)
 preload("torch.distributed.fsdp", "torch.distributed.tensor")
+
+
+def pytest_configure(config):
+    # Processes that a test starts import its module by the name that pytest gave it, which counts
+    # from there; `python -m pytest` has that folder on the path only where it is run from it.
+    sys.path.append(str(config.rootpath))
