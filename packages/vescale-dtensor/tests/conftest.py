@@ -32,3 +32,9 @@ def pytest_collection_modifyitems(items):
         long = item.path.stem in LONG and HERE in item.path.parents and hasattr(item, "callspec")
         if long and not is_todays(item.name, SHARE):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_configure(config):
+    # Processes that a test starts import its module by the name that pytest gave it, which counts
+    # from there; `python -m pytest` has that folder on the path only where it is run from it.
+    sys.path.append(str(config.rootpath))

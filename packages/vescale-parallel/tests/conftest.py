@@ -38,3 +38,9 @@ def pytest_collection_modifyitems(items):
         share = LONG.get(item.path.stem, 1) if HERE in item.path.parents else 1
         if hasattr(item, "callspec") and zlib.crc32(f"{day} {item.name}".encode()) % share:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_configure(config):
+    # Processes that a test starts import its module by the name that pytest gave it, which counts
+    # from there; `python -m pytest` has that folder on the path only where it is run from it.
+    sys.path.append(str(config.rootpath))
