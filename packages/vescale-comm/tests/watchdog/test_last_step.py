@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 
@@ -75,6 +76,20 @@ def destroys_and_goes_on(rank):
     dist.destroy_process_group()
 
 
+def another_thread_lets_go(rank):
+    """Of the world, last of all: the verdict is found in that thread, as the program ends."""
+    late_and_other(rank)
+    held, begun = [dist.group.WORLD], threading.Event()
+
+    def let_go():
+        begun.set()
+        held.clear()
+
+    dist.destroy_process_group()
+    threading.Thread(target=let_go, daemon=True).start()
+    begun.wait(10)
+
+
 def raises(rank):
     if rank == 1:
         raise ValueError("boom")
@@ -106,6 +121,7 @@ CASES = {
         late_and_other,
         destroys,
         destroys_and_goes_on,
+        another_thread_lets_go,
         raises,
         is_caught,
         works_alone,
@@ -122,7 +138,8 @@ def program(case, rank, ports, folder):
     file = os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    comparison.END_SECONDS = 2.5
+    # Long where the machine may be busy; short where it is what is measured.
+    comparison.END_SECONDS = 2.0 if case == "works_alone" else 20.0
     os.environ.update(GLOO_SOCKET_IFNAME="lo", FIRST=ports[0], NEXT=ports[1])
     join(rank)
     steps()
@@ -131,10 +148,10 @@ def program(case, rank, ports, folder):
     except BaseException as error:
         sys.last_value = error
         traceback.print_exc()
-    began = time.monotonic()
     # As the interpreter ends; multiprocessing's own processes do it some other way.
-    atexit.register(lambda: print(f"ended after {time.monotonic() - began:.1f}", flush=True))
+    began = time.monotonic()
     atexit._run_exitfuncs()
+    print(f"ended after {time.monotonic() - began:.1f}", flush=True)
     os._exit(0)
 
 
@@ -163,7 +180,14 @@ def world(case, folder):
 
 
 @pytest.mark.parametrize(
-    "case", ["other_values", "late_and_other", "destroys", "destroys_and_goes_on"]
+    "case",
+    [
+        "other_values",
+        "late_and_other",
+        "destroys",
+        "destroys_and_goes_on",
+        "another_thread_lets_go",
+    ],
 )
 def test_the_rank_the_event_and_the_line_are_told_on_every_rank(case, tmp_path):
     for code, said in world(case, tmp_path):
@@ -207,5 +231,6 @@ def test_a_rank_that_works_alone_at_the_end_is_not_waited_for(tmp_path):
     for rank, (code, said) in enumerate(world("works_alone", tmp_path)):
         assert code == 0, said
         assert "drifted" not in said
+        # Rank 1 knows that rank 2 is as far; rank 0 keeps the store for a while.
         if rank != 2:
-            assert float(said.rpartition("ended after ")[2]) < 3
+            assert float(said.rpartition("ended after ")[2]) < (2 if rank == 1 else 6)

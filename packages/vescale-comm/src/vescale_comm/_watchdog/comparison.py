@@ -150,7 +150,11 @@ class Comparison:
                 self._raise_alarm(*differing)
             last.leave()
             if serves:
-                last.wait_for_all(deadline)
+                # Others learn of a difference, and tell what they did, from this store: they may
+                # have begun to only now.
+                last.wait_for_all(
+                    deadline if self.trouble is None else time.monotonic() + END_SECONDS
+                )
 
     def give_up(self) -> None:
         """Say that this rank ends and compares nothing: what is wrong has been told."""

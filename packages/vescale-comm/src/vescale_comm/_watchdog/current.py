@@ -26,6 +26,8 @@ from vescale_comm._watchdog.watcher import Watcher
 
 _LOG = logging.getLogger("vescale_comm")
 _lock = threading.Lock()
+# How long a rank that ends waits for one of its threads that still compares its last steps.
+_RETIRE_SECONDS = 30.0
 
 
 class _Current:
@@ -38,6 +40,8 @@ class _Current:
         self.registered = -1  # the process whose exit functions are there
         # Of worlds that have ended, with nobody to raise it to.
         self.untold: str | None = None
+        # Held by who ends what watches a world. Of this process alone: a fork may copy a held one.
+        self.retiring = threading.RLock()
 
 
 _current = _Current()
@@ -59,6 +63,8 @@ def start() -> None:
             return
         if _current.watcher is not None and _current.process == os.getpid():
             _retire(_current.watcher, os.getpid(), None)
+        if _current.process != os.getpid():
+            _current.retiring = threading.RLock()
         _current.world, _current.process = weakref.ref(world), os.getpid()
         _current.watcher = _made(world, *shared)
         if _current.watcher is not None:
@@ -165,9 +171,18 @@ def _is_default(world: weakref.ref[ProcessGroup]) -> bool:
 
 def _retire(watcher: Watcher, process: int, store: Store | None) -> None:
     """End what watches a world that was destroyed. `store`: of it, which has to outlive this."""
-    if process == os.getpid():
+    if process != os.getpid():
+        return
+    # Whichever thread lets go of a world last runs this, also one that works beside the program,
+    # which would then end without the verdict: whoever comes second waits until the first is done.
+    # Reentrant, for a collection of garbage in here may end another world.
+    alone = _current.retiring.acquire(timeout=_RETIRE_SECONDS)
+    try:
         watcher.retire()
         _current.untold = watcher.untold() or _current.untold
+    finally:
+        if alone:
+            _current.retiring.release()
 
 
 def _leave() -> None:
@@ -201,7 +216,11 @@ def _explained(watcher: Watcher, error: BaseException | None) -> Ending:
 
 def _fail() -> None:
     """End this process as one that failed, if its ranks differed and no exception could say so."""
-    if _current.untold is None or _current.process != os.getpid():
+    if _current.process != os.getpid():
+        return
+    if _current.retiring.acquire(timeout=_RETIRE_SECONDS):  # another thread may be finding out
+        _current.retiring.release()
+    if _current.untold is None:
         return
     # Python ends with what the program returned, whatever is raised from here on. What is left to
     # be done at exit was registered before this module was imported: by torch and by logging.
