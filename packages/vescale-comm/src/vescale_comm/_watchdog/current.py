@@ -111,6 +111,9 @@ def execution_log(ranks: Sequence[int], name: str = "") -> ExecutionLog | None:
 
 def forget_executed() -> None:
     """Begin to compare anew: for tests that share a world, each from the same point on."""
+    # Also on a rank that has executed nothing so far: ranks count how often they began anew, and
+    # those that have not begun alike would wait in vain for each other's words.
+    start()
     watcher = current()
     if watcher is not None and watcher.comparison is not None:
         watcher.comparison.reset()
