@@ -15,7 +15,13 @@ from tools.packages import PACKAGES, ROOT, Package, closure, find
 
 # One thread a process: the tests start several, on machines that may have two cores. And what
 # the caller's PYTHONPATH offers must not stand in for what is installed.
-TEST_ENV: Mapping[str, str | None] = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None}
+# torch looks up the name of every address that it connects to, also of ::ffff:127.0.0.1, which no
+# hosts file has: a name server that drops a few requests would cost five seconds for each of them.
+TEST_ENV: Mapping[str, str | None] = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": None,
+    "RES_OPTIONS": "timeout:1 attempts:3",
+}
 
 
 def python_of(session: nox.Session) -> str:

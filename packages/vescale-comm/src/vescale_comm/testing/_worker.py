@@ -56,6 +56,9 @@ def main(rank: int, world_size: int, log: str, connection: "Connection[Any, Any]
     # gloo otherwise looks up the machine's name, which not every container can resolve.
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # torch looks up the name of every address that it connects to: a name server that does not
+    # answer would cost five seconds for each.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     worker = _Worker(rank, world_size, _rendezvous(rank, world_size, connection))
     worker.join_world()
     # What exists by now stays; a later collection has only the objects of the cases to look at.
