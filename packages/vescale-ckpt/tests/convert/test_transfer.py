@@ -186,3 +186,30 @@ def test_a_dcp_checkpoint_runs_nothing(tmp_path):
         import_dcp(tmp_path / "dcp", tmp_path / "ours")
     assert not proof.exists()
     assert sorted(os.listdir(tmp_path)) == ["dcp"]
+
+
+def test_dcp_metadata_may_name_members_of_an_enum_as_python_311_does(tmp_path, monkeypatch):
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint import metadata
+
+    def as_attribute(member, protocol):
+        return getattr, (type(member), member.name)
+
+    encodings = metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(encodings, "__reduce_ex__", as_attribute)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    assert import_dcp(tmp_path / "dcp", tmp_path / "ours") == 1
+    assert torch.equal(read(tmp_path / "ours")["w"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("owner", ["torch.Size", "_MEM_FORMAT_ENCODING"])
+def test_dcp_metadata_may_ask_for_no_other_attribute(tmp_path, owner):
+    module = "torch" if owner == "torch.Size" else "torch.distributed.checkpoint.metadata"
+    name = owner.rpartition(".")[2]
+    asked = f"cbuiltins\ngetattr\n(c{module}\n{name}\nS'__subclasses__'\ntR.".encode()
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(asked)
+    with pytest.raises(FormatError, match="asks for an attribute '__subclasses__'"):
+        import_dcp(tmp_path / "dcp", tmp_path / "ours")

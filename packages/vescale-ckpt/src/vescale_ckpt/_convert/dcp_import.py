@@ -51,9 +51,22 @@ class _Unpickler(pickle.Unpickler):
             ("pathlib", "WindowsPath"),
         ):
             return PurePosixPath
+        # So Python 3.11.0 to 3.11.3 pickles a member of an enum.
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if _ALLOWED.get(name) != module:
             raise FormatError(f"{_METADATA} names {module}.{name}, which no DCP metadata needs")
         return super().find_class(module, name)
+
+
+def _memory_format(found: Any, name: Any) -> Any:
+    """The attribute that a file may ask for by name: a member of DCP's own enum, no other."""
+    from torch.distributed.checkpoint import metadata
+
+    encodings = metadata._MEM_FORMAT_ENCODING
+    if found is encodings and name in encodings.__members__:
+        return encodings[name]
+    raise FormatError(f"{_METADATA} asks for an attribute {name!r}, which no DCP metadata needs")
 
 
 def import_dcp(
