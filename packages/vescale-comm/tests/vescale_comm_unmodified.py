@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -228,22 +229,32 @@ def monitored(rank, world_size):
 
 def loss_in_parallel(rank, world_size):
     """Loss parallel (`loss_parallel`)"""
-    from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
+
+    with loss_parallel():
+        return loss_of(world_size)
+
+
+def loss_of(world_size):
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world_size,))
     logits = distribute_tensor(torch.arange(32.0).view(4, 8).sin(), mesh, [Shard(1)])
     logits.requires_grad_()
-    with loss_parallel():
-        loss = nn.functional.cross_entropy(logits, torch.arange(4))
-        loss.backward()
+    loss = nn.functional.cross_entropy(logits, torch.arange(4))
+    loss.backward()
     return whole(loss).detach(), logits.grad.to_local()
 
 
+def loss_around(rank, world_size):
+    """`loss_parallel`, entered around `simulate(...).run(...)`"""
+    return loss_of(world_size)
+
+
 PROGRAMS = (
-    fsdp2, hsdp, fsdp1, ddp, tensor_parallel, fsdp2_and_tp, redistribute, loss_in_parallel, gpipe,
-    one_f_one_b, interleaved, checkpoint, zero_optimizer, objects, messages, functional, subgroups,
-    monitored,
+    fsdp2, hsdp, fsdp1, ddp, tensor_parallel, fsdp2_and_tp, redistribute, loss_in_parallel,
+    loss_around, gpipe, one_f_one_b, interleaved, checkpoint, zero_optimizer, objects, messages,
+    functional, subgroups, monitored,
 )  # fmt: skip
 
 
@@ -256,9 +267,17 @@ def equal(a, b):
     return a == b
 
 
+def around(number):
+    """What is entered around a program: torch's own context where that is what is tried."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel() if PROGRAMS[number] is loss_around else nullcontext()
+
+
 def in_process(rank, world_size, number):
     warnings.simplefilter("ignore")
-    return PROGRAMS[number](rank, world_size)
+    with around(number):
+        return PROGRAMS[number](rank, world_size)
 
 
 def cell(number):
@@ -270,7 +289,8 @@ def cell(number):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = simulate(RANKS).run(PROGRAMS[number])
+            with around(number):
+                found = simulate(RANKS).run(PROGRAMS[number])
     except Exception as error:
         cause = error.__cause__ or error
         print(PROGRAMS[number].__doc__, "simulated:", repr(cause), file=sys.stderr)
@@ -294,6 +314,9 @@ and in 4 processes (gloo), and compares what all ranks return: to 1e-5, as gloo 
 ranks in another order. **yes**: it runs, with the results of processes. **no**: it is an error, and
 which. **-**: it does not run in processes either, on this torch. A test computes the column of the
 installed torch again.
+
+`loss_parallel()` sets handlers of its whole process and takes them away as it is left, under the
+other simulated ranks too: enter it around `simulate(...).run(...)`, not inside.
 
 """
 

@@ -108,6 +108,21 @@ def test_torch_distributed_has_the_results_of_processes(world_size):
     run(every_call, world_size)
 
 
+def into_leaf(rank, world_size):
+    tensor = torch.full((2,), float(rank), requires_grad=True)
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+    return tensor.detach(), tensor.requires_grad, tensor.is_leaf
+
+
+def test_a_message_is_received_into_a_leaf_as_in_processes():
+    found = run(into_leaf, 2)
+    assert found[1][0].tolist() == [0.0, 0.0]
+    assert found[1][1:] == (True, True)
+
+
 def distributed_tensors(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     w = torch.arange(48.0).view(6, 8)

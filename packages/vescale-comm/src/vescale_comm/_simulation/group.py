@@ -324,8 +324,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
                     f"rank {meeting.ranks[me]} receives {_shapes([out])} at {site}, and rank "
                     f"{meeting.ranks[sender]} sent {_shapes([tensor])}"
                 )
-            # As many elements, in whatever shape: a backend sees memory only.
-            out.copy_(tensor.view(out.shape))
+            # As many elements, in whatever shape: a backend sees memory only. Nor does it see who
+            # wants gradients: torch 2.11's pipelining receives into leaves that do.
+            with torch.no_grad():
+                out.copy_(tensor.view(out.shape))
             work._sender = sender
 
         # Here and not in `_finish`, which runs at the wait: the line that called `recv` is wanted.
