@@ -5,6 +5,7 @@ Times depend on the machine, so Python calls are counted, and searches through a
 
 import gc
 import sys
+import warnings
 
 import torch
 import vescale_dtensor as vd
@@ -97,6 +98,37 @@ def linear(rank, world_size):
     (_, few, *_), (_, some, *_), (_, many, *_) = found
     each = (some - few) / (DEPTHS[1] - DEPTHS[0])
     assert (many - some) / (DEPTHS[2] - DEPTHS[1]) <= 1.02 * each, found
+
+
+# Python calls of a call that no program stands for, beside those of the function: 14 of them make
+# its key, as for a replay, and three find out why it was none, in the first 256.
+MOST_OF_A_MISS = 34
+
+
+def missing(rank, world_size):
+    """What a call costs that is not recorded, after two kinds and after many."""
+    step, lengths = (lambda x: x.square().sum()), range(2, 102, 2)
+    captured, given = vd.capture(step), [spread(rows(count)) for count in lengths]
+    for x in given:
+        step(x), step(x)
+    extra = []
+    warnings.simplefilter("ignore")  # of lengths that change again and again
+    for known in (2, 32):
+        # What pays for as many recordings, and then nothing does.
+        captured._misses.replays, captured._misses._spent = 32 * (known - 2), 0
+        while len(captured.programs) < known:
+            for x in given[:known]:
+                captured(x)
+        captured._misses._spent = 10**6
+        assert len(captured.programs) == known
+        captured(given[-1])
+        extra.append(calls(captured, given[-1]) - calls(step, given[-1]))
+        assert len(captured.programs) == known
+    assert extra[0] == extra[1] <= MOST_OF_A_MISS, extra
+
+
+def test_what_is_not_recorded_costs_little():
+    run(missing, 2)
 
 
 def test_recording_is_linear_in_the_ops():

@@ -19,9 +19,10 @@ from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import storage_identity
 
-_SIMPLE = frozenset(
+LEAVES = frozenset(
     {DTensor, Tensor, torch.nn.Parameter, bool, int, float, complex, str, type(None), torch.dtype}
 )
+"""Types of which an argument is nothing that leads to more."""
 Form = tuple[int, tuple[str, ...]] | tuple[Tree, Any]
 """How flat arguments are put together: how many by position and names, or a tree and its keys."""
 
@@ -36,26 +37,26 @@ class KeyedCall:
         key: what a program for it is filed under: form, arguments, aliases, and `global_state`.
     """
 
-    __slots__ = ("args", "flat", "form", "key", "kwargs")
+    __slots__ = ("_kind", "args", "flat", "form", "key", "kwargs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the arguments apart, and make the key."""
         self.args, self.kwargs = args, kwargs
         flat = [*args, *kwargs.values()] if kwargs else list(args)
         form: Form = (len(args), tuple(kwargs))
-        if not _SIMPLE.issuperset(map(type, flat)):
+        if not LEAVES.issuperset(map(type, flat)):
             flat, form = _taken_apart(args, kwargs)
         locals_: list[Tensor] = []
         keys = [_key(value, locals_) for value in flat]
         self.flat, self.form = flat, form
         self.key = form, keys, _aliases(locals_), global_state()
+        self._kind: Hashable = None
 
     def kind(self) -> Hashable:
-        """Its form, layouts, shapes and types: equal for calls of equal keys."""
-        # Of a DTensor the spec, of a tensor the shape; of other values the type alone.
-        parts = [key[issubclass(key[0], Tensor)] if isinstance(key[0], type) else key[0]
-                 for key in self.key[1]]  # fmt: skip
-        return len(parts), *parts
+        """See `kind_of`."""
+        if self._kind is None:
+            self._kind = kind_of(self.key)
+        return self._kind
 
     def has_new_attributes(self) -> bool:
         """Whether the function set attributes on tensors that it was given."""
@@ -77,6 +78,14 @@ def _taken_apart(args: Any, kwargs: Any) -> tuple[list[Any], Form]:
     flat, form = flatten((args, kwargs))
     # Trees compare their keys by `==`, which takes 1 for True.
     return flat, (form, exact_keys(form))
+
+
+def kind_of(key: tuple[Any, ...]) -> Hashable:
+    """The layouts, shapes and types of a key: equal for calls of equal keys."""
+    # Of a DTensor the spec, of a tensor the shape; of other values the type alone.
+    parts = [part[issubclass(part[0], Tensor)] if isinstance(part[0], type) else part[0]
+             for part in key[1]]  # fmt: skip
+    return len(parts), *parts
 
 
 class _One:
@@ -125,7 +134,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             value.is_leaf,
             _attributes(value),
         )
-    if kind not in _SIMPLE:
+    if kind not in LEAVES:
         return kind, _snapshot(value)
     # 0.0 == -0.0, and True == 1. Complex numbers have two signs of zero.
     if kind is complex or (kind is float and not value):

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import update_wrapper
-from threading import RLock
+from threading import Lock, RLock, get_ident, main_thread
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from vescale_comm import trace as traced
 
-from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, outside_arguments
+from vescale_dtensor._capture.call_key import (
+    LEAVES,
+    KeyedCall,
+    check_arguments,
+    kind_of,
+    outside_arguments,
+)
 from vescale_dtensor._capture.global_state import GlobalState
 from vescale_dtensor._capture.handed_on import check_handed_on
 from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
@@ -28,6 +35,7 @@ from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.program import Parts, Program, Transform
 from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.recorder import Recorder
+from vescale_dtensor._capture.refused_alone import place_of, tell_others
 from vescale_dtensor._capture.replay_check import SeenLayouts, agreed, compared, in_order
 from vescale_dtensor._capture.state_guard import StateGuard, own_changes
 from vescale_dtensor._dispatch.plain_operands import uncompared
@@ -43,6 +51,7 @@ from vescale_dtensor._torch.compat import (
     jit_traces,
     set_late_globals,
 )
+from vescale_dtensor._torch.worlds import on_world_change
 
 Check = bool | Literal["sampled"]
 Refused = Literal["raise", "run"]
@@ -51,10 +60,16 @@ is_compiling = torch.compiler.is_compiling
 # When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
 _EARLY, _RARELY = 3, 1024
 
+_making = Lock()
+_MAIN = main_thread().ident
+# As many programs are asked one after the other; of more, those for a call are looked up.
+_FEW = 4
+
 # Every captured function: what was recorded by rules that have changed since is recorded anew.
 # Weak: a captured function lives as long as its user wants it.
 _alive: WeakSet[Captured] = WeakSet()
-# How many functions of a name were captured: ranks tell by these which of them they speak of.
+# How many functions of a place in a file were captured: ranks tell by these which of them they
+# speak of, also where one rank captures some that others do not.
 _numbers: Counter[str] = Counter()
 
 
@@ -63,7 +78,14 @@ def _forget_programs() -> None:
     """Drop all programs: a rule has changed that they may have been recorded by."""
     # A copy: a garbage collection may take some out of the set meanwhile.
     for captured in tuple(_alive):
-        captured.programs = []
+        captured._keep_programs([])
+
+
+@on_world_change
+def _begin_anew() -> None:
+    """Forget what belongs to a world that is gone: programs hold its meshes, and so its sockets."""
+    for captured in tuple(_alive):
+        captured._leave_world()
 
 
 class Captured:
@@ -73,9 +95,6 @@ class Captured:
 
     Attributes:
         function: the function or module itself.
-        programs: what was recorded, the last used first.
-        refusal: with `refused="run"`, why nothing is recorded any more: the words of the error that
-            would have been raised. None while calls are recorded.
     """
 
     def __init__(
@@ -88,24 +107,19 @@ class Captured:
         refused: Refused,
     ) -> None:
         self.function = function
-        self.programs: list[Program] = []
-        self.refusal: str | None = None
+        self._refusal: str | None = None
         self._runs_on = refused == "run"
-        # Whether every rank has refused it, and nothing of it will ever be replayed.
-        self._is_eager = False
-        self._made = 0
         self._check = check
         self._transform = transform
         self._name = getattr(function, "__qualname__", type(function).__name__)
-        _numbers[self._name] += 1
-        self._number = _numbers[self._name]
+        self._place = place_of(function, self._name)
+        _numbers[self._place] += 1
+        self._number = _numbers[self._place]
         self._misses = Misses(self._name)
-        self._calls = 0
-        # Whether there was a call that is not `_alone`: all ranks make the first one together,
-        # whatever they make of it.
-        self._started = False
-        # Of the DTensors of the first call, which all ranks make together; None before it.
-        self._layouts: list[Layout] | None = None
+        self._leave_world()
+        # For ranks of a simulation, which are threads of one process and may share this function:
+        # each has one of its own. Else one rank would hold the lock that another one waits for.
+        self._twins: WeakKeyDictionary[Any, Captured] = WeakKeyDictionary()
         self._unguarded = unguarded
         # The key of the last call in whose recording the function changed Python state.
         self._changing: tuple[Any, ...] | None = None
@@ -115,10 +129,65 @@ class Captured:
         if not isinstance(function, nn.Module):
             update_wrapper(self, function)
 
+    def _leave_world(self) -> None:
+        """Begin as if never called, but for a refusal."""
+        self._keep_programs([])
+        # Whether every rank has refused it, and nothing of it will ever be replayed.
+        self._is_eager = False
+        self._made = self._calls = 0
+        # Whether there was a call that is not `_alone`: all ranks make the first one together,
+        # whatever they make of it.
+        self._started = False
+        # Of the DTensors of the first call, which all ranks make together; None before it.
+        self._layouts: list[Layout] | None = None
+
+    def _keep_programs(self, programs: list[Program]) -> None:
+        """Keep these, the last used first."""
+        of_kind: dict[Hashable, list[Program]] = {}
+        for program in programs:
+            of_kind.setdefault(kind_of(program.key), []).append(program)
+        # New objects: other threads may be in loops over those that there were.
+        self._programs, self._of_kind = programs, of_kind
+
+    def _of_this_rank(self) -> Captured:
+        """Itself; on a rank of a simulation, the one of that rank."""
+        if get_ident() == _MAIN:  # which is a rank of no simulation
+            return self
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is None or dist.get_backend(world) != "simulated":
+            return self
+        with _making:
+            if not self._twins:
+                # Of a rank there is one only, and most functions are captured by their rank.
+                self._twins[world] = self
+            if world not in self._twins:
+                twin = Captured(
+                    self.function,
+                    check=self._check,
+                    transform=self._transform,
+                    unguarded=self._unguarded,
+                    refused="run" if self._runs_on else "raise",
+                )
+                self._twins[world] = twin
+            return self._twins[world]
+
+    @property
+    def programs(self) -> list[Program]:
+        """What was recorded, the last used first."""
+        return (self._of_this_rank() if self._twins else self)._programs
+
+    @property
+    def refusal(self) -> str | None:
+        """With `refused="run"`, why nothing is recorded any more; None while calls are recorded.
+
+        The words of the error that would have been raised.
+        """
+        return (self._of_this_rank() if self._twins else self)._refusal
+
     @property
     def replays(self) -> int:
         """How many calls were replayed."""
-        return self._misses.replays
+        return (self._of_this_rank() if self._twins else self)._misses.replays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
@@ -126,20 +195,26 @@ class Captured:
             return self.function(*args, **kwargs)
         if self._is_eager:
             return self.function(*args, **kwargs)
+        if self._check and (own := self._of_this_rank()) is not self:
+            return own(*args, **kwargs)
         alone = is_alone()
         self._made += not alone
         due = self._check and not alone and self._is_due()
         if observers or dispatch_modes() or jit_traces() or function_modes():
             if due:
                 agreed(self._layouts, False)
-            return self._run(args, kwargs)  # somebody wants to see every op
-        if self.refusal is not None and not self.programs and not due:
-            return self._run(args, kwargs, inside=False)
+            # Somebody wants to see every op.
+            return self._of_this_rank()._run(args, kwargs)
+        if self._refusal is not None and not self._programs and not due:
+            return self._of_this_rank()._run(args, kwargs, inside=False)
         # Before the function runs, which may change its arguments.
         call = KeyedCall(args, kwargs)
         # Never changed in place: another thread may be in this loop. The first call is no replay,
         # even if this rank has recorded some alone: what it executes is compared over ranks.
-        for program in self.programs if self._started or alone else ():
+        programs: Sequence[Program] = self._programs if self._started or alone else ()
+        if len(programs) > _FEW and programs[0].key != call.key:
+            programs = self._of_kind.get(call.kind(), ())
+        for program in programs:
             # Asked here, as most programs of other calls differ in it: no Python call for each.
             if program.key == call.key and (locals_ := program.stands_for(call)) is not None:
                 break
@@ -148,7 +223,7 @@ class Captured:
                 agreed(self._layouts, False)
             return self._miss(call)
         self._misses.replays += 1
-        if program is not self.programs[0]:
+        if program is not self._programs[0]:
             self._use_first(program)
         # Ranks may differ in whether they have a program, and the function communicates.
         if due and agreed(self._layouts, True):
@@ -179,7 +254,7 @@ class Captured:
 
         `inside`: captured functions that it calls just run as well.
         """
-        first = self._begins()
+        first = not self._started and self._begins()
         # What the first call executes is compared over ranks, also where some of them record it:
         # then captured functions that it calls just run.
         seen = self._noting_layouts() if first else uncompared()
@@ -190,11 +265,13 @@ class Captured:
 
     def _miss(self, call: KeyedCall) -> Any:
         """A call that no program stands for: record it, or run it if that is not worth it."""
-        if self.refusal is not None:
+        if (own := self._of_this_rank()) is not self:
+            return own(*call.args, **call.kwargs)
+        if self._refusal is not None:
             return self._run(call.args, call.kwargs, inside=False)
         with self._lock:
-            if self.programs and self._misses.wants_reason():
-                self._misses.explain(self.programs[0].why_not(call))
+            if self._programs and self._misses.wants_reason():
+                self._misses.explain(self._programs[0].why_not(call))
             if not can_watch() or not self._misses.may_record(call.kind()):
                 return self._run(call.args, call.kwargs)
             return self._record(call)
@@ -208,7 +285,10 @@ class Captured:
     def _use_first(self, program: Program) -> None:
         """Ask this program before the others from now on."""
         with self._lock:
-            self.programs = [program, *(p for p in self.programs if p is not program)]
+            self._programs = [program, *[p for p in self._programs if p is not program]]
+            kind = kind_of(program.key)
+            others = [p for p in self._of_kind.get(kind, ()) if p is not program]
+            self._of_kind[kind] = [program, *others]
 
     def _record(self, call: KeyedCall) -> Any:
         """Run the function for one call, and keep a program of it if that is sound."""
@@ -218,7 +298,7 @@ class Captured:
             # Before anything runs, so that a refusal leaves no side effects.
             check_arguments(call.flat)
         except CaptureError as error:
-            self._refuse(error)
+            self._refuse(error, call)
             return self._run(call.args, call.kwargs, inside=False)
         # All that the call begins with is remembered before the function can change any of it.
         reads.start([(self.function, None), *_arguments(call)])
@@ -227,40 +307,50 @@ class Captured:
         first = self._begins()
         quiet = nullcontext() if first else uncompared()
         self._misses.recordings += 1
-        with traced() as collectives, quiet, running_inside():
-            start = GlobalState(*call.key[-1])
-            recorder = Recorder(reads, watch, start, collectives, runs_on=self._runs_on)
-            for index, value in enumerate(call.flat):
-                if isinstance(value, Tensor):
-                    # Before any step: `TracedGraph.node_of` asks for known nodes first, so an
-                    # argument that is a tensor from outside as well is read from each call.
-                    recorder.trace.add_argument(value, index)
-            # The watch is innermost, so it sees the function alone; the snapshot outermost, so that
-            # wrappers are restored whatever happens.
-            with recorder.trace.snapshot, recorder, watch.running():
-                outputs = self.function(*call.args, **call.kwargs)
+        recorder: Recorder | None = None
+        try:
+            with traced() as collectives, quiet, running_inside():
+                start = GlobalState(*call.key[-1])
+                recorder = Recorder(reads, watch, start, collectives, runs_on=self._runs_on)
+                for index, value in enumerate(call.flat):
+                    if isinstance(value, Tensor):
+                        # Before any step: `TracedGraph.node_of` asks for known nodes first, so an
+                        # argument that is a tensor from outside as well is read from each call.
+                        recorder.trace.add_argument(value, index)
+                # The watch is innermost, so it sees the function alone; the snapshot outermost, so
+                # that wrappers are restored whatever happens.
+                with recorder.trace.snapshot, recorder, watch.running():
+                    outputs = self.function(*call.args, **call.kwargs)
+        except CaptureError as error:
+            if self._runs_on or recorder is None:
+                raise  # one of the function's own
+            tell_others(error, self._place, call.flat, recorder.layouts)
         try:
             if first:  # also where it is refused: other ranks may go on comparing
                 self._layouts = in_order(recorder.layouts)
             self._keep(call, reads, recorder, given, outputs)
         except CaptureError as error:
             # The function has run: its outputs are those of this call.
-            self._refuse(error)
+            self._refuse(error, call, recorder)
             _drop_lineage(outputs, call.flat)
         return outputs
 
-    def _refuse(self, error: CaptureError) -> None:
+    def _refuse(
+        self, error: CaptureError, call: KeyedCall, recorder: Recorder | None = None
+    ) -> None:
         """Record nothing from now on, if the function is to run then; else raise.
 
         What some ranks refuse and others replay is not compared over ranks. Where all of them have
         refused it, in one call, it is a function like any other.
         """
         if not self._runs_on:
-            raise error
-        self.refusal = str(error)
+            tell_others(error, self._place, call.flat, recorder.layouts if recorder else {})
+        self._refusal = str(error)
         # From the next call on, which is the same one on all ranks: drift inside shows then.
-        if not self.programs and not is_alone() and not is_inside():
-            self._is_eager = all_say(f"refused: {self._name} {self._number}, call {self._made}")
+        if not self._programs and not is_alone() and not is_inside():
+            self._is_eager = all_say(
+                f"refused: {self._place}, number {self._number}, call {self._made}"
+            )
 
     def _keep(
         self, call: KeyedCall, reads: StateReads, recorder: Recorder, given: Given, outputs: Any
@@ -297,7 +387,7 @@ class Captured:
             StateGuard(reads),
         )
         program = Program(parts, self._transform)
-        self.programs = [program, *self.programs][:MOST_PROGRAMS]
+        self._keep_programs([program, *self._programs][:MOST_PROGRAMS])
 
     def _has_changes(self, call: KeyedCall, reads: StateReads) -> bool:
         """Whether the function changed Python state, which a replay would not do again.
@@ -328,12 +418,12 @@ def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
     return [(value, origin) for value in outside_arguments(call.flat)]
 
 
-def _drop_lineage(outputs: Any, given: Iterable[Any]) -> None:
+def _drop_lineage(outputs: Any, given: Sequence[Any]) -> None:
     """Leave outputs as a replay does: ranks may differ in when they record again."""
     found = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
     made = [one for one in found if isinstance(one, DTensor) and one._lineage]
     # An argument that is returned keeps its own: it is the caller's.
-    kept = set(map(id, tensors_in(list(given)))) if made else set()
+    kept = set(map(id, given if LEAVES.issuperset(map(type, given)) else tensors_in(list(given))))
     for value in made:
         if id(value) not in kept:
             value._lineage = 0

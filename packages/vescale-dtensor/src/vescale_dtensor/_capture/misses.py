@@ -63,7 +63,7 @@ class Misses:
             self._total = 0
         self._missed[kind] += 1
         self._total += 1
-        if not self._is_free(kind):
+        if not (self.recordings < MOST_PROGRAMS and self._is_free(kind)):
             if not self._is_earned(kind):
                 self._runs += 1
                 return False
@@ -73,9 +73,9 @@ class Misses:
 
     def _is_free(self, kind: Hashable) -> bool:
         known = self._recorded.get(kind, 0)
-        if self.recordings >= MOST_PROGRAMS or known >= _FREE_OF_KIND:
-            return False
-        return known > 0 or len(self._recorded) < _FREE_KINDS
+        if not known:
+            return len(self._recorded) < _FREE_KINDS
+        return known < _FREE_OF_KIND
 
     def _is_earned(self, kind: Hashable) -> bool:
         """Whether replays, or many runs without any, pay for a recording of a kind."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import ClassVar
 
 from vescale_dtensor._tensor.lineage import pause
 
@@ -23,36 +22,34 @@ is_alone = _alone.get
 """Whether what runs may run on this rank alone."""
 
 
-@contextmanager
-def running_inside() -> Iterator[None]:
-    """Run captured functions as they are in the block, and note no lineage of writes in it.
+class _Running:
+    """A block in which a variable is set, and no lineage of writes is noted.
 
-    Other ranks may replay what runs in it, and a replay notes none.
+    Other ranks may replay what runs in it, and a replay notes none. Two Python calls, as every call
+    that no program stands for comes here.
     """
-    token = _inside.set(True)
-    try:
-        with _without_lineage():
-            yield
-    finally:
-        _inside.reset(token)
 
+    __slots__ = ("_token",)
+    _variable: ClassVar[ContextVar[bool]]
 
-@contextmanager
-def running_alone() -> Iterator[None]:
-    """Run a refused function in the block, which other ranks may replay."""
-    token = _alone.set(True)
-    try:
-        with _without_lineage():
-            yield
-    finally:
-        _alone.reset(token)
+    def __enter__(self) -> None:
+        self._token = self._variable.set(True)
+        pause.depth += 1
 
-
-@contextmanager
-def _without_lineage() -> Iterator[None]:
-    """Note no lineage of writes in the block."""
-    pause.depth += 1
-    try:
-        yield
-    finally:
+    def __exit__(self, *_: object) -> None:
         pause.depth -= 1
+        self._variable.reset(self._token)
+
+
+class running_inside(_Running):
+    """Run captured functions as they are in the block."""
+
+    __slots__ = ()
+    _variable = _inside
+
+
+class running_alone(_Running):
+    """Run a refused function in the block, which other ranks may replay."""
+
+    __slots__ = ()
+    _variable = _alone

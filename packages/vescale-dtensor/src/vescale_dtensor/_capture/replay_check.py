@@ -74,7 +74,7 @@ def compared(
         CaptureError: the first output, tensor written to, gradient or generator that differs; or
             the call cannot be run twice.
     """
-    _check_repeatable(program, call)
+    _check_repeatable(program, call, layouts)
     # The program first: if the function ran first, it might repair the state that the guards
     # missed.
     state = _State(program, call.flat)
@@ -91,28 +91,37 @@ def compared(
     return ours
 
 
-def _check_repeatable(program: Program, call: KeyedCall) -> None:
-    """Refuse what can be done once only.
+def _check_repeatable(program: Program, call: KeyedCall, layouts: Sequence[Layout]) -> None:
+    """Refuse what can be done once only. Collective: programs of ranks, and hooks, may differ.
 
     Raises:
-        CaptureError: a backward inside goes on into the history of an argument; or an optimizer
-            that is called again as it is has hooks.
+        CaptureError: on every rank, if on one of them a backward inside goes on into the history of
+            an argument, or an optimizer that is called again as it is has hooks.
     """
+    found = _why_once(program, call)
+    if not agreed(layouts, found is None):
+        other = "another rank cannot run this call beside its replay: its error says why"
+        raise CaptureError(f"capture(check=...): {found or other}")
+
+
+def _why_once(program: Program, call: KeyedCall) -> str | None:
+    """Why a call can be done once only, in words; None if it can be done again."""
     with_history = (isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in call.flat)
     if program.differentiates and any(with_history):
-        raise CaptureError(
-            "capture(check=...): the function calls backward() through the history of an argument, "
+        return (
+            "the function calls backward() through the history of an argument, "
             "which can be done only once, so it cannot run beside the replay. Pass the argument "
             "detached, call backward() outside, or capture it without check"
         )
     owners = (owner for call in program.live for owner in (call.owner, *call.more))
     if any(isinstance(owner, Optimizer) and has_step_hooks(owner) for owner in owners):
         # What they change is the user's, anywhere, so it cannot be put back.
-        raise CaptureError(
-            "capture(check=...): an optimizer that reads values (a step count in Python) has hooks "
+        return (
+            "an optimizer that reads values (a step count in Python) has hooks "
             "around its step, which would run twice where the function runs beside the replay. "
             "Remove the hooks, make the optimizer fused, or capture it without check"
         )
+    return None
 
 
 class _State:

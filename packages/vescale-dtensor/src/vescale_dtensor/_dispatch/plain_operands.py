@@ -10,8 +10,7 @@ part of the user's program: `vescale_comm.trace` does not count it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 
 import torch
 import torch.distributed as dist
@@ -70,14 +69,16 @@ def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTens
     return as_replicated(operand, mesh)
 
 
-@contextmanager
-def uncompared() -> Iterator[None]:
+class uncompared:
     """Compare nothing in the block: for code that only some ranks run, which would deadlock."""
-    token = silent.set(True)
-    try:
-        yield
-    finally:
-        silent.reset(token)
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = silent.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        silent.reset(self._token)
 
 
 def _is_compared(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> bool:
