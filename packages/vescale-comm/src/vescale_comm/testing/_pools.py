@@ -13,7 +13,10 @@ _lock = RLock()
 _pools: dict[int, Pool] = {}
 _preload: set[str] = set()
 # A worker needs pytest where its test process has it: test files, and filters of warnings, do.
-_LOADED = frozenset({"pytest"})
+# And vescale's packages, which the functions that it runs use; their imports start no threads.
+_LOADED = frozenset(
+    {"pytest", "vescale_rng", "vescale_dtensor", "vescale_parallel", "vescale_ckpt"}
+)
 
 
 def outcomes_of(case: Case, world_size: int, timeout: float) -> list[Outcome]:
