@@ -17,7 +17,6 @@ from vescale_comm import (
     reduce_scatter,
     trace,
 )
-from vescale_comm._torch.compat import can_order_ranks
 from vescale_comm.testing import device_mesh, outcomes, run
 
 NAMES = ("dp", "cp", "tp")
@@ -67,12 +66,32 @@ def check_every_subset(rank, world_size, shape, order):
     ids=str,
 )
 def test_members_are_those_of_the_mesh_in_its_order(shape, order):
-    if not can_order_ranks() and order != sorted(order):
-        # The oldest torch sorts members. Every rank says so, also where its own are in order.
-        for rank in outcomes(check_every_subset, len(order), shape, order):
-            assert "cannot make a process group with members in the order" in rank.message
-        return
     run(check_every_subset, len(order), shape, order)
+
+
+def check_where_torch_sorts(rank, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vescale_comm._groups.new_group.can_order_ranks", lambda: False)
+        check_every_subset(rank, world_size, (2, 2), [3, 1, 0, 2])
+
+
+def test_members_are_in_order_where_torch_always_sorts_them():
+    run(check_where_torch_sorts, 4)
+
+
+def refused(rank, world_size):
+    grid = torch.tensor([[2, 0], [3, 1]])  # in no other test: groups are kept
+    mesh = DeviceMesh("cpu", grid, mesh_dim_names=("dp", "tp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vescale_comm._groups.new_group.can_order_ranks", lambda: False)
+        # A torch that sorts by something else than the members themselves.
+        patch.setattr("vescale_comm._groups.new_group._Member", lambda rank, place: rank)
+        group_of(mesh, ("dp", "tp"))
+
+
+def test_a_group_whose_members_torch_has_put_in_another_order_is_no_group():
+    for outcome in outcomes(refused, 4):
+        assert "where one in the order [2, 0, 3, 1] was asked for" in outcome.message
 
 
 def names_and_indices(rank, world_size):

@@ -131,7 +131,7 @@ def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group
 
 def ranks_of(process_group: ProcessGroup) -> tuple[int, ...]:
     """Return the global ranks of the members, in their order."""
-    return tuple(dist.get_process_group_ranks(process_group))
+    return tuple(map(int, dist.get_process_group_ranks(process_group)))
 
 
 def default_process_group() -> ProcessGroup:

@@ -12,7 +12,7 @@ from vescale_comm._groups.group import (
     group_with_axes,
     ranks_of,
 )
-from vescale_comm._groups.new_group import check_order, process_group_of
+from vescale_comm._groups.new_group import process_group_of
 from vescale_comm._torch.compat import no_torch_function
 from vescale_comm._torch.ranks import compact
 from vescale_comm._torch.weak_by_id import WeakById
@@ -87,7 +87,6 @@ def _axes_of(mesh: DeviceMesh) -> str:
 def _find(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     """Pick a process group that is there already, if it has the right members in order."""
     ranks = _members(mesh, dims)
-    check_order(mesh, dims)
     names = mesh.mesh_dim_names or [f"axis{dim}" for dim in range(mesh.ndim)]
     axes = tuple(names[dim] for dim in dims)
     # Axes of one rank add no member, so a group over (dp=1, tp) is the group of tp.

@@ -1,6 +1,5 @@
 """Make process groups by their members alone, without the other ranks of the world."""
 
-import math
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_comm._errors import CommError
-from vescale_comm._groups.group import default_process_group
+from vescale_comm._groups.group import default_process_group, ranks_of
 from vescale_comm._torch.compat import (
     can_order_ranks,
     counts_new_groups,
@@ -109,32 +107,39 @@ def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
 
 
 def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
-    # torch sorts the ranks unless told otherwise; `check_order` has seen to it that it can be told.
-    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    members: list[int] = ranks
+    order: dict[str, Any] = {}
+    if ranks != sorted(ranks) and can_order_ranks():
+        order = {"sort_ranks": False}
+    elif ranks != sorted(ranks):
+        members = [_Member(rank, place) for place, rank in enumerate(ranks)]
     made: ProcessGroup = dist.new_group(
-        ranks,
+        members,
         _timeouts.get(default_process_group()),
         backend=backend,
         use_local_synchronization=True,
         **order,
     )
+    # Data of wrong ranks would be right in shape: so it is asked for, and not believed.
+    if (found := ranks_of(made)) != tuple(ranks):
+        raise CommError(
+            f"torch {torch.__version__} made a process group of ranks {list(found)} where one in "
+            f"the order {ranks} was asked for: use a mesh whose ranks ascend along these axes, or "
+            "torch 2.12 or later"
+        )
     return made
 
 
-def check_order(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
-    """Check that torch can make all groups along these dims of a mesh, not only that of this rank.
+class _Member(int):
+    """A rank that sorts by its place in a group: there is no other way past torch 2.11's sort."""
 
-    Raises:
-        CommError: on every rank of the mesh: it cannot.
-    """
-    if can_order_ranks():
-        return
-    # All groups and not only this rank's: either every rank of the mesh raises, or none does.
-    others = [dim for dim in range(mesh.ndim) if dim not in dims]
-    table = mesh.mesh.permute(*others, *dims)
-    for ranks in table.reshape(-1, math.prod(mesh.size(dim) for dim in dims)).tolist():
-        if ranks != sorted(ranks):
-            raise CommError(
-                f"torch {torch.__version__} cannot make a process group with members in the order "
-                f"{ranks}: use a mesh whose ranks ascend along these axes, or torch 2.13"
-            )
+    def __new__(cls, rank: int, place: int) -> "_Member":
+        made = super().__new__(cls, rank)
+        made.place = place
+        return made
+
+    place: int
+
+    def __lt__(self, other: int) -> bool:
+        # Beside a plain number, such as the size of the world, it is the rank that it is.
+        return self.place < other.place if isinstance(other, _Member) else int(self) < other
