@@ -140,7 +140,7 @@ PACKAGES = (
         requires=(TORCH, NUMPY),
         extras={"triton": ("triton>=3.6",)},
         layers=(
-            "ddp | fsdp2 | testing",
+            "agreement | ddp | fsdp2 | nested | testing",
             "_simulation",
             "_collectives",
             "_checks | _trace",

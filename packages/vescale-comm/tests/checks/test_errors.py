@@ -63,11 +63,11 @@ BAD = {
     ),
     "pieces-device": (
         lambda: all_to_all([x, x.to("meta")], shapes=[(4, 3)] * 2),
-        "all_to_all over ranks 0,1: the tensor is on meta",
+        "all_to_all over ranks 0, 1: the tensor is on meta",
     ),
     "bucket-device": (
         lambda: all_reduce_bucketed([x, x.to("meta")]),
-        "all_reduce_bucketed over ranks 0,1: the tensor is on meta, and the group",
+        "all_reduce_bucketed over ranks 0, 1: the tensor is on meta, and the group",
     ),
     "bucket-number": (lambda: all_reduce_bucketed([x, 1.0]), "takes a tensor, not float"),
     "output-device": (
@@ -79,7 +79,7 @@ BAD = {
         "the output is not contiguous (shape (2, 3), strides (1, 2))",
     ),
     "pieces-own": (lambda: all_to_all([x, x], shapes=[(1,)] * 2), "is (1,), but this rank"),
-    "source": (lambda: broadcast(x, source=2), "source=2 is not a member of ranks 0,1"),
+    "source": (lambda: broadcast(x, source=2), "source=2 is not a member of ranks 0, 1"),
     "device": (lambda: all_reduce(x.to("meta")), "the tensor is on meta, and the group"),
     "sparse": (lambda: all_reduce(x.to_sparse()), "takes a dense tensor, not one of layout"),
     "number": (lambda: all_reduce(1.0), "all_reduce takes a tensor, not float"),
@@ -182,7 +182,7 @@ def wait_in_vain(rank, world_size, name):
 )
 def test_a_timeout_names_the_op_the_group_and_the_shape(name, words):
     message = run(wait_in_vain, 2, name)[0]
-    assert message.startswith(f"{words} over ranks 0,1 (ranks [0, 1]) timed out: some member")
+    assert message.startswith(f"{words} over ranks 0, 1 (ranks [0, 1]) timed out: some member")
 
 
 def test_one_base_class_and_the_builtin_ones():

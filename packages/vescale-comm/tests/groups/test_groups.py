@@ -225,7 +225,7 @@ def outside(rank, world_size):
 def test_a_rank_outside_of_the_mesh_is_told():
     inside, _, third = outcomes(outside, 3)
     assert inside.value is None
-    assert third.message == "rank 2 is not in the mesh of ranks 0,1"
+    assert third.message == "rank 2 is not in the mesh of ranks 0, 1"
 
 
 def bad_axes(rank, world_size, axes):

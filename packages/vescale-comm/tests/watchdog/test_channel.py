@@ -97,7 +97,7 @@ def test_one_question_serves_all_that_wait(channels, monkeypatch, caplog):
     for message in caplog.messages:
         assert message.startswith("a collective does not complete (rank ")
         assert message.endswith(
-            "\n  rank 0: at train.py:3 in step\n  ranks 1,2: waiting in x; missing: rank 0"
+            "\n  rank 0: at train.py:3 in step\n  ranks 1, 2: waiting in x; missing: rank 0"
         )
 
 

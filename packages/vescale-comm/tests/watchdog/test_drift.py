@@ -64,7 +64,9 @@ def test_what_is_new_is_compared_before_it_is_sent(case):
         assert outcome.type_name == "CommMismatchError"
         assert "the ranks have drifted apart (ranks 0-2" in outcome.message
         (one,) = [line for line in outcome.message.split("\n") if line.startswith("  rank 1: ")]
-        (rest,) = [line for line in outcome.message.split("\n") if line.startswith("  ranks 0,2: ")]
+        (rest,) = [
+            line for line in outcome.message.split("\n") if line.startswith("  ranks 0, 2: ")
+        ]
         if case is another_size:
             assert "from event 4 on" in outcome.message
             assert f"all_reduce torch.float32 5, at {HERE}:" in one
@@ -257,5 +259,5 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_told():
         assert outcome.type_name == "CommMismatchError"
         assert "they wait for each other at different calls" in outcome.message
         assert "rank 0: all_reduce torch.float32 5, at " in outcome.message
-        assert "(together with ranks 0,1)" in outcome.message
+        assert "(together with ranks 0, 1)" in outcome.message
         assert "all_reduce torch.float32 6" in outcome.message

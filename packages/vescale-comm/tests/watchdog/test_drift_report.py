@@ -24,7 +24,7 @@ def test_the_first_difference_is_named_the_few_first():
     assert "ranks 0-2" in said
     assert "differ from event 2 on" in said
     assert one == "  rank 1: call 5, at a.py:5"
-    assert rest == "  ranks 0,2: call 2, at a.py:2"
+    assert rest == "  ranks 0, 2: call 2, at a.py:2"
 
 
 def test_a_rank_that_is_behind_differs_in_nothing():
@@ -43,7 +43,7 @@ def test_an_event_that_is_one_and_the_same_is_told_by_the_calls_that_made_it():
     }
     said = drift_report((0, 1, 2), windows)
     assert "  rank 1: sum, at a.py:3, made by add, mul\n" in said
-    assert "  ranks 0,2: sum, at a.py:2, made by add, neg, mul\n" in said
+    assert "  ranks 0, 2: sum, at a.py:2, made by add, neg, mul\n" in said
 
 
 def test_other_data_is_told_apart_too():
@@ -67,7 +67,7 @@ def test_numbers_between_equal_events_are_told_with_the_event_that_followed():
     said = drift_report((0, 1, 2), {0: same, 1: other, 2: same})
     assert "differ from event 2 on" in said
     assert "  rank 1: mean, at a.py:2, made by lr=0.2\n" in said
-    assert "  ranks 0,2: mean, at a.py:2, made by lr=0.1\n" in said
+    assert "  ranks 0, 2: mean, at a.py:2, made by lr=0.1\n" in said
 
 
 def test_who_has_ended_lacks_what_the_others_have_done():

@@ -40,7 +40,7 @@ def test_it_ends_soon_after_the_timeout_and_names_the_call_and_who_is_missing():
             each.stderr.close()
     assert ranks[1].returncode == 1
     (error,) = [line for line in said.split("\n") if line.startswith("vescale_comm.CommTimeout")]
-    assert "waiting in new_group over ranks 0,1" in error
+    assert "waiting in new_group over ranks 0, 1" in error
     assert f"at {__file__}:" in error
     assert "timed out after 4 s" in error
     assert "  rank 0: at " in said

@@ -194,7 +194,7 @@ def test_the_rank_the_event_and_the_line_are_told_on_every_rank(case, tmp_path):
         assert code == 1, said
         assert "CommMismatchError: the ranks have drifted apart (ranks 0-2" in said
         (one,) = {line for line in said.split("\n") if line.startswith("  rank 1: ")}
-        (rest,) = {line for line in said.split("\n") if line.startswith("  ranks 0,2: ")}
+        (rest,) = {line for line in said.split("\n") if line.startswith("  ranks 0, 2: ")}
         assert "drew 5, at " in one
         assert "drew 4, at " in rest
         assert f"{HERE}:" in one
@@ -204,7 +204,7 @@ def test_an_event_that_one_rank_lacks_is_told(tmp_path):
     for code, said in world("one_more", tmp_path):
         assert code == 1, said
         assert "  rank 1: has ended without it" in said
-        assert "  ranks 0,2: drew numbers, at " in said
+        assert "  ranks 0, 2: drew numbers, at " in said
 
 
 def test_a_number_after_the_last_event_is_told(tmp_path):

@@ -162,7 +162,7 @@ def test_a_rank_that_does_something_else_is_named_on_every_rank_and_the_wait_end
         assert f"(rank {rank} of 3 says)" in said
         assert "rank 2: at " in said
         assert "in sleeps" in said
-        waiting = "ranks 0,1: waiting in all_reduce of torch.float32 (3,) over ranks 0-2"
+        waiting = "ranks 0, 1: waiting in all_reduce of torch.float32 (3,) over ranks 0-2"
         assert waiting in said
         assert "in program; missing: rank 2" in said
     for rank in (0, 1):

@@ -170,7 +170,7 @@ def what_ranks_compute_differently_is_an_error_on_all(mesh):
         for _ in range(3):
             with pytest.raises(DisagreementError, match=f"local_map.*{words}"):
                 vd.local_map(function, out_placements=on)(x)
-    with pytest.raises(LayoutError, match=r"found ranks 0, 1, 2: .*; rank 3: "):
+    with pytest.raises(LayoutError, match=r"found ranks 0-2: .*; rank 3: "):
         vd.local_map(lambda t: t[rank == 3 :], out_placements=on)(x)
     with pytest.raises(DisagreementError, match="out_shapes="):
         vd.local_map(lambda t: t, out_placements=on, out_shapes=[(6 + rank, 4)])(x)

@@ -15,10 +15,11 @@ from vescale_comm._errors import (
     RankFailedError,
 )
 from vescale_comm._groups.group import GroupLike, as_group
+from vescale_comm._torch.ranks import named
 from vescale_comm._watchdog.channel import Answer
 from vescale_comm._watchdog.current import current
 from vescale_comm._watchdog.places import site_of
-from vescale_comm._watchdog.report import is_lost_connection, is_timeout, missing, name
+from vescale_comm._watchdog.report import is_lost_connection, is_timeout, missing
 
 
 def failure(primitive: Primitive, error: Exception) -> Exception:
@@ -105,5 +106,5 @@ def _explained(primitive: Primitive, failed: str, *, ended: bool) -> tuple[str, 
     answer = Answer(text, "" if ended else primitive.op, primitive.group.ranks)
     found, state = watcher.explain(answer, ended=ended)
     late = missing(state, answer) if state.answered and not ended else []
-    names = f" Missing: {name(late)}." if late else ""
+    names = f" Missing: {named(late)}." if late else ""
     return f"{names}\n{found}\n" if found else names, state.explains()

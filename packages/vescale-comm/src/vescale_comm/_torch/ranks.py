@@ -1,16 +1,27 @@
 """Write lists of ranks for messages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+# Runs that a message shows: of thousands of ranks, every second one may be meant.
+_SHOWN_RUNS = 16
 
 
 def compact(ranks: Iterable[int]) -> str:
-    """Write ranks with runs of three or more as ranges: (0, 1, 2, 5) is "0-2,5"."""
+    """Write ranks with runs of three or more as ranges: (0, 1, 2, 5, 6) is "0-2, 5, 6"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return ",".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    left = sum(map(len, runs[_SHOWN_RUNS:]))
+    shown = ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs[:_SHOWN_RUNS]
     )
+    return f"{shown} and {left} more" if left else shown
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Write ranks for a message: "rank 3", or "ranks 0-2, 5"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {compact(ranks)}"

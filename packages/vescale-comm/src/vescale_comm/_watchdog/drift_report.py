@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_comm._watchdog.report import name
+from vescale_comm._torch.ranks import named
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Position(NamedTuple):
 
 def crossing(positions: Mapping[int, Position]) -> str:
     """Name the events at which ranks wait for each other, each at one that the others lack."""
-    together = name(sorted({rank for position in positions.values() for rank in position.ranks}))
+    together = named(sorted({rank for position in positions.values() for rank in position.ranks}))
     told = "\n".join(
-        f"  {name([rank])}: {position.words} (together with {name(list(position.ranks))})"
+        f"  {named([rank])}: {position.words} (together with {named(list(position.ranks))})"
         for rank, position in sorted(positions.items())
     )
     return (
@@ -63,7 +63,7 @@ def drift_report(
         windows: by rank, what is known of its last events.
         ended: ranks to whose events nothing will be added.
     """
-    head = f"the ranks have drifted apart ({name(list(ranks))} execute one program together)"
+    head = f"the ranks have drifted apart ({named(list(ranks))} execute one program together)"
     differing = first_difference(windows, ended)
     if differing is None:
         said = "; ".join(f"rank {rank} is {_last(window)}" for rank, window in windows.items())
@@ -79,7 +79,7 @@ def drift_report(
         lines.setdefault((text, value), []).append(rank)
     # The few that differ from the rest come first.
     ordered = sorted(lines.items(), key=lambda item: (len(item[1]), item[1]))
-    told = "\n".join(f"  {name(those)}: {text}" for (text, _), those in ordered)
+    told = "\n".join(f"  {named(those)}: {text}" for (text, _), those in ordered)
     return f"{head}: they differ from event {count} on.\n{told}\n{_ADVICE}"
 
 

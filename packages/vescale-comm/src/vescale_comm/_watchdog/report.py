@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vescale_comm._torch.ranks import compact
+from vescale_comm._torch.ranks import named
 from vescale_comm._watchdog.channel import Answer, Ending
 
 # How backends say that a peer is not there any more; they have no exceptions of their own.
@@ -52,7 +52,7 @@ def report(state: WorldState, *, without: int | None = None) -> str:
         if line is not None:
             lines.setdefault(line, []).append(rank)
     ordered = sorted(lines.items(), key=lambda item: (item[0][0], item[1]))
-    return "\n".join(f"  {name(ranks)}: {text}" for (_, text), ranks in ordered)
+    return "\n".join(f"  {named(ranks)}: {text}" for (_, text), ranks in ordered)
 
 
 def _line(state: WorldState, rank: int) -> tuple[int, str] | None:
@@ -79,16 +79,11 @@ def missing(state: WorldState, answer: Answer) -> list[int]:
 
 def _missing(state: WorldState, answer: Answer) -> str:
     found = missing(state, answer) if answer.waits else []
-    return f"; missing: {name(found)}" if found else ""
+    return f"; missing: {named(found)}" if found else ""
 
 
 def _same(one: Answer | Ending, other: Answer) -> bool:
     return (one.ranks, one.op) == (other.ranks, other.op)
-
-
-def name(ranks: list[int]) -> str:
-    """Write ranks for a message."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {compact(ranks)}"
 
 
 def is_lost_connection(text: str) -> bool:

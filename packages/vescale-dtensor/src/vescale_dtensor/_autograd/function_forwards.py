@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._torch.compat import forward_grad_enabled, without_overrides
-from vescale_dtensor._torch.pytree import tensors_within
 
 Join = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Called with the results that a Function gave a node, or may have, and with its arguments."""

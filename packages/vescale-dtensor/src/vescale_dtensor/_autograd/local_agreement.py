@@ -15,9 +15,9 @@ operands this is no part of the program: `vescale_comm.trace` does not count it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, broadcast, explained_failures, group_of
+from vescale_comm.agreement import by_ranks, digest, gather_texts, message_device
 
 from vescale_dtensor._errors import DisagreementError, LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement
@@ -47,10 +48,8 @@ _uses = FirstUses(_FIRST_USES, most_kinds=256)
 
 # The first exchange has room for so many extents; those of further dims are part of the digest.
 _TOLD = 12
-# The second exchange has room for so many bytes of text, and for lists of so many numbers: torch
-# tensors have 64 dims at most.
-_TEXT = 256
-_LISTED = 65
+# So many characters of what one rank passes stand in an error.
+_QUOTED = 256
 
 
 class Asked(NamedTuple):
@@ -154,19 +153,19 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
     # A call that one rank makes alone would pair with whatever the others send.
     record(mesh, f"compares what ranks pass to {asked.by}")
     with torch.no_grad(), no_torch_function():
-        if _all_same(asked, group, mesh) and _is_even(asked):
+        if _all_same(asked, group) and _is_even(asked):
             return None
-        texts, orders, shapes = _told(asked, group, mesh)
+        texts, orders, shapes = _told(asked, group)
     # Memory orders are compared only between equal local shapes: `Asked.order` leaves out dims of
     # one index, so ranks of other shapes may differ in it without disagreeing.
     if len(set(shapes)) == 1 and len(set(orders)) > 1:
         pairs = zip(texts, orders, strict=True)
         texts = [f"{text}, memory order {list(order)}" for text, order in pairs]
     if len(set(texts)) > 1:
+        told = by_ranks(map(_quoted, texts), group.ranks)
         raise DisagreementError(
-            f"{asked.by} on {describe(mesh)}: the ranks disagree ({_grouped(texts, group)}). All "
-            f"need the same dtype, dims, placements, {asked.option}, requires_grad, memory order "
-            "and options."
+            f"{asked.by} on {describe(mesh)}: the ranks disagree ({told}). All need the same "
+            f"dtype, dims, placements, {asked.option}, requires_grad, memory order and options."
         )
     return _joined(mesh, asked, shapes, group)
 
@@ -183,71 +182,40 @@ def _is_even(asked: Asked) -> bool:
     )
 
 
-def _all_same(asked: Asked, group: Group, mesh: DeviceMesh) -> bool:
+def _all_same(asked: Asked, group: Group) -> bool:
     """Whether all ranks pass the same and hold local tensors of one shape. Collective."""
     shape = tuple(asked.local.shape)
     # Padded with -1, which is no extent, to one length on every rank, whatever its number of dims.
     extents = (*shape, *[-1] * _TOLD)[:_TOLD]
-    digest = _digest(f"{asked.text} {asked.order} {shape[_TOLD:]}")
-    own = torch.tensor([digest, *extents], dtype=torch.int64)
+    rest = digest(f"{asked.text} {asked.order} {shape[_TOLD:]}")
+    own = torch.tensor([rest, *extents], dtype=torch.int64)
     # The minimum is the negative of the maximum of the negatives: one collective for both.
-    both = torch.cat([own, -own]).to(_device(group, mesh))
+    both = torch.cat([own, -own]).to(message_device(group))
     with explained_failures("all_reduce", both, group):
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
     greatest, least = both.cpu().chunk(2)
     return torch.equal(greatest, -least)
 
 
-def _digest(text: str) -> int:
-    """A number for a text: seven bytes, so that it and its negative are both an int64."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
-
-
-def _told(
-    asked: Asked, group: Group, mesh: DeviceMesh
-) -> tuple[list[str], list[Shape], list[Shape]]:
+def _told(asked: Asked, group: Group) -> tuple[list[str], list[Shape], list[Shape]]:
     """Gather what every rank passes. Collective.
 
     Returns:
         Texts, memory orders and local shapes, each in the order of the group. Texts are equal where
         the ranks passed the same, and only there.
     """
-    # One length on every rank, as all_gather needs it: a digest of the whole text, its beginning,
-    # and two lists of at most one number per dim.
-    head = asked.text.encode()[:_TEXT].ljust(_TEXT, b"\0")
-    lists = (_listed(asked.order), _listed(tuple(asked.local.shape)))
-    row = [_digest(asked.text), len(asked.text.encode()), *head, *lists[0], *lists[1]]
-    own = torch.tensor(row, dtype=torch.int64).to(_device(group, mesh))
-    rows = [torch.empty_like(own) for _ in group.ranks]
-    with explained_failures("all_gather", own, group):
-        dist.all_gather(rows, own, group=group.process_group)
-    found = [row.tolist() for row in rows]
-    texts = [_quoted(digest, length, bytes(row[:_TEXT])) for digest, length, *row in found]
-    orders = [_unlisted(row[-2 * _LISTED : -_LISTED]) for row in found]
-    return texts, orders, [_unlisted(row[-_LISTED:]) for row in found]
+    mine = [asked.text, asked.order, tuple(asked.local.shape)]
+    rows = [json.loads(row) for row in gather_texts(json.dumps(mine), group)]
+    texts, orders, shapes = zip(*rows, strict=True)
+    return [*texts], [*map(tuple, orders)], [*map(tuple, shapes)]
 
 
-def _listed(numbers: Shape) -> list[int]:
-    """A list of numbers behind its length, padded to `_LISTED`."""
-    return [len(numbers), *numbers, *[0] * (_LISTED - 1 - len(numbers))]
-
-
-def _unlisted(row: list[int]) -> Shape:
-    """The numbers of `_listed`."""
-    return tuple(row[1 : 1 + row[0]])
-
-
-def _quoted(digest: int, length: int, head: bytes) -> str:
-    """A text as far as it was sent; its digest stands for an end that was not."""
-    # Without the digest, texts that differ behind their beginning would look equal here, while the
-    # first exchange has found that they are not.
-    words = head.rstrip(b"\0").decode(errors="replace")
-    return words if length <= _TEXT else f"{words}… ({length} bytes, digest {digest:x})"
-
-
-def _device(group: Group, mesh: DeviceMesh) -> str:
-    """Where to communicate: on the CPU if the group can, as that waits for no kernel."""
-    return "cpu" if "cpu" in group.backends else mesh.device_type
+def _quoted(text: str) -> str:
+    """As much of a text as an error has room for."""
+    # With the digest, as texts that differ behind their beginning would look equal.
+    if len(text) <= _QUOTED:
+        return text
+    return f"{text[:_QUOTED]}… ({len(text.encode())} bytes, digest {digest(text):x})"
 
 
 def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -> Shape:
@@ -266,8 +234,8 @@ def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -
         for coordinate in coordinates(sizes)
     ]
     if expected != shapes:
-        words = _grouped([str(list(s)) for s in shapes], group)
-        wanted = _grouped([str(list(s)) for s in expected], group)
+        words = by_ranks([str(list(s)) for s in shapes], group.ranks)
+        wanted = by_ranks([str(list(s)) for s in expected], group.ranks)
         raise LayoutError(
             f"{asked.by}: {list(placements)} on {describe(mesh)} of global shape {list(shape)} "
             f"gives {wanted}; found {words}. {_way_out(asked, placements, shapes)}"
@@ -302,17 +270,6 @@ def _extent(dim: int, placements: tuple[Placement, ...], sizes: Shape, shapes: l
         if not any(index for axis, index in enumerate(coordinate) if axis not in cutting)
     ]
     return sum(along)
-
-
-def _grouped(words: Sequence[str], group: Group) -> str:
-    """Words of all ranks, those of equal words together: `rank 0: …; ranks 1, 2: …`."""
-    holders: dict[str, list[int]] = {}
-    for rank, word in zip(group.ranks, words, strict=True):
-        holders.setdefault(word, []).append(rank)
-    return "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {word}"
-        for word, ranks in holders.items()
-    )
 
 
 def take_over_replicated(local: Tensor, mesh: DeviceMesh, placements: Sequence[object]) -> None:

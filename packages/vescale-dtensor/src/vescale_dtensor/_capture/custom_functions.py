@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.function_bridge import has_siblings, joined_local
 from vescale_dtensor._capture.code_files import is_library_class
@@ -29,7 +30,6 @@ from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import no_torch_function
 from vescale_dtensor._torch.overridable import implementation_of
-from vescale_dtensor._torch.pytree import tensors_within
 
 Function: Any = torch.autograd.Function
 _STEPS = frozenset({"call_function", "call_method"})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from vescale_comm import Trace as Collectives
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.function_bridge import joined_local
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
@@ -58,7 +59,6 @@ from vescale_dtensor._torch.compat import (
     set_grad_mode,
     storage_identity,
 )
-from vescale_dtensor._torch.pytree import tensors_within
 
 _GETTER = "__get__"
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from vescale_comm import all_reduce, group_of
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._capture.call_key import KeyedCall
@@ -31,7 +32,6 @@ from vescale_dtensor._torch.compat import (
     has_step_hooks,
     set_generator_states,
 )
-from vescale_dtensor._torch.pytree import tensors_within
 
 
 class SeenLayouts(TorchFunctionMode):

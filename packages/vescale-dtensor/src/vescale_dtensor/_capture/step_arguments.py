@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.records import attributes_of
 from vescale_dtensor._capture.unsupported import name_of
 from vescale_dtensor._torch.overridable import implementation_of
-from vescale_dtensor._torch.pytree import tensors_within
 
 _GETTER, _SETTERS = "__get__", ("__set__", "__delete__")
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)

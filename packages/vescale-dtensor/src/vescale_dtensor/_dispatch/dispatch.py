@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vescale_comm.nested import tensors_within
+
 from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import fallback, run_replicated
@@ -28,7 +30,6 @@ from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.call_site import call_site
 from vescale_dtensor._torch.compat import is_traced
-from vescale_dtensor._torch.pytree import tensors_within
 from vescale_dtensor._torch.scalars import with_python_numbers
 
 # Modules of functions and registered ops that communicate. The fallback would run them on

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import Group, explained_failures, group_of
+from vescale_comm import Group, group_of
+from vescale_comm.agreement import by_ranks, gather_numbers
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
@@ -32,7 +33,6 @@ from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._tensor.value_digest import digest
 from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
-from vescale_dtensor._torch.pytree import tensors_within
 
 # The first executions of each kind of call are compared.
 _compared = FirstUses(2, most_kinds=256)
@@ -174,42 +174,25 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
     record(mesh, f"compares operand {place} of {function_name(call.func)}")
     # Unseen by modes: capture would record the comparison as a part of the program.
     with torch.no_grad(), no_torch_function():
-        rows = _gathered(operand, mesh, group)
+        rows = _gathered(operand, group)
     if all(row == rows[0] for row in rows):
         return
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for rank, row in zip(group.ranks, rows, strict=True):
-        holders.setdefault(row, []).append(rank)
-    raise DisagreementError(_message(operand, place, mesh, call, holders))
+    said = [f"shape {list(row[:-1])}, digest {row[-1] & (1 << 64) - 1:016x}" for row in rows]
+    told = by_ranks(said, group.ranks)
+    raise DisagreementError(_message(operand, place, mesh, call, told))
 
 
-def _gathered(operand: Tensor, mesh: DeviceMesh, group: Group) -> list[tuple[int, ...]]:
+def _gathered(operand: Tensor, group: Group) -> list[tuple[int, ...]]:
     """Shape and digest of every rank's tensor, in the order of the group. Collective."""
     # Rows are of one length: the number of dims is part of the kind, hence equal on all ranks.
-    own = torch.cat([torch.tensor(operand.shape, dtype=torch.int64), digest(operand).cpu()])
-    own = own.to(mesh.device_type)
-    rows = [torch.empty_like(own) for _ in group.ranks]
-    with explained_failures("all_gather", own, group):
-        dist.all_gather(rows, own, group=group.process_group)
-    return [tuple(row.tolist()) for row in rows]
+    return gather_numbers([*operand.shape, int(digest(operand).item())], group)
 
 
-def _message(
-    operand: Tensor,
-    place: int,
-    mesh: DeviceMesh,
-    call: OpCall,
-    holders: dict[tuple[int, ...], list[int]],
-) -> str:
-    groups = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: shape "
-        f"{list(row[:-1])}, digest {row[-1] & (1 << 64) - 1:016x}"
-        for row, ranks in holders.items()
-    )
+def _message(operand: Tensor, place: int, mesh: DeviceMesh, call: OpCall, told: str) -> str:
     return (
         f"{function_name(call.func)}: operand {place} is a plain {short_dtype(operand.dtype)} "
         f"tensor among DTensors on {describe(mesh)}. It counts as replicated, but the ranks "
-        f"disagree ({groups}). If each rank holds its part of a batch, wrap it: "
+        f"disagree ({told}). If each rank holds its part of a batch, wrap it: "
         "DTensor.from_local(x, mesh, [Shard(0), …]). If it should be the same everywhere, "
         "distribute_tensor(x, mesh) takes that of the first rank."
     )

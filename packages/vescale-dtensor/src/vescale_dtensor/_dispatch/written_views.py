@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._planning.plan import Rule
 from vescale_dtensor._tensor.copied_views import is_only_copy
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.pytree import tensors_within
 
 Scatter = Callable[[DTensor], Any]
 

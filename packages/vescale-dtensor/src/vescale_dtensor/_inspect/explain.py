@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vescale_comm import Trace, trace
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._dispatch.observers import CallObserver
 from vescale_dtensor._inspect.op_support import public_name
@@ -28,7 +29,6 @@ from vescale_dtensor._planning.plan import OpPlan
 from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observing
-from vescale_dtensor._torch.pytree import tensors_within
 
 _WIDEST_CELL = 56
 

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from vescale_comm.agreement import digest
 
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec
@@ -79,7 +79,7 @@ def call_token(func: Callable[..., Any], spec: Spec) -> int:
 
 def _token_of_result(func: Callable[..., Any], spec: Spec) -> int:
     # Without the dtype: under autocast a known call gives another one than when it was compiled.
-    return hash((_name_token(func), _stable(f"{list(spec.shape)} {spec.layout}")))
+    return hash((_name_token(func), digest(f"{list(spec.shape)} {spec.layout}")))
 
 
 def write_token(func: Callable[..., Any]) -> int:
@@ -230,15 +230,10 @@ def _name(func: Callable[..., Any]) -> str:
 def _name_token(func: Callable[..., Any]) -> int:
     known = _names.get(func)
     if known is None:
-        known = _stable(_name(func))
+        known = digest(_name(func))
         _names.store(func, known)
     return known
 
 
-def _stable(text: str) -> int:
-    # Unlike `hash`, the same in every process.
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
 # Computed once: every `zero_grad()` assigns as many gradients as there are parameters.
-_ASSIGNED = {name: _stable(name) for name in ("data", "grad")}
+_ASSIGNED = {name: digest(name) for name in ("data", "grad")}

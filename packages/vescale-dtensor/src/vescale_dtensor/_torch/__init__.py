@@ -3,10 +3,10 @@
 - `compat` is the one list of torch's private API, each entry feature-tested, with its fallback.
 - `overridable` lets a TorchFunctionMode see one of our functions as a single call.
 - `schemas` reads from torch's schemas what a function's arguments are called and which it writes.
-- `pytree` finds tensors in nested arguments; `scalars` converts NumPy's and torch's numbers;
-  `opmath` is the precision in which reductions of half floats run; `bounded_cache` holds results
-  that can be computed again, and lets caches subscribe to changes; `worlds` empties those that hold
-  meshes once their process groups were destroyed and others made.
+- `scalars` converts NumPy's and torch's numbers; `opmath` is the precision in which reductions of
+  half floats run; `bounded_cache` holds results that can be computed again, and lets caches
+  subscribe to changes; `worlds` empties those that hold meshes once their process groups were
+  destroyed and others made.
 
 Nothing here imports another part of the package.
 """

@@ -8,9 +8,9 @@ from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._torch.compat import name_of_overload, overloads_of
-from vescale_dtensor._torch.pytree import tensors_within
 
 
 class OverloadArguments(NamedTuple):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.gradient_reducer import gradient_total
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._planning.op_call import substitute
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.pytree import tensors_within
 from vescale_dtensor.rules._check_layouts import Combination, spread
 
 

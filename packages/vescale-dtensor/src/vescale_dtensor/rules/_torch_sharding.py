@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._errors import RuleError
 from vescale_dtensor._layout.derived_placements import as_placement
@@ -25,7 +26,6 @@ from vescale_dtensor._planning.plan import Rule, function_name
 from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import no_torch_function
-from vescale_dtensor._torch.pytree import tensors_within
 from vescale_dtensor.rules._registration import register_rule
 
 F = TypeVar("F", bound=Callable[..., Any])

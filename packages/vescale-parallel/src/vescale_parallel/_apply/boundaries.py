@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, Replicate
 
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.written_back import WrittenBack
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
-from vescale_parallel._common.pytree import Copied, map_tensors, named_tensors_within
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results

@@ -1,6 +1,5 @@
 """Batches of which every rank passes its own rows: checked, counted, and made one global batch."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from itertools import product
@@ -10,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_gather, group_of
+from vescale_comm.agreement import digest, gather_numbers, named, several_ranks
+from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, RaggedShard, Replicate
 
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.written_back import WrittenBack
-from vescale_parallel._common.agreement import checksum, require_same, several_ranks
+from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
-from vescale_parallel._common.messages import numbers
-from vescale_parallel._common.pytree import Copied, map_tensors, named_tensors_within
 from vescale_parallel._common.rows import row_counts, shard_of, sharing_axes
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._errors import DisagreementError, PlanError
@@ -118,11 +117,7 @@ class LocalBatch:
         if not several_ranks():
             return [mine] * len(self._shards)
         group = group_of(self.mesh, tuple(mesh_sizes(self.mesh)))
-        # On the host where it can be: what a device has still to do is not waited for.
-        device = "cpu" if "cpu" in group.backends else self.mesh.device_type
-        sent = torch.tensor([mine], device=device)
-        found: list[list[int]] = all_gather(sent, group).tolist()
-        return found
+        return [list(row) for row in gather_numbers(mine, group)]
 
     def _require_same_forms(self, forms: dict[str, str]) -> None:
         require_same(
@@ -140,9 +135,7 @@ class LocalBatch:
             found.setdefault(shard, {}).setdefault(number, []).append(rank)
         for holders in found.values():
             if len(holders) > 1:
-                told = "; ".join(
-                    f"{n} rows on ranks {numbers(sorted(ranks))}" for n, ranks in holders.items()
-                )
+                told = "; ".join(f"{n} rows on {named(sorted(r))}" for n, r in holders.items())
                 raise DisagreementError(
                     f"ranks that pass the same shard of the batch differ: {told}.\n{_REPLICAS}"
                 )
@@ -210,5 +203,4 @@ def _padded(numbers_: Sequence[int], length: int) -> list[int]:
 
 
 def _digest(forms: dict[str, str]) -> int:
-    digest = hashlib.blake2b(repr(sorted(forms.items())).encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")
+    return digest(repr(sorted(forms.items())))

@@ -11,20 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from vescale_comm.agreement import gather_numbers, named, several_ranks
 from vescale_dtensor import DTensor
 
 from vescale_parallel._apply.facts import ADVICE, Given, facts_of, mesh_facts
 from vescale_parallel._apply.gradients import BucketedReducer
 from vescale_parallel._check.report import Report
-from vescale_parallel._common.agreement import (
-    gather_flags,
-    ranks_that_hold,
-    require_same,
-    several_ranks,
-    world_ranks,
-)
+from vescale_parallel._common.agreement import ranks_that_hold, require_same, world_ranks
 from vescale_parallel._common.mesh import mesh_ranks
-from vescale_parallel._common.messages import listed, numbers
+from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._errors import DisagreementError, PlanError
@@ -84,12 +79,12 @@ def _require_same_mesh(mesh: object) -> None:
     said = mesh_facts(mesh)
     passed_by = ranks_that_hold(said)
     # Ranks of one mesh can still be in order while those of another are not: all have to know.
-    if all(gather_flags(isinstance(mesh, DeviceMesh) and passed_by == sorted(mesh_ranks(mesh)))):
+    fits = isinstance(mesh, DeviceMesh) and passed_by == sorted(mesh_ranks(mesh))
+    if all(flag for (flag,) in gather_numbers([fits])):
         return
     require_same({"mesh": said}, peers=world_ranks(), head=_HEAD, advice=ADVICE)
     raise DisagreementError(
-        f"{_HEAD}\n  - mesh: {said['mesh']} is passed by ranks {numbers(passed_by)}\n"
-        f"{ADVICE['mesh']}"
+        f"{_HEAD}\n  - mesh: {said['mesh']} is passed by {named(passed_by)}\n{ADVICE['mesh']}"
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import resolve_name
+from vescale_comm.nested import named_tensors_within
 
-from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._errors import StaleParameterError
 

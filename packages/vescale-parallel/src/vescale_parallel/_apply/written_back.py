@@ -10,8 +10,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from torch import nn
-
-from vescale_parallel._common.pytree import Copied, field_names
+from vescale_comm.nested import Copied, field_names
 
 _Snapshot = tuple[Any, Any, Any]
 """A container, the one that took its place, and what that one held then, by place or key."""

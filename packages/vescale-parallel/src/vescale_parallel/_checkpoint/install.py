@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vescale_comm.nested import named_tensors_within
 
 from vescale_parallel._checkpoint.region import Region
 from vescale_parallel._checkpoint.resolve import RegionRow
-from vescale_parallel._common.pytree import named_tensors_within
 
 
 def install_regions(

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from vescale_comm.nested import map_tensors, tensors_within
 
 from vescale_parallel._common.torch_compat import schema_of
 from vescale_parallel._errors import ParallelError
@@ -92,8 +93,8 @@ class Results:
 
     def add(self, operator: Any, args: Any, outputs: Any) -> None:
         """Keep one."""
-        kept = _each(Tensor.detach, outputs)
-        versions = tuple(one._version for one in _tensors(kept))
+        kept = map_tensors(Tensor.detach, outputs)
+        versions = tuple(one._version for one in tensors_within(kept))
         self._found.append(_Result(operator, _looks(args), kept, versions))
 
     def at(self, index: int, operator: Any, args: Any) -> Any | None:
@@ -110,10 +111,10 @@ class Results:
                 f"number {index} was {earlier}. A module that is recomputed has to do the same "
                 "again: branch on its arguments only, or give it 'none'."
             )
-        if tuple(one._version for one in _tensors(found.outputs)) != found.versions:
+        if tuple(one._version for one in tensors_within(found.outputs)) != found.versions:
             return None
         # Anew each time: autograd gives what is returned a history.
-        return _each(Tensor.detach, found.outputs)
+        return map_tensors(Tensor.detach, found.outputs)
 
 
 class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -154,15 +155,4 @@ def _draws(operator: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _looks(args: Any) -> tuple[Any, ...]:
-    return tuple((tuple(one.shape), one.dtype) for one in _tensors(args))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    parts = value if isinstance(value, tuple | list) else [value]
-    return [one for one in parts if isinstance(one, Tensor)]
-
-
-def _each(function: Any, value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(function(one) if isinstance(one, Tensor) else one for one in value)
-    return function(value) if isinstance(value, Tensor) else value
+    return tuple((tuple(one.shape), one.dtype) for one in tensors_within(args))

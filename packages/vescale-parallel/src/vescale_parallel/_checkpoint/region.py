@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
+from vescale_comm.nested import map_tensors, tensors_within
 
 from vescale_parallel._checkpoint.kept import Results
-from vescale_parallel._common.pytree import map_tensors
 from vescale_parallel._errors import ParallelError
 
 _SMALL: Final = 16_384
@@ -65,7 +65,7 @@ class Region:
             return self.__wrapped__(*args, **kwargs)
         self._require_no_cache(args, kwargs)
         given = (args, kwargs)
-        tensors = _tensors(given)
+        tensors = tensors_within(given)
         # Tensors are arguments of their own, so that torch notices when one is written to in
         # between; what is around them must not keep them alive.
         hollow = map_tensors(lambda _: _HOLLOW, given, copies=True)
@@ -105,18 +105,6 @@ class Region:
 
 
 _HOLLOW: Final = torch.empty(0)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of a nesting, in the order in which `map_tensors` meets them."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
 
 
 def _is_same(before: Tensor, now: Tensor | None) -> bool:

@@ -1,8 +1,8 @@
-"""What every other room stands on: the mesh, agreement between ranks, messages, nested values.
+"""What every other room stands on: the mesh, agreement between ranks, messages.
 
 - `mesh`: `mesh(dp=2, tp=2)`, and the sizes of a mesh's axes by name.
-- `agreement`: whether all ranks hold the same, told by a few bytes; who differs, where they do not.
+- `agreement`: whether all ranks hold the same, told by a few bytes; who differs, where they do not
+  (on what `vescale_comm.agreement` sends and hears).
 - `messages`: lists of names, the names nearest to a wrong one, bytes as people read them.
-- `pytree`: a function applied to every tensor in nested arguments or results.
 - `torch_compat`: the one list of what is used of torch beyond its public API.
 """

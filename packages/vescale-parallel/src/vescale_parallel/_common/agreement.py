@@ -5,7 +5,6 @@ fixed size, so that lists of different lengths are compared too and no rank wait
 list that another rank does not have. Text travels only when there is something to tell.
 """
 
-import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import Group, explained_failures, group_of
+from vescale_comm import Group, as_group, group_of
+from vescale_comm.agreement import broadcast_text, digest, gather_numbers, named, several_ranks
 
-from vescale_parallel._common.messages import numbers
 from vescale_parallel._errors import DisagreementError
 
 Facts = Mapping[str, Mapping[str, str]]
@@ -55,15 +54,12 @@ def require_same(
     Raises:
         DisagreementError: on every rank, also on those whose own peers agree.
     """
-    if not several_ranks():
+    group = everyone(mesh)
+    if not several_ranks(group):
         return
-    group = _group(mesh)
-    if group is not None and group.size == 1:
-        return
-    digests = [_digest(list(peers)), *(_digest(dict(section)) for section in facts.values())]
-    told = gather(torch.tensor(digests, device=_device(group)), group)
-    rows = [tuple(row.tolist()) for row in told]
-    variants = _variants(rows, world_ranks() if group is None else group.ranks)
+    held = [list(peers), *map(dict, facts.values())]
+    rows = gather_numbers([digest(json.dumps(one)) for one in held], group)
+    variants = _variants(rows, as_group(group).ranks)
     if all(len(of_team) == 1 for of_team in variants):
         return
     found = {section: _differences(section, facts, variants, group) for section in facts}
@@ -75,9 +71,11 @@ def require_same(
     raise DisagreementError("\n  - ".join([head, *shown]) + f"\n{advice[first]}")
 
 
-def _group(mesh: DeviceMesh | None) -> Group | None:
-    """The ranks of a mesh; None where these are all processes."""
-    if mesh is None or mesh.mesh.numel() == dist.get_world_size():
+def everyone(mesh: DeviceMesh | None) -> Group | None:
+    """Return the group of all ranks of a mesh; None where these are all processes."""
+    # Not a group of its own where it is the world: a mesh of all processes may be one of several,
+    # and what they compare goes the same way whichever of them asks.
+    if mesh is None or not dist.is_initialized() or mesh.mesh.numel() == dist.get_world_size():
         return None
     return group_of(mesh, tuple(range(mesh.ndim)))
 
@@ -110,10 +108,10 @@ def _differences(
         orders = {tuple(values): ranks for ranks, values in told}
         if not found and len(orders) > 1:
             # Optimizers and buckets go by the order of parameters, so it is a difference as well.
-            lines.append(f"{section}: another order on {_ranks([*orders.values()][-1])}")
+            lines.append(f"{section}: another order on {named(sorted([*orders.values()][-1]))}")
         if found and len(of_team) > _SHOWN_VARIANTS:
             rest = [rank for ranks in of_team[_SHOWN_VARIANTS:] for rank in ranks]
-            lines.append(f"{section}: {_ranks(rest)} not told")
+            lines.append(f"{section}: {named(sorted(rest))} not told")
     return lines
 
 
@@ -124,17 +122,7 @@ def _difference(name: str, told: Sequence[tuple[list[int], Mapping[str, str]]]) 
         holders.setdefault(values.get(name, "not there"), []).extend(ranks)
     if len(holders) == 1:
         return ""
-    return "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("ranks " if len(ranks) > 1 else "rank ") + numbers(sorted(ranks))
-
-
-def _digest(value: object) -> int:
-    """64 bits of a value that JSON can write, as a signed number, for int64 tensors."""
-    text = json.dumps(value).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    return "; ".join(f"{value} on {named(sorted(ranks))}" for value, ranks in holders.items())
 
 
 def _text_of(sender: int, section: Mapping[str, str], group: Group | None) -> dict[str, str]:
@@ -143,81 +131,16 @@ def _text_of(sender: int, section: Mapping[str, str], group: Group | None) -> di
     return told
 
 
-def broadcast_text(text: str, sender: int, group: Group | None = None) -> str:
-    """Return the text that `sender` passes, on every rank; what others pass is not looked at.
-
-    Args:
-        text: what this rank would say.
-        sender: the rank that is heard, counted over all processes.
-        group: who hears; None: all processes.
-    """
-    carrier = None if group is None else group.process_group
-    device = _device(group)
-    mine = text.encode() if dist.get_rank() == sender else b""
-    length = torch.tensor([len(mine)], device=device)
-    # Its length first: the others cannot know how much they have to receive.
-    with explained_failures("broadcast", length):
-        dist.broadcast(length, sender, group=carrier)
-    padded = bytearray(mine.ljust(int(length.item()), b"\0"))
-    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device) if padded else length[:0]
-    with explained_failures("broadcast", sent):
-        dist.broadcast(sent, sender, group=carrier)
-    return bytes(sent.cpu().tolist()).decode()
-
-
-def several_ranks() -> bool:
-    """Return whether there are other ranks; those of the `fake` backend do not exist."""
-    started = dist.is_initialized() and dist.get_world_size() > 1
-    return started and dist.get_backend() != "fake"
-
-
-def gather(mine: Tensor, group: Group | None = None) -> list[Tensor]:
-    """Return one tensor of the same shape from every rank of a group, or of all, on the CPU."""
-    size = dist.get_world_size() if group is None else group.size
-    received = [torch.empty_like(mine) for _ in range(size)]
-    with explained_failures("all_gather", mine):
-        dist.all_gather(received, mine, group=None if group is None else group.process_group)
-    return [one.cpu() for one in received]
-
-
-def gather_flags(mine: bool, mesh: DeviceMesh | None = None) -> list[bool]:
-    """Return one yes or no from every rank of a mesh, or of all processes, in rank order."""
-    if not several_ranks():
-        return [mine]
-    group = _group(mesh)
-    said = torch.tensor([mine], device=_device(group)).int()
-    found = [bool(one.item()) for one in gather(said, group)]
-    if group is None:
-        return found
-    return [one for _, one in sorted(zip(group.ranks, found, strict=True))]
-
-
-def text_of_first(text: str, mesh: DeviceMesh | None) -> str:
-    """Return what the lowest rank of a mesh, or of all processes, passes, on all of them."""
-    if not several_ranks():
-        return text
-    group = _group(mesh)
-    return broadcast_text(text, 0 if group is None else min(group.ranks), group)
-
-
 def ranks_that_hold(value: object) -> list[int]:
     """Return the ranks that pass the same value as this one; a value that JSON can write."""
-    mine = _digest(value)
-    found = gather(torch.tensor([mine], device=_device()))
-    return [rank for rank, one in enumerate(found) if int(one.item()) == mine]
+    found = gather_numbers([digest(json.dumps(value))])
+    mine = found[dist.get_rank() if several_ranks() else 0]
+    return [rank for rank, one in enumerate(found) if one == mine]
 
 
 def world_ranks() -> list[int]:
     """Return all ranks of the default process group."""
     return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
-
-
-def _device(group: Group | None = None) -> str:
-    """Return a device that a group, or the default one, sends from: the same on every rank."""
-    if group is not None:
-        return "cpu" if "cpu" in group.backends else next(iter(group.backends))
-    # As "cpu:gloo,cuda:nccl": facts on the host then never wait for work on the device.
-    return "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
 
 
 def checksum(tensor: Tensor) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import Any, Final, NamedTuple
 
 from torch.utils.data import Sampler
+from vescale_comm.nested import field_names, map_tensors, with_fields
 
-from vescale_parallel._common.pytree import field_names, map_tensors, with_fields
 from vescale_parallel._common.rows import row_counts
 
 _LEAVES: Final = (str, bytes, int, float, type(None))

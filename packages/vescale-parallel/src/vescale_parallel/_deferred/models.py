@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vescale_comm.nested import field_names
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.pytree import field_names
 from vescale_parallel._common.torch_compat import missing_for_deferred, schema_of
 from vescale_parallel._deferred.recording import (
     FACTORIES,

@@ -8,16 +8,13 @@ own graph could start collectives in another order than the others, and all woul
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from vescale_comm.agreement import gather_texts
 
-from vescale_parallel._common.agreement import gather, several_ranks
 from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.collectives import Collective
 
@@ -96,7 +93,7 @@ def agreed(
     }
     mine["fault"] = fault
     mine["options"] = {name: repr(one) for name, one in (options or {}).items()}
-    told = [json.loads(one) for one in _gathered(json.dumps(mine))]
+    told = [json.loads(one) for one in gather_texts(json.dumps(mine))]
     for rank, one in enumerate(told):
         if one["fault"]:
             raise GraphError(f"rank {rank}: {one['fault']}")
@@ -171,18 +168,3 @@ def _check_groups(told: Sequence[dict[str, Any]]) -> None:
                     f"collective number {at} of the graph ({_text([row[:7]], 0)}) has {row[8]} "
                     f"elements on rank {rank}, and {first[8]} on another member of its group"
                 )
-
-
-def _gathered(text: str) -> list[str]:
-    """One text from each rank, in rank order. Collective."""
-    if not several_ranks():
-        return [text]
-    packed = zlib.compress(text.encode())
-    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
-    lengths = [int(one) for one in gather(torch.tensor([len(packed)], device=device))]
-    padded = bytearray(packed.ljust(max(lengths), b"\0"))
-    found = gather(torch.frombuffer(padded, dtype=torch.uint8).to(device))
-    return [
-        zlib.decompress(bytes(one[:length].tolist())).decode()
-        for one, length in zip(found, lengths, strict=True)
-    ]

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import torch
-import torch.distributed as dist
 from torch import fx
+from vescale_comm.agreement import gather_numbers
 
-from vescale_parallel._common.agreement import gather, several_ranks
 from vescale_parallel._common.messages import human_bytes, table
 from vescale_parallel._cost import Link
 from vescale_parallel._errors import GraphError
@@ -171,7 +169,4 @@ def _saturating(link: Link, members: int) -> int:
 
 def _highest(peak: int) -> int:
     """The largest of all ranks. Collective: all of them have to decide alike."""
-    if not several_ranks():
-        return peak
-    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
-    return max(int(one) for one in gather(torch.tensor([peak], device=device)))
+    return max(one for (one,) in gather_numbers([peak]))

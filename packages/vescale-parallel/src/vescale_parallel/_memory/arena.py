@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
+from vescale_comm.nested import tensors_within
 
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.places import Place
@@ -198,7 +199,7 @@ class _Check:
 
     def ran(self, node: fx.Node, value: Any) -> None:
         """Compare the value of a node."""
-        tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+        tensors = tensors_within(value)
         planned = self.of.results[node]
         if len(tensors) != len(planned):
             raise MemoryPlanError(

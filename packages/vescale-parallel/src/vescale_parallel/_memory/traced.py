@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from vescale_comm.nested import tensors_within
 
 from vescale_parallel._common.torch_compat import FakeTensor, FakeTensorMode, schema_of
 from vescale_parallel._errors import MemoryPlanError
@@ -106,7 +107,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Without values it makes a new tensor; in truth it returns the one that it waited for.
         waits = schema_of(func).name == "_c10d_functional::wait_tensor"
         made = args[0] if waits else func(*args, **kwargs)
-        for tensor in _tensors(made):
+        for tensor in tensors_within(made):
             key = self.key(tensor)
             if key not in self.known:
                 self.known.add(key)
@@ -128,7 +129,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, value: Any) -> set[int]:
         """The storages of all tensors in a value."""
-        return {self.key(one) for one in _tensors(value)}
+        return {self.key(one) for one in tensors_within(value)}
 
 
 class _Interpreter(fx.Interpreter):
@@ -254,10 +255,6 @@ def _why_not(node: fx.Node, error: Exception) -> str:
     return f"node '{node.name}' ({node.target}) cannot run without values: {kind}: {line}"
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
-
-
 def _pure(node: fx.Node, module: nn.Module) -> bool:
     """Whether all that a call does is seen in its tensors, as far as its name tells."""
     if node.op == "call_module":
@@ -314,14 +311,14 @@ class _Reader:
         )
 
     def _device(self, key: int, node: fx.Node) -> torch.device:
-        for tensor in _tensors(self.ran.values[node]):
+        for tensor in tensors_within(self.ran.values[node]):
             if tensor.untyped_storage()._cdata == key:
                 return tensor.device
         return torch.device("cpu")
 
     def _results(self, value: Any) -> tuple[Result, ...]:
         found = []
-        for one in _tensors(value):
+        for one in tensors_within(value):
             if one.layout != torch.strided:
                 raise MemoryPlanError(f"tensors of layout {one.layout} cannot be planned.")
             key = int(one.untyped_storage()._cdata)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.nested import map_tensors
 from vescale_dtensor import DTensor
-
-from vescale_parallel._common.pytree import map_tensors
 
 
 class TensorSpec(NamedTuple):

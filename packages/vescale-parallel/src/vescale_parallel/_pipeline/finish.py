@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from vescale_comm.agreement import gather_texts
 from vescale_dtensor import DTensor, gradient_total, local_leaf
 
-from vescale_parallel._common.agreement import broadcast_text, gather_flags
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.stage import Kind, Repeated, Scene
@@ -25,17 +26,17 @@ def require_success(failure: Exception | None, where: str) -> None:
         Exception: that of this rank, on it.
         PipelineError: on the others, naming the first that failed, and what it said.
     """
-    flags = gather_flags(failure is not None)
-    if not any(flags):
+    repeats = isinstance(failure, Repeated)
+    said = [repeats, f"{where}: {type(failure).__name__}: {failure}"]
+    told = gather_texts("" if failure is None else json.dumps(said))
+    if not any(told):
         return
     # The first rank that has words of its own, and does not only repeat those of another.
-    own = gather_flags(failure is not None and not isinstance(failure, Repeated))
-    first = (own if any(own) else flags).index(True)
-    mine = "" if failure is None else f"{where}: {type(failure).__name__}: {failure}"
-    told = broadcast_text(mine, first) if len(flags) > 1 else mine
-    if failure is not None and not isinstance(failure, Repeated):
+    heard = [(*json.loads(one), rank) for rank, one in enumerate(told) if one]
+    _, words, first = min(heard, key=lambda one: (one[0], one[2]))
+    if failure is not None and not repeats:
         raise failure
-    raise PipelineError(f"forward_backward failed on rank {first}, {told}")
+    raise PipelineError(f"forward_backward failed on rank {first}, {words}")
 
 
 def finish_step(

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
+from vescale_comm.nested import map_tensors, named_tensors_within, tensors_within
 
-from vescale_parallel._common.pytree import map_tensors, named_tensors_within
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.leaks import Leaks, name_of
 
@@ -81,7 +81,8 @@ class Foreign(TorchFunctionMode):
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
         if self.leaks is not None:
-            self.leaks.computed(name_of(func), _tensors((args, kwargs)), _tensors(result))
+            given, made = tensors_within((args, kwargs)), tensors_within(result)
+            self.leaks.computed(name_of(func), given, made)
         return result
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -89,7 +90,7 @@ class Foreign(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.known:
             args, kwargs = self.resolved(args), self.resolved(kwargs)
-        if not any(map(self.is_unknown, _tensors((args, kwargs)))):
+        if not any(map(self.is_unknown, tensors_within((args, kwargs)))):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _READS or (name == "__getitem__" and self._selects_by_value(args)):
@@ -99,7 +100,7 @@ class Foreign(TorchFunctionMode):
                 "dtypes, not values."
             )
         result = func(*args, **kwargs)
-        self.mark(_tensors(result))
+        self.mark(tensors_within(result))
         if args and isinstance(args[0], Tensor) and _writes(name, kwargs):
             self.mark(_written(args[0], kwargs))
         return result
@@ -107,18 +108,8 @@ class Foreign(TorchFunctionMode):
     def _selects_by_value(self, args: Any) -> bool:
         return any(
             one.dtype in (torch.bool, torch.uint8) and self.is_unknown(one)
-            for one in _tensors(args[1:])
+            for one in tensors_within(args[1:])
         )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [found for one in value for found in _tensors(one)]
-    if isinstance(value, dict):
-        return [found for one in value.values() for found in _tensors(one)]
-    return []
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
@@ -129,4 +120,4 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 def _written(target: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
     # Of a view, what it is a view of as well: that is what is looked at afterwards.
     base = target._base
-    return [target, *([] if base is None else [base]), *_tensors(kwargs.get("out"))]
+    return [target, *([] if base is None else [base]), *tensors_within(kwargs.get("out"))]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vescale_comm.agreement import broadcast_text
 
-from vescale_parallel._common.agreement import broadcast_text
 from vescale_parallel._errors import PlanError
 from vescale_parallel._pipeline.described import local_of
 from vescale_parallel._pipeline.given import best_in_place

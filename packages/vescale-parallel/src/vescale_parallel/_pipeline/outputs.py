@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import map_tensors, named_tensors_within
 
-from vescale_parallel._common.pytree import map_tensors, named_tensors_within
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import as_strided_like, describe, local_of, wrapped
 from vescale_parallel._pipeline.messages import Lines

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import CommError
+from vescale_comm.nested import named_tensors_within
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._common.torch_compat import is_innermost
 from vescale_parallel._errors import ParallelError, PipelineError
 from vescale_parallel._pipeline.described import (

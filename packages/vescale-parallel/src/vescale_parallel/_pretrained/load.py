@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from vescale_comm.agreement import by_ranks, gather_failures
 from vescale_dtensor import DTensor, local_leaf
 from vescale_rng import ShardLayout, as_layout, whole
 
-from vescale_parallel._common.agreement import gather_flags, require_same
+from vescale_parallel._common.agreement import everyone, require_same
 from vescale_parallel._common.mesh import mesh_ranks
-from vescale_parallel._common.messages import numbers
 from vescale_parallel._deferred.recording import DeferredTensor, fill_with
 from vescale_parallel._deferred.tape import Fill
 from vescale_parallel._errors import PretrainedError
@@ -78,15 +78,13 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
             _load_and_compare(one.tensor, found)
     except Exception as error:  # one rank's disk may fail
         problem = error
-    failed = gather_flags(problem is not None, mesh) if mesh is not None else []
+    failed = {} if mesh is None else gather_failures(problem, everyone(mesh))
     if problem is not None:
         raise problem
-    if any(failed):
-        assert mesh is not None
-        bad = [rank for rank, one in zip(sorted(mesh_ranks(mesh)), failed, strict=False) if one]
+    if failed:
+        told = by_ranks(failed.values(), failed)
         raise PretrainedError(
-            f"the weights could not be read on {'rank' if len(bad) == 1 else 'ranks'} "
-            f"{numbers(bad)}: see the error there. The model holds some of them only."
+            f"the weights could not be read on {told}. The model holds some of them only."
         )
     return model
 

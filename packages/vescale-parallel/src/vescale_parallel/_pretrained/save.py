@@ -11,9 +11,10 @@ from typing import Any, BinaryIO, Final
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.agreement import broadcast_text
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import text_of_first
+from vescale_parallel._common.agreement import everyone
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._deferred.recording import real
@@ -73,7 +74,7 @@ def _require_fine(problem: Exception | None, mesh: DeviceMesh | None) -> None:
     """Raise on every rank what the one that writes found."""
     said = "" if problem is None else str(problem) or repr(problem)
     if mesh is not None:
-        said = text_of_first(said, mesh)
+        said = broadcast_text(said, min(mesh_ranks(mesh)), everyone(mesh))
     if said:
         raise PretrainedError(said) from problem
 

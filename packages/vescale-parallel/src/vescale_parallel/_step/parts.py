@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from vescale_comm.nested import map_tensors, named_tensors_within
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.pytree import map_tensors, named_tensors_within
 from vescale_parallel._errors import ParallelError
 
 

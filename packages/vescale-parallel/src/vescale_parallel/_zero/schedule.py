@@ -21,11 +21,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from vescale_comm.nested import named_tensors_within
 from vescale_dtensor import before_backward, reduce_gradients
 
 from vescale_parallel._common.agreement import require_same
 from vescale_parallel._common.mesh import mesh_ranks
-from vescale_parallel._common.pytree import named_tensors_within
 from vescale_parallel._common.torch_compat import in_backward, no_torch_function
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward

@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from vescale_comm.nested import map_tensors
 from vescale_dtensor import DTensor, Replicate, distribute_tensor
 from vescale_dtensor.state_dict import full_state_dict
 
 from vescale_parallel._apply.parallelize import parallelize
-from vescale_parallel._common.pytree import map_tensors
 from vescale_parallel._plan.plan import Plan
 
 PlanFor = Plan | Callable[[nn.Module], Plan] | None

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from vescale_parallel._common.agreement import broadcast_text, gather_flags, several_ranks
+from vescale_comm.agreement import gather_failures
+
 from vescale_parallel._errors import ParallelError, TrainError
 
 T = TypeVar("T")
@@ -26,9 +27,8 @@ def all_or_none(action: Callable[[], T]) -> T:
     except OSError as error:
         failure = TrainError(str(error))
     # Also the ranks that failed come here: a rank that raised at once would leave others waiting.
-    failed = gather_flags(failure is not None)
-    if not any(failed):
+    failed = gather_failures(failure)
+    if not failed:
         return result[0]
-    first = failed.index(True)
-    text = broadcast_text(str(failure) or "failed", first) if several_ranks() else ""
-    raise failure or TrainError(f"rank {first} reports: {text}")
+    first, words = next(iter(failed.items()))
+    raise failure or TrainError(f"rank {first} reports: {words}")

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from vescale_comm.agreement import gather_numbers
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import gather, several_ranks
 from vescale_parallel.train.run import Run
 
 KINDS = ("parameters", "gradients", "states")
@@ -27,10 +27,8 @@ def held_bytes(run: Run) -> list[dict[str, int]]:
         "gradients": local_bytes(gradients),
         "states": local_bytes(states),
     }
-    if not several_ranks():
-        return [own]
-    mine = torch.tensor([own[kind] for kind in KINDS], device=run.device)
-    return [dict(zip(KINDS, one.tolist(), strict=True)) for one in gather(mine)]
+    told = gather_numbers([own[kind] for kind in KINDS])
+    return [dict(zip(KINDS, one, strict=True)) for one in told]
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:

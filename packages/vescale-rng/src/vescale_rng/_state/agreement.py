@@ -1,6 +1,11 @@
-"""Whether all ranks stand at the same place of the same stream: asked on request only."""
+"""Whether all ranks stand at the same place of the same stream: asked on request only.
+
+`gather_numbers`, `by_ranks` and `message_device` are those of `vescale_comm.agreement`, in name and
+form: this package imports no other, so it has its own.
+"""
 
 import hashlib
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,10 +38,7 @@ def check_in_step(
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     # Digests, not the words: 40 bytes from each rank whatever the world's size.
-    mine = torch.tensor(_summary(position), dtype=torch.int64, device=message_device(group))
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, mine, group=group)
-    found = [tuple(row.tolist()) for row in rows]
+    found = gather_numbers(_summary(position), group)
     if len(set(found)) > 1:
         raise StateError(_say(found, dist.get_process_group_ranks(group or dist.group.WORLD)))
 
@@ -53,26 +55,56 @@ def _summary(position: Position) -> list[int]:
     ]
 
 
-def message_device(group: dist.ProcessGroup | None) -> str:
-    """Return a device that the group's backend sends from; on CPU where it can."""
+def gather_numbers(
+    numbers: Sequence[int], group: dist.ProcessGroup | None = None
+) -> list[tuple[int, ...]]:
+    """Return the numbers of every member, in the order of the group. A collective.
+
+    Args:
+        numbers: signed, of 64 bits, and equally many on every member.
+        group: who is asked; None: all processes.
+    """
+    own = torch.tensor(numbers, dtype=torch.int64, device=message_device(group))
+    received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, own, group=group)
+    return [tuple(row.tolist()) for row in received]
+
+
+def by_ranks(said: Iterable[Hashable], ranks: Iterable[int]) -> str:
+    """Write who says what: `rank 0: 4 rows; ranks 1, 2: 8 rows`.
+
+    Args:
+        said: by every rank.
+        ranks: in the same order.
+    """
+    holders: dict[Hashable, list[str]] = {}
+    for rank, one in zip(ranks, said, strict=True):
+        holders.setdefault(one, []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' * (len(of_one) > 1)} {', '.join(of_one)}: {one}"
+        for one, of_one in holders.items()
+    )
+
+
+def message_device(group: dist.ProcessGroup | None = None) -> str:
+    """Return the type of device that members send numbers from: the same on every member."""
     # NCCL alone cannot send from CPU. "cpu:gloo,cuda:nccl" can, and no kernel is waited for then.
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _say(found: list[tuple[int, ...]], ranks: list[int]) -> str:
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, row in zip(ranks, found, strict=True):
-        groups.setdefault(row, []).append(rank)
-    differing = {name for at, name in enumerate(_FIELDS) if len({row[at] for row in groups}) > 1}
+    differing = {name for at, name in enumerate(_FIELDS) if len({row[at] for row in found}) > 1}
     # The words follow from the seed and the place: named only where they alone differ.
     what = " and ".join(sorted(differing - {"words"}) or ["words"])
-    parts = "; ".join(
-        f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}: seed "
-        f"{row[0] % 2**64}, word {row[1]} of block {row[2] % 2**64:016x}"
-        + (", a normal cached" if row[3] else "")
-        for row, members in groups.items()
-    )
+    parts = by_ranks(map(_place, found), ranks)
     return (
         f"the ranks' random generators differ in their {what}: {parts}. Call torch.manual_seed "
         "with one seed on every rank, and draw the same ops on every rank"
     )
+
+
+def _place(row: tuple[int, ...]) -> str:
+    seed, index, words, cached, bits = row
+    # Its bits are said only where ranks could differ in nothing else that is shown.
+    normal = f", a normal cached ({bits % 2**64:016x})" if cached else ""
+    return f"seed {seed % 2**64}, word {index} of block {words % 2**64:016x}{normal}"

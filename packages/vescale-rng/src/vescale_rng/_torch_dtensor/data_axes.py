@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_rng._errors import LayoutError
-from vescale_rng._state.agreement import message_device
+from vescale_rng._state.agreement import gather_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +35,11 @@ class DataAxes:
             values: integers below 2**63, equally many on every rank.
         """
         # Axis by axis, so that several axes need no process group of their own.
-        found = torch.tensor([values], dtype=torch.int64)
+        found = [*values]
         for group in reversed(self.groups):
-            found = found.to(message_device(group))
-            parts = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, found, group=group)
-            found = torch.cat(parts)
-        return [tuple(row) for row in found.tolist()]
+            found = [number for row in gather_numbers(found, group) for number in row]
+        size = len(values)
+        return [tuple(found[at : at + size]) for at in range(0, len(found), size)]
 
     def places(self, mesh: DeviceMesh) -> bool:
         """Tell whether a mesh includes these axes, so that a DTensor on it is global already.

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.sharded_dim import pad_dim
 from vescale_dtensor._planning import Dims, LocalContext, Signature
 from vescale_dtensor._planning.op_call import substitute
-from vescale_dtensor._torch.pytree import tensors_within
 
 Kernel = Callable[..., Any]
 

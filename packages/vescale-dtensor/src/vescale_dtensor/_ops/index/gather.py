@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._layout.layout import Shape
 from vescale_dtensor._ops.common.functions import entries
@@ -21,7 +22,6 @@ from vescale_dtensor._ops.common.local_index import interval_of_shard, local_ind
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._torch.pytree import tensors_within
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
 

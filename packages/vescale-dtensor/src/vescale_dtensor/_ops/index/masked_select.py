@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from vescale_comm import all_gather
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters
@@ -24,7 +25,6 @@ from vescale_dtensor._ops.common.sharded_dim import (
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._torch.pytree import tensors_within
 
 
 def masked(call: OpCall) -> Strategy | None:

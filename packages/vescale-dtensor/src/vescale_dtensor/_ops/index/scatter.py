@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._ops.common.functions import both_forms, functions
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.common.sharded_dim import pad_dim
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._torch.pytree import tensors_within
 
 _ADDING = frozenset(functions("scatter_add scatter_add_ index_add index_add_"))
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._ops.common.empty_shards import pad_empty_shards
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._torch.pytree import tensors_within
 
 _NAMES = tuple(inspect.signature(F.ctc_loss).parameters)
 _BATCH = "n"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import both_forms, entries
@@ -20,7 +21,6 @@ from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, S
 from vescale_dtensor._planning.op_call import substitute, wrap_dim
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import result_dtype
-from vescale_dtensor._torch.pytree import tensors_within
 
 
 def _signature(inputs: Sequence[str], output: str) -> Strategy:

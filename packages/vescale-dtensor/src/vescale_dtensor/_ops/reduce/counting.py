@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._ops.common.functions import entries
@@ -31,7 +32,6 @@ from vescale_dtensor._planning import (
     Signature,
     Strategy,
 )
-from vescale_dtensor._torch.pytree import tensors_within
 
 
 def _searchsorted(call: OpCall) -> Strategy | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vescale_parallel._common.pytree import map_tensors, named_tensors_within
+from vescale_comm.nested import map_tensors, named_tensors_within, tensors_within
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -58,3 +58,26 @@ def test_data_classes_are_nestings():
     assert list(named_tensors_within(one, "x")) == ["x['pixels']", "x['more']['mask']"]
     assert map_tensors(lambda t: t, one) is one
     assert map_tensors(torch.neg, Picture) is Picture
+
+
+def test_what_is_found_is_what_is_replaced():
+    # One walk for all three, so what one of them sees, all do: slices, too.
+    value = (slice(torch.ones(1), None, torch.ones(2)), UserDict(x=torch.ones(3)), {"y": 1})
+    assert [len(t) for t in tensors_within(value)] == [1, 2, 3]
+    assert [len(t) for t in named_tensors_within(value).values()] == [1, 2, 3]
+    mapped = map_tensors(torch.neg, value)
+    assert type(mapped[0]) is slice
+    assert [t.sum().item() for t in tensors_within(mapped)] == [-1.0, -2.0, -3.0]
+    assert map_tensors(lambda t: t, value) is value
+
+
+@dataclass
+class Linked:
+    weight: torch.Tensor
+    back: Any = None
+
+
+def test_data_classes_that_refer_back_are_looked_into_once():
+    one = Linked(torch.ones(1))
+    one.back = [one]
+    assert tensors_within({"one": one}) == [one.weight]

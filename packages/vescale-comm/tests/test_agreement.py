@@ -1,0 +1,122 @@
+"""What each rank tells is heard by every rank: numbers, texts, failures, on real and simulated."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from vescale_comm import group_of, simulate, trace
+from vescale_comm.agreement import (
+    broadcast_text,
+    by_ranks,
+    digest,
+    gather_failures,
+    gather_numbers,
+    gather_texts,
+    message_device,
+    named,
+    several_ranks,
+)
+from vescale_comm.testing import device_mesh, run
+
+# Nothing, what goes along with its length, what does not, and what is not ASCII.
+TEXTS = ["", "short", "".join(map(chr, range(0x100, 0x900))), "x" * 100_000]
+LONG = [random.Random(rank).randbytes(2000).hex() for rank in range(3)]
+
+
+def exchanged(rank, world_size):
+    with trace() as sent:
+        numbers = gather_numbers([rank, -(2**62), 2**63 - 1 - rank])
+        texts = [gather_texts(text if rank else "") for text in TEXTS]
+        long = gather_texts(LONG[rank])
+        heard = [broadcast_text(f"{rank}" * size, 1) for size in (0, 1, 5000)]
+    return numbers, texts, long, heard, sent.counts()
+
+
+def expected(world_size):
+    numbers = [(rank, -(2**62), 2**63 - 1 - rank) for rank in range(world_size)]
+    texts = [["", *[text] * (world_size - 1)] for text in TEXTS]
+    return numbers, texts, LONG[:world_size], ["", "1", "1" * 5000], {}
+
+
+def test_every_rank_hears_every_rank():
+    assert run(exchanged, 3) == [expected(3)] * 3
+
+
+def test_in_simulated_worlds_too():
+    assert simulate(3).run(exchanged) == [expected(3)] * 3
+
+
+def counted(rank, world_size):
+    calls = []
+    original = dist.all_gather
+    dist.all_gather = lambda out, own, group=None: (
+        calls.append(own.numel() * own.element_size()),
+        original(out, own, group=group),
+    )
+    try:
+        gather_texts("")
+        gather_texts("fits")
+        gather_texts(LONG[rank])
+    finally:
+        dist.all_gather = original
+    return calls
+
+
+def test_what_is_short_takes_one_collective():
+    first, second, third, fourth = run(counted, 2)[0]
+    assert (first, second, third) == (512, 512, 512)
+    assert fourth > 512
+
+
+def failures(rank, world_size, bad):
+    failure = FileNotFoundError(2, "No such file", "notes.txt") if rank in bad else None
+    return gather_failures(failure)
+
+
+@pytest.mark.parametrize("bad", [(), (1,), (0, 2)])
+def test_every_rank_knows_who_failed(bad):
+    words = "FileNotFoundError: [Errno 2] No such file: 'notes.txt'"
+    assert run(failures, 3, bad) == [dict.fromkeys(bad, words)] * 3
+
+
+def in_groups(rank, world_size):
+    mesh = device_mesh((2, 2), ("a", "b"))
+    return [gather_numbers([rank], group_of(mesh, axis)) for axis in ("a", "b")]
+
+
+def test_a_group_hears_its_members_only():
+    assert run(in_groups, 4)[1] == [[(1,), (3,)], [(0,), (1,)]]
+    assert run(in_groups, 4)[2] == [[(0,), (2,)], [(2,), (3,)]]
+
+
+def test_alone_nothing_is_sent():
+    assert not several_ranks()
+    assert gather_numbers([3, 4]) == [(3, 4)]
+    assert gather_texts("mine") == ["mine"]
+    assert broadcast_text("mine", 0) == "mine"
+    assert gather_failures(ValueError("no")) == {0: "ValueError: no"}
+    assert gather_failures(None) == {}
+
+
+def device(rank, world_size):
+    return several_ranks(), message_device()
+
+
+def test_numbers_are_sent_from_the_host_where_they_can():
+    assert run(device, 2) == [(True, "cpu")] * 2
+
+
+def test_who_says_what():
+    assert by_ranks(["a", "b", "a", "a"], [3, 1, 2, 4]) == "ranks 2-4: a; rank 1: b"
+    assert named([7]) == "rank 7"
+    assert named([0, 1, 2, 3, 5, 7, 8]) == "ranks 0-3, 5, 7, 8"
+    assert named(range(0, 1000, 2)).endswith(", 28, 30 and 484 more")
+
+
+def test_a_digest_is_the_same_in_every_process():
+    program = "from vescale_comm.agreement import digest; print(digest('ü' * 1000))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert int(found.stdout) == digest("ü" * 1000)
+    assert 0 <= digest("") < 2**56
