@@ -176,4 +176,4 @@ def _error(
 ) -> RngError:
     kind = others.get(name) or KINDS[name]
     error = refused(name, kind, value)
-    return type(error)(f"{function.__name__}: {error}")
+    return type(error)(f"{function.__name__.lstrip('_')}: {error}")

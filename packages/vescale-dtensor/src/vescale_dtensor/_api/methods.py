@@ -133,6 +133,13 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     if not torch.is_grad_enabled():
         layout = self._spec.layout
         note_plain(shard=layout.replicated != layout.active)
+    elif grad_placements is None and not (
+        self._may_have_hidden_node or self._local_tensor.requires_grad
+    ):
+        # `conversion.to_local` written out where autograd has nothing to type: the caller may
+        # write to it (`local_escaped`), and that is all.
+        self._local_escaped, self._cached_redistribution = True, None
+        return self._local_tensor
     return conversion.to_local(self, grad_placements)
 
 

@@ -22,6 +22,7 @@ from vescale_dtensor._autograd.local_agreement import (
     Asked,
     agreed_shape,
     is_asked_for,
+    is_settled,
     take_over_replicated,
 )
 from vescale_dtensor._autograd.local_aliases import alias_of_leaf, partial_alias
@@ -40,6 +41,7 @@ from vescale_dtensor._layout.spec import Spec, order_of, spec_of, with_strides
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.forked import refuse_if_forked
 from vescale_dtensor._tensor.lineage import note_origin
+from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._tensor.value_digest import sampled_digests
 from vescale_dtensor._torch.bounded_cache import BoundedCache
@@ -53,7 +55,11 @@ _MOST_LOOKED_AT = 1 << 22
 # Mesh, placements and local shape, strides and dtype -> the spec of even shards. A hit skips every
 # check of `from_agreed_local`, since their outcomes follow from the key.
 _even_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
+# Those of them of which nothing is compared any more, at no later call: `from_local` ends with it.
+_settled_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
 on_world_change(_even_specs.clear)
+on_world_change(_settled_specs.clear)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def from_local(
@@ -94,6 +100,16 @@ def from_local(
         LayoutError: local shapes that are not those which the layout gives each rank, or a
             `run_check` that is none.
     """
+    key = None
+    plain = shape is stride is grad_placements is None and run_check is False
+    # Observers refuse in forked processes; types are what a look at the class would find. Whatever
+    # else is checked below follows from the key.
+    if plain and placements is not None and type(local_tensor) in _PLAIN and not observers:
+        memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
+        key = (ById(device_mesh), *placements, *memory)  # type: ignore[arg-type]
+        spec = _settled_specs.get(key)
+        if spec is not None:
+            return wrap(_alias(local_tensor), spec)
     refuse_if_forked("from_local")
     refuse_distributed("from_local", local_tensor)
     mesh = device_mesh if device_mesh is not None else current_mesh("from_local")
@@ -115,6 +131,10 @@ def from_local(
     made = from_agreed_local(
         local_tensor, mesh, wanted, shape=given, stride=stride, grad_placements=grad_placements
     )
+    # Not without a mesh: the current one may be another the next time.
+    known = key is not None and device_mesh is not None and key in _even_specs
+    if known and is_settled(mesh, asked):
+        _settled_specs.store(key, made._spec)  # type: ignore[arg-type]
     if run_check == "sampled" and _has_whole_values(local_tensor, made):
         note_origin(made, sampled_digests(mesh, [local_tensor]))
     return made
@@ -225,7 +245,8 @@ def refuse_distributed(what: str, tensor: Tensor) -> None:
 
 def _alias(tensor: Tensor) -> Tensor:
     """A tensor with the caller's data to wrap, whose gradient flows back to the caller's tensor."""
-    refuse_transformed(tensor)
+    if is_transformed(tensor):
+        refuse_transformed(tensor)
     # A leaf, or a tensor without grad, is never wrapped itself: `requires_grad_()` of the wrapper
     # would change the caller's tensor, and a varying use would leave a partial sum in its `.grad`.
     if not tensor.requires_grad or not torch.is_grad_enabled():

@@ -120,6 +120,18 @@ def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
     return mesh.size() > 1 and mesh.get_coordinate() is not None
 
 
+def is_settled(mesh: DeviceMesh, asked: Asked) -> bool:
+    """Whether no later call like this one is compared, unless the user asks for it.
+
+    Calls that are skipped for it are not counted. That is the same on every rank, as the count is
+    full by then, or nobody ever reads it.
+    """
+    if mesh.size() == 1 or "fake" in group_of(mesh, tuple(range(mesh.ndim))).backends.values():
+        return True
+    kind = (asked.option, True, *asked.placements)
+    return not _cuts(asked.placements) and _uses.is_over(mesh, kind)
+
+
 def can_exchange(mesh: DeviceMesh, local: Tensor) -> bool:
     """Whether numbers can be exchanged and read now. The same answer on every rank."""
     # A fake group exchanges nothing.

@@ -37,18 +37,44 @@ def exact_key(
 
     `values` are the positional ones; how many there are follows from the names of the others.
     """
+    # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too. Up to three
+    # values are written out, as there are mostly no more, and `map` takes twice as long for them.
+    kinds: Any
+    if not named and len(values) == 1:
+        (one,) = values
+        kinds = type(one)
+        return (func, spec, values, kinds if kinds is not tuple else kinds_within(values))
+    if not named and len(values) == 2:
+        one, two = values
+        kinds = (type(one), type(two))
+        if tuple in kinds:
+            kinds = kinds_within(values)
+        return (func, spec, values, kinds)
+    if not named and len(values) == 3:
+        one, two, three = values
+        kinds = (type(one), type(two), type(three))
+        if tuple in kinds:
+            kinds = kinds_within(values)
+        return (func, spec, values, kinds)
     if named:
         values = (*values, *named.values())
-    # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too.
-    kinds: Any = tuple(map(type, values))
+    kinds = tuple(map(type, values))
     if tuple in kinds:
         kinds = kinds_within(values)
     return (func, spec, values, kinds, *named)
 
 
 def kinds_within(values: Any) -> tuple[Any, ...]:
-    """The types of values; of a tuple, those of its items."""
-    return tuple([kinds_within(v) if type(v) is tuple else type(v) for v in values])
+    """The types of values, and behind them those of the items of tuples among them.
+
+    Which tuple an item is of follows from the values, which are in a key beside their types.
+    """
+    kinds = tuple(map(type, values))
+    # A loop, and no comprehension: until 3.12 that is a call of its own.
+    for value in values:
+        if type(value) is tuple:
+            kinds += kinds_within(value)
+    return kinds
 
 
 def index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
@@ -61,7 +87,8 @@ def index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
     kind = type(index)
     if kind is slice:
         bounds = (index.start, index.stop, index.step)
-        return (GETITEM, spec, slice, bounds, *map(type, bounds))
+        start, stop, step = bounds
+        return (GETITEM, spec, slice, bounds, type(start), type(stop), type(step))
     if kind is tuple:
         parts = tuple([(i.start, i.stop, i.step) if type(i) is slice else i for i in index])
         # With the types of slices' bounds, and of items in a tuple: [0, 1] is no mask.

@@ -179,16 +179,19 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     rest = args[1:]
     if func is GETITEM:
         return call_with_values(func, index_key(args[0]._spec, rest[0]), args[0], rest, {})
+    first = args[0]
+    if not kwargs and len(rest) == 1:
+        # `exact_key` written out for one value; no exact key holds a tensor.
+        kinds: Any = kind if kind is not tuple else kinds_within(rest)
+        return call_with_values(func, (func, first._spec, rest, kinds), first, rest, kwargs)
     # `exact_key` written out.
     values = (*rest, *kwargs.values()) if kwargs else rest
-    kinds: Any = tuple(map(type, values))
-    if DTensor in kinds:  # no exact key holds a tensor: `layer_norm(x, shape, weight=…)`
+    kinds = tuple(map(type, values))
+    if DTensor in kinds:  # `layer_norm(x, shape, weight=…)`
         return _general_call(func, args, kwargs)
     if tuple in kinds:
         kinds = kinds_within(values)
-    return call_with_values(
-        func, (func, args[0]._spec, values, kinds, *kwargs), args[0], rest, kwargs
-    )
+    return call_with_values(func, (func, first._spec, values, kinds, *kwargs), first, rest, kwargs)
 
 
 def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -23,8 +23,9 @@ from vescale_rng._layout.local_like import make_like
 from vescale_rng._policy import policy
 from vescale_rng.distributions import Bernoulli
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
-@checked(local=FLOATS)
+
 def dropout(
     local: torch.Tensor,
     p: float,
@@ -49,11 +50,27 @@ def dropout(
         DistributionError: p is no probability, or the dtype is not floating point.
         DeviceError: the generator is of another device.
     """
-    key = (dropout, p, local.shape, local.stride(), local.dtype)
-    if generator is None and local.is_cpu and type(layout) is ShardLayout:
-        ways = layout.known(key)
+    # First of all: a layer calls it thousands of times with equal arguments, and looking at each of
+    # them takes as long as drawing. What is remembered was looked at when it was.
+    if generator is None and type(layout) is ShardLayout and type(local) in _TENSORS:
+        ways = layout.known(_key(local, p)) if local.is_cpu else None
         if ways is not None and policy() == "native" and not has_torch_function_unary(None):
             return local * _drawn_like(local, 1 - p, *ways).div_(1 - p)
+    return _dropout(local, p, layout, generator)
+
+
+def _key(local: torch.Tensor, p: float) -> tuple[object, ...]:
+    # With the type: True is 1, and no probability.
+    return (dropout, p, type(p), local.shape, local.stride(), local.dtype)
+
+
+@checked(local=FLOATS)
+def _dropout(
+    local: torch.Tensor,
+    p: float,
+    layout: LayoutLike,
+    generator: torch.Generator | GraphGenerator | None = None,
+) -> torch.Tensor:
     layout, generator = check_dropout("dropout", local, p, layout, generator)
     # p = 1 is a product with a zero in torch (NaN stays NaN), so it is asked as well.
     if p in (0, 1) or 0 in layout.global_shape:
@@ -71,7 +88,7 @@ def dropout(
     if policy() == "native" and noise.stride() == local.stride():
         ways = ways_around(plan_for(held, noise), kept, noise)
         if ways is not None:
-            layout.remembered(key, lambda: ways)
+            layout.remembered(_key(local, p), lambda: ways)
     return local * noise.div_(1 - p)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
-from vescale_dtensor._layout.executed import note_numbers, record_draw
+from vescale_dtensor._layout.executed import log_of, note_numbers, record_draw
 from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
@@ -43,21 +43,25 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     # Nothing is drawn, so that the generator stays where one device leaves it.
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
-    if not pause.depth:  # other ranks may replay what is recorded here
-        note_numbers(input._spec.layout.mesh, "dropout", {"p": p})
+    mesh = input._spec.layout.mesh
+    # Where nothing is compared, nothing is noted: asked once for the number and for the draw.
+    compared = log_of(mesh) is not None
+    if compared and not pause.depth:  # other ranks may replay what is recorded here
+        note_numbers(mesh, "dropout", {"p": p})
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
     # hidden node has to be joined to the graph.
     if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
-        return _dropped_without_plan(input, p)
+        return _dropped_without_plan(input, p, compared)
     result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
     return input.copy_(result) if inplace else result
 
 
-def _dropped_without_plan(input: DTensor, p: float) -> DTensor:
+def _dropped_without_plan(input: DTensor, p: float, compared: bool) -> DTensor:
     """Dropout without a plan: elementwise, so the layout stays and nothing is sent."""
     spec = input._spec
     local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)
-    record_draw(spec.layout.mesh, local, None)
+    if compared:
+        record_draw(spec.layout.mesh, local, None)
     dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride()))
     return wrap(dropped, spec.dense if spec.has_gaps else spec)
 
