@@ -168,7 +168,7 @@ def _differing_at_the_end(rank, world_size, argument):
         "units": {},
     }
     ragged = RaggedShard((0,), (*units, last))
-    with pytest.raises(DisagreementError, match=r"ranks 0, 2, .*rank 1: "):
+    with pytest.raises(DisagreementError, match=r"ranks 0, 2-39: .*rank 1: "):
         from_local(torch.zeros(2), mesh, [ragged], **options[argument])
     assert from_local(torch.ones(2), mesh, [Shard(0)]).sum().item() == 2 * world_size
 

@@ -37,8 +37,8 @@ def exact_key(
 
     `values` are the positional ones; how many there are follows from the names of the others.
     """
-    # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too. Up to three
-    # values are written out, as there are mostly no more, and `map` takes twice as long for them.
+    # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too. Up to
+    # three values are written out: there are mostly no more, and `map` takes twice as long.
     kinds: Any
     if not named and len(values) == 1:
         (one,) = values
