@@ -136,9 +136,8 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     elif grad_placements is None and not (
         self._may_have_hidden_node or self._local_tensor.requires_grad
     ):
-        # `conversion.to_local` written out where autograd has nothing to type: the caller may
-        # write to it (`local_escaped`), and that is all.
-        self._local_escaped, self._cached_redistribution = True, None
+        # `conversion.to_local` written out where autograd has nothing to type.
+        local_escaped(self)
         return self._local_tensor
     return conversion.to_local(self, grad_placements)
 

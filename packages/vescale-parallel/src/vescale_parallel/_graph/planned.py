@@ -23,6 +23,7 @@ def early(agreed: Agreed) -> Order:
     parallelism, which one order of all would make them wait for. They are those that nothing else
     needs, or that a norm of all of them does.
     """
+    # By what any rank needs: a sum that is free here may be waited for elsewhere.
     needed = frozenset().union(*agreed.needs)
     late: dict[int, set[int]] = {}  # and what each still has to come behind
     for at, entry in enumerate(agreed.entries):
@@ -30,6 +31,7 @@ def early(agreed: Agreed) -> Order:
         if sums and (at not in needed or entry.direction == "total"):
             late[at] = set(agreed.needs[at])
     order: list[int] = []
+    # In the order of the trace, which is one in which each has what it needs.
     rest = [at for at in range(len(agreed.entries)) if at not in late]
     waiting = late
     new = [at for at, missing in waiting.items() if not missing]
@@ -52,6 +54,7 @@ def is_free(agreed: Agreed, at: int) -> bool:
 
 def _prefetched(agreed: Agreed, order: Sequence[int]) -> Order:
     """Each gather of parameters behind the one before: it travels while that one is used."""
+    # Only those of parameters: others gather values that are not computed yet.
     gathers = [at for at in order if is_free(agreed, at)]
     following = dict(pairwise(gathers))
     found: list[int] = []
@@ -102,6 +105,7 @@ def _matches(parameter: str, pattern: str) -> bool:
 def _key(entry: Entry) -> tuple[object, ...]:
     # Gathered for the forward and for the backward are apart: in between, memory is given back.
     gathers = entry.direction if entry.kind == "all_gather" else ""
+    # What is equal here can travel as one message, and is equal on all ranks.
     return entry.kind, entry.how, entry.dtype, entry.group, gathers
 
 

@@ -32,6 +32,7 @@ def copied(module: fx.GraphModule, waits: Waits) -> tuple[fx.GraphModule, Waits]
     """A copy whose nodes may be changed, and what those wait for; constants are shared."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    # Of the nodes only: parameters and constants stay those of the module that was given.
     graph.output(graph.graph_copy(module.graph, copies))
     made = fx.GraphModule(module, graph)
     return made, {copies[node]: {copies[one] for one in before} for node, before in waits.items()}
@@ -56,6 +57,7 @@ def rearranged(
     """
     made, waits = copied(module, waits)
     found = collectives(made.graph)
+    # Noted before anything is merged: merged nodes stand where their last member stood.
     place = {node: at for at, node in enumerate(made.graph.nodes)}
     chain: list[tuple[fx.Node, int]] = []
     for bucket in buckets:
@@ -64,6 +66,8 @@ def rearranged(
         start = members[0].start if len(members) == 1 else _merge(made, members, waits, place)
         chain.append((start, size))
     for (before, _), (after, _) in pairwise(chain):
+        # One chain of all collectives: backends match them by order, so every rank has to start
+        # them in this one.
         waits[after].add(before)
     run = _Overlapped(chain, waits, ahead_bytes) if overlap else _Emitted(waits)
     steps = [node for node in sorted(place, key=place.__getitem__) if node in waits]
@@ -84,6 +88,7 @@ def _merge(
     maker = _Maker(module, members, waits)
     merge = {"all_reduce": _reduced, "all_gather": _gathered, "reduce_scatter": _scattered}
     results = merge[members[0].kind](maker, members)
+    # All inputs have to be there before the one collective can start.
     after = {one for member in members for one in waits[member.start]}
     replaced: dict[fx.Node, set[fx.Node]] = {}
     for member, result in zip(members, results, strict=True):
@@ -116,6 +121,8 @@ class _Maker:
         self.start: fx.Node
         first = members[0]
         self.label = first.start.meta.get("label")
+        # Shapes of what is made are found on fake tensors, of the mode that the graph was traced
+        # with.
         given: Any = first.start.args[0]
         self.mode = getattr(given.meta["val"], "fake_mode", None) or FakeTensorMode()
 
@@ -123,6 +130,7 @@ class _Maker:
         """Add a node before the output; returns it."""
         with self.graph.inserting_before(self.graph.output_node()):
             node = self.graph.call_function(target, args)
+        # Later passes, and memory plans, read shapes from the nodes.
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*fx.node.map_arg(args, lambda one: one.meta["val"]))
         if self.label is not None:
@@ -154,6 +162,7 @@ def _gathered(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
     count = len(members[0].ranks)
     flat = make(aten.cat.default, [make.flat(one, -1) for one in members])
     found = make.sent(ops.all_gather_into_tensor.default, flat, count, members[0].group)
+    # One row from each rank: its parts of all members lie behind each other.
     rows = make(aten.view.default, found, [count, -1])
     results = []
     for one, part in zip(members, _parts(make, rows, 1, members, 1), strict=True):
@@ -166,6 +175,7 @@ def _gathered(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
 
 def _scattered(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
     count = len(members[0].ranks)
+    # Along the second dim, so that the part of each rank lies in one piece.
     rows = make(aten.cat.default, [make.flat(one, count, -1) for one in members], 1)
     flat = make(aten.view.default, rows, [-1])
     how, group = members[0].how, members[0].group
@@ -209,6 +219,8 @@ class _Emitted:
                 continue
             missing = [one for one in self.waits[top] if one not in self.done]
             if missing:
+                # By name: sets of nodes have the order of their addresses, which differs from rank
+                # to rank.
                 stack += sorted(missing, key=_name_of, reverse=True)
             else:
                 stack.pop()
@@ -243,6 +255,8 @@ class _Overlapped(_Emitted):
     def all_of(self, nodes: Sequence[fx.Node]) -> None:
         """Emit all, in this order as far as it goes."""
         self.launch()
+        # Emitted only when something pulls them: a wait that stands early ends the overlap, and a
+        # view of its result asks for it.
         late = [node for node in nodes if is_wait(node) or is_view(node)]
         starts = self.sizes.keys() | {*late}
         for node in nodes:
@@ -259,6 +273,8 @@ class _Overlapped(_Emitted):
             if node in self.done:
                 self.next += 1
                 continue
+            # Readiness may differ between ranks, as their graphs do; the order does not, and that
+            # is what has to be alike.
             ready = all(self._soon(one) for one in self.waits[node])
             if not ready or (self.under_way and self.under_way + size > self.ahead):
                 return
@@ -268,6 +284,7 @@ class _Overlapped(_Emitted):
         """Whether a node is there, or can be at little cost: a view, or a copy to be sent."""
         if node in self.done:
             return True
+        # What it costs to launch early is at most a copy of what is sent.
         free = is_view(node) or node.target is aten.cat.default or _is_for_gather(node)
         return free and all(self._soon(one) for one in self.waits[node])
 

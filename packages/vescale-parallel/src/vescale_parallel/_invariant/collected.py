@@ -34,12 +34,15 @@ class Collected:
     def __init__(self, model: nn.Module, schedule: Schedule | None, step: Running) -> None:
         self.model, self._step = model, step
         self.parameters = list(model.parameters())
+        # By identity: tied parameters are one, and `==` of tensors compares elements.
         self._number = {id(one): number for number, one in enumerate(self.parameters)}
         units = schedule.units if schedule is not None else []
         self.in_units = {self.number(one.stored) for unit in units for one in unit.held}
         self._found: list[Tensor | None] = [None] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
         for unit in units:
+            # Units then hand their gradients over, and reduce nothing: the sum over ranks is the
+            # tree's.
             unit.collect = self._collect
 
     def number(self, parameter: nn.Parameter) -> int:
@@ -68,9 +71,13 @@ class Collected:
         for number, parameter in enumerate(self.parameters):
             if number not in self.in_units and gradient_total(parameter) is not None:  # type: ignore[arg-type]
                 self._found[number] = local_leaf(parameter).grad
+                # Otherwise the next shard would be added to it, in the order of this rank and not
+                # in that of the tree.
                 parameter.grad = None
         found, self._found = self._found, [None] * len(self.parameters)
         had = zip(self.arrived, found, strict=True)
+        # Over all shards of the step: a parameter that only some shards use has a gradient on every
+        # rank at the end.
         self.arrived = [before or one is not None for before, one in had]
         return found
 
@@ -78,11 +85,14 @@ class Collected:
     def all_shards(self) -> Iterator[None]:
         """Put gradients of earlier backwards aside, and notice what forwards write to."""
         rest = [p for n, p in enumerate(self.parameters) if n not in self.in_units]
+        # Accumulated gradients of earlier steps stay out of the tree: they are added to the
+        # finished sum.
         before = [one.grad for one in rest]
         for one in rest:
             one.grad = None
         self._found = [None] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
+        # Versions count writes in place; the identity tells a buffer that was replaced.
         self._versions = self._written()
         try:
             yield
@@ -113,6 +123,7 @@ class Collected:
             StaleParameterError: the model has other parameters than those that were parallelised.
         """
         now = list(self.model.parameters())
+        # Compared by every rank from its own model, before the first collective of the step.
         if [id(one) for one in now] != [id(one) for one in self.parameters]:
             raise StaleParameterError(
                 "the model has other parameters than parallelize left it with: their gradients "

@@ -53,6 +53,8 @@ class Destination:
 
 def _add(parameter: nn.Parameter, local: Tensor, partial: Sequence[str]) -> None:
     assert isinstance(parameter, DTensor)
+    # What a unit gave is the gradient of this rank's rows of the other axes: still to be summed
+    # there.
     where: list[Any] = [
         Partial() if axis in partial and one == Replicate() else one
         for axis, one in zip(mesh_sizes(parameter.device_mesh), parameter.placements, strict=True)
@@ -71,6 +73,7 @@ def destinations_of(
 ) -> list[Destination]:
     """Return the bundles of a model, the same on every rank and in the same order."""
     found = []
+    # A parameter is in one bundle only: in two, it would be added twice.
     in_buffers: set[int] = set()
     for unit in schedule.units if schedule is not None else []:
         axes = tuple(mesh_sizes(unit.mesh))
@@ -82,6 +85,7 @@ def destinations_of(
     rest: dict[Any, list[int]] = {}
     for number, parameter in enumerate(collected.parameters):
         if number not in in_buffers and parameter.requires_grad:
+            # A flat message has one dtype and one device.
             kind = (sum_dtype(parameter.dtype), parameter.device)
             rest.setdefault(kind, []).append(number)
     for (dtype, device), numbers in rest.items():
@@ -122,6 +126,8 @@ def _of_rest(
     locals_ = [_local(collected.parameters[number]) for number in numbers]
     sizes = [one.numel() for one in locals_]
     offsets = tuple(sum(sizes[:at]) for at in range(len(sizes)))
+    # Each rank adds one part of the tree, whatever parameters lie in it, so that all have as much
+    # to do.
     parts = even_parts(sum(sizes), row.ranks)
     bundle = Bundle(tuple(numbers), offsets, sum(sizes), dtype, device, parts, gathered=True)
     # What came through a unit is a sum over the unit's mesh still; `.grad` was complete.

@@ -32,15 +32,19 @@ def exchanged(
     if group is None or group.size == 1:
         found = total(shards, own, torch.Tensor.add_)
         return _zeros(bundle, bundle.total) if found is None else found
+    # A node in which no parameter of the bundle had a gradient is sent even so: sizes follow from
+    # spans.
     mine = [_or_zeros(bundle, own.get(span)) for span in nodes[group.rank]]
     sent = [node[low:high] for low, high in bundle.parts for node in mine]
     low, high = bundle.parts[group.rank]
+    # Known to all ranks from the tree, so no sizes are exchanged before.
     sizes = SplitSizes(
         [len(mine) * (end - start) for start, end in bundle.parts],
         [len(spans) * (high - low) for spans in nodes],
     )
     packed = torch.cat(sent) if sent else _zeros(bundle, 0)
     received = all_to_all_single(packed, group, sizes=sizes)
+    # As the pieces arrive: by rank, and for each in the order of its nodes.
     spans = [span for of_rank in nodes for span in of_rank]
     pieces = [received[at * (high - low) :][: high - low] for at in range(len(spans))]
     # Into the buffer that was received, which nobody else holds.
@@ -48,6 +52,7 @@ def exchanged(
     part = _zeros(bundle, high - low) if found is None else found
     if not bundle.gathered:
         return part
+    # The parts are of finished sums: nothing is added any more, so how they travel changes no bit.
     return all_gather(part, group, sizes=[end - start for start, end in bundle.parts])
 
 

@@ -109,11 +109,14 @@ class RunningStatistics:
             leaves: of the tree.
             device: of a rank without rows, which has found nothing.
         """
+        # One form in all shards, or `problem` has been raised on every rank.
         (form,) = self._forms
         if not sum(form):
             return
+        # Of the global buffer: a norm whose channels are sharded has noted all of them.
         channels = [norm._buffers["running_mean"].numel() for norm in self._norms]
         width = sum(n * (1 + 2 * c) for n, c in zip(form, channels, strict=True))
+        # Of the right width: the exchange takes equal rows of all ranks.
         nothing = torch.zeros(0, width, dtype=torch.float64, device=device)
         rows = rows_of_all(self._by_shard, nothing, shards, group)
         found = total(
@@ -161,6 +164,8 @@ class _Note:
         found = output[0] if isinstance(output, tuple) else output
         count = found.numel() // found.shape[1]
         mean, variance = (_plain(norm._buffers[n]).double() for n in _BUFFERS[:2])
+        # Sums of squares and not variances: those of several shards can be added (Chan et al.
+        # 1979).
         moments = Moments(float(count), mean, variance * (count - 1))
         self._calls.setdefault(self._at, []).append(moments)
         for name in _BUFFERS[:2]:
@@ -190,6 +195,7 @@ def _write(norm: Any, found: Moments) -> None:
     factor = norm.momentum
     if factor is None:  # the mean of all batches so far
         factor = 1.0 / float(norm.num_batches_tracked)
+    # torch normalises by the biased variance, and keeps the unbiased one.
     unbiased = found.squares / (found.count - 1)
     for buffer, new in ((norm.running_mean, found.mean), (norm.running_var, unbiased)):
         buffer.copy_(buffer.double() * (1 - factor) + new.to(buffer.device) * factor)

@@ -76,17 +76,24 @@ class InvariantStep:
         self.model, self.row, self.mesh, self.schedule = model, row, mesh, schedule
         self.group: Group | None = group_of(mesh, row.axes) if row.axes else None
         self.rank = self.group.rank if self.group else 0
+        # Contiguous: neighbouring shards meet in low nodes of the tree, which one rank can add by
+        # itself.
         self.spans = shares(row.shards, row.ranks)
         self.running = False
         self._batches, self._is_copy = 0, False
+        # It asks this object whether a step runs, when gradients arrive.
         self.collected = Collected(model, schedule, self)
         self._over, self._trained = over, [False]
         self.destinations: list[Destination] = []
+        # Before all other hooks: those of ZeRO would gather, and a rank that refuses afterwards
+        # would leave the others in the gather.
         model.register_forward_pre_hook(self._refuse_others, prepend=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InvariantStep:
         """That of a copied model, which can be evaluated, but not trained: units know the first."""
         made = copy.copy(self)
+        # Units of the copy hand their gradients to `collected` of the first model: trained, the
+        # copy would add to the wrong sums, silently.
         made._is_copy = True
         memo[id(self)] = made
         return made
@@ -103,8 +110,12 @@ class InvariantStep:
         seeds = torch.randint(2**62, (self.row.shards,)).tolist()
         with self.collected.all_shards(), self._run_alone():
             ran = self._run(part.cut(self._dim_of, sizes), sizes, seeds)
+            # One exchange for all that has to be alike: losses, which parameters had gradients, and
+            # the numbers that decide about shards. Behind it no rank can be alone.
             told = self._tell(ran, [*seeds, *sizes, *self._looked_at(part), *self._norms.form()])
             summed = self._summed(told, sizes)
+        # Outside of `all_shards`, which puts gradients of earlier backwards back first: delivered
+        # ones are added to them, as `.backward()` does.
         self._deliver(told, summed)
         shards = [[one for one in range(*own) if sizes[one]] for own in self.spans]
         self._norms.update(shards, self.group, self.row.shards, self.mesh.device_type)
@@ -113,6 +124,8 @@ class InvariantStep:
             for shard, size in enumerate(sizes)
             if size
         }
+        # By the same tree as gradients: a plain sum would have another last bit for other numbers
+        # of ranks.
         loss = total(self.row.shards, leaves, operator.add)
         return torch.tensor(loss, dtype=ran.dtype, device=self.mesh.device_type)
 
@@ -132,6 +145,7 @@ class InvariantStep:
     def _run_shards(
         self, parts: Sequence[Part], sizes: Sequence[int], seeds: Sequence[int]
     ) -> _Ran:
+        # Only this rank's: what others compute comes as finished nodes of the tree.
         low, high = self.spans[self.rank]
         own = [shard for shard in range(low, high) if sizes[shard]]
         self._sums = [TreeSum[Tensor](self.row.shards, Tensor.add_) for _ in self.destinations]
@@ -141,7 +155,10 @@ class InvariantStep:
             # the first shard, of which nothing is kept.
             shard = own[turn] if turn < len(own) else 0
             torch.manual_seed(seeds[shard])
+            # Weighed before backward and not after the sum: the rows of the last shards may be
+            # fewer.
             loss = self._run_one(parts[shard], sizes[shard] / sum(sizes))
+            # Every turn, idle ones too: where `tp` owes sums this is a collective.
             found = self.collected.take()
             self._norms.put(shard if turn < len(own) else None)
             if turn < len(own):
@@ -151,10 +168,13 @@ class InvariantStep:
         for shard in range(low, high):
             if not sizes[shard]:
                 for sums in self._sums:
+                    # A shard without rows takes its place in the tree even so: the tree has one
+                    # form for all batches.
                     sums.put(shard, None)
         return _Ran({shard: float(loss) for shard, loss in losses.items()}, loss.dtype)
 
     def _turns(self, sizes: Sequence[int]) -> int:
+        # By all ranks' spans, which each knows: nobody asks how often the others run.
         every = [sum(1 for one in sizes[low:high] if one) for low, high in self.spans]
         # At least one: a rank without rows learns the dtype of the loss from it.
         return max(1, max(every) if self.schedule is not None else every[self.rank])
@@ -162,6 +182,8 @@ class InvariantStep:
     def _run_one(self, part: Part, weight: float) -> Tensor:
         loss = loss_of(part, self.model(*part.args, **part.kwargs))
         if torch.is_grad_enabled():
+            # The product is part of each rank's shard, so that what is summed has been rounded
+            # alike wherever the shard is computed.
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         value = loss.detach()
         whole: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
@@ -183,6 +205,8 @@ class InvariantStep:
         with self._run_alone(), RunningStatistics(self.model).noted():
             seeds = torch.randint(2**62, (self.row.shards,)).tolist()
             mine = shards[self.rank]
+            # Packed into two vectors, of integers and of floats: counts beyond 2**24 would not
+            # survive in float32.
             found: dict[int, Packed] = {}
             # As many turns on every rank: the function may gather parameters.
             for turn in range(max(len(each) for each in shards)):
@@ -203,6 +227,8 @@ class InvariantStep:
     ) -> list[Any]:
         """Return the sums over all shards, in the form of `values`."""
         digest = [*alike, form_of(values)]
+        # Before anything is exchanged: ranks whose functions return other forms would exchange
+        # vectors of other lengths.
         tell({}, [], digest, "", self.spans, self.group, self.mesh.device_type)
         empty = Packed.of(values, self.mesh.device_type)
         told = [
@@ -221,9 +247,12 @@ class InvariantStep:
 
     def _tell(self, ran: _Ran, alike: Sequence[object]) -> Told:
         problem = self.collected.problem() or self._norms.problem()
+        # A rank that raised says only that: its error is raised there, with its own traceback.
         problem = problem if ran.error is None else "it raised"
         arrived, device = self.collected.arrived, self.mesh.device_type
         try:
+            # Raises on every rank where one has a problem, so `ran.error` does not get lost behind
+            # another's words.
             return tell(ran.losses, arrived, alike, problem, self.spans, self.group, device)
         except ParallelError:
             if ran.error is not None:
@@ -256,6 +285,7 @@ class InvariantStep:
         """Seeds of the shards leave no trace in the generators."""
         device = self.mesh.device_type
         devices = [] if device == "cpu" else [torch.accelerator.current_device_index()]
+        # `fork_rng` needs the name of an accelerator, also where no device of it is forked.
         kind = "cuda" if device == "cpu" else device
         with torch.random.fork_rng(devices, device_type=kind):
             self.running = True
@@ -267,6 +297,8 @@ class InvariantStep:
     def _find_destinations(self) -> None:
         """Know where sums go, also when parameters were frozen since."""
         trained = [one.requires_grad for one in self.collected.parameters]
+        # Bundles are made for those that are trained: a parameter that was frozen since has no
+        # gradient on any rank, and would be sent as zeros.
         if trained != self._trained:
             self._trained = trained
             self.destinations = destinations_of(self.collected, self.row, self.schedule, self._over)
@@ -292,6 +324,7 @@ class InvariantStep:
                 "do not have. Use nn.BatchNorm, which takes each shard by itself."
             )
         self.collected.require_same_parameters()
+        # Of the local leaves: that is where autograd accumulates, whatever tensor the user hooked.
         named = self.model.named_parameters()
         hooked = [name for name, one in named if hooks_of(local_leaf(one))]
         if hooked:
@@ -321,6 +354,8 @@ class InvariantStep:
 
     def _looked_at(self, part: Part) -> list[int]:
         """Return checksums of the batch now and then: they travel with what is told anyway."""
+        # Counted by calls, which all ranks make alike: a branch by time or by content would part
+        # them.
         if self._batches % _LOOKED_AT:
             return []
         return [checksum(one) for one in part.tensors().values()]

@@ -18,6 +18,7 @@ T = TypeVar("T")
 def middle(span: Span) -> int:
     """Return where a node of two shards or more is split: the left side is a power of two."""
     low, high = span
+    # Not the half: so the left side is full, and appending shards changes no node that was there.
     size = 1
     while 2 * size < high - low:
         size *= 2
@@ -37,6 +38,7 @@ def nodes_within(span: Span, own: Span) -> list[Span]:
 
 def shares(shards: int, ranks: int) -> list[Span]:
     """Return the shards of each rank: in a row, as many for each as can be."""
+    # Integers: rounding of floats would differ for some numbers of ranks.
     ends = [shards * rank // ranks for rank in range(ranks + 1)]
     return list(pairwise(ends))
 
@@ -75,11 +77,13 @@ class TreeSum(Generic[T]):
             left, right = (parent[0], middle(parent)), (middle(parent), parent[1])
             if left not in self._found or right not in self._found:
                 return
+            # The same two operands whoever adds them: sums of floats may not be regrouped.
             value = _added(self._add, self._found.pop(left), self._found.pop(right))
             span = parent
 
     def take(self) -> dict[Span, T]:
         """Return the sums of the largest nodes that are complete, and forget them."""
+        # In the order of spans, by which receivers tell the pieces of a message apart.
         found = {span: one for span, one in sorted(self._found.items()) if one is not None}
         self._found = {}
         return found
@@ -100,6 +104,7 @@ def total(shards: int, sums: Mapping[Span, T], add: Callable[[T, T], T]) -> T | 
 
 def _added(add: Callable[[T, T], T], left: T | None, right: T | None) -> T | None:
     if left is None or right is None:
+        # No zeros are added in place of what is not there: -0.0 + 0.0 is 0.0.
         return right if left is None else left
     return add(left, right)
 

@@ -68,9 +68,12 @@ class Halves:
             return [None] * len(self._received)  # nobody waits: the second half is all of it
         graph = _Graph(self._roots, {node for node, _ in self._received})
         self._hanging, twice = graph.hanging()
+        # Without duplicates, and in one order: the engine is asked for each gradient once.
         places = list(dict.fromkeys(at for one in self._hanging for at in one.places))
+        # Beside the path nothing arrives in the first half: there the outputs' own gradients start.
         on_path = [at for at in places if at[0] in graph.path]
         wanted = [*self._received, *twice, *on_path]
+        # One run of the engine for all: a second one would run the path again.
         found = _gradients(self._roots, self._starts, wanted)
         count = len(self._received)
         self._found = _there(twice, found[count : count + len(twice)])
@@ -78,6 +81,7 @@ class Halves:
         # What arrives at an output beside the path from elsewhere comes again in the second half.
         for at, start in zip(self._roots, self._starts, strict=True):
             if at[0] not in graph.path:
+                # An output may also be computed from another output: both gradients arrive there.
                 before = self._arrived.get(at)
                 self._arrived[at] = start if before is None else before + start
         return found[:count]
@@ -88,10 +92,12 @@ class Halves:
         With units that reduce gradients this is the collective.
         """
         if not self._received:
+            # The first stage receives nothing, so nothing was run in its first half.
             found = [(at, one) for at, one in zip(self._roots, self._starts, strict=True)]
         else:
             found = self._found
             for one in self._hanging:
+                # What got no gradient starts nothing: None would be an error of the engine.
                 starts = [(at, self._arrived[at]) for at in one.places if at in self._arrived]
                 if starts:
                     roots, values = zip(*starts, strict=True)
@@ -100,6 +106,7 @@ class Halves:
             torch.autograd.backward(
                 [GradientEdge(*at) for at, _ in found], [one for _, one in found]
             )
+        # The nodes hold saved tensors, and whoever keeps this object would keep them.
         self._hanging, self._arrived, self._found, self._roots = [], {}, [], []
 
 
@@ -115,6 +122,7 @@ class _Graph:
         # Insertion order is that of the walk, the same on all ranks of a stage: backwards
         # communicate.
         self._children: dict[Node, list[Edge]] = {}
+        # Dicts for sets: their order is that of insertion, the same in every process.
         self._arrivals: dict[Node, dict[int, None]] = {}
         self.path: set[Node] = set()
         self._ends_of: dict[Node, dict[Edge, None]] = {}
@@ -124,6 +132,7 @@ class _Graph:
 
     def _walk(self, root: Node, received: set[Node]) -> None:
         """Visit what is below a node, children first."""
+        # No recursion: a stage of a deep model has more nodes than Python has frames.
         left = [(root, False)]
         while left:
             node, is_done = left.pop()
@@ -133,6 +142,7 @@ class _Graph:
                 continue
             if node in self._children:
                 continue
+            # Behind an end nothing is computed; walking on would find the units' own nodes.
             below = [] if _is_end(node) else _below(node)
             self._children[node] = below
             for child, number in below:
@@ -156,7 +166,10 @@ class _Graph:
         for node, number in self._roots:
             for end in self._ends(node, number):
                 places.setdefault(end, {})[node, number] = None
+        # Ends with two places of which one lies below the other.
         twice = {end: None for end, at in places.items() if self._is_in_turn(at)}
+        # Those that hang on the same places run together, so that what leads to all of them runs
+        # once.
         together: dict[tuple[Edge, ...], list[Edge]] = {}
         for end in [one for one in places if one not in twice]:
             together.setdefault(tuple(places[end]), []).append(end)
@@ -177,6 +190,7 @@ class _Graph:
         return list(self._ends_of[node])
 
     def _is_in_turn(self, places: dict[Edge, None]) -> bool:
+        # Outputs beside the path have no order among those on it.
         nodes = {node for node, _ in places if node in self.path}
         if len(nodes) < 2:
             return False

@@ -61,6 +61,8 @@ class Lines:
     """
 
     def __init__(self, up: Group, down: Group, device: str) -> None:
+        # All groups are made by every rank of the world in one order, also by those that send
+        # nothing.
         self._up, self._down = up, down
         self.device = device
         self.rank, self.size = up.rank, up.size
@@ -79,6 +81,8 @@ class Lines:
         group = self._line(source, self.rank)
         for spec in specs:
             like = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            # Sent in the memory order of the sender, which the spec holds: kernels may choose by
+            # strides, and bits would differ.
             flat = recv(like, group, source=source)
             made.append(as_strided_like(flat, spec))
         return made
@@ -99,6 +103,7 @@ class Lines:
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Give something small of one rank to all ranks of the pipeline."""
         group = self._up
+        # Only there: elsewhere the value may be a stand-in that no text describes.
         text = to_text(value) if self.rank == source else ""
         content = self._bytes(text)
         length = torch.tensor([content.numel()], device=self.device)
@@ -155,6 +160,7 @@ class Inbox:
                 needs, gives = message_into(action, schedule.stages)
                 if needs is not None:
                     self.takers[needs] = (rank, at)
+                # In the order of the sender's row, which is the order in which it sends.
                 if gives is None or schedule.stage_ranks[gives.stage] != lines.rank:
                     continue
                 if rank != lines.rank:
@@ -169,8 +175,11 @@ class Inbox:
         """Return a message, once it has come."""
         while message not in self._kept:
             sender = self._senders[message]
+            # Not the wanted one: on one communicator messages come in the order in which they were
+            # sent.
             first, at = self._coming[sender].popleft()
             self._kept[first] = self._lines.recv(self._specs(first), sender)
+            # Its row up to there is done, so its receiver knows what else has been taken.
             self.seen[sender] = at
         return self._kept.pop(message)
 

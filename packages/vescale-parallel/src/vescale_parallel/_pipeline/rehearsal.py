@@ -79,6 +79,7 @@ class Rehearsal:
         finally:
             scene.streams.seek(start)
             buffers.restore()
+            # It holds the graphs of all stages of this rank.
             self._given.clear()
             # Without this the last messages could be freed while they are still on their way.
             for one in self._handles:
@@ -99,11 +100,15 @@ class Rehearsal:
                     self._send_object(told.failure, before)
         elif stage and self._scene.split.ranks[stage - 1] == self._scene.rank:
             self._serve(stage, rank)
+        # Whatever happened on the rank of this stage, all come here: it is the only exchange that
+        # every rank takes part in.
         told = self._lines.broadcast_object(told, rank)
         if failed is not None:
             raise failed
         if told.failure:
             raise Repeated(told.failure)
+        # What was told, also on the rank that told it: one that went through text is alike
+        # everywhere.
         found: Kind = told.kind
         return found
 
@@ -127,6 +132,8 @@ class Rehearsal:
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
         """Ask the stage before for its values, and hear what they are."""
         before = self._scene.split.ranks[stage - 1]
+        # From here on the stage before waits for nothing, so a failure must not be sent to it
+        # again.
         self._asked.add(stage)
         if before == self._scene.rank:
             # The stage before is on this rank as well, as in the bend of a V.
@@ -135,6 +142,7 @@ class Rehearsal:
             specs = tuple(spec_of(one) for one in given)
             return self._noted(stage, paths, specs), [local_of(one).detach() for one in given]
         self._send_object(paths, before)
+        # A text is a refusal; specs come with the values behind them.
         answer = self._lines.recv_object(before)
         if isinstance(answer, str):
             raise Repeated(answer)
@@ -156,6 +164,8 @@ class Rehearsal:
 
     def _serve(self, stage: int, rank: int) -> None:
         """Answer the stage after one of this rank's."""
+        # Two kinds of messages, by their type: paths that are asked for, or a text that says why
+        # none are.
         wanted = self._lines.recv_object(rank)
         if isinstance(wanted, str):
             return  # it failed before it asked; all ranks hear of it next
@@ -178,6 +188,7 @@ class _Buffers:
 
     def __init__(self, scene: Scene) -> None:
         self._before = {
+            # Versions find what was written without comparing values, which may be on a device.
             name: (one, one._version, local_of(one).detach().clone())
             for name, one in scene.model.named_buffers()
         }

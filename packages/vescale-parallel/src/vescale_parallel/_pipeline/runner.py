@@ -114,6 +114,7 @@ class Runner:
         """Do all actions of this rank; returns what one of them raised."""
         row = self._schedule.ranks[self._scene.rank]
         failure: Exception | None = None
+        # The backward behind which no other comes on this rank: only there are gradients complete.
         last = max((at for at, action in enumerate(row) if action.kind != "F"), default=-1)
         for at, action in enumerate(row):
             try:
@@ -123,12 +124,19 @@ class Runner:
                 raise  # who does not answer now would not later: nothing can be told to others
             except Exception as error:
                 failure = error
+                # From the failed action on: what it was about to give has not been sent either.
+                # `_given` holds what has.
                 for rest in row[at:]:
                     self._give_nothing(rest)
                 break
+        # Senders may wait for receivers, so all that others send to this rank is taken, also after
+        # a failure.
         self._inbox.drain()
+        # Graphs of a failed step hold activations, and stages of a next one would find them under
+        # the same keys.
         self._kept.clear()
         self._halves.clear()
+        # The memory of what is on its way must live until it is sent; nothing else holds it.
         for handles in self._sent.values():
             for one in handles:
                 one.wait()
@@ -157,6 +165,7 @@ class Runner:
     def _forward(self, action: Action) -> None:
         self._now = action.microbatch
         stage, here = action.stage, self._microbatches[action.microbatch]
+        # Microbatches come in the schedule's order, but draw what one device draws in theirs.
         self._scene.streams.seek(here.start)
         running = StageForward(self._scene, stage, here.kind, self)
         found = running.run(here.part)
@@ -170,9 +179,14 @@ class Runner:
                     "batch of this shape before, so that other stages cannot know where theirs "
                     "lie. How much it draws may change with train mode only."
                 )
+            # By rows: the last microbatch may have fewer, and the batch's loss is the mean over
+            # rows.
             weighed = found * here.weight
+            # Not the loss itself: its history would keep the graphs of all microbatches alive.
             value = weighed.detach()
             self.loss = value if self.loss is None else self.loss + value
+            # Backward starts below the wrapper, so that gradients of the other half are asked for
+            # by plain nodes.
             loss = local_of(weighed)
         if torch.is_grad_enabled():
             self._kept[stage, action.microbatch] = _Kept(running.received, running.sent, loss)
@@ -206,9 +220,12 @@ class Runner:
     def _returning(self, action: Action) -> _Returning:
         """What a backward starts with: gradients from the stage after, or the loss."""
         stage, microbatch = action.stage, action.microbatch
+        # Popped, so that activations go as soon as the backward has used them: that is what 1F1B is
+        # for.
         kept = self._kept.pop((stage, microbatch))
         needs, _ = message_into(action, self._schedule.stages)
         if needs is not None:
+            # Gradients come only for what requires one: both sides take that from the same specs.
             specs = self._entry(stage + 1).specs
             wanted = [one for one, s in zip(kept.sent, specs, strict=True) if s.requires_grad]
             gradients = self._take(needs)
@@ -251,6 +268,7 @@ class Runner:
         return [one for one in kind.entries[message.stage + 1].specs if one.requires_grad]
 
     def _send(self, message: Message, tensors: list[Tensor]) -> None:
+        # Noted before it is sent: a failure in between must not send it a second time.
         self._given.add(message)
         target = self._schedule.stage_ranks[message.stage]
         if target == self._scene.rank:
@@ -263,6 +281,8 @@ class Runner:
             found = self._inbox.take(message)
         # Who has sent this has taken what came before in its row: that memory can go.
         for sent in list(self._sent):
+            # No test of handles: whether a send has ended differs from rank to rank, and polling
+            # would cost at each action.
             taker, at = self._inbox.takers[sent]
             if at <= self._inbox.seen.get(taker, -1):
                 for one in self._sent.pop(sent):
@@ -274,8 +294,11 @@ class Runner:
         _, gives = message_into(action, self._schedule.stages)
         if gives is None or gives in self._given:
             return
+        # Nobody else waits for it.
         if self._schedule.stage_ranks[gives.stage] == self._scene.rank:
             return
+        # Zeros, of the right shapes: the receiver computes with them until it hears of the failure
+        # at the end.
         empty = [
             torch.zeros(one.shape, dtype=one.dtype, device=self._lines.device)
             for one in self._specs(gives)

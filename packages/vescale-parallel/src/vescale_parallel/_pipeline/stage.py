@@ -163,8 +163,10 @@ class StageForward:
         self.received: list[Tensor] = []
         self.sent: list[Tensor] = []
         self.measured: dict[tuple[str, int], Call] = {}
+        # The dtype of the loss is the last thing that a rehearsal finds out.
         self.is_rehearsal = kind.loss is None
         self.foreign = Foreign(stage, Leaks() if self.is_rehearsal else None)
+        # By name and number of the call: a shared module is called several times in a forward.
         self._calls: Counter[str] = Counter()
         self._next_block = 0
         self._places: dict[tuple[str, int], Any] = {}
@@ -178,14 +180,19 @@ class StageForward:
         """Run the model up to the end of the stage; returns the loss on the last one."""
         self.scene.running = self
         try:
+            # Not only to return: what the model has put in `finally` blocks runs, as after an
+            # error.
             with self.scene.held, suppress(StageEnded):
                 self._look()
                 found = loss_of(part, self._output(part))
+                # A loss of shape (1,) is one of torch's scalars too; sums and messages need one
+                # form.
                 found = found.reshape(()) if found.ndim else found
                 self._require_end(found)
                 return found
         finally:
             self._look_away()
+            # Whoever calls the model afterwards, as to evaluate it on one rank, is not a stage.
             self.scene.running = None
             if self.foreign.leaks is not None and self.foreign.leaks.recomputes:
                 self.scene.recomputing.add(self.stage)
@@ -244,6 +251,7 @@ class StageForward:
         args, kwargs = self.foreign.resolved(args), self.foreign.resolved(kwargs)
         if number is not None:
             self._require_order(name, number)
+            # Before the block itself: its hooks belong to the stage that holds it.
             if number == self.scene.starts[self.stage + 1]:
                 call = named_tensors_within((args, kwargs))
                 self.sent = self._neighbours.give(self.stage, call, self.foreign)
@@ -254,6 +262,7 @@ class StageForward:
         self._lacks = name if number is None and self._can_stand_in(key, args, kwargs) else None
         if not self.is_foreign(name):
             self._require_known(name, args, kwargs)
+            # Compared when the unit leaves: other stages skip as many draws as were counted here.
             self._places[key] = self.scene.streams.here()
             if self.foreign.leaks is None:
                 # All that a unit of this stage is given is known, and so is what it computes.
@@ -300,6 +309,8 @@ class StageForward:
     def _require_values(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse what no mark told of: values of other stages that came by a hidden way."""
         for path, one in named_tensors_within((args, kwargs)).items():
+            # Placeholders hold NaN in a rehearsal: what is computed from them, whichever way,
+            # shows.
             local = local_of(one.detach())
             if local.is_floating_point() and local.numel() and bool(local.isnan().all()):
                 raise PipelineError(
@@ -324,6 +335,7 @@ class StageForward:
         for path, spec, local in zip(entry.paths, entry.specs, values, strict=True):
             if spec.requires_grad and torch.is_grad_enabled():
                 local.requires_grad_()
+            # The leaf, and not the wrapper: gradients of the stage before are read from it.
             self.received.append(local)
             self.foreign.known[id(found[path])] = wrapped(spec, local, self.scene.mesh)
 
@@ -355,6 +367,7 @@ class StageForward:
                 "the blocks of a model are on the first stage, those behind them on the last. Let "
                 f"every stage hold it: pipeline={{'everywhere': '{name}'}}."
             )
+        # As if it had run: what comes after it draws the numbers that one device draws there.
         self.scene.streams.skip(call.words)
         value, made = placeholders(call.output, self.scene.mesh)
         self.foreign.mark(made)
@@ -386,6 +399,8 @@ def check_specs(tensors: list[Tensor], specs: tuple[TensorSpec, ...], stage: int
         PipelineError: they are not.
     """
     for one, spec in zip(tensors, specs, strict=True):
+        # Checked by the sender, which can still tell all ranks; a receiver would take other bytes
+        # for its own.
         found = spec_of(one)
         # Under no_grad nothing needs a gradient; what travels is the same.
         if found._replace(requires_grad=False) != spec._replace(requires_grad=False):

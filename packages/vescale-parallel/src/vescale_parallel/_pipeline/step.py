@@ -58,6 +58,7 @@ def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
     if count == 1:
         return [(part, 1.0)]
     rows = part.rows(dim_of)
+    # As `torch.chunk` divides: all but the last are equal.
     size = -(-rows // count)
     if -(-rows // size) != count:
         raise PipelineError(
@@ -87,6 +88,8 @@ class MicrobatchStep:
         parts = divided(part, self._microbatches, self._dim)
         zero = getattr(self._model, SCHEDULE, None)
         for at, (one, weight) in enumerate(parts):
+            # The last microbatch reduces what all of them have left: one collective for each unit
+            # and step.
             keeps = isinstance(zero, Zero) and at + 1 < len(parts)
             try:
                 with zero.no_sync() if keeps else nullcontext():  # type: ignore[union-attr]
@@ -97,6 +100,8 @@ class MicrobatchStep:
             except BaseException:
                 _drop_kept(self._model)
                 raise
+            # The history of a microbatch ends with its backward: held, it would keep its
+            # activations.
             value = found.detach()
             total = value if total is None else total + value
         assert total is not None
@@ -120,6 +125,7 @@ class StagedStep:
         self._schedule = scene.split.schedule
         # Training steps until the schedule is chosen: the first one warms up.
         self._unmeasured = _MEASURED if scene.split.is_auto else 0
+        # By shapes and modes. Every rank has the same keys, as all of them are compared before use.
         self._kinds: dict[Any, Kind] = {}
 
     def forward_backward(self, part: Part) -> Tensor:
@@ -135,9 +141,12 @@ class StagedStep:
         scene = self._scene
         microbatches = self._prepared(part, scene.split.schedule.microbatches)
         trains = torch.is_grad_enabled()
+        # Evaluations have no backwards to wait for, but go through the same stages in the same
+        # order.
         schedule = self._schedule if trains else forwards_only(self._schedule)
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
         loss = self._run(schedule, microbatches, watch)
+        # In the order of the model, which is that of the numbers in the message.
         trained = [p for p in scene.model.parameters() if p.requires_grad] if trains else []
         total = finish_step(loss, microbatches[-1].kind, scene, self._lines, trained)
         if trains:
@@ -174,9 +183,11 @@ class StagedStep:
         scene.call = forward
         try:
             microbatches = self._prepared(Part(args, kwargs, keep), 1, "output")
+            # A rehearsal calls the loss as well: its output holds placeholders.
             outputs.clear()  # of a rehearsal
             self._run(single_forward(self._schedule), microbatches, None)
         finally:
+            # Otherwise the next step would run without the hooks of the model.
             scene.call = None
         return told_to_all(outputs[-1] if outputs else None, scene, self._lines)
 
@@ -195,8 +206,10 @@ class StagedStep:
             )
         # From here on all ranks decide alike: what they decide by has been compared.
         parts = divided(part, count, self._dim)
+        # Shapes of parts and not of the batch: the last microbatch may be smaller than the others.
         keys = [(*_shapes_of(one), modes) for one, _ in parts]
         if not self._kinds.keys() >= set(keys):
+            # A rank that failed goes on to the vote: the others are on their way there.
             failure = self._rehearse(parts, keys)
             self._require_success(failure, start)
             # Only now it is known whether such a batch draws anything.
@@ -208,9 +221,11 @@ class StagedStep:
     ) -> Tensor | None:
         """Run a schedule; returns this rank's part of the loss. Collective."""
         start = microbatches[0].start
+        # A new one for each step: nothing of a failed step may be found by the next.
         runner = Runner(self._scene, self._lines, schedule, microbatches, watch)
         failure = runner.run()
         forget_held(self._scene.held)
+        # Where one device stands after the batch, whichever of its blocks this rank has run.
         self._scene.streams.seek(microbatches[-1].end)
         self._require_success(failure, start)
         return runner.loss
@@ -231,6 +246,7 @@ class StagedStep:
     def _agree(self, part: Part, modes: object, start: Place, hooked: list[str]) -> None:
         """Refuse calls that differ between ranks: they would wait for each other. Collective."""
         found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in part.tensors().items()}
+        # One number for thousands of modules: which of them differs is not said.
         digest = f"digest {zlib.crc32(repr(modes).encode()):08x}"
         facts = {
             "tensor": found,
@@ -253,6 +269,7 @@ class StagedStep:
 
     def _drawn_from(self, start: Place) -> dict[str, str]:
         """Where the streams stand, if they are drawn from: each stage draws from its own."""
+        # Models without dropout may be seeded by rank, as many scripts do; that is no fault.
         if not any(any(kind.total) for kind in self._kinds.values()):
             return {}
         digest = f"digest {zlib.crc32(repr(start).encode()):08x}"
@@ -261,10 +278,12 @@ class StagedStep:
     def _values_of(self, part: Part) -> dict[str, str]:
         if self._calls >= _CHECKED:
             return {}
+        # DTensors were compared when they were made, or differ by rank as they should.
         plain = {n: one for n, one in part.tensors().items() if not isinstance(one, DTensor)}
         return {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
 
     def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> Exception | None:
+        # All at once and by number, so that every rank forgets at the same call.
         if len(self._kinds) >= _KINDS:
             self._kinds.clear()
         try:

@@ -37,6 +37,8 @@ class StaticForward:
     # At the first use: while a model is copied, the copies of its modules have no parts yet.
     @cached_property
     def _parts(self) -> list[Part]:
+        # A tied parameter has places in several modules: those outside of this one keep what they
+        # hold.
         inside = set(map(id, self.module.modules()))
         return [
             (held, places)
@@ -78,6 +80,8 @@ class StaticForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; the modules hold the same parameters before and after."""
+        # What the modules hold right now: gathered parameters if another forward of the same unit,
+        # or a user's hook, runs around this one.
         used = [module_parameter(places) for _, places in self._parts]
         # None: not gathered at the moment, so guarded like any parameter.
         given = [
@@ -85,6 +89,8 @@ class StaticForward:
             for one, (held, _) in zip(used, self._parts, strict=True)
         ]
         swapped = any(one is not None for one in given)
+        # A lent unit keeps its gathered parameters outside of the modules, so `used` has not seen
+        # them.
         lent = [unit for unit in self._units if unit.is_lent and id(unit) in self._numbers]
         for unit in lent:
             fulls = unit.fulls()
@@ -92,6 +98,8 @@ class StaticForward:
                 given[index] = fulls[number]
         if not swapped:
             return self._run(lent, given, args, kwargs)
+        # Guards of a program compare the parameters of modules by identity: with the gathered ones,
+        # which are new tensors at each call, no program would ever fit.
         put_all(self._parts, [held.stored for held, _ in self._parts])
         try:
             return self._run(lent, given, args, kwargs)
@@ -99,6 +107,8 @@ class StaticForward:
             put_all(self._parts, used)
 
     def _run(self, lent: Sequence[Unit], given: list[Any], args: Any, kwargs: Any) -> Any:
+        # A replay does not run the modules, so units that are freed by what their modules do have
+        # to be told whether they did.
         before = self.captured.replays
         outputs = self.captured(*given, *args, **kwargs)
         if self.captured.replays == before:
@@ -116,6 +126,7 @@ def _with_parameters(
     def run(*args: Any, **kwargs: Any) -> Any:
         # Named, so that a recording meets it before the parameters change places.
         assert module is not None
+        # By position: names could be those of the forward's own arguments.
         given, args = args[:count], args[count:]
         if all(one is None for one in given):
             return forward(*args, **kwargs)

@@ -47,6 +47,8 @@ def install_static(model: nn.Module) -> None:
     schedule = getattr(model, SCHEDULE, None)
     if isinstance(schedule, Schedule):
         units = schedule.units
+        # Programs must not hold collectives of ZeRO: gathers start ahead of the unit that needs
+        # them.
         names = [unit.name for unit in units]
         # One with others inside communicates in a way that no program does again.
         names = [name for name in names if not _holds_any(name, names)]
@@ -57,6 +59,7 @@ def install_static(model: nn.Module) -> None:
         # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
         module.forward = forward = StaticForward(name, module, module.forward, units)
         for unit in units:
+            # The unit asks its forward whether gathered parameters may be lent to it.
             if unit.name == name:
                 unit.forward = forward
 
