@@ -85,8 +85,12 @@ def exchanged(
         ParallelError: on every rank of the group: an expert that there is not was chosen.
     """
     routes = _routes(index, shares)
+    # A row for each pair, so a token that chose two experts of one rank is sent twice: results need
+    # not be told apart there.
     rows = _sent(taken(hidden, routes.out), shares.group, routes.sizes)
+    # In the dtype in which they came: autocast inside of experts must not double what is sent back.
     said = compute(rows, routes.ids).to(rows.dtype)
+    # The same rows the other way: nothing has to be asked again.
     back = SplitSizes(routes.sizes.receive, routes.sizes.send)
     pairs = taken(_sent(said, shares.group, back), routes.back)
     return combined(
@@ -104,6 +108,7 @@ def combined(said: Tensor, index: Tensor, weights: Tensor, experts: int, ordered
         experts: how many there are.
         ordered: as for `exchanged`.
     """
+    # Weights of what was dropped may be NaN, as of a softmax over nothing, and 0 * NaN is NaN.
     weighed = said * weights.masked_fill(index == experts, 0).unsqueeze(-1)
     if not ordered:
         return weighed.sum(dim=1).to(said.dtype)
@@ -120,6 +125,7 @@ def _routes(index: Tensor, shares: Shares) -> _Routes:
     experts, own, members = shares.experts, shares.own, len(shares.counts)
     choices = index.reshape(-1)
     wrong = (choices < 0) | (choices > experts)
+    # Beyond the range `bincount` would raise on this rank alone, before the exchange.
     choices = choices.masked_fill(wrong, experts)
     counts = torch.bincount(choices, minlength=experts + 1)[:experts]
     # Every member hears, beside how many rows it gets for each of its experts, of a wrong choice:
@@ -131,11 +137,13 @@ def _routes(index: Tensor, shares: Shares) -> _Routes:
     heard = all_to_all_single(
         torch.cat(told), shares.group, sizes=SplitSizes(send, [own + 1] * members)
     ).view(members, own + 1)
+    # The one wait for the device: both lists in one copy to the host.
     numbers = torch.cat([counts, heard.reshape(-1)]).tolist()
     arriving = [numbers[at : at + own + 1] for at in range(experts, len(numbers), own + 1)]
     _require_experts([part[-1] > 0 for part in arriving], shares)
     starts = [sum(shares.counts[:member]) for member in range(members + 1)]
     sent = [sum(numbers[a:b]) for a, b in itertools.pairwise(starts)]
+    # Rows arrive by member, and within each by expert, as they were sorted before they left.
     local = torch.arange(own, device=index.device).repeat(members)
     ids = torch.repeat_interleave(local, heard[:, :own].reshape(-1))
     out, back = _orders(choices, sum(sent), index.shape[1])
@@ -156,6 +164,7 @@ def ordered_pairs(index: Tensor, experts: int) -> tuple[Order, Order, list[int]]
     """
     choices = index.reshape(-1)
     wrong = ((choices < 0) | (choices > experts)).any().view(1)
+    # Clamped on one rank as well: the error is raised below, in words.
     counts = torch.bincount(choices.clamp(0, experts), minlength=experts + 1)[:experts]
     *numbers, is_wrong = torch.cat([counts, wrong]).tolist()
     if is_wrong:
@@ -171,10 +180,12 @@ def _orders(choices: Tensor, kept: int, k: int) -> tuple[Order, Order]:
     """
     # Stable, and dropped ones are behind all others.
     by_expert = choices.argsort(stable=True)
+    # The inverse of a permutation, by scattering: cheaper than a second sort.
     places = torch.empty_like(by_expert)
     places[by_expert] = torch.arange(len(choices), device=choices.device)
     gaps = kept < len(choices)
     leaving = by_expert[:kept]
+    # All dropped ones point behind the last row, where a row of zeros is taken.
     places = places.clamp(max=kept) if gaps else places
     return (
         Order(leaving // k, places, times=k, gaps=gaps),
@@ -185,12 +196,14 @@ def _orders(choices: Tensor, kept: int, k: int) -> tuple[Order, Order]:
 def _sent(rows: Tensor, group: Group, sizes: SplitSizes) -> Tensor:
     """Exchange rows, as many with each member as `sizes` says."""
     width = rows.shape[1]
+    # In elements, as rows have no dim of their own in a flat exchange; widths are equal everywhere.
     flat = SplitSizes([n * width for n in sizes.send], [n * width for n in sizes.receive])
     return all_to_all_single(rows.reshape(-1), group, sizes=flat).view(sizes.total, width)
 
 
 def _require_experts(wrong: Sequence[bool], shares: Shares) -> None:
     if any(wrong):
+        # Everyone has heard it in the same exchange, so every rank raises.
         members = [member for member, one in enumerate(wrong) if one]
         where = f", on members {members} of {shares.group.name}"
         raise ParallelError(_NO_EXPERT.format(experts=shares.experts, where=where))

@@ -51,19 +51,25 @@ class ExpertsForward:
     ) -> None:
         self.module, self.kind, self.mesh, self.shares = module, kind, mesh, shares
         self.over, self.within, self.placements = tuple(over), tuple(within), dict(placements)
+        # Of the class: the module's own `forward` is this object.
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the experts say about the tokens, summed by token. Collective."""
         given = self._arguments(args, kwargs)
         names, parameters = self._parameters()
+        # A plain call, as from a rank's own evaluation: the module as it was.
         if not any(isinstance(one, DTensor) for one in (*given, *parameters)):
             alone: Tensor = type(self.module).forward(self.module, *given)
             return alone
         given = [self._distributed(one) for one in given]
         came: tuple[Placement, ...] = given[0].placements  # type: ignore[attr-defined]
+        # Tokens of other axes' shards stay where they are: only axes that share the experts take
+        # part in the exchange.
         rows = self._rows(came)
         wanted = [self.placements.get(name, (Replicate(),) * self.mesh.ndim) for name in names]
+        # Each rank has computed with a part of the hidden dim of its experts: their sum is the
+        # result.
         results = [Partial() if i in self.within else one for i, one in enumerate(rows)]
 
         def local(*tensors: Tensor) -> Tensor:
@@ -132,6 +138,7 @@ class ExpertsForward:
 
     def _local(self, given: Sequence[Tensor], own: dict[str, Tensor]) -> Tensor:
         """Return what the experts say about this rank's rows, from local tensors. Collective."""
+        # Choices are integers, weights are not: modules name and order them as they like.
         at = 1 if not given[1].dtype.is_floating_point else 2
         hidden, index, weights = given[0], given[at], given[3 - at]
         shares = self.shares
@@ -146,7 +153,10 @@ class ExpertsForward:
             if not len(rows):
                 return untouched(rows, list(own.values()))
             assert shares is not None
+            # As many experts as there are here: loops of modules run up to that number.
             inside = local_twin(self.module, own, shares.own)
+            # Each row as a token with one choice of weight one: its own weight is applied where all
+            # of its results meet.
             return run(inside, rows, ids.view(-1, 1), torch.ones_like(rows[:, :1]))
 
         if shares is not None:
@@ -181,6 +191,7 @@ def local_twin(module: nn.Module, own: Mapping[str, Tensor], experts: int | None
 
 
 def _twin(module: nn.Module, prefix: str, own: Mapping[str, Tensor]) -> Any:
+    # Shallow, and at each call: parameters are other tensors then, as units gather them anew.
     twin = copy.copy(module)
     vars(twin).pop("forward", None)
     for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):

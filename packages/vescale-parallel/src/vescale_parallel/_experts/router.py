@@ -83,12 +83,15 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route x (tokens, width)."""
+        # In float32: in half precision ties are common, and which expert wins a tie may differ
+        # between kernels.
         logits = functional.linear(x.float(), self.weight.float())
         scores = logits.softmax(dim=-1) if self.scores == "softmax" else logits.sigmoid()
         # `balance` has a say in what is chosen, and none in how much it counts.
         index = (scores + self.balance).topk(self.top_k, dim=-1).indices
         weights = scores.gather(1, index)
         if self.normalize:
+            # Of sigmoids all may be zero.
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         if self.capacity is not None:
             index = self._within_capacity(index)
@@ -108,11 +111,15 @@ class Router(nn.Module):
         """
         counts = load.full_tensor() if isinstance(load, DTensor) else load
         counts = counts[: self.experts].to(self.balance.dtype)
+        # By the sign, not by the distance: a few overloaded steps must not outweigh all others
+        # (DeepSeek-V3, 2.1.2).
         self.balance += rate * torch.sign(counts.mean() - counts)
 
     def _within_capacity(self, index: Tensor) -> Tensor:
         """Return the choices, with those that find their expert full dropped."""
         assert self.capacity is not None
+        # Of the global batch: `index` is a distributed tensor on a mesh, and its shape the global
+        # one.
         room = math.ceil(self.capacity * index.shape[0] * self.top_k / self.experts)
         chosen = functional.one_hot(index, self.experts).flatten(0, 1)
         # Counted over all tokens of the batch in their order, wherever these are.

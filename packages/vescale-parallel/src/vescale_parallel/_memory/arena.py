@@ -43,11 +43,13 @@ class Arena:
     ) -> None:
         self.of, self.size, self.device = of, size, device
         self.checked = False
+        # By this order and not by that of the graph: the last user is another one then.
         last: dict[fx.Node, int] = {}
         for step, at in enumerate(order):
             last.update(dict.fromkeys([of.nodes[at], *of.nodes[at].all_input_nodes], step))
         result = of.module.graph.output_node()
         for node in result.all_input_nodes:
+            # What is returned is dropped by nobody.
             last.pop(node, None)
         drops: dict[int, list[fx.Node]] = {}
         for node, step in last.items():
@@ -75,6 +77,8 @@ class Arena:
         """
         block = self.block() if block is None else self._fitting(block)
         values = self._inputs(inputs)
+        # Once: operators choose strides by shapes and devices, which every later run has as well,
+        # as inputs are compared each time.
         check = None if self.checked else _Check(self.of, values)
         with torch.no_grad():
             for step in self.steps:
@@ -82,6 +86,7 @@ class Arena:
                 if check is not None:
                     check.ran(step.node, values[step.node])
                 for node in step.drops:
+                    # What is not in the arena is freed here; what is, by being written over.
                     values.pop(node, None)
             result = self.of.module.graph.output_node()
             found = fx.node.map_arg(result.args[0], lambda one: self._given(one, values))
@@ -95,6 +100,8 @@ class Arena:
         )
         if step.place is not None:
             outs = tuple(_view(block, one, at) for one, at in step.outs)
+            # By `out=`: the operator must not allocate at all, or the peak would be that of the
+            # allocator.
             step.place.write(args, kwargs, outs)
             return outs[0] if step.place.single else outs
         if node.op == "call_function":
@@ -170,6 +177,7 @@ def _fault(value: Any, planned: Any) -> str:
         return "" if same else f"is {value!r}, but was planned as {planned!r}"
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, but was planned as a tensor"
+    # By type of device: a plan for one GPU serves all of its kind.
     found = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
     wanted = (planned.shape, planned.stride, planned.dtype, planned.device.type)
     if _canonical(found) == _canonical(wanted):

@@ -92,6 +92,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Constants of the graph are real tensors: they must be the same fake one at every use, or
+        # they would be new storages.
         args, kwargs = tree_map(self.fake, (args, kwargs or {}))
         now = self.now
         schema = schema_of(func).arguments
@@ -101,6 +103,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             now.touched |= tensors
             if one.alias_info is not None and one.alias_info.is_write:
                 now.written |= tensors
+        # Two ways: by the tag, and by a generator that is passed to an operator without one.
         now.draws |= torch.Tag.nondeterministic_seeded in func.tags
         now.draws |= any(isinstance(one, torch.Generator) for one in given.values())
         now.communicates |= any(one in func.namespace for one in _COLLECTIVES)
@@ -108,6 +111,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waits = schema_of(func).name == "_c10d_functional::wait_tensor"
         made = args[0] if waits else func(*args, **kwargs)
         for tensor in tensors_within(made):
+            # By storage: a view makes nothing.
             key = self.key(tensor)
             if key not in self.known:
                 self.known.add(key)
@@ -124,6 +128,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def key(self, tensor: Tensor) -> int:
         """Which storage a tensor lies in."""
+        # Kept alive: an address that is freed comes back as that of another storage.
         self.alive.append(tensor)
         return int(tensor.untyped_storage()._cdata)
 
@@ -153,8 +158,10 @@ class _Interpreter(fx.Interpreter):
         except Exception as error:
             raise MemoryPlanError(_why_not(n, error)) from error
         if n.op in ("placeholder", "get_attr"):
+            # What is there before the graph runs is not planned.
             recorder.known |= recorder.keep(value)
         for given in n.all_input_nodes:
+            # Also of arguments that no operator saw: getitem, and views that Python makes.
             now.touched |= recorder.keep(self.values[given])
         now.touched |= recorder.keep(value)
         now.effects = n.op != "placeholder" and (n.is_impure() or not _pure(n, self.module))
@@ -180,6 +187,7 @@ def traced(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(mode)
+    # Whatever history inputs have: a graph of a step holds its backward as operators.
     with mode, torch.no_grad():
         if inputs is None:
             values = _from_metadata(module)
@@ -229,6 +237,8 @@ def _from_metadata(module: fx.GraphModule) -> list[Any]:
             key, dtype = value.untyped_storage()._cdata, value.dtype
             if key not in bases:
                 count = value.untyped_storage().nbytes() // max(1, dtype.itemsize)
+                # Inputs that share memory have to share it here too: a write to one is one to the
+                # other.
                 bases[key] = torch.empty(count, dtype=dtype, device=value.device), dtype
             base, first = bases[key]
             if first != dtype:
@@ -272,6 +282,7 @@ class _Reader:
         graph = list(module.graph.nodes)
         self.nodes = [one for one in graph if one.op not in ("placeholder", "get_attr", "output")]
         self.step = {node: at for at, node in enumerate(self.nodes)}
+        # Results of the graph outlive it, so they cannot lie in memory that the next run uses.
         self.kept = ran.recorder.keep(ran.values[graph[-1]])
         self.users: dict[int, set[int]] = {}
         for node, at in self.step.items():
@@ -281,6 +292,7 @@ class _Reader:
 
     def traced(self, inputs: Sequence[Any]) -> Traced:
         """Put it together."""
+        # Before lives are read: it lengthens some of them.
         self._until_waited()
         operations: list[Operation] = []
         storages: list[Storage] = []
@@ -292,6 +304,7 @@ class _Reader:
                 if key not in held and len(self.users.get(key, ())) < 2:
                     temporary += size
                     continue
+                # A node that makes several numbers them, in the order in which they were seen.
                 number = sum(one.maker == at for one in storages)
                 self.storage[key] = len(storages)
                 users = tuple(sorted(self.users[key] | {at}))
@@ -365,8 +378,10 @@ class _Reader:
             waits = {self.step[one] for one in node.all_input_nodes if one in self.step}
             for key in seen.touched:
                 if key in written:
+                    # Read after write, and write after write.
                     waits.add(written[key])
                 if key in seen.written:
+                    # Write after read: who has read the old value goes first.
                     waits.update(readers.pop(key, ()))
                     written[key] = at
                 else:

@@ -60,6 +60,8 @@ class FlatBuffer:
         self.full: Tensor | None = None
         self.unreduced: Tensor | None = None
         self.reduced_next = False
+        # A parameter without a gradient on this rank may have one elsewhere: both are sent, as all
+        # of the buffer is.
         self.arrived: set[int] = set()
         self._told_kept: set[int] = set()
         self._pending: Any = None
@@ -74,6 +76,7 @@ class FlatBuffer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:
         """A buffer of the copied parameters; groups of processes cannot be copied."""
+        # Leaves of their own, with values of their own: `_adopt` moves these into the new shard.
         copied = [deepcopy(one, memo) for one in self.parameters]
         return FlatBuffer(self.row, self.group, copied, self.shapes, self.told)
 
@@ -108,6 +111,8 @@ class FlatBuffer:
 
     def current_shard(self) -> Tensor:
         """This rank's elements, without a history; the stored parameters are views of it."""
+        # The user may have moved them by `.to()` since: a shard that nobody's parameter lies in
+        # would be gathered.
         self._ensure_views(self.locals)
         return self.shard.detach()
 
@@ -123,6 +128,7 @@ class FlatBuffer:
         if self.full is not None and not (anew and self._is_old()):
             return
         self.told.record(self._events["gathers"])
+        # First of all: what is sent is the shard, and not the parameters.
         leaves = self._ensure_views(self.locals)
         # Where a write came from outside of the version counter, it is gathered at each use.
         self._gathered_at = tuple([one._version for one in leaves])
@@ -133,6 +139,8 @@ class FlatBuffer:
             # autograd saved, unless a parameter was written to, which did count.
             target = self.full.data
         else:
+            # A new one each time: backwards of earlier forwards may still hold views of the one
+            # before.
             target = self._new_full()
         with torch.no_grad():
             # Cast before it is sent: half of the bytes, and the values that casting after has.
@@ -195,6 +203,8 @@ class FlatBuffer:
     def views(self) -> list[Tensor]:
         """Return the gathered values of each slot, as views of `full` without a history."""
         assert self.full is not None
+        # Autograd knows these by the node of the unit, which gets the gradients of all of them at
+        # once.
         base = self.full.detach()
         return [base.as_strided(*place) for place in self._slots]
 
@@ -205,7 +215,9 @@ class FlatBuffer:
     def add_gradients(self, gradients: Sequence[Tensor | None], *, reduced_next: bool) -> None:
         """Add this rank's contributions to those that are not reduced yet. No communication."""
         if self.unreduced is None:
+            # By the first that arrives: all contributions of one backward go the same way.
             self.reduced_next = reduced_next
+        # Copied, and not kept: gradients of full parameters together are as large as the buffer.
         self._pack(gradients)
         if not self.reduced_next:
             self._tell_kept()
@@ -233,11 +245,14 @@ class FlatBuffer:
         pieces: list[Tensor] = []
         at = 0
         for (_, _, offset), gradient in zip(self._slots, gradients, strict=True):
+            # `cat` would give them a common dtype, by rules that have nothing to do with the
+            # plan's.
             if gradient is None or gradient.dtype is not self.reduce:
                 return False
             if gradient.layout is not torch.strided:
                 return False
             if offset > at:
+                # Padding between slots, which are aligned for kernels.
                 pieces.append(gradient.new_zeros(offset - at))
             pieces.append(gradient.reshape(-1))
             at = offset + gradient.numel()
@@ -245,6 +260,7 @@ class FlatBuffer:
         if total > at:
             pieces.append(pieces[-1].new_zeros(total - at))
         if self._packed is not None and self._packed.dtype == self.reduce:
+            # Into memory that the step before has left: at level 1 nothing else holds it.
             self.unreduced = torch.cat(pieces, out=self._packed)
         else:
             self.unreduced = torch.cat(pieces)
@@ -274,6 +290,7 @@ class FlatBuffer:
     def _take_unreduced(self) -> tuple[Tensor | None, set[int]]:
         packed, arrived = self.unreduced, self.arrived
         for index in self._told_kept:
+            # First: a `.grad` that refers here would find what the next backward packs.
             release_kept_gradient(self.parameters[index])
         self.unreduced, self.arrived, self.reduced_next = None, set(), False
         self._told_kept = set()
@@ -305,6 +322,7 @@ class FlatBuffer:
 
     def reduced(self) -> list[Tensor | None]:
         """Return the totals of all contributions' shards; None for what got none. Collective."""
+        # Taken before it is sent: if the collective raises, nothing is reduced a second time.
         packed, arrived = self._take_unreduced()
         if packed is None:
             return [None] * len(self.parameters)
@@ -313,6 +331,7 @@ class FlatBuffer:
         order = "rank" if packed.dtype.itemsize < 4 else "native"
         with torch.no_grad():
             how: Any = {"order": order, "sizes": self._sizes}
+            # In the dtype of sums; cast behind it, so that rounding happens once.
             total = reduce_scatter(packed, self.group, **how)
         shards = self.shards_of(total.to(self.shard.dtype))
         return [shard if index in arrived else None for index, shard in enumerate(shards)]
@@ -336,6 +355,8 @@ class FlatBuffer:
         for slot, (low, high), shape in shapes:
             # A slot that is longer than this rank's values is on one rank in full.
             numel = torch.Size(shape).numel()
+            # The slot is as long as the longest of all ranks' values, where another axis shards
+            # unevenly.
             low, high = min(low, numel), min(high, numel)
             # Where nothing is owned, any place does; one inside of the shard has an address.
             at = slot.offset + low - start if high > low else 0
@@ -371,6 +392,7 @@ class FlatBuffer:
     def _are_views(self, leaves: Sequence[Tensor]) -> bool:
         first, size, dtype = self.shard.data_ptr(), self.shard.element_size(), self.shard.dtype
         for local, (at, end) in zip(leaves, self._owned, strict=True):
+            # By address and dtype: parameters that own nothing have no address to compare.
             if end > at and (local.data_ptr() != first + at * size or local.dtype is not dtype):
                 return False
         return True
@@ -390,6 +412,8 @@ class FlatBuffer:
                 f"the parameters {names} are gathered in one buffer, and have several dtypes now: "
                 f"{sorted(map(str, dtypes))}. Convert all of them, or give them units of their own."
             )
+        # `model.to(...)` has moved all of them: the shard follows, and what was gathered is
+        # dropped.
         if dtypes != {self.shard.dtype} or leaves[0].device != self.shard.device:
             self._allocate()
         elif not self._are_views(leaves):

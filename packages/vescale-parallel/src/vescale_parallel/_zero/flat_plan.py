@@ -142,6 +142,7 @@ def _placed(
     wanted: Sequence[Wanted], size: int, shards: int, alignment: int
 ) -> tuple[FlatSlot, ...] | None:
     """Return the slots, one after another in shards of this size; None where they do not fit."""
+    # In the order of the model: what is used together lies together.
     slots, at = [], 0
     for one in wanted:
         found = _offset(one, _aligned(at, alignment), size, alignment)
@@ -156,6 +157,7 @@ def _offset(one: Wanted, at: int, size: int, alignment: int) -> int | None:
     """Return the first offset from `at` on where no shard ends inside a granule, if any."""
     if one.granule <= 1 or not one.numel:
         return at
+    # Where the next shard begins.
     boundary = -(-at // size) * size if size else at
     # It ends before the next boundary, or granules end there, or it begins there.
     shift = (boundary - at) % one.granule
@@ -167,6 +169,7 @@ def _offset(one: Wanted, at: int, size: int, alignment: int) -> int | None:
 
 
 def _granules_kept(one: Wanted, offset: int, size: int) -> bool:
+    # The first boundary behind its start: one at its start cuts nothing.
     first = (offset // size + 1) * size
     ends = range(first, offset + one.numel, size)
     # Two ends decide: all others are as far apart as these.

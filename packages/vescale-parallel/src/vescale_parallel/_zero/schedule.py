@@ -69,7 +69,10 @@ class Schedule:
         self._owners = Addresses()
         self._saved: list[SavedTensors | None] = []
         for unit in units:
+            # A unit is done in backward when its gradients arrive, which only its own node knows.
             unit.before_reduce = self._before_reduce
+        # Optimizers may be made later, and by others: torch's hooks on all of them are the only
+        # way.
         watch_steps(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
@@ -108,17 +111,27 @@ class Schedule:
                 unit.swap_out()
                 self._release(unit)
                 raise
+        # A module that calls itself, or is called in its own recomputation, is gathered and given
+        # back once.
         unit.depth += 1
 
     def _begin(self, unit: Unit) -> None:
+        # While gathered values are in the modules, what they hold is not what is stored, and that
+        # is right.
         if not (unit.is_swapped or unit.is_lent):
             unit.require_stored()
         if not in_backward():
             if unit is self.root or not self.root.depth:
                 self.told.begin()
+            # Before the gather: behind it, ranks of different units would already have each other's
+            # weights.
             self._agree_on(unit, unit.name or "(the model)")
         self._gather(unit)
+        # To a forward that takes gathered parameters as arguments; the modules then keep the stored
+        # ones.
         unit.lend()
+        # A replay of a recording computes without the modules: backward must not look for
+        # parameters in them.
         unit.ran_modules = unit.is_swapped
         if not in_backward():
             # Of a unit that is called by itself nothing is learned: no end would clear it.
@@ -135,7 +148,10 @@ class Schedule:
         unit.depth -= 1
         if unit.depth:
             return
+        # Also where the forward raised: torch keeps these hooks on a stack, and another one's would
+        # be popped.
         self._pop()
+        # Before parameters are given back: an output may be a parameter, or a view of one.
         returns = self._hook_outputs(unit, output)
         if unit in self._behind:
             return  # recomputed: backward needs the parameters next
@@ -148,6 +164,8 @@ class Schedule:
             if output is not None:
                 self._agree_on(unit, "none: the model has run")
                 self._unchecked -= 1
+            # What this forward called is what is prefetched in the next: a model may take another
+            # way each time, and is then only slower.
             self.order, self._seen = self._seen, []
             self._release_all(but=self._first_behind() if returns else ())
 
@@ -156,6 +174,7 @@ class Schedule:
 
         So they take no more memory than backward takes for them.
         """
+        # The root's parameters are used last as well as first, as embeddings and heads are.
         inner = [one for one in self.order if one is not self.root]
         return [self.root, *inner[max(len(inner) - self.ahead, 0) :]]
 
@@ -183,6 +202,8 @@ class Schedule:
         found = False
         for tensor in named_tensors_within(output).values():
             if tensor.requires_grad and tensor.grad_fn is not None:
+                # A hook on the node and not on the module: outputs may be nested in anything, and
+                # some go unused.
                 before_backward(tensor, _Reached(self, unit, unit.ran_modules))
                 found = True
         return found
@@ -233,6 +254,7 @@ class Schedule:
     def flush(self) -> None:
         """Reduce what `no_sync` has kept, of units that sync now. Collective."""
         for unit in self.units:
+            # One that still keeps gradients waits for its own backward.
             if unit.syncs:
                 unit.flush()
 
@@ -251,10 +273,13 @@ class Schedule:
             if not unit.depth:
                 unit.swap_out()
             for buffer in unit.buffers:
+                # Of a backward that raised: parts of its gradients would be added to the next
+                # one's.
                 buffer.drop_unreduced()
         self._release_all()
 
     def _gather(self, unit: Unit) -> None:
+        # Never anew in backward: it would compute with other weights than its forward did.
         unit.wait(anew=not in_backward())
         for buffer in unit.buffers:
             self._owners.note(buffer)
@@ -263,6 +288,7 @@ class Schedule:
         """Gather the buffer of a saved tensor that is asked for, if it is not."""
         self._backward.watch()
         if buffer.full is None:
+            # Backward came by a way on which no hook has gathered the unit.
             buffer.wait()
             self._owners.note(buffer)
         assert buffer.full is not None
@@ -282,6 +308,8 @@ class Schedule:
     def _prefetch(self, unit: Unit, order: Sequence[Unit]) -> None:
         """Start the gathers of the units that come next."""
         if unit in order:
+            # By its first call: one that is called twice is there for the second one already, or is
+            # gathered then.
             at = order.index(unit)
             for other in order[at + 1 : at + 1 + self.ahead]:
                 other.start(anew=not in_backward())
@@ -345,6 +373,7 @@ def _stepped(schedule: Schedule | None, optimizer: Optimizer) -> Iterator[FlatBu
     """The buffers of which an optimizer steps parameters."""
     if schedule is None:
         return
+    # Looked up at each step: groups of parameters are added and replaced while training.
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for unit in schedule.units:
         for buffer in unit.buffers:
