@@ -149,7 +149,7 @@ def wrong(rank: int, kind: str) -> tuple[dict[str, Any], Tensor]:
         ("dtype", "torch.float64 on rank 3"),
         ("shape", r"\(rows, 4\) torch.float32 on rank 3"),
         ("missing", "not there on rank 3"),
-        ("rows of tp", "2 rows on ranks 2; 3 rows on ranks 3"),
+        ("rows of tp", "2 rows on rank 2; 3 rows on rank 3"),
         ("values of tp", r"value of 'args\[0\]\['x'\]'"),
         ("table", "value of 'kwargs"),
     ],
