@@ -268,6 +268,44 @@ def run_dropout(rank, _):
         F.dropout(x, p).sum().item()
 
 
+def scales_its_loss(x, w, k):
+    (x.mm(w).sum() * k).backward()
+
+
+def scales_its_gradient(x, w, k):
+    x.mm(w).sum().backward()
+    w.grad.mul_(k)
+
+
+def clips_to_its_norm(x, w, k):
+    x.mm(w).sum().backward()
+    nn.utils.clip_grad_norm_([w], k)
+
+
+def steps_at_its_rate(x, w, k):
+    x.mm(w).sum().backward()
+    with torch.no_grad():
+        w.sub_(w.grad * (0.01 * k))
+
+
+NUMBERS = {
+    each.__name__: each
+    for each in (scales_its_loss, scales_its_gradient, clips_to_its_norm, steps_at_its_rate)
+}
+
+
+def run_numbers(rank, name):
+    """A number is another one on one rank; the calls, the shapes and the draws are the same."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    w = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    for step in range(MANY):
+        time.sleep(SLOW)
+        NUMBERS[name](x, w, 2.0 if rank == WHO and step >= GOOD else 1.0)
+        (w.grad * 1).sum().item()
+        w.grad = None
+
+
 def compares_a_plain_operand(x):
     (x * torch.ones(4)).neg()
 
@@ -419,6 +457,11 @@ def test_settings_of_an_optimizer_that_are_others_on_one_rank_show(tmp_path):
 
 def test_a_probability_that_is_another_one_on_one_rank_shows(tmp_path):
     check(said_by_all(tmp_path, run_dropout), "made by dropout with p=0.25")
+
+
+@pytest.mark.parametrize("name", list(NUMBERS))
+def test_a_number_that_is_another_one_on_one_rank_shows(tmp_path, name):
+    check(said_by_all(tmp_path, run_numbers, name))
 
 
 def test_a_whole_batch_that_is_another_one_on_one_rank_shows_at_its_first_sum(tmp_path):

@@ -28,6 +28,10 @@ _MOST_VALUES = 8192
 # How many values that were never met before are compared at once; and after how many events one
 # more is. Counted and not timed: every rank has to decide alike.
 _FIRST_CHECKS, _EVENTS_PER_CHECK = 1024, 256
+# Events during which more is looked at than always can be: the first ones, and some of every so
+# many. Each window brings about as many new events as a step has, which is what is earned until the
+# next one (`_EVENTS_PER_CHECK`): what is looked at there does not use up what finds other drift.
+_FIRST_SAMPLES, _SAMPLE_EVERY, _SAMPLES = 256, 65536, 64
 # How long ranks wait for what others may say, and once one of them has not said it.
 _SAY_SECONDS, _SOON = 1.0, 0.02
 
@@ -88,6 +92,11 @@ class ExecutionLog:
         ranks: global ranks that all execute what is recorded here, in the same order.
         name: tells logs of the same ranks apart.
         comparison: who compares it.
+
+    Attributes:
+        samples: whether more is looked at now than always can be, such as what numbers are passed:
+            in the first 256 events, and in 64 of every 65,536. By events, not by calls, which a
+            rank may make alone: so it is the same on every rank at one point of the program.
     """
 
     def __init__(self, ranks: tuple[int, ...], name: str, comparison: LogComparison) -> None:
@@ -101,6 +110,7 @@ class ExecutionLog:
     def clear(self) -> None:
         """Begin anew."""
         self.count = self._digest = self._value = 0
+        self.samples: bool = self._comparison.enabled
         self._credit = float(_FIRST_CHECKS)
         self._patient = True
         self._depths: dict[int, int] = {}
@@ -108,6 +118,11 @@ class ExecutionLog:
         self._window: deque[Event] = deque(maxlen=WINDOW)
         self._further: deque[tuple[int, int]] = deque(maxlen=_FURTHER)
         self._notes: deque[tuple[int, Hashable]] = deque(maxlen=_NOTES)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded and compared."""
+        return self._comparison.enabled
 
     @property
     def digest(self) -> int:
@@ -129,6 +144,7 @@ class ExecutionLog:
         """
         comparison = self._comparison
         if not comparison.enabled:
+            self.samples = False
             return
         if comparison.trouble is not None:
             raise comparison.error()
@@ -141,6 +157,7 @@ class ExecutionLog:
         known_depth = self._depths.get(following)
         code, at, depth = _users_place(known_depth)
         self.count = count = self.count + 1
+        self.samples = count < _FIRST_SAMPLES or count % _SAMPLE_EVERY < _SAMPLES
         self._digest = digest = hash((self._digest, value))
         self._window.append(Event(count, digest, value, what, code, at))
         if not count % _STRIDE:

@@ -25,7 +25,7 @@ from vescale_dtensor._layout.protocol import shard_layout
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 from vescale_dtensor._tensor.forked import refuse_if_forked
-from vescale_dtensor._tensor.lineage import note_origin
+from vescale_dtensor._tensor.lineage import looked_at, note_origin
 
 Placements = Sequence[object] | None
 Make = Callable[[Layout, Shape, torch.device], Tensor]
@@ -43,6 +43,7 @@ def born(
     *,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
+    numbers: tuple[Any, ...] = (),
 ) -> DTensor:
     """Make a tensor of global `size`, whose local tensor is made by `make(layout, shape, device)`.
 
@@ -54,6 +55,7 @@ def born(
         placements: one per mesh axis; default: replicated.
         layout: torch.strided.
         requires_grad: whether gradients are wanted.
+        numbers: those that it is made by.
 
     Raises:
         UnsupportedError: another layout than torch.strided, or a process that a rank has forked.
@@ -74,7 +76,7 @@ def born(
     with torch.no_grad():
         local = make(source, shape, torch.device(mesh.device_type))
         result = redistributed(wrap_as(local, source, shape), target)
-    note_origin(result)
+    note_origin(result, looked_at(mesh, numbers))
     # Only now, so that the result is a leaf whatever redistribution came before.
     if requires_grad:
         result.requires_grad_()
@@ -193,7 +195,14 @@ def full(
     make = _constant(torch.full, dtype, fill_value)
     extents = tuple(size) if isinstance(size, Sequence) else (size,)
     return born(
-        "full", extents, make, device_mesh, placements, layout=layout, requires_grad=requires_grad
+        "full",
+        extents,
+        make,
+        device_mesh,
+        placements,
+        layout=layout,
+        requires_grad=requires_grad,
+        numbers=(fill_value,),
     )
 
 
@@ -258,6 +267,7 @@ def randint(
         placements,
         layout=layout,
         requires_grad=requires_grad,
+        numbers=(low, high),
     )
 
 
@@ -292,6 +302,7 @@ def arange(
         placements,
         layout=layout,
         requires_grad=requires_grad,
+        numbers=(start, end, step),
     )
 
 

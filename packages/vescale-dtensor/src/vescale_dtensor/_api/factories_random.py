@@ -41,6 +41,7 @@ def normal(
         placements,
         layout=layout,
         requires_grad=requires_grad,
+        numbers=(mean, std),
     )
 
 

@@ -61,6 +61,7 @@ def linspace(
         placements,
         layout=layout,
         requires_grad=requires_grad,
+        numbers=(first, last),
     )
 
 
@@ -86,6 +87,7 @@ def logspace(
         placements,
         layout=layout,
         requires_grad=requires_grad,
+        numbers=(first, last, base),
     )
 
 

@@ -56,7 +56,7 @@ from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import call_token, marked
+from vescale_dtensor._tensor.lineage import call_mark, marked, with_numbers
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.scalars import asks_numbers
 
@@ -181,16 +181,17 @@ def _specialize(
     masks = varying if table is GRAD_RECORDED else None
     own = strategy.local is not None and bound is None
     # By what the caller wrote, and not by what runs in its place.
-    token = call_token(call.func, specs[0])
+    mark = call_mark(call.func, specs[0])
+    token = mark.token
     places = _dtensor_positions(call)
     if places is None and not own and masks is None and takes_one_list(call, result, rule):
-        compiled = compile_list(func, result_wrapper(call.func, specs[0], table), token)
+        compiled = compile_list(func, result_wrapper(call.func, specs[0], table), mark)
     elif own or type(result) is not DTensor or places is None:
         compiled = compile_general(
             func, call.func, strategy.local if own else None, plan, result, specs, masks
         )
     elif rule.writes is not None:
-        return compile_in_place(func, places)
+        return compile_in_place(func, places, specs[0].layout.mesh)
     elif len(call.args) == 2 == len(places) and not call.kwargs:
         wrap_result = result_wrapper(call.func, specs[0], table, rule.views)
         compiled = compile_binary(func, wrap_result, masks, token)
@@ -202,14 +203,14 @@ def _specialize(
     elif places == (0,) and rule.views:
         wrap_result = result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device
-        return compile_view(func, wrap_result, masks, call.func, copies, token)
+        return compile_view(func, wrap_result, masks, call.func, copies, mark)
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
         known = call.func, specs[0]
         compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, known, token)
     elif places == (0,):
         more = len(call.args) > 2 or bool(call.kwargs)
         compiled = (compile_first_dtensor if more else compile_one_dtensor)(
-            func, result_wrapper(call.func, specs[0], table, rule.views), masks, token
+            func, result_wrapper(call.func, specs[0], table, rule.views), masks, mark
         )
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
         wrap_result = result_wrapper(call.func, specs[0], table)
@@ -220,7 +221,7 @@ def _specialize(
             places,
             result_wrapper(call.func, specs[0], table, rule.views),
             masks,
-            token,
+            mark,
         )
     # `plain[dtensor]` picks from a plain tensor: a copy, and no view of a DTensor.
     views = rule.views and type(call.operands[0]) is DTensor
@@ -236,7 +237,7 @@ def _compile_redistributing(
     if len(specs) != 1 or (strategy.local is not None and bound is None):
         return partial(slow_path, func)
     wrap_result, typed = result_wrapper(func, specs[0], table), table is GRAD_RECORDED
-    token = call_token(func, specs[0])
+    mark = call_mark(func, specs[0])
     places, names = _dtensor_names(call) or ((), ())
     uses = plan.uses
 
@@ -256,12 +257,15 @@ def _compile_redistributing(
             used = [recorded_local(o, use.varying) for o, use in zip(moved, uses, strict=True)]
         else:
             used = [operand._local_tensor for operand in moved]
+        lineage = hash((*lineages, mark.token))
+        if mark.log.samples:
+            lineage = with_numbers(lineage, mark, args, named)
         values = list(args)
         for place, local in zip(places, used, strict=False):
             values[place] = local
         for name, local in zip(names, used[len(places) :], strict=True):
             named[name] = local
-        return wrap_result((bound or func)(*values, **named), hash((*lineages, token)))
+        return wrap_result((bound or func)(*values, **named), lineage)
 
     return run
 

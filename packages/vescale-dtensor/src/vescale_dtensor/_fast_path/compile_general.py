@@ -21,7 +21,15 @@ from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, Rule, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.lineage import call_token, mark_results, toggle, write_token
+from vescale_dtensor._tensor.lineage import (
+    Mark,
+    call_mark,
+    mark_results,
+    toggle,
+    token_with_numbers,
+    with_numbers,
+    write_token,
+)
 
 note_call = calls.append
 
@@ -37,12 +45,15 @@ def takes_one_list(call: OpCall, result: Any, rule: Rule) -> bool:
 
 
 def compile_list(
-    func: Callable[..., Any], wrap_result: Callable[[Tensor, int], DTensor], token: int
+    func: Callable[..., Any], wrap_result: Callable[[Tensor, int], DTensor], mark: Mark
 ) -> CompiledCall:
     """The call of a list of DTensors, not recorded."""
+    token, log, _ = mark
 
     def run(items: Any, *rest: Any, **named: Any) -> DTensor:
         lineage = hash((*[item._lineage for item in items], token))
+        if log.samples:
+            lineage = with_numbers(lineage, mark, rest, named)
         return wrap_result(func([item._local_tensor for item in items], *rest, **named), lineage)
 
     return run
@@ -70,8 +81,8 @@ def compile_general(
     """
     writes = plan.rule.writes is not None
     single = type(result) is DTensor
-    token = call_token(original, specs[0])
-    call = original, specs[0]
+    mark = call_mark(original, specs[0])
+    token, log, call = mark
 
     def run(*args: Any, **kwargs: Any) -> Any:
         operands: list[Any] = []
@@ -89,7 +100,10 @@ def compile_general(
             found = local(LocalContext(known, plan), values, named)
         if writes:
             after_mutation(operands[0])
-            toggle(operands[0], write_token(original))
+            written = write_token(original)
+            if log.samples:
+                written = token_with_numbers(operands[0], written, original, args, kwargs)
+            toggle(operands[0], written)
             return operands[0]
         if single:
             ours = [operand for operand in operands if type(operand) is DTensor]
@@ -101,6 +115,8 @@ def compile_general(
             if token:
                 note_call(call)
                 made._lineage = hash((*[operand._lineage for operand in ours], token))
+                if log.samples:
+                    made._lineage = with_numbers(made._lineage, mark, args, kwargs)
             else:
                 made._lineage = first._lineage
             return made

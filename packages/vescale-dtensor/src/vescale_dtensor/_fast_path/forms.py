@@ -12,18 +12,25 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._fast_path.cache import GRAD_RECORDED, NO_GRAD, CallTable, CompiledCall
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
-from vescale_dtensor._layout.executed import calls
+from vescale_dtensor._layout.executed import calls, sampling_of
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import check_writable, live_copies, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import toggle, write_token
+from vescale_dtensor._tensor.lineage import (
+    Mark,
+    toggle,
+    token_with_numbers,
+    with_numbers,
+    write_token,
+)
 from vescale_dtensor._torch.compat import close_memory, new_wrapper
 
 note_call = calls.append
@@ -125,9 +132,10 @@ def compile_unary_no_grad(
 
 
 def compile_one_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, mark: Mark
 ) -> CompiledCall:
     """The call of one DTensor, and at most one other argument."""
+    token, log, _ = mark
 
     def still(first: DTensor, *rest: Any) -> DTensor:
         local = first._local_tensor
@@ -135,7 +143,10 @@ def compile_one_dtensor(
         if result is local:
             # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
             return first
-        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+        lineage = hash((first._lineage, token)) if token else first._lineage
+        if log.samples and rest:
+            lineage = with_numbers(lineage, mark, rest, {})
+        return wrap_result(result, lineage)
 
     if masks is None:
         return still
@@ -145,15 +156,19 @@ def compile_one_dtensor(
         result = func(recorded_local(first, one), *rest)
         if result is first._local_tensor:
             return first
-        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+        lineage = hash((first._lineage, token)) if token else first._lineage
+        if log.samples and rest:
+            lineage = with_numbers(lineage, mark, rest, {})
+        return wrap_result(result, lineage)
 
     return differentiable
 
 
 def compile_first_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, mark: Mark
 ) -> CompiledCall:
     """The call of one DTensor in the first place, and of any arguments that are not DTensors."""
+    token, log, _ = mark
     one = None if masks is None else masks[0]
 
     def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
@@ -161,7 +176,10 @@ def compile_first_dtensor(
         result = func(local if one is None else recorded_local(first, one), *rest, **named)
         if result is local:
             return first
-        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+        lineage = hash((first._lineage, token)) if token else first._lineage
+        if log.samples:
+            lineage = with_numbers(lineage, mark, rest, named)
+        return wrap_result(result, lineage)
 
     return run
 
@@ -172,7 +190,7 @@ def compile_view(
     masks: Masks,
     original: Callable[..., Any],
     copies: bool,
-    token: int,
+    mark: Mark,
 ) -> CompiledCall:
     """`compile_first_dtensor` for a view, with the checks of `unless_copy_or_gradient`.
 
@@ -182,8 +200,9 @@ def compile_view(
         masks: see `Masks`.
         original: the torch function of the call, for the slow path.
         copies: whether the result is a copy on one device too.
-        token: of the call; see `call_token`.
+        mark: of the call.
     """
+    token, log, _ = mark
     one = None if masks is None else masks[0]
 
     def run(first: DTensor, *rest: Any, **named: Any) -> Any:
@@ -193,7 +212,10 @@ def compile_view(
         result = func(local if one is None else recorded_local(first, one), *rest, **named)
         if result is local:
             return first
-        wrapper = wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+        lineage = hash((first._lineage, token)) if token else first._lineage
+        if log.samples:
+            lineage = with_numbers(lineage, mark, rest, named)
+        wrapper = wrap_result(result, lineage)
         # The local op copies where its strides allow no view, though one device views. The branch
         # depends on the rank; nothing but the mark follows from it.
         if not (copies or local.is_contiguous() or same_memory(result, local)):
@@ -208,9 +230,10 @@ def compile_positional(
     places: tuple[int, ...],
     wrap_result: WrapResult,
     masks: Masks,
-    token: int,
+    mark: Mark,
 ) -> CompiledCall:
     """The call of DTensors at these positions, and of any other arguments."""
+    token, log, _ = mark
     typed = None if masks is None else tuple(zip(places, masks, strict=True))
 
     def run(*args: Any, **named: Any) -> DTensor:
@@ -226,14 +249,19 @@ def compile_positional(
         first: DTensor = args[places[0]]
         if result is first._local_tensor:
             return first
-        return wrap_result(result, hash((*[args[place]._lineage for place in places], token)))
+        lineage = hash((*[args[place]._lineage for place in places], token))
+        if log.samples:
+            lineage = with_numbers(lineage, mark, args, named)
+        return wrap_result(result, lineage)
 
     return run
 
 
-def compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> CompiledCall:
-    """The call of an op in place on its first argument, not recorded."""
-    token = write_token(func)
+def compile_in_place(
+    func: Callable[..., Any], places: tuple[int, ...], mesh: DeviceMesh
+) -> CompiledCall:
+    """The call of an op in place on its first argument, which is on the mesh, not recorded."""
+    token, log = write_token(func), sampling_of(mesh)
 
     def run(*args: Any, **named: Any) -> DTensor:
         target: DTensor = args[0]
@@ -248,6 +276,9 @@ def compile_in_place(func: Callable[..., Any], places: tuple[int, ...]) -> Compi
             values[place] = values[place]._local_tensor
         func(*values, **named)
         after_mutation(target)
+        if log.samples:
+            toggle(target, token_with_numbers(target, token, func, args, named))
+            return target
         toggle(target, token)
         return target
 

@@ -58,6 +58,24 @@ def log_of(mesh: DeviceMesh) -> ExecutionLog | None:
     return log
 
 
+class Sampling:
+    """What a log says of itself, where there is none: nothing is looked at.
+
+    Attributes:
+        samples: see `vescale_comm.ExecutionLog`.
+    """
+
+    samples: bool = False
+
+
+nothing = Sampling()
+
+
+def sampling_of(mesh: DeviceMesh) -> ExecutionLog | Sampling:
+    """Return what tells whether numbers are looked at now: by its `samples`."""
+    return log_of(mesh) or nothing
+
+
 def record(mesh: DeviceMesh, what: Hashable, detail: int = 0) -> None:
     """Add an event that every rank of the mesh comes to.
 

@@ -12,6 +12,9 @@ Lineages are set where a call enters this package, by what the caller wrote. Whi
 takes from there (the fast path, the slow one, a composition) may differ from rank to rank, since
 it may depend on the strides of a local tensor; the lineage does not.
 
+Of the numbers that are passed (`x * 0.5`, `x[3]`, a plain tensor without dims) a digest is added
+where the log `samples`: they may change at every step, and then every lineage would be new.
+
 Writing in place toggles a lineage, and counts to four in its last two bits: two writes by one
 function would cancel each other. So lineages of parameters are the same again every few steps, and
 what a steady program compares is never new. A write to `p.data` or `p.grad` is one to `p`: the
@@ -21,16 +24,26 @@ next step depends on it, and nothing else may tell.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import ExecutionLog
 from vescale_comm.agreement import digest
 
-from vescale_dtensor._layout.executed import calls
+from vescale_dtensor._layout.executed import (
+    Sampling,
+    calls,
+    note_numbers,
+    nothing,
+    sampling_of,
+    silent,
+)
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.value_digest import number_token, numbers_within
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.worlds import on_world_change
 
@@ -46,13 +59,31 @@ _MODES: dict[Any, str] = {F.batch_norm: "training", F.instance_norm: "use_input_
 _MOST_RESULTS = 16
 _COUNT = 3  # the bits of a lineage that count writes
 
+# A number that these are given is that of a device, which each rank has its own of.
+_MOVES = frozenset({"cuda", "xpu", "hpu", "mtia", "ipu"})
+
 # Types of arguments that hold no tensor.
 _VALUES = frozenset({bool, int, float, str, type(None), torch.dtype})
 
 _names: BoundedCache[Any, int] = BoundedCache(16384)
 _writes: BoundedCache[Any, int] = BoundedCache(16384)
-_calls: BoundedCache[tuple[Any, Spec], int] = BoundedCache(32768)
+_calls: BoundedCache[tuple[Any, Spec], Mark] = BoundedCache(32768)
 on_world_change(_calls.clear)  # it holds specs
+
+
+class Mark(NamedTuple):
+    """What a call adds to the lineage of its result.
+
+    Attributes:
+        token: a number for the function and the spec of the result; 0 where the operand may be the
+            result.
+        log: tells by its `samples` whether the numbers are added that the call is given.
+        call: function and spec of the result.
+    """
+
+    token: int
+    log: ExecutionLog | Sampling
+    call: tuple[Callable[..., Any], Spec]
 
 
 class _Pause(threading.local):
@@ -68,13 +99,34 @@ class _Pause(threading.local):
 pause = _Pause()
 
 
-def call_token(func: Callable[..., Any], spec: Spec) -> int:
-    """A number for a function and the spec of its result; 0 where the operand may be the result."""
+def call_mark(func: Callable[..., Any], spec: Spec) -> Mark:
+    """What a call adds to the lineage of its result, by its function and the result's spec."""
     known = _calls.get((func, spec))
     if known is None:
-        known = 0 if _name(func) in _TRANSPARENT else _token_of_result(func, spec)
+        name = _name(func)
+        token = 0 if name in _TRANSPARENT else _token_of_result(func, spec)
+        unseen = not token or name in _MOVES
+        known = Mark(token, nothing if unseen else sampling_of(spec.layout.mesh), (func, spec))
         _calls.store((func, spec), known)
     return known
+
+
+def with_numbers(lineage: int, mark: Mark, values: Iterable[Any], named: Mapping[str, Any]) -> int:
+    """A lineage with the numbers that the call was given; only where its log `samples`.
+
+    Args:
+        lineage: of the result, by the operands and the call.
+        mark: of the call.
+        values: its arguments by position; DTensors among them are passed over.
+        named: those by name.
+    """
+    numbers = numbers_within(values, named)
+    if not numbers or silent.get():
+        return lineage
+    func, spec = mark.call
+    told = ", ".join(["…" if isinstance(each, list) else f"{each:.6g}" for each in numbers])
+    calls.append((f"{_name(func)} of {told}", spec))
+    return hash((lineage, number_token(numbers)))
 
 
 def _token_of_result(func: Callable[..., Any], spec: Spec) -> int:
@@ -92,6 +144,45 @@ def write_token(func: Callable[..., Any]) -> int:
         known = _name_token(func) if operator or in_place else 0
         _writes.store(func, known)
     return known
+
+
+def token_with_numbers(
+    target: DTensor, token: int, func: Callable[..., Any], values: Sequence[Any], named: Any
+) -> int:
+    """What a write toggles by a call in whose log numbers are looked at.
+
+    Those that a parameter, or its gradient, is changed by may be others at each step, and it stays
+    when nobody looks any more. So they are noted beside its lineage, for the digest alone: nobody
+    writes to a parameter on one rank only. What it is changed by, if it is a tensor, is noted there
+    by its lineage; but for views of gradients, of which a rank may have forgotten what was written.
+    """
+    if silent.get() or pause.depth:
+        return token
+    numbers = numbers_within(values, named)
+    if any(_is_trained(each) for each in (target, *_owners(target))):
+        operands = [
+            each
+            for each in _operands((values, tuple(named.values())))
+            if each is not target and each._part_of is None
+        ]
+        if len(operands) <= _MOST_RESULTS:
+            numbers += [each._lineage for each in operands]
+        told = {str(place): value for place, value in enumerate(_flat(numbers))}
+        note_numbers(target._spec.layout.mesh, _name(func), told)
+        return token
+    return hash((token, number_token(numbers))) if numbers else token
+
+
+def _is_trained(tensor: DTensor) -> bool:
+    local = tensor._local_tensor
+    return local.requires_grad and local.is_leaf
+
+
+def _flat(numbers: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for each in numbers:
+        found += _flat(each) if isinstance(each, list) else [each]
+    return found
 
 
 def toggle(target: Any, token: int) -> None:
@@ -113,6 +204,13 @@ def note_origin(tensor: DTensor, digests: tuple[int, ...] = ()) -> None:
         digests: of its values, where somebody has looked at them on every rank.
     """
     tensor._lineage = hash((*tensor._spec.shape, *digests))
+
+
+def looked_at(mesh: DeviceMesh, numbers: Sequence[Any]) -> tuple[int, ...]:
+    """Return a digest of numbers that a tensor of a mesh is made by; empty where nobody looks."""
+    looking = sampling_of(mesh).samples and not silent.get()
+    found = numbers_within(numbers, {}) if looking else []
+    return (number_token(found),) if found else ()
 
 
 def note_assigned(tensor: DTensor, name: str) -> None:
@@ -139,6 +237,8 @@ def marked(
         result = run(*args, **kwargs)
         # Whatever was written on the way: that may differ from rank to rank.
         if not pause.depth:
+            if target is not None and sampling_of(target._spec.layout.mesh).samples:
+                token = token_with_numbers(target, token, func, args, kwargs)
             for tensor, lineage in zip(written, before, strict=True):
                 _set_written(tensor, lineage, token)
         return result
@@ -150,11 +250,13 @@ def marked(
         if type(first) is DTensor and _are_values(args[1:]) and _are_values(kwargs.values()):
             if result is not first:
                 call = func, result._spec
-                token = _calls.get(call) or call_token(*call)
+                mark = _calls.get(call) or call_mark(*call)
                 # As `_mark` does, with one operand.
-                if token:
-                    result._lineage = hash((first._lineage, token))
+                if mark.token:
+                    result._lineage = hash((first._lineage, mark.token))
                     calls.append(call)
+                    if mark.log.samples:
+                        result._lineage = with_numbers(result._lineage, mark, args, kwargs)
                 else:
                     result._lineage = first._lineage
         else:
@@ -182,6 +284,9 @@ def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict
     for index, result in enumerate(results):
         if type(result) is DTensor and id(result) not in given:
             _mark(func, result, operands, *((index,) if index else ()))
+            mark = call_mark(func, result._spec)
+            if mark.log.samples:
+                result._lineage = with_numbers(result._lineage, mark, args, kwargs)
 
 
 def _owners(target: DTensor) -> list[DTensor]:
@@ -204,8 +309,7 @@ def _mark(
     func: Callable[..., Any], result: DTensor, operands: Sequence[DTensor], *index: int
 ) -> None:
     call = func, result._spec
-    token = _calls.get(call)
-    token = call_token(*call) if token is None else token
+    token = (_calls.get(call) or call_mark(*call)).token
     if token:
         result._lineage = hash((*[operand._lineage for operand in operands], token, *index))
         calls.append(call)

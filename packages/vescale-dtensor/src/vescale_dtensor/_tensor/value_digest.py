@@ -6,10 +6,13 @@ that hold other values are told where the tensor is communicated (see `lineage`)
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import ExecutionLog
+from vescale_comm import ExecutionLog, agreement
 
 from vescale_dtensor._layout.executed import log_of, silent
 from vescale_dtensor._torch.compat import dispatch_modes, no_torch_function
@@ -20,6 +23,12 @@ _STEP, _MIX = -7046029254386353131, -4658895280553007687
 # Events of a mesh in which values are looked at: the first ones, and some of every so many. By the
 # events and not by a count of the calls, which ranks may make alone.
 _FIRST, _EVERY, _SOME = 256, 4096, 32
+
+_NUMBERS = frozenset({bool, int, float, complex})
+_SEQUENCES = frozenset({tuple, list, torch.Size})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+# These name where a tensor lies, which is another place on each rank.
+_PLACES = frozenset({"device", "generator"})
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -47,12 +56,66 @@ def sampled_digests(mesh: DeviceMesh, values: list[Tensor]) -> tuple[int, ...]:
 
 
 def _is_looked_at(log: ExecutionLog) -> bool:
-    return (log.count < _FIRST or log.count % _EVERY < _SOME) and not silent.get()
+    # Where nothing is compared, the events are not counted either.
+    sampled = log.enabled and (log.count < _FIRST or log.count % _EVERY < _SOME)
+    return sampled and not silent.get()
 
 
 def _value(tensor: Tensor) -> int:
     """A digest of what it holds; 0 where nobody may look."""
-    if dispatch_modes() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if _is_hidden(tensor):
         return 0
     with torch.no_grad(), no_torch_function():
         return int(digest(tensor).item())
+
+
+def _item(tensor: Tensor) -> Any:
+    """The number that a plain tensor without dims holds; 0 where nobody may look."""
+    if _is_hidden(tensor):
+        return 0
+    with torch.no_grad(), no_torch_function():
+        return tensor.item()
+
+
+def _has_item(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _is_hidden(tensor: Tensor) -> bool:
+    return bool(dispatch_modes() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def numbers_within(values: Iterable[Any], named: Mapping[str, Any]) -> list[Any]:
+    """Return the numbers among the arguments of a call, also those in slices and sequences.
+
+    A plain tensor without dims is one. Names of devices are none.
+
+    Args:
+        values: the arguments by position.
+        named: those by name.
+    """
+    found: list[Any] = []
+    # What is scaled by zero is not read, and may be memory that nobody has written.
+    unread = bool(named) and type(beta := named.get("beta")) in _NUMBERS and not beta
+    given = [value for name, value in named.items() if name not in _PLACES] if named else ()
+    for value in (*values, *given):
+        kind = type(value)
+        if kind in _NUMBERS:
+            found.append(value)
+        elif kind is slice:
+            found.append(numbers_within((value.start, value.stop, value.step), {}))
+        elif kind in _SEQUENCES:
+            inside = numbers_within(value, {})
+            if inside:
+                found.append(inside)
+        elif kind in _PLAIN and not value.ndim and not unread and _has_item(value):
+            found.append(_item(value))
+    return found
+
+
+def number_token(numbers: Iterable[Any]) -> int:
+    """Return one number for some, in whatever order: the same in every process.
+
+    In any order, since a call may come with its arguments by name, or as torch's parser names them.
+    """
+    return sum(agreement.digest(repr(each)) for each in numbers)
