@@ -1,4 +1,4 @@
-"""What an operation passes through is counted, and from the second call on it is little."""
+"""What an operation passes through is counted, and is little from the second call on."""
 
 import subprocess
 import sys
@@ -38,7 +38,10 @@ def test_second_calls_are_short():
     names = {name for name, _ in found}
     assert names == {"x + y", "linear(x, w)", "redistribute S -> R", "capture(linear, gelu)"}
     # Counts of what a call does, which no machine and no load changes.
+    # Of a first call, what it was before the package had rooms: on 3.12 and later fewer, as
+    # comprehensions are no calls there.
+    for name, most in (("x + y", 295), ("linear(x, w)", 312), ("redistribute S -> R", 521)):
+        assert 100 < found[name, 1] <= most
     for name, most in (("x + y", 3), ("linear(x, w)", 6), ("redistribute S -> R", 20)):
-        assert found[name, 1] > 100
         assert found[name, 2] == found[name, 10] <= most
     assert found["capture(linear, gelu)", 2] < found["capture(linear, gelu)", 1] / 10

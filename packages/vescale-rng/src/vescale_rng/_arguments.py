@@ -42,6 +42,7 @@ def is_number(value: object) -> bool:
         return True
     if isinstance(value, torch.Tensor):  # of no dims: torch takes it for a number
         return value.ndim == 0 and not value.is_complex() and value.dtype is not torch.bool
+    # Registered types as well: numpy's numbers and fractions are real numbers.
     return isinstance(value, Real) and kind is not bool
 
 
@@ -130,11 +131,13 @@ def checked(**others: Kind | None) -> Callable[[Callable[P, R]], Callable[P, R]]
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        # Once, when the function is defined: at a call only the tests are left.
         kinds = _kinds_of(function, others)
         order = tuple(kinds)
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # More arguments than names are Python's own error, which the call below raises.
             for name, value in zip(order, args, strict=False):
                 holds = kinds[name]
                 if holds is not None and not holds(value):

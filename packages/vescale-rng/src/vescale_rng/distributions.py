@@ -33,6 +33,8 @@ class Distribution(ABC):
 
     def __post_init__(self) -> None:
         """Refuse a parameter that is no number: numbers are judged by torch, when it draws."""
+        # When it is made, and not when it is drawn: then some ranks may hold nothing, and would not
+        # look.
         for name, value in vars(self).items():
             if name in _NUMBERS and not is_number(value):
                 raise refused(name, NUMBER, value)

@@ -170,6 +170,7 @@ def orthogonal_(
     generator = cpu_generator(generator)
     if _is_nothing(torch_init.orthogonal_, held, gain):
         return local
+    # By torch itself: QR has other signs in other libraries, and the sign is part of the result.
     whole = torch.empty(held.global_shape, dtype=target.dtype)
     try:
         torch_init.orthogonal_(whole, gain, generator)
@@ -209,11 +210,13 @@ def _is_nothing(func: Any, layout: ShardLayout, *args: Any) -> bool:
         func(torch.empty(layout.global_shape, device="meta"), *args)
     except (ValueError, NotImplementedError) as error:
         raise DistributionError(f"{func.__name__}: {error}") from error
+    # Asked of the global shape: a rank without elements has to move its generator like the others.
     return 0 in layout.global_shape
 
 
 def _fans(layout: ShardLayout) -> tuple[int, int]:
     """Return inputs and outputs of one unit (the fan-in and fan-out of `torch.nn.init`)."""
+    # Of the global shape: a shard has fewer inputs, and would be drawn wider.
     field = prod(layout.global_shape[2:])
     return layout.global_shape[1] * field, layout.global_shape[0] * field
 

@@ -87,11 +87,10 @@ def compile_call(
         return dispatch(func, args, kwargs)
     rule = rule_for(func, args, kwargs)
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
-    plan = None if call is None or rule is None else _compilable_plan(call, plan_for(call, rule))
-    # Both are evaluated before the call runs, since it may change specs, and counts a comparison.
-    redistributes = (
-        call is not None and plan is not None and not _needs_no_redistribution(call, plan)
-    )
+    # All are evaluated before the call runs, since it may change specs, and counts a comparison.
+    plan, redistributes = None, False
+    if call is not None and rule is not None:
+        plan, redistributes = _compilable_plan(call, plan_for(call, rule))
     compared = call is None or all(
         isinstance(o, DTensor) or needs_no_comparison(o, call) for o in call.operands
     )
@@ -128,27 +127,29 @@ def slow_path(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
 
 
-def _compilable_plan(call: OpCall, plan: OpPlan | None) -> OpPlan | None:
-    """The plan of a call if it can be compiled, else None: then each call takes the slow path."""
+def _compilable_plan(call: OpCall, plan: OpPlan | None) -> tuple[OpPlan | None, bool]:
+    """The plan of a call if it can be compiled, and whether it redistributes operands.
+
+    Without a plan each call takes the slow path.
+    """
     # Compiled calls write to their first argument, if to any.
     if plan is None or call.kwargs.get("out") is not None or plan.rule.writes not in (None, 0):
-        return None
+        return None, False
     if plan.strategy.data_dependent_shape or (plan.rule.views and plan.strategy.copy_on_shards):
-        return None  # the result's spec may differ the next time, or it has to be marked as a copy
+        # The result's spec may differ the next time, or it has to be marked as a copy.
+        return None, False
     # A recorded write changes the target's history: `execute` checks and mirrors it.
     if call.differentiable and plan.rule.writes is not None:
-        return None
-    if _needs_no_redistribution(call, plan):
-        return plan
+        return None, False
+    for operand, use in zip(call.operands, plan.uses, strict=True):
+        if not _has_layout(operand, use.layout):
+            break
+    else:
+        return plan, False
     # A redistributed operand is new memory: neither a write nor a view would reach the original.
     plain = all(type(value) is DTensor for value in call.operands) and plan.rule.writes is None
-    return plan if plain and not plan.rule.views and _dtensor_names(call) is not None else None
-
-
-def _needs_no_redistribution(call: OpCall, plan: OpPlan) -> bool:
-    """Whether every operand has the placements that the plan wants."""
-    pairs = zip(call.operands, plan.uses, strict=True)
-    return all(_has_layout(operand, use.layout) for operand, use in pairs)
+    fits = plain and not plan.rule.views and _dtensor_names(call) is not None
+    return (plan, True) if fits else (None, False)
 
 
 def _has_layout(operand: Tensor, needed: Layout) -> bool:

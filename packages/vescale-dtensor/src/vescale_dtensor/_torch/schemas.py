@@ -33,7 +33,12 @@ class OverloadArguments(NamedTuple):
     def takes(self, given: int, named: Iterable[str]) -> bool:
         """Whether a call with `given` positional and these named arguments may be meant for it."""
         taken = self.positional[:given]
-        return len(taken) == given and all(n in self.names and n not in taken for n in named)
+        # Loops here and below: until 3.12 each comprehension is a call, and a first call of any
+        # function of torch comes here for each of its overloads.
+        for name in named:
+            if name not in self.names or name in taken:
+                return False
+        return len(taken) == given
 
 
 # Schemas are parsed once per function: this is asked while a call is planned.
@@ -48,9 +53,15 @@ def signatures(func: Any) -> tuple[OverloadArguments, ...]:
     found = overloads_of(func)
     if isinstance(func, BuiltinFunctionType | MethodDescriptorType):
         own, found = "input", overloads_of(getattr(torch.ops.aten, func.__name__, None))
-    # The other overloads are TorchScript's, for numbers and lists.
-    schemas = [s for s in found if "Tensor" in " ".join([str(a.type) for a in s.arguments])]
-    return tuple([_signature(s, own, isinstance(func, MethodDescriptorType)) for s in schemas])
+    method = isinstance(func, MethodDescriptorType)
+    made = []
+    for schema in found:
+        # Without its name, `add.Tensor`, and its results. The other overloads are TorchScript's,
+        # for numbers and lists.
+        arguments = str(schema).partition("(")[2].partition("->")[0]
+        if "Tensor" in arguments:
+            made.append(_signature(schema, own, method))
+    return tuple(made)
 
 
 def _signature(schema: Any, own: str, method: bool) -> OverloadArguments:
@@ -84,14 +95,17 @@ def refuses_flags(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """
     if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
         return False  # registered ops take 1 for True
-    fitting = [s for s in signatures(func) if s.takes(len(args), kwargs)]
-    return bool(fitting) and all(
-        any(
-            name in s.flags and not isinstance(value, bool)
-            for name, value in (*zip(s.positional, args, strict=False), *kwargs.items())
-        )
-        for s in fitting
-    )
+    refused = False
+    for signature in signatures(func):
+        if not signature.takes(len(args), kwargs):
+            continue
+        for name, value in (*zip(signature.positional, args, strict=False), *kwargs.items()):
+            if name in signature.flags and not isinstance(value, bool):
+                refused = True
+                break
+        else:
+            return False  # this overload takes the call
+    return refused
 
 
 def written_operands(

@@ -68,6 +68,8 @@ class Routes:
 
     def __init__(self, device: Drawer) -> None:
         self._device = device
+        # Reentrant: `route` asks `accept`. Two threads that both compared would compile the kernel
+        # twice.
         self._lock = RLock()
         self._accepted: dict[tuple[Distribution, torch.dtype], Recipe] = {}
         self._kernels: dict[tuple[object, ...], str] = {}
@@ -103,6 +105,7 @@ class Routes:
 
     def _ask(self, distribution: Distribution, dtype: torch.dtype) -> Recipe:
         check_capture(self._device.device, f"{distribution} for {dtype}")
+        # One element is enough: torch refuses by parameters and dtype.
         one = torch.empty(1, dtype=dtype, device=self._device.device)
         try:
             self._device.draw(distribution, one, PLACE)
@@ -145,7 +148,10 @@ class Routes:
         """Return what torch draws for several waves, after a look at how it draws them."""
         device = self._device
         wave = recipe.wave(device.threads)
+        # More than one wave, and an end inside of a block: seams and remainders are where maps
+        # differ.
         expected = torch.empty(wave + device.threads + 257, dtype=dtype, device=device.device)
+        # By torch's own kernel in one call: what a single device has.
         end = device.draw(distribution, expected, PLACE)
         segments = segments_of(expected.numel(), expected.element_size(), wave)
         scratch = torch.empty_like(expected)
@@ -167,8 +173,10 @@ class Routes:
         return expected
 
     def _differs(self, recipe: Recipe, expected: torch.Tensor) -> str:
+        # Here, as it imports triton, which need not be there.
         from vescale_rng._cuda.kernels.launch import Job, WordSource, launch
 
+        # Zeros, so that elements that the kernel leaves out show.
         found = torch.zeros_like(expected)
         wave = recipe.wave(self._device.threads)
         part = segments_of(found.numel(), found.element_size(), wave).parts[0]

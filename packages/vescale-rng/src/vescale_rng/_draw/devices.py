@@ -13,6 +13,7 @@ def check_device(local: torch.Tensor, name: str = "local") -> None:
     Raises:
         DeviceError: always the same on every rank, whatever it holds.
     """
+    # The portable maps are plain arithmetic, the same on every device.
     if local.device.type != "cpu" and policy() != "portable":
         other = ' (on CUDA, use("portable"))' if local.device.type == "cuda" else ""
         raise DeviceError(
@@ -39,6 +40,7 @@ def cuda_generator(
             f"`local`: random numbers were asked for a tensor on {local.device}, and CUDA is not "
             "available to torch here"
         )
+    # torch would raise too, but in its kernel: on ranks without elements there is no kernel.
     if generator is not None and generator.device != local.device:
         raise DeviceError(
             f"`generator`: one on {generator.device} was given for a tensor on {local.device}: "
@@ -53,6 +55,7 @@ def torch_generator(generator: torch.Generator | GraphGenerator | None) -> torch
     Raises:
         DeviceError: it is a `GraphGenerator`.
     """
+    # Its offset is known to the graph only when it is replayed.
     if isinstance(generator, GraphGenerator):
         raise DeviceError(
             "`generator`: a GraphGenerator was given: only the native policy draws from it, into "
@@ -71,6 +74,7 @@ def cpu_generator(generator: torch.Generator | GraphGenerator | None) -> torch.G
     Raises:
         DeviceError: it is not a CPU generator.
     """
+    # Refuses other objects first: they might have a device as well.
     generator = torch_generator(generator)
     if generator is None:
         return torch.default_generator

@@ -193,5 +193,6 @@ def _new(
     # Without gaps, in the order of the global tensor, as `layout_of` orders its boxes.
     strides = dense_strides(shape, layout.memory_order)
     dtype, device = kind
+    # Not zeroed: every element is drawn, and a layout that leaves some out is refused by its boxes.
     local = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     return fill_(local, distribution, layout, generator)

@@ -42,6 +42,7 @@ def randperm(
         DistributionError: n is negative, or too large for the dtype.
     """
     generator = cpu_generator(generator)
+    # Before anything is drawn: a layout that does not fit leaves the generator where it was.
     held = None if layout is None else as_layout(layout)
     if held is not None and held.global_shape != (n,):
         raise LayoutError(
@@ -67,6 +68,7 @@ def _permutation(n: int, dtype: torch.dtype, generator: torch.Generator) -> torc
     except RuntimeError as error:
         raise DistributionError(f"randperm({n}, dtype={dtype}): torch says {error}") from error
     if policy() == "portable" and n:
+        # Only where there are elements: torch draws nothing for n = 0, and neither do we.
         key = portable.draw_key(generator, whole.device)
         whole.copy_(portable.permutation(n, key, whole.device))
     return whole
@@ -107,6 +109,7 @@ def multinomial(
     plan_for(held, probabilities)
     _check_rows(held, probabilities)
     op = Multinomial(num_samples, replacement)
+    # Refuses by the global shape, so that all ranks do, also one without rows.
     op.words(held.global_shape, probabilities.dtype)
     if policy() == "portable":
         return _by_races(probabilities, op, held, generator)
@@ -122,6 +125,7 @@ def _check_rows(layout: ShardLayout, local: torch.Tensor) -> None:
             "multinomial takes probabilities of one or two dims, got a local tensor of shape "
             f"{tuple(local.shape)} of a global one of shape {layout.global_shape}"
         )
+    # A sample is a race of all categories of a row: a part of them has no winner.
     categories = layout.global_shape[-1]
     if local.shape[-1] != categories or any(b.shape[-1] != categories for b in layout.boxes):
         raise LayoutError(
@@ -143,6 +147,7 @@ def _by_races(
     if not prod(held.global_shape):
         return torch.empty(*local.shape[:-1], op.num_samples, dtype=torch.int64)
     key = portable.draw_key(generator, local.device)
+    # Each row by its own number in the global tensor, so no rank passes by others.
     won = portable.winners(rows, op, held, key)
     return won if local.ndim == 2 else won[0]
 
@@ -155,9 +160,11 @@ def _without_replacement(
     # The race has the strides of the probabilities: torch's kernel fills it in memory order.
     race, held = make_like(local, layout)
     fill_(race, Exponential(1.0), held, generator)
+    # In place, as ATen does it: another temporary would double what a large vocabulary takes.
     torch.div(local, race, out=race)
     if op.num_samples == 1:
         return race.argmax(dim=-1, keepdim=True)
+    # The k largest of one race are k samples without replacement (Efraimidis and Spirakis 2006).
     return race.topk(op.num_samples).indices
 
 
@@ -174,6 +181,7 @@ def _with_replacement(
 ) -> torch.Tensor:
     rows = local if local.ndim == 2 else local.unsqueeze(0)
     result = torch.empty(rows.shape[0], op.num_samples, dtype=torch.int64)
+    # Of one row: torch draws them row after row.
     each = op.words((1, *layout.global_shape[-1:]), local.dtype)
     total = layout.global_shape[0] if local.ndim == 2 else 1
     _ask_torch(local, op)
@@ -184,6 +192,7 @@ def _with_replacement(
         # Row after row, each sample from one draw: so any stretch of rows is drawn by itself.
         result[place : place + count] = _torchs(rows[place : place + count], op, generator)
         here = start + count
+    # Where one device stands after all rows, on every rank.
     advance((total - here) * each, generator)
     return result if local.ndim == 2 else result[0]
 
@@ -202,5 +211,6 @@ def _torchs(rows: torch.Tensor, op: Multinomial, generator: torch.Generator) -> 
     try:
         return torch.multinomial(rows, op.num_samples, op.replacement, generator=generator)
     except RuntimeError as error:
+        # The first line: the rest is a stack of C++, other on every machine.
         reason = str(error).splitlines()[0]
         raise DistributionError(f"{op} of rows of this rank: torch says {reason!r}") from error

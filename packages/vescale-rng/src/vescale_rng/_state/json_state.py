@@ -43,6 +43,7 @@ def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
     """
     state: dict[str, Any] = {"version": _VERSION, "policy": policy()}
     for own in _generators(generator):
+        # By type, not by index: a run may go on on another device of the same kind.
         state[own.device.type] = _part(own)
     return state
 
@@ -66,6 +67,7 @@ def set_state(state: dict[str, Any], generator: torch.Generator | None = None) -
     _check_head(state)
     # All parts are parsed before a generator is touched: a damaged state changes nothing.
     places = {kind: parse(state[kind]) for kind, parse in _PARSERS.items() if kind in state}
+    # A state that was saved on a GPU can go on on a machine without one, if nobody draws there.
     wanted = _generators(generator, with_cuda=torch.cuda.is_available() and "cuda" in places)
     for own in wanted:
         if own.device.type not in places:
@@ -97,6 +99,7 @@ def _generators(
 def _part(generator: torch.Generator) -> dict[str, Any]:
     if generator.device.type == "cuda":
         place = cuda_state.read(generator)
+        # ATen deals elements out to threads, so their number decides which word an element gets.
         threads = threads_of(generator.device)
         return {
             "engine": _CUDA_ENGINE,
@@ -121,6 +124,7 @@ def _check_head(state: Any) -> None:
         raise StateError(
             f"`state`: a random state of version {_VERSION} was expected, found {found!r}"
         )
+    # The same words make other numbers under another policy, without any sign of it.
     if state.get("policy") != policy():
         raise PolicyError(
             f"the random state was saved under the policy {state.get('policy')!r}, the policy in "
@@ -145,6 +149,7 @@ def _parse_cuda(cuda: Any) -> tuple[CudaPosition, int]:
     seed, offset, threads = cuda.get("seed"), cuda.get("offset"), cuda.get("threads")
     if not _is_natural(seed, 2**64 - 1) or not _is_natural(offset, 2**64 - 1) or offset % 4:
         raise StateError(f"`state`: it has seed {seed!r} and offset {offset!r}: out of range")
+    # ATen's blocks have 256 threads.
     if not _is_natural(threads, 2**31 - 1) or threads == 0 or threads % 256:
         raise StateError(f"`state`: it has threads {threads!r}: no multiple of 256")
     return CudaPosition(seed, offset), threads
@@ -158,6 +163,7 @@ _PARSERS: dict[str, Callable[[Any], tuple[Position, None] | tuple[CudaPosition, 
 
 def _words(text: Any) -> bytes:
     try:
+        # Without `validate` characters that are no base64 are dropped, and the words shift.
         words = base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
         raise StateError(f"the words of the random state are not base64: {error}") from error

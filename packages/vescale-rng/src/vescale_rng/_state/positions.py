@@ -53,6 +53,7 @@ def seek(place: Position | CudaPosition, generator: torch.Generator | None = Non
     """
     if not isinstance(place, (Position, CudaPosition)):
         raise DeviceError(f"`place`: what position() returned: got {place!r:.80}")
+    # The words of two engines have nothing in common: a place of one means nothing in the other.
     if _is_cuda(generator) != isinstance(place, CudaPosition):
         where = "cpu" if generator is None else generator.device
         raise DeviceError(f"a {type(place).__name__} is no place of a generator on {where}")
@@ -99,6 +100,7 @@ def advance(words: int, generator: torch.Generator | None = None) -> None:
             f"`words`: a generator cannot be advanced by {words} draws; seek an earlier position"
         )
     if _is_cuda(generator):
+        # Philox has no state but its counter: going on is an addition.
         cuda_state.write(generator, cuda_state.read(generator).after(words))
         return
     stream.advance(words, cpu_generator(generator))
@@ -152,6 +154,7 @@ def draws(
         return _draws_on_cuda(distribution, plan.numel, dtype, where)
     if isinstance(distribution, StreamOp):
         return distribution.words(plan.layout.global_shape, dtype)
+    # By the memory, too: torch draws tensors with gaps one by one, and others in vectors of 16.
     draw_order = draw_order_of(distribution, dtype, plan.numel, plan.contiguous)
     return draw_order.total(plan.numel, cached)
 
@@ -184,6 +187,7 @@ def skip(
         device = "cpu" if generator is None else generator.device
         advance(draws(distribution, shape, dtype, device=device), generator)
         return
+    # Through `fill_` itself, which knows what stays cached: a second account of it could differ.
     layout = _nothing_of(shape, memory_order).layout
     fill_(torch.empty(0, dtype=dtype), distribution, layout, generator)
 
@@ -207,6 +211,7 @@ def _draws_on_cuda(
 
 def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> FillPlan:
     """Return the plan of a rank that holds nothing of a tensor of that shape."""
+    # Checked before the plan: its errors would speak of boxes that nobody gave.
     order = None if memory_order is None else integers("memory_order", memory_order)
     layout = ShardLayout(integers("shape", shape), (), memory_order=order)
     return fill_plan_of(layout, (0,), (1,))

@@ -47,6 +47,7 @@ class DataAxes:
         Raises:
             LayoutError: it includes a part of them only.
         """
+        # Asked for each DTensor that is drawn, and flattening a mesh takes longer than the draw.
         known = _included.setdefault(mesh, {})
         if self.ranks not in known:
             known[self.ranks] = _includes(mesh, self.ranks)
@@ -85,6 +86,7 @@ def data_axes(data: Any) -> DataAxes:
     Raises:
         LayoutError: it is none of these, or this rank is not in it.
     """
+    # A mesh is no list of its axes, though it can be indexed by their names.
     parts = list(data) if isinstance(data, (tuple, list)) else [data]
     if not parts:
         raise LayoutError("data=() names no axis: write data=None where no axis divides the batch")

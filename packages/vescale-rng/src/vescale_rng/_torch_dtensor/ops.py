@@ -64,6 +64,8 @@ def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     """Return all arguments of a call by the names of its schema, defaults included."""
     found = {}
     for index, argument in enumerate(op._schema.arguments):
+        # By the schema: autograd and dispatch modes pass defaults by position, by name or not at
+        # all.
         given = args[index] if index < len(args) else argument.default_value
         # `self` and `from` are no names that a Python function can have.
         name = {"self": "input", "from": "low"}.get(argument.name, argument.name)
@@ -85,6 +87,8 @@ def _wrapped(local: torch.Tensor, like: torch.Tensor, shape: Any, order: Any = N
     """Return a local result as a tensor like `like`: a DTensor placed as it, or a plain one."""
     if not isinstance(like, DTensor):
         return local
+    # Said, and not found out: `from_local` would take strides of the shard for those of the global
+    # tensor.
     strides = dense_strides(shape, order)
     return DTensor.from_local(
         local,
@@ -103,6 +107,8 @@ def _filling(make: Callable[..., Distribution]) -> Callable[..., Any]:
         place: Placing, op: Any, input: torch.Tensor, generator: Generator = None, **kwargs: Any
     ) -> Any:
         held = place.held(op, input, generator)
+        # The generator as it was given: None is torch's default, which every rank has in the same
+        # state.
         fill_(_local(input), make(**kwargs), held, generator)
         return input
 
@@ -128,6 +134,8 @@ def _like(make: Callable[..., Distribution]) -> Callable[..., Any]:
             raise LayoutError(f"{op} in {memory_format}: convert its result, or its input before")
         if device is not None and torch.device(device).type != input.device.type:
             raise LayoutError(f"{op} of a tensor on {input.device} for {device}: move its result")
+        # Draws follow the memory of the result, so its order decides which element gets which
+        # number.
         row_major = memory_format is torch.contiguous_format
         held = place.held(op, input, generator)
         # Like the input in memory, unless torch was asked for a contiguous result.
@@ -162,6 +170,7 @@ def _native_dropout(
     held = place.held(op, input)
     # torch's own modules say True or False; the rounding of None is another.
     results = native_dropout(_local(input), p, train is not False, held)
+    # Both placed alike: backward multiplies them element by element.
     result, mask = (_wrapped(r, input, input.shape, held.memory_order) for r in results)
     return result, mask
 
@@ -212,6 +221,7 @@ def _placed_like(op: Any, tensor: torch.Tensor, example: torch.Tensor) -> torch.
     """Return the local part of a parameter, for the elements of `example` that are here."""
     if not isinstance(example, DTensor) and not isinstance(tensor, DTensor):
         return tensor
+    # One number for all: it is the same on every rank, whatever its placement.
     if tensor.ndim == 0:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if (
@@ -223,6 +233,7 @@ def _placed_like(op: Any, tensor: torch.Tensor, example: torch.Tensor) -> torch.
             f"{op} takes parameters that are DTensors of the shape {tuple(example.shape)}, got a "
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)}: distribute and expand it"
         )
+    # A local comparison, and the same on every rank: either all redistribute or none.
     if tensor.placements == example.placements:
         return tensor.to_local()
     return tensor.redistribute(example.device_mesh, example.placements).to_local()
@@ -238,6 +249,7 @@ def _multinomial(
 ) -> Any:
     rows = _whole_rows(input)
     held = place.held(op, rows, generator)
+    # Rows are what is sharded, so a rank passes by those of the others.
     local = multinomial(_local(rows), num_samples, replacement, layout=held, generator=generator)
     return _wrapped(local, rows, (*rows.shape[:-1], num_samples))
 
@@ -246,6 +258,7 @@ def _whole_rows(input: torch.Tensor) -> torch.Tensor:
     """Return a matrix whose rows are not sharded and not partial."""
     if not isinstance(input, DTensor):
         return input
+    # Partial rows are addends: a sample of an addend is none of the sum.
     bad = [p.is_partial() or p.is_shard(input.ndim - 1) for p in input.placements]
     # Sharded rows are gathered along those axes only: others stay as they are.
     placements = [Replicate() if b else p for p, b in zip(input.placements, bad, strict=True)]
@@ -260,10 +273,12 @@ def _gathered(place: Placing, op: Any, **kwargs: Any) -> DTensor:
         names.get(name, name): x.full_tensor() if isinstance(x, DTensor) else x
         for name, x in kwargs.items()
     }
+    # On every rank with the same values and the same generator, so the results are the same, too.
     result = op(**whole)
     whole_result = DTensor.from_local(
         result, example.device_mesh, [Replicate()] * example.device_mesh.ndim, run_check=False
     )
+    # As the operand was, but not partial: what was drawn is complete.
     wanted = [p if isinstance(p, Shard) else Replicate() for p in example.placements]
     return whole_result.redistribute(placements=wanted)
 
@@ -287,6 +302,7 @@ def _cut_into(piece: DTensor, whole: torch.Tensor) -> None:
     """Write a global tensor's elements into the local part of a DTensor."""
     local = piece.to_local()
     for box in layout_of_tensor(piece).boxes:
+        # `as_strided` counts from the beginning of the storage, and the local part may be a view.
         start = local.storage_offset() + box.local_offset
         sides = zip(box.global_offset, box.shape, strict=True)
         part = whole[tuple(slice(low, low + extent) for low, extent in sides)]

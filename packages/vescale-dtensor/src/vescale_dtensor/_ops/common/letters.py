@@ -29,20 +29,20 @@ def no_letters(operand: Tensor) -> Dims:
 
 def broadcast_letters(shapes: Sequence[Sequence[int]]) -> tuple[tuple[Dims, ...], Dims]:
     """A letter per output dim, counted from the right; None where an operand is broadcast."""
-    ndim = max(len(shape) for shape in shapes)
+    ndim = max(map(len, shapes))
     extents = [1] * ndim
     for shape in shapes:
         for back in range(1, len(shape) + 1):
             if shape[-back] != 1:
                 extents[-back] = shape[-back]
-    inputs = tuple(
-        tuple(
-            None if shape[dim] == 1 != extents[dim - len(shape)] else ndim - len(shape) + dim
-            for dim in range(len(shape))
-        )
-        for shape in shapes
-    )
-    return inputs, letters(ndim)
+    # Loops: most first calls come here, and until 3.12 each comprehension is a call.
+    inputs: list[Dims] = []
+    for shape in shapes:
+        dims: list[int | None] = []
+        for at, extent in enumerate(shape, ndim - len(shape)):
+            dims.append(None if extent == 1 != extents[at] else at)
+        inputs.append(tuple(dims))
+    return tuple(inputs), letters(ndim)
 
 
 def added_letters(shape: Sequence[int], dims: Dims, extents: Sequence[int]) -> Dims | None:
