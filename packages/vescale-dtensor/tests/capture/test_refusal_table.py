@@ -4,6 +4,7 @@ The second time at the latest, calling the captured function raises a `CaptureEr
 of its row.
 """
 
+import ast
 import datetime
 import os
 import random
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vescale_dtensor as vd
+import vescale_dtensor._capture
 from capture_guards import rows, spread
 from function_cases import Gathered, Listed, Returned, one_after_the_other
 from state_keepers import (
@@ -124,6 +126,12 @@ def hooked(x):
     return hidden
 
 
+def unhooked(x):
+    hidden = x * torch.ones(4, requires_grad=True)
+    hidden.register_hook(lambda gradient: gradient * 2).remove()
+    return hidden
+
+
 def retained(x):
     hidden = x * torch.ones(4, requires_grad=True)
     hidden.retain_grad()
@@ -210,6 +218,12 @@ ROWS = [
         hooked,
     ),
     Row(
+        "gradient hooks that are registered and removed inside",
+        "registered and removed inside",
+        "register and remove them outside",
+        unhooked,
+    ),
+    Row(
         "shapes that depend on values: `x[x > 0]`, `nonzero`, `unique`",
         "depends on values",
         "a mask (`torch.where`, `masked_fill`), or a call outside",
@@ -284,6 +298,19 @@ ROWS = [
         "that torch's overrides do not see",
         "`torch.library.custom_op`, or pass the tensor as an argument",
         lambda x: x + torch.from_numpy(numpy.ones(4, dtype="f")),
+    ),
+    Row(
+        "`torch.func`, `vmap`, forward mode, `make_fx`, `torch.jit.trace`, fake tensors",
+        "is active inside",
+        "call it outside, and pass what it gives",
+        lambda x: x * torch.func.grad(torch.sum)(torch.ones(4)),
+        lambda x: x * torch.vmap(torch.neg)(torch.ones(4)),
+    ),
+    Row(
+        "sparse tensors, and others without strides",
+        "that is not strided",
+        "call it outside, and pass what it gives",
+        lambda x: x * torch.eye(4).to_sparse().to_dense().sum(0),
     ),
     Row(
         "collectives of `torch.distributed`",
@@ -399,6 +426,31 @@ def table():
 
 def test_the_readme_has_the_table():
     assert table() in README, table()
+
+
+def refusals():
+    """What the code of capture says where it refuses, as it is written there."""
+    for path in sorted(Path(vescale_dtensor._capture.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and getattr(node.func, "id", "")
+            words = ast.unparse(node.args[0]) if called in ("refused", "CaptureError") else ""
+            # Of others the words are made elsewhere; and what a check finds is no refusal.
+            if len(words.split()) > 4 and "capture(check" not in words:
+                yield path.name, words
+
+
+# What the words of a refusal are made of, or are followed by.
+MADE_OF = "{why}", "{mismatch}"
+
+
+def test_the_table_has_each_refusal():
+    missing = [
+        found
+        for found in refusals()
+        if not any(row.words in found[1] for row in ROWS)
+        and not any(part in found[1] for part in MADE_OF)
+    ]
+    assert not missing
 
 
 def refused(rank, world_size, number, index):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import update_wrapper
 from threading import Lock, RLock, get_ident, main_thread
+from types import MethodType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.call_key import (
-    LEAVES,
     KeyedCall,
     check_arguments,
     kind_of,
@@ -28,7 +29,7 @@ from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
 from vescale_dtensor._capture.module_guards import ModuleGuard
 from vescale_dtensor._capture.nesting import is_alone, is_inside, running_alone, running_inside
 from vescale_dtensor._capture.noting import Watch, can_watch
-from vescale_dtensor._capture.outputs import plan_outputs, tensors_in
+from vescale_dtensor._capture.outputs import drop_lineage, plan_outputs
 from vescale_dtensor._capture.outsiders import Given, Outsiders
 from vescale_dtensor._capture.own_state import changed_error, check_visible
 from vescale_dtensor._capture.places import Origin
@@ -43,7 +44,6 @@ from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.executed import all_say
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
@@ -93,8 +93,7 @@ class Captured:
 
     Make one with `capture`.
 
-    Attributes:
-        function: the function or module itself.
+    A function that is captured where a class defines it is a method of that class.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Captured:
         unguarded: frozenset[str],
         refused: Refused,
     ) -> None:
-        self.function = function
+        self._function = function
         self._refusal: str | None = None
         self._runs_on = refused == "run"
         self._check = check
@@ -149,6 +148,32 @@ class Captured:
         # New objects: other threads may be in loops over those that there were.
         self._programs, self._of_kind = programs, of_kind
 
+    def _as_new(self, function: Callable[..., Any]) -> Captured:
+        """Another one with these options, of which nothing is recorded."""
+        return Captured(
+            function,
+            check=self._check,
+            transform=self._transform,
+            unguarded=self._unguarded,
+            refused="run" if self._runs_on else "raise",
+        )
+
+    def __copy__(self) -> Captured:
+        return self._as_new(self._function)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Captured:
+        # Programs hold the tensors of what is copied, not those of the copy.
+        return self._as_new(deepcopy(self._function, memo))
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        binds = owner is not None and hasattr(type(self._function), "__get__")
+        return MethodType(self, owner) if binds else self
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function or module itself, which stays: programs are of it alone."""
+        return self._function
+
     def _of_this_rank(self) -> Captured:
         """Itself; on a rank of a simulation, the one of that rank."""
         if get_ident() == _MAIN:  # which is a rank of no simulation
@@ -161,14 +186,7 @@ class Captured:
                 # Of a rank there is one only, and most functions are captured by their rank.
                 self._twins[world] = self
             if world not in self._twins:
-                twin = Captured(
-                    self.function,
-                    check=self._check,
-                    transform=self._transform,
-                    unguarded=self._unguarded,
-                    refused="run" if self._runs_on else "raise",
-                )
-                self._twins[world] = twin
+                self._twins[world] = self._as_new(self._function)
             return self._twins[world]
 
     @property
@@ -192,9 +210,9 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
         if is_inside() or is_compiling():
-            return self.function(*args, **kwargs)
+            return self._function(*args, **kwargs)
         if self._is_eager:
-            return self.function(*args, **kwargs)
+            return self._function(*args, **kwargs)
         if self._check and (own := self._of_this_rank()) is not self:
             return own(*args, **kwargs)
         alone = is_alone()
@@ -228,7 +246,7 @@ class Captured:
         # Ranks may differ in whether they have a program, and the function communicates.
         if due and agreed(self._layouts, True):
             with running_inside():
-                return compared(self.function, program, call, self._layouts or ())
+                return compared(self._function, program, call, self._layouts or ())
         return program.replay(call.flat, locals_)
 
     def _is_due(self) -> bool:
@@ -259,8 +277,8 @@ class Captured:
         # then captured functions that it calls just run.
         seen = self._noting_layouts() if first else uncompared()
         with running_inside() if inside or first else running_alone(), seen:
-            outputs = self.function(*args, **kwargs)
-        _drop_lineage(outputs, (*args, *kwargs.values()))
+            outputs = self._function(*args, **kwargs)
+        drop_lineage(outputs, (*args, *kwargs.values()))
         return outputs
 
     def _miss(self, call: KeyedCall) -> Any:
@@ -301,7 +319,7 @@ class Captured:
             self._refuse(error, call)
             return self._run(call.args, call.kwargs, inside=False)
         # All that the call begins with is remembered before the function can change any of it.
-        reads.start([(self.function, None), *_arguments(call)])
+        reads.start([(self._function, None), *_arguments(call)])
         watch = Watch(reads, self._unguarded)
         # Ranks may differ in when they record again, and comparing plain operands is collective.
         first = self._begins()
@@ -320,7 +338,7 @@ class Captured:
                 # The watch is innermost, so it sees the function alone; the snapshot outermost, so
                 # that wrappers are restored whatever happens.
                 with recorder.trace.snapshot, recorder, watch.running():
-                    outputs = self.function(*call.args, **call.kwargs)
+                    outputs = self._function(*call.args, **call.kwargs)
         except CaptureError as error:
             if self._runs_on or recorder is None:
                 raise  # one of the function's own
@@ -332,7 +350,7 @@ class Captured:
         except CaptureError as error:
             # The function has run: its outputs are those of this call.
             self._refuse(error, call, recorder)
-            _drop_lineage(outputs, call.flat)
+            drop_lineage(outputs, call.flat)
         return outputs
 
     def _refuse(
@@ -363,7 +381,7 @@ class Captured:
         # Outside of the mode, and before anything is concluded: it raises what the function
         # swallowed.
         modes = recorder.finish()
-        _drop_lineage(outputs, call.flat)
+        drop_lineage(outputs, call.flat)
         # After the run: what cannot be guarded matters only if code could read it.
         check_visible(reads)
         check_handed_on(reads)
@@ -416,17 +434,6 @@ def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
     """What the arguments of a call lead to, for the walk."""
     origin = Origin(None, "an argument", "")
     return [(value, origin) for value in outside_arguments(call.flat)]
-
-
-def _drop_lineage(outputs: Any, given: Sequence[Any]) -> None:
-    """Leave outputs as a replay does: ranks may differ in when they record again."""
-    found = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
-    made = [one for one in found if isinstance(one, DTensor) and one._lineage]
-    # An argument that is returned keeps its own: it is the caller's.
-    kept = set(map(id, given if LEAVES.issuperset(map(type, given)) else tensors_in(list(given))))
-    for value in made:
-        if id(value) not in kept:
-            value._lineage = 0
 
 
 def capture(

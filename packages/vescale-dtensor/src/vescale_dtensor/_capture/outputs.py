@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
+from vescale_dtensor._capture.call_key import LEAVES
 from vescale_dtensor._capture.code_files import USER, is_library_class, kind_of_code
 from vescale_dtensor._capture.equality import has_attributes
 from vescale_dtensor._capture.graph import TracedGraph
@@ -79,6 +80,17 @@ class Outputs:
 def tensors_in(outputs: Any) -> list[Tensor]:
     """The tensors among the outputs."""
     return [value for value in flatten(outputs)[0] if isinstance(value, Tensor)]
+
+
+def drop_lineage(outputs: Any, given: Sequence[Any]) -> None:
+    """Leave outputs as a replay does: ranks may differ in when they record again."""
+    found = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
+    made = [one for one in found if isinstance(one, DTensor) and one._lineage]
+    # An argument that is returned keeps its own: it is the caller's.
+    kept = set(map(id, given if LEAVES.issuperset(map(type, given)) else tensors_in(list(given))))
+    for value in made:
+        if id(value) not in kept:
+            value._lineage = 0
 
 
 def plan_outputs(

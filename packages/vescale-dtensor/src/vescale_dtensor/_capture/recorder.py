@@ -55,15 +55,20 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import (
+    dispatch_modes,
+    forward_level,
+    jit_traces,
     overrides_enabled,
     set_grad_mode,
     storage_identity,
+    transforms_active,
 )
 
 _GETTER = "__get__"
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})
 # In C, here and where lists are made in place of generators: a recording asks for every tensor.
 _requires_grad = operator.attrgetter("requires_grad")
+_layout, _STRIDED = operator.attrgetter("layout"), frozenset({torch.strided})
 _is_wrapper = type.__subclasscheck__.__get__(DTensor)
 
 
@@ -152,6 +157,12 @@ class Recorder(TorchFunctionMode):
         """Run a call and record it."""
         if self._watch.failure is not None:
             raise self._watch.failure
+        if transforms_active() or forward_level() >= 0 or dispatch_modes() or jit_traces():
+            raise refused(
+                "a transform (torch.func, vmap, forward_ad), a tracer or a dispatch mode (make_fx, "
+                "FakeTensorMode) is active inside, which a replay would leave out. Call it "
+                "outside, and pass what it gives"
+            )
         if self._watch.live is not None or self._watch.finishes:
             return done.run(func, *args, **kwargs)  # a part of one step
         if self._watch.ended:
@@ -227,6 +238,11 @@ class Recorder(TorchFunctionMode):
             return self._python_value(func, name, value)
         check_text(name, self._watch.printing > 0)
         given = tensors_within((args, kwargs))
+        if not _STRIDED.issuperset(map(_layout, given)):
+            raise refused(
+                f"{name} of a tensor that is not strided (sparse, say), whose memory a recording "
+                "cannot tell apart. Call it outside, and pass what it gives"
+            )
         constant = self._constants.holds(given)
         # The value follows from Python values that are guarded, so every replay would read the
         # same.

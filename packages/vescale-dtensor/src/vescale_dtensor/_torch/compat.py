@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -120,7 +120,14 @@ def traced_graph() -> Any:
 
 # Without these, every tensor is asked, and none counts as a functorch wrapper.
 _transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+"""Whether vmap, torch.func.grad or another transform runs, as far as torch tells."""
+
 _is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+
+
+forward_level: Any = partial(getattr, forward_ad, "_current_level", -1)
+"""The level of forward mode that is open in this process; -1 if none is."""
 
 
 def is_transformed(tensor: Tensor) -> bool:

@@ -1,0 +1,381 @@
+"""No program of a captured function is replayed with what is old, however a call comes by it.
+
+Each program runs beside a twin, three times before and three times after each of its changes:
+results, what the caller does with them, and what is left behind are those of eager mode to the bit.
+"""
+
+import copy
+import dataclasses
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from capture_guards import line, rows, spread
+from hostile_protocols import PROTOCOLS
+from rotation import rotating
+from test_stale_state import alike, plain
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from vescale_comm import simulate
+from vescale_comm.testing import run
+from vescale_dtensor import Replicate
+
+CALLS = 3
+
+
+class Twin:
+    """A function with state of its own."""
+
+    def __init__(self, make, wrap):
+        torch.manual_seed(0)
+        function, self.changes, *more = make()
+        self.given, self.use = (*more, *(one, as_it_is)[len(more) :])
+        self.function = wrap(function)
+
+    def call(self, seed):
+        torch.manual_seed(seed)
+        found = self.use(self.function(*self.given(seed)))
+        return plain(found), torch.get_rng_state()
+
+
+def one(seed):
+    return (spread(rows(seed=seed)),)
+
+
+def as_it_is(result):
+    return result
+
+
+def verdict(make):
+    """Right, or refused; or what is stale."""
+    eager, captured = Twin(make, lambda function: function), Twin(make, vd.capture)
+    for step in range(len(eager.changes) + 1):
+        for call in range(CALLS):
+            expected = eager.call(10 * step + call)
+            try:
+                found = captured.call(10 * step + call)
+            except vd.CaptureError:
+                return "refused"
+            if not alike(list(found), list(expected)):
+                return f"stale after {step} changes, call {call}"
+        if step < len(eager.changes):
+            eager.changes[step]()
+            captured.changes[step]()
+    return "right"
+
+
+# --- what goes in and comes out
+
+
+@dataclasses.dataclass
+class Batch:
+    x: object
+    count: int
+    more: list
+
+
+class Slotted:
+    __slots__ = ("count", "x")
+
+    def __init__(self, x, count):
+        self.x, self.count = x, count
+
+
+def nothing():
+    pass
+
+
+def fresh_list():
+    return (lambda x: [x * 2, 1]), [nothing], one, lambda result: [*result, result.append(5)]
+
+
+def fresh_nested():
+    def use(result):
+        result["meta"]["sizes"].append(1)
+        return result
+
+    return (lambda x: {"y": x * 2, "meta": {"sizes": [1]}}), [nothing], one, use
+
+
+def outside_list():
+    tags = ["a"]
+    return (lambda x: (x * 2, tags)), [lambda: tags.append("b"), nothing]
+
+
+def outside_tensor():
+    weight = spread(torch.ones(4), Replicate())
+    use = lambda result: (result[0], result[1].add_(1))  # noqa: E731
+    return (lambda x: (x * weight, weight)), [lambda: weight.mul_(3), nothing], one, use
+
+
+def argument_returned():
+    use = lambda result: (result[0].add_(1), result[1])  # noqa: E731
+    return (lambda x: (x, x * 2)), [nothing], one, use
+
+
+def returned_twice():
+    def both(x):
+        y = x * 2
+        return y, y
+
+    return both, [nothing], one, lambda result: (result[0].add_(1), result[1])
+
+
+def shapes():
+    def given(seed):
+        return (spread(rows(3 + seed // 10, 4, seed=seed)),)
+
+    return (lambda x: (x.sum(0) * x.shape[0], tuple(x.shape))), [nothing, nothing], given
+
+
+def aliases():
+    def given(seed):
+        (x,) = one(seed)
+        return x, x if seed >= 10 else one(seed)[0]
+
+    return (lambda x, y: x.add_(1) * y), [nothing], given
+
+
+def views():
+    def given(seed):
+        (x,) = one(seed)
+        return x, x[:, :4] if seed >= 10 else one(seed)[0]
+
+    return (lambda x, y: x.add_(1) * y), [nothing], given
+
+
+def strides():
+    def given(seed):
+        x = spread(rows(4, 4, seed=seed), Replicate())
+        return (x.t() if seed >= 10 else x,)
+
+    return (lambda x: x.reshape(-1)), [nothing], given
+
+
+def layouts():
+    def given(seed):
+        return (spread(rows(8, 4, seed=seed), *[Replicate()] * (seed >= 10)),)
+
+    return (lambda x: x.softmax(0)), [nothing], given
+
+
+def types_of_numbers():
+    def given(seed):
+        return (*one(seed), 1 if seed < 10 else 1.0)
+
+    return (lambda x, k: x * 2 if isinstance(k, int) else x - k), [nothing], given
+
+
+def order_of_a_dict():
+    def given(seed):
+        return (*one(seed), {1: 0, 2: 0} if seed < 10 else {2: 0, 1: 0})
+
+    return (lambda x, d: x * next(iter(d))), [nothing], given
+
+
+def batches():
+    def given(seed):
+        return (Batch(*one(seed), 1 + seed // 10, [1] * (1 + seed // 20)),)
+
+    return (lambda b: b.x * b.count * len(b.more)), [nothing, nothing], given
+
+
+def slotted_batches():
+    def given(seed):
+        return (Slotted(*one(seed), 1 + seed // 10),)
+
+    return (lambda b: b.x * b.count), [nothing, nothing], given
+
+
+def changed_arguments():
+    def function(x, found):
+        found.append(1)
+        return x * len(found)
+
+    return function, [nothing], lambda seed: (*one(seed), [])
+
+
+def given_functions():
+    functions = [lambda x, k=k: x * k for k in (1, 2, 3)]
+    return (lambda x, f: f(x)), [nothing, nothing], lambda seed: (*one(seed), functions[seed // 10])
+
+
+def tags_of_tensors():
+    def given(seed):
+        (x,) = one(seed)
+        x.tag = seed // 10
+        return (x,)
+
+    return (lambda x: x * (1 + x.tag)), [nothing, nothing], given
+
+
+def resized_storage():
+    weight = torch.ones(4)
+
+    def resize():
+        weight.untyped_storage().resize_(0)
+        weight.untyped_storage().resize_(16)
+        weight.fill_(3)
+
+    return (lambda x: x * weight), [resize, lambda: weight.resize_(1).fill_(5)]
+
+
+def set_storage():
+    weight = torch.ones(4)
+    changes = [lambda: weight.set_(torch.full((4,), 3.0)), lambda: setattr(weight, "data", -weight)]
+    return (lambda x: x * weight), changes
+
+
+def errors_by_state():
+    state = types.SimpleNamespace(bad=False)
+
+    def function(x):
+        y = x * 2
+        if state.bad:
+            raise ValueError("bad")
+        return y
+
+    def caught(x):
+        try:
+            return captured(x)
+        except ValueError:
+            return x * 5
+
+    captured = vd.capture(function)
+    changes = [lambda: setattr(state, "bad", True), lambda: setattr(state, "bad", False)]
+    return caught, changes
+
+
+def decorated_methods():
+    class Model:
+        factor = 2.0
+
+        @vd.capture
+        def step(self, x):
+            return x * self.factor
+
+    ones = [Model(), Model()]
+    ones[1].factor = 3.0
+    plainly = lambda x: [one.step(x) for one in ones]  # noqa: E731
+    return plainly, [lambda: setattr(Model, "factor", 5.0), lambda: setattr(ones[0], "factor", 7.0)]
+
+
+PROGRAMS = {
+    each.__name__: each
+    for each in (
+        *(fresh_list, fresh_nested, outside_list, outside_tensor, argument_returned),
+        *(returned_twice, shapes, aliases, views, strides, layouts, types_of_numbers),
+        *(order_of_a_dict, batches, slotted_batches, changed_arguments, given_functions),
+        *(tags_of_tensors, resized_storage, set_storage, errors_by_state, decorated_methods),
+    )
+}
+
+
+ALL = PROTOCOLS | PROGRAMS
+REFUSED = {"changed_arguments"}
+
+
+def all_of(rank, world_size, programs):
+    return {name: verdict(make) for name, make in programs.items()}
+
+
+@pytest.mark.parametrize("name", rotating(ALL, 3))
+def test_right_or_refused(name):
+    found = simulate(2)(all_of, {name: ALL[name]})
+    # Most of them can be replayed, so refusing more would be no answer.
+    assert found == [{name: "refused" if name in REFUSED else "right"}] * 2
+
+
+# --- functions that change what a call is
+
+
+def dual(x):
+    with forward_ad.dual_level():
+        made = forward_ad.make_dual(torch.ones(4), torch.ones(4))
+        return x * forward_ad.unpack_dual(made * 2).tangent
+
+
+def faked(x):
+    with FakeTensorMode():
+        count = torch.ones(3).shape[0]
+    return x * count
+
+
+def twice(t):
+    return (t * t).sum()
+
+
+TRANSFORMED = {
+    "grad": lambda x: x * torch.func.grad(twice)(torch.ones(4)),
+    "vmap": lambda x: x * torch.vmap(lambda t: t * 2)(torch.ones(4)),
+    "jvp": lambda x: x * torch.func.jvp(twice, (torch.ones(4),), (torch.ones(4),))[1],
+    "jacrev": lambda x: x * torch.func.jacrev(lambda t: t * 2)(torch.ones(4)).sum(0),
+    "hessian": lambda x: x * torch.func.hessian(twice)(torch.ones(4)).sum(0),
+    "forward mode": dual,
+    "fake tensors": faked,
+    "make_fx": lambda x: x * make_fx(lambda t: t * 2)(torch.ones(4))(torch.ones(4)),
+    "sparse": lambda x: x * torch.eye(4).to_sparse().to_dense().sum(0),
+}
+
+
+def transformed(rank, world_size):
+    warnings.simplefilter("ignore")  # torch's own, of torch.jit in forward mode
+    for name, function in TRANSFORMED.items():
+        with pytest.raises(vd.CaptureError, match=r"is active inside|is not strided"):
+            vd.capture(function)(*one(0))
+        run_on = vd.capture(function, refused="run")
+        for seed in range(CALLS):
+            assert torch.equal(run_on(*one(seed)).to_local(), function(*one(seed)).to_local()), name
+
+
+def copied(rank, world_size):
+    """A copy has programs of its own; and a captured function stays what it is."""
+    model = vd.distribute_module(nn.Linear(4, 3), line())
+    captured = vd.capture(model)
+    for seed in range(CALLS):
+        captured(*one(seed))
+    other = copy.deepcopy(captured)
+    assert other.function is not model
+    assert not other.programs
+    with torch.no_grad():
+        other.function.weight.mul_(3)
+    for seed in range(CALLS):
+        for each in (captured, other):
+            assert torch.equal(each(*one(seed)).to_local(), each.function(*one(seed)).to_local())
+    with pytest.raises(AttributeError):
+        captured.function = other.function
+
+
+def threads(rank, world_size):
+    """Threads that call one function get their own results."""
+    weight = torch.ones(4)
+    captured = vd.capture(lambda x, k: x * weight * k)
+    given, wrong = [one(seed)[0] for seed in range(4)], []
+
+    def call(start):
+        for step in range(40):
+            x, factor = given[(start + step) % 4], float((start + step) % 3)
+            if not torch.equal(captured(x, factor).to_local(), x.to_local() * factor):
+                wrong.append(step)
+
+    several = [threading.Thread(target=call, args=(start,)) for start in range(3)]
+    for each in several:
+        each.start()
+    for each in several:
+        each.join()
+    assert not wrong
+    assert captured.replays
+
+
+@pytest.mark.parametrize("case", [transformed, copied], ids=lambda case: case.__name__)
+def test_functions_of_functions(case):
+    simulate(2)(case)
+
+
+def test_threads():
+    run(threads, 2)
