@@ -165,9 +165,9 @@ def token_with_numbers(
             for each in _operands((values, tuple(named.values())))
             if each is not target and each._part_of is None
         ]
+        told = {f"number {place}": value for place, value in enumerate(_flat(numbers))}
         if len(operands) <= _MOST_RESULTS:
-            numbers += [each._lineage for each in operands]
-        told = {str(place): value for place, value in enumerate(_flat(numbers))}
+            told |= {f"lineage {place}": each._lineage for place, each in enumerate(operands)}
         note_numbers(target._spec.layout.mesh, _name(func), told)
         return token
     return hash((token, number_token(numbers))) if numbers else token
