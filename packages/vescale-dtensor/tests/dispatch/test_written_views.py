@@ -5,7 +5,14 @@ import torch
 from one_device import Place, check
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor import Partial, Replicate, Shard, UnsupportedError
+from vescale_dtensor import (
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    UnsupportedError,
+    distribute_tensor,
+)
 
 X = torch.arange(60.0).reshape(3, 5, 4)
 LAYOUTS = (
@@ -64,3 +71,82 @@ def refused(rank, world):
 
 def test_a_write_that_another_view_or_autograd_should_see_is_refused():
     simulate(4)(refused)
+
+
+MATRIX = torch.arange(42.0).reshape(7, 6)
+UNITS = (2, 0, 1, 4)
+VIEWS = {
+    "mT": lambda x: x.mT,
+    "permute": lambda x: x.permute(1, 0),
+    "view": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(3, 14),
+    "unflatten": lambda x: x.unflatten(1, (2, 3)),
+    "x[1:4]": lambda x: x[1:4],
+    "x[:, ::2]": lambda x: x[:, ::2],
+    "x[3]": lambda x: x[3],
+    "x[-1, -1]": lambda x: x[-1, -1],
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "unbind": lambda x: x.unbind()[2],
+    "mT[1:]": lambda x: x.mT[1:],
+    "mT.view": lambda x: x.view(-1).view(x.shape).mT,
+    "mT.data": lambda x: x.mT.data,
+    "mT.detach": lambda x: x.mT.detach(),
+}
+VIEW_WRITES = {
+    "add_": lambda v: v.add_(1),
+    "mul_": lambda v: v.mul_(v.clone()),
+    "copy_": lambda v: v.copy_(torch.ones(v.shape)),
+    "v[0] =": lambda v: v.__setitem__(0 if v.ndim else ..., 5.0),
+    "v[mask] =": lambda v: v.__setitem__(v > 10, 0.0),
+    "foreach": lambda v: torch._foreach_mul_([v], [v.clone()]),
+    "out": lambda v: torch.mul(v.clone(), 3, out=v),
+    "index_fill_": lambda v: v.index_fill_(0, torch.tensor([0]), 9.0),
+    "sub_ of a sum": lambda v: v.sub_(v.sum()),
+}
+
+
+def written_view(x, view, write):
+    seen = VIEWS[view](x)
+    VIEW_WRITES[write](seen)
+    return [seen.clone(), x.clone()]
+
+
+def views_as_on_one_device(rank, world, view):
+    matrix, grid = device_mesh((4,), ("dp",)), device_mesh((2, 2), ("dp", "tp"))
+    ragged = [RaggedShard((0,), UNITS), RaggedShard((0, 1), UNITS), Shard(0), Partial()]
+    places = [(matrix, [one]) for one in ragged]
+    places += [(grid, [Shard(0), Shard(0)]), (grid, [Partial(), Shard(1)])]
+    for write in VIEW_WRITES:
+        wanted = written_view(MATRIX.clone(), view, write)
+        for mesh, placements in places:
+            x = distribute_tensor(MATRIX.clone(), mesh, placements)
+            found = written_view(x, view, write)
+            for ours, dense in zip(found, wanted, strict=True):
+                assert torch.equal(ours.full_tensor(), dense), (view, write, placements)
+            assert list(x.placements) == placements
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_write_to_a_view_goes_into_its_base(view):
+    simulate(4)(views_as_on_one_device, view)
+
+
+def refused_view(rank, world):
+    x = distribute_tensor(MATRIX.clone(), device_mesh((4,), ("dp",)), [RaggedShard((0, 1), UNITS)])
+    first, second = x.mT, x.mT
+    for write in (lambda: first.add_(1), lambda: first.data.add_(1), lambda: x.add_(1)):
+        with pytest.raises(UnsupportedError, match="forced a copy"):
+            write()
+    del second
+    first.data.add_(1)
+    assert torch.equal(x.full_tensor(), MATRIX + 1)
+    with pytest.raises((UnsupportedError, RuntimeError)):
+        x.mT.expand(2, 6, 7).add_(1)
+    x.requires_grad_()
+    with pytest.raises((UnsupportedError, RuntimeError)):
+        x.mT.add_(1)
+    assert torch.equal(x.full_tensor(), MATRIX + 1)
+
+
+def test_what_would_not_be_seen_elsewhere_is_refused():
+    simulate(4)(refused_view)

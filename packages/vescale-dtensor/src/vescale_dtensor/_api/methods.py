@@ -24,6 +24,7 @@ from vescale_dtensor._dispatch.dispatch import refuse_raw_communication
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
+from vescale_dtensor._tensor.copied_views import mark_alias
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
@@ -221,6 +222,8 @@ def _get_data(self: DTensor) -> DTensor:
     local_escaped(self)
     data = wrap(self._local_tensor.data, self._spec.base)
     data._part_of = weakref.ref(self)
+    if self._view_copy_of is not None:
+        mark_alias(data, self)
     return grad_property.track_gradient_view(self, data)
 
 

@@ -71,6 +71,9 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     Raises:
         UnsupportedError: a tracer would record local data as global.
     """
+    written = write_through(func, args, kwargs) if any_copies() else None
+    if written is not None:
+        return written[0]
     handler = handlers.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
@@ -100,10 +103,6 @@ def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 def by_rule(rule: Rule, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call by this rule, or by the fallback if the rule does not hold for it."""
-    if rule.writes is not None and any_copies():
-        written = write_through(rule, func, args, kwargs)
-        if written is not None:
-            return written
     call = OpCall(func, args, kwargs, rule.reads)
     plan = plan_for(call, rule)
     return _without_plan(call, rule) if plan is None else execute(plan, call)

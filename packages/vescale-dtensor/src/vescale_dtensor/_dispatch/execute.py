@@ -19,6 +19,7 @@ from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.observers import notify_plan
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
+from vescale_dtensor._dispatch.ways_back import note_ways_back
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._planning.local_context import LocalContext
@@ -87,9 +88,11 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         # The op returned its argument. Two wrappers of one local tensor would each keep a gradient
         # state for its `.grad`.
         result = result.view_as(result)
-    wrapped = _wrap_results(
-        result, plan, call, _base_of_copied_view(plan, call, redistributed_operands[0], result)
-    )
+    base = _base_of_copied_view(plan, call, redistributed_operands[0], result)
+    wrapped = _wrap_results(result, plan, call, base)
+    # Not where the strides of this rank's local tensor are the reason, which may be its alone.
+    if base is not None and _copied_everywhere(plan, base, redistributed_operands[0]):
+        note_ways_back(call, wrapped)
     if plan.rule.views:
         set_view_strides(wrapped, call)
         _track_gradient_views(call.operands[0], wrapped)
@@ -121,16 +124,21 @@ def _base_of_copied_view(
     if indexed and any(index.ndim or index.dtype is torch.bool for index in indexed):
         return None  # indexing by a tensor or a mask copies on one device too
     local: Tensor = base._local_tensor
-    copied = (
-        redistributed_operands is not base
-        or plan.strategy.copy_on_shards
-        or base._view_copy_of is not None
-    )
+    copied = _copied_everywhere(plan, base, redistributed_operands)
     if not copied and not local.is_contiguous() and isinstance(result, Tensor):
         # The strides of a local tensor that the caller made may allow no view of this shape, where
         # those of the global tensor do.
         copied = not same_memory(result, local)
     return base if copied else None
+
+
+def _copied_everywhere(plan: OpPlan, base: DTensor, redistributed_operand: DTensor) -> bool:
+    """Whether a view has to be a copy because of layouts, which are the same on all ranks."""
+    return (
+        redistributed_operand is not base
+        or plan.strategy.copy_on_shards
+        or base._view_copy_of is not None
+    )
 
 
 def set_view_strides(results: Any, call: OpCall) -> None:

@@ -20,6 +20,7 @@ from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like
 from vescale_dtensor._dispatch.observers import notify_fallback
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
+from vescale_dtensor._dispatch.ways_back import note_ways_back
 from vescale_dtensor._dispatch.writes import WriteWatch, foretold_writes
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.executed import generator_in, record_if_drawn, state_before
@@ -28,7 +29,12 @@ from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import order_of, spec_of, with_strides
 from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided
 from vescale_dtensor._planning.plan import function_name, mesh_of
-from vescale_dtensor._tensor.copied_views import check_writable, mark_copy, same_memory
+from vescale_dtensor._tensor.copied_views import (
+    any_copies,
+    check_writable,
+    mark_copy,
+    same_memory,
+)
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.worlds import on_world_change
@@ -83,6 +89,8 @@ def run_replicated(call: OpCall) -> Any:
     originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
     wrapped = _wrap_replicated(result, mesh, originals)
     _mark_views(wrapped, call, locals_)
+    if any_copies():
+        note_ways_back(call, wrapped)
     return wrapped
 
 

@@ -1,7 +1,8 @@
-"""Writes to a view that had to be a copy, where the function is known that puts values back.
+"""Writes to a view that had to be a copy, where the way back into its base is known.
 
-`x.diagonal().fill_(1)` of a sharded `x`: the diagonal is gathered, so it is a copy. The op runs on
-a clone of it, the values go into `x`, and then into the copy, as if both shared memory.
+`x.mT.mul_(2)` of an unevenly sharded `x`: the transpose has to be redistributed, so it is a copy.
+The op runs on a clone of it, the values go into `x`, and then into the copy, as if both shared
+memory. A view of such a view goes back through both.
 """
 
 from __future__ import annotations
@@ -10,46 +11,102 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation
-from vescale_dtensor._planning.plan import Rule
-from vescale_dtensor._tensor.copied_views import is_only_copy
+from vescale_dtensor._dispatch.ways_back import Scatter
+from vescale_dtensor._tensor.copied_views import is_copied_only_as
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.state import local_replaced
 
-Scatter = Callable[[DTensor], Any]
+# They change what a tensor is, and not its elements.
+_STRUCTURAL = """
+requires_grad_ detach_ resize_ resize_as_ set_ rename_ share_memory_ transpose_ swapaxes_ swapdims_
+t_ squeeze_ unsqueeze_ as_strided_
+"""
+_NO_WRITES = frozenset(name for name in _STRUCTURAL.split())
+# One device draws in another order where memory has gaps, and a clone has none.
+_DRAWS = "normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ log_normal_ geometric_"
+_DRAWING = frozenset(name for name in _DRAWS.split())
+_ASKING = frozenset(("__index__", "__int__", "__invert__", "__init__", "__iter__"))
 
 
-def give_way_back(view: Any, base: Any, scatter: Scatter) -> None:
-    """Let a copied view be written to: `scatter(values)` is the base with these values in it."""
-    copied = isinstance(view, DTensor) and view._view_copy_of is not None
-    if copied and isinstance(base, DTensor) and base._view_copy_of is None:
-        view._way_back = base, scatter
+def write_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """Run an in-place op on copied views and on their bases. Collective.
 
+    None where that cannot be done: where autograd records it, where another copy of the base lives,
+    which would not change, and where nothing leads back. All ranks decide alike: by metadata, and
+    by which views live.
 
-def write_through(
-    rule: Rule, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> DTensor | None:
-    """Run an in-place op on a copied view and on its base; None where that cannot be done.
-
-    Not done where autograd records it, and where another copy of the base lives, which would not
-    change.
+    Returns:
+        What the op returns, as the only item.
     """
+    if not args or not _writes(getattr(func, "__name__", "")):
+        return None
+    listed = isinstance(args[0], list | tuple)
+    written = list(args[0]) if listed else [args[0]]
+    copies = [t for t in written if isinstance(t, DTensor) and t._way_back is not None]
+    if not copies or len({id(t._view_copy_of) for t in copies}) < len(copies):
+        return None
+    if func.__name__ in _DRAWING and any(t._spec.has_gaps for t in copies):
+        return None
     operands = tensors_within((args, kwargs))
-    target = operands[rule.writes] if rule.writes is not None else None
-    if not isinstance(target, DTensor) or target._way_back is None or target is not args[0]:
+    ways = [_way_of(copied, operands) for copied in copies]
+    if any(not way for way in ways):
         return None
-    base, scatter = target._way_back
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (base, *operands))
-    if recorded or not is_only_copy(target, base):
-        return None
-    written = target.clone()
-    func(written, *args[1:], **kwargs)
+    clones = {id(t): t.clone() for t in copies}
+    given = [clones.get(id(t), t) for t in written]
+    answer = func(given if listed else given[0], *args[1:], **kwargs)
     with torch.no_grad():
-        found = redistributed(scatter(written), base._spec.layout)
-        base._local_tensor.copy_(found._local_tensor)
-        target._local_tensor.copy_(redistributed(written, target._spec.layout)._local_tensor)
-    after_mutation(base)
-    target_after: DTensor = after_mutation(target)
-    return target_after
+        for copied, way in zip(copies, ways, strict=True):
+            values = [clones[id(copied)]]
+            for scatter, _ in way:
+                values.append(scatter(values[-1]))
+            # The base first: copies may have some of its memory.
+            family = [copied, *(base for _, base in way)]
+            for tensor, found in reversed([*zip(family, values, strict=True)]):
+                _store(tensor, found)
+    return (None if answer is None else args[0],)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _ASKING)
+    return name.endswith("_") and name not in _NO_WRITES
+
+
+def _way_of(view: DTensor, operands: list[Tensor]) -> list[tuple[Scatter, DTensor]]:
+    """What makes each tensor on the way to the base, with that tensor; empty if there is no way."""
+    way: list[tuple[Scatter, DTensor]] = []
+    last = view
+    while last._way_back is not None:
+        base, find = last._way_back
+        scatter = find()
+        if scatter is None:
+            return []
+        way.append((scatter, base))
+        last = base
+    family = [view, *(base for _, base in way)]
+    if last._view_copy_of is not None or not is_copied_only_as(family, last):
+        return []
+    if not torch.is_inference_mode_enabled() and any(
+        tensor._local_tensor.is_inference() for tensor in family
+    ):
+        return []  # torch refuses the write
+    wanted = any(tensor.requires_grad for tensor in (*family, *operands))
+    return [] if torch.is_grad_enabled() and wanted else way
+
+
+def _store(tensor: DTensor, values: DTensor) -> None:
+    """Let a tensor have these values in its own layout. Collective."""
+    local = redistributed(values, tensor._spec.layout)._local_tensor.detach()
+    if tensor._view_copy_of is not None and tensor._spec.layout.partial:
+        # One rank may have its part in the base's memory, which holds the total.
+        tensor._local_tensor = local.clone()
+        local_replaced(tensor)
+    else:
+        tensor._local_tensor.copy_(local)
+    after_mutation(tensor)

@@ -53,6 +53,16 @@ def views_on_one_device(call: OpCall) -> Sequence[Tensor] | None:
     return result
 
 
+def views_without_data(call: OpCall, base: Tensor) -> Sequence[Tensor] | None:
+    """The views that the call returns of another operand 0, one without data.
+
+    None if torch refuses the call.
+    """
+    others = [_exact_stand_in(operand) for operand in call.operands[1:]]
+    with _alone(), torch.no_grad():
+        return _called(call, [base, *others])
+
+
 def _exact_stand_in(operand: Tensor) -> Tensor:
     """A tensor without data with the global shape and strides of an operand, gaps included."""
     meta = operand._spec.tensor_meta if isinstance(operand, DTensor) else None

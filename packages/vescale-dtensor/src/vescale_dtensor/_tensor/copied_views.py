@@ -8,6 +8,7 @@ and the storage of its base is listed here as long as the copy lives.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -31,6 +32,12 @@ def mark_copy(copy: DTensor, base: DTensor) -> None:
         live_copies.setdefault(address, weakref.WeakSet()).add(copy)
 
 
+def mark_alias(alias: DTensor, copy: DTensor) -> None:
+    """Record that `alias` shares all of the memory of a copied view: its `.data`."""
+    mark_copy(alias, copy)
+    alias._way_back = copy, lambda: lambda values: values
+
+
 def check_writable(target: Tensor, what: str) -> None:
     """Refuse a write that a view or its base should see but would not.
 
@@ -51,10 +58,10 @@ def check_writable(target: Tensor, what: str) -> None:
         )
 
 
-def is_only_copy(copy: DTensor, base: DTensor) -> bool:
-    """Whether no other copied view of this base's memory lives."""
-    known = live_copies.get(_address(base._local_tensor))
-    return known is not None and all(other is copy for other in known)
+def is_copied_only_as(copies: Sequence[DTensor], base: DTensor) -> bool:
+    """Whether no other copied view of this base's memory lives than these."""
+    known = live_copies.get(_address(base._local_tensor), ())
+    return all(any(other is copy for copy in copies) for other in known)
 
 
 def any_copies() -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import after_mutation, refuse_view_of_leaf
 from vescale_dtensor._dispatch.fallback import fallback
+from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._ops.index.basic import basic
 from vescale_dtensor._ops.index.gather import dims_taken, spread_out
 from vescale_dtensor._ops.index.index_put import without_masks
@@ -26,6 +27,10 @@ from vescale_dtensor._tensor.dtensor import DTensor
 def _assign(target: Tensor, index: Any, value: Any) -> None:
     items = index if isinstance(index, tuple) else (index,)
     if isinstance(target, DTensor):
+        if target._way_back is not None and write_through(
+            torch.Tensor.__setitem__, (target, index, value), {}
+        ):
+            return
         check_writable(target, "Tensor.__setitem__")
         if all(map(basic, items)):
             done = _assign_view(target, index, value)

@@ -15,11 +15,12 @@ from vescale_dtensor._dispatch.execute import after_mutation, global_shape, loca
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_of
+from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._fast_path.cache import REDUCES_GRADIENTS
 from vescale_dtensor._fast_path.foreach import local_lists, run_cached, store_specs
 from vescale_dtensor._planning import OpCall, Reads
 from vescale_dtensor._planning.plan import OpPlan, function_name
-from vescale_dtensor._tensor.copied_views import check_writable
+from vescale_dtensor._tensor.copied_views import any_copies, check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 
 
@@ -31,6 +32,9 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
     """The handler of a foreach function whose elements are `single`."""
 
     def run(*arguments: Any, **kwargs: Any) -> Any:
+        written = write_through(func, arguments, kwargs) if any_copies() else None
+        if written is not None:
+            return written[0]
         if torch.is_grad_enabled():
             # Autograd has to know which uses vary over ranks: a cached call does not tell it.
             return slow(arguments, kwargs)[0]

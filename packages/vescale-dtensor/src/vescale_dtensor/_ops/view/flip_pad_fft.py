@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._dispatch.dispatch import run_by_rule
-from vescale_dtensor._dispatch.written_views import give_way_back
+from vescale_dtensor._dispatch.ways_back import give_way_back
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.memory_formats import in_format_of_operand
@@ -344,7 +344,9 @@ def _written_diagonal(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
         found = run_by_rule(func, (input, *args), kwargs)
         give_way_back(
-            found, input, lambda values: torch.diagonal_scatter(input, values, *args, **kwargs)
+            found,
+            input,
+            lambda: lambda values: torch.diagonal_scatter(input, values, *args, **kwargs),
         )
         return found
 
