@@ -62,10 +62,6 @@ NAMES = (
 )  # fmt: skip
 # Orthogonalised in bfloat16, by iterations that amplify what they round.
 LIMITS = {"optimizer muon": 2e-2, "ResNet": 1e-3}  # norms over six rows amplify it, too
-REFUSED = {
-    ("optimizer muon", "dp=4, zero=3"): "it writes to a transposed view of a matrix whose rows are "
-    "cut, which is a copy here; torch.optim.Muon steps such matrices",
-}
 NOTES = ("kron has not been tried here: its first step is compiled for a minute",)
 CASES = {
     "vision transformer": of_images("vit_tiny_patch16_224", **VIT, drop_rate=0.1),

@@ -150,3 +150,19 @@ def refused_view(rank, world):
 
 def test_what_would_not_be_seen_elsewhere_is_refused():
     simulate(4)(refused_view)
+
+
+def converted(rank, world):
+    mesh = device_mesh((4,), ("dp",))
+    for placements in ([Replicate()], [RaggedShard((0, 1), UNITS)], [Shard(0)]):
+        x = distribute_tensor(MATRIX.clone(), mesh, placements)
+        for _ in range(2):
+            for wide in (x.mT.to(torch.float64), x.mT.to(torch.float32, copy=True)):
+                wide.mul_(2)
+                assert torch.equal(wide.full_tensor(), MATRIX.mT.to(wide.dtype) * 2)
+        x.mT.to(torch.float32).mul_(2)
+        assert torch.equal(x.full_tensor(), MATRIX * 2)
+
+
+def test_a_view_in_another_dtype_is_no_view():
+    simulate(4)(converted)

@@ -120,6 +120,8 @@ def _base_of_copied_view(
     base: Tensor = call.operands[0]
     if not plan.rule.views or plan.strategy.copy_on_one_device or not isinstance(base, DTensor):
         return None
+    if is_conversion(call.func) and not same_memory(result, redistributed_operands._local_tensor):
+        return None  # to another dtype, say
     indexed = call.func is torch.Tensor.__getitem__ and call.operands[1:]
     if indexed and any(index.ndim or index.dtype is torch.bool for index in indexed):
         return None  # indexing by a tensor or a mask copies on one device too
@@ -130,6 +132,14 @@ def _base_of_copied_view(
         # those of the global tensor do.
         copied = not same_memory(result, local)
     return base if copied else None
+
+
+def is_conversion(func: Any) -> bool:
+    """Whether a function of views is one that copies on one device where it copies here."""
+    return func.__name__ in _CONVERTING
+
+
+_CONVERTING = frozenset(("to", "cpu", "cuda"))
 
 
 def _copied_everywhere(plan: OpPlan, base: DTensor, redistributed_operand: DTensor) -> bool:

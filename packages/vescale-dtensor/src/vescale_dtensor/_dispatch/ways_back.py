@@ -21,12 +21,10 @@ from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 
-Scatter = Callable[[DTensor], DTensor]
+Scatter = Callable[[DTensor], Any]
 
 # Functions whose result has the dims of their operand in another order, whatever the extents.
 _PERMUTE = frozenset(
-    ("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis")
-)
     ("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis")
 )
 # An element of the base may have several places in these.
@@ -68,13 +66,13 @@ def _inverse(call: OpCall, index: int, shape: torch.Size, dtype: torch.dtype) ->
     if name in _PERMUTE:
         order = [extent - 2 for extent in _on(call, range(2, 2 + base.ndim))[0].shape]
         back = sorted(range(base.ndim), key=order.__getitem__)
-        return lambda values: values.permute(back)  # type: ignore[no-any-return]
+        return lambda values: values.permute(back)
     views = _on(call, base.shape)
     if index >= len(views) or views[index].shape != shape:
         return None
     view = views[index]
     if view.numel() == base.numel() and view.is_contiguous():
-        return lambda values: values.reshape(base.shape)  # type: ignore[no-any-return]
+        return lambda values: values.reshape(base.shape)
     if any(not step and n > 1 for n, step in zip(view.shape, view.stride(), strict=True)):
         return None  # expanded: torch refuses to write to it
     return partial(_written_part, base, view)

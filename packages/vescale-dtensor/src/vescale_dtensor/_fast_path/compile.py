@@ -20,7 +20,7 @@ from torch import Tensor
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.dispatch import dispatch
-from vescale_dtensor._dispatch.execute import execute
+from vescale_dtensor._dispatch.execute import execute, is_conversion
 from vescale_dtensor._dispatch.plain_operands import needs_no_comparison
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._dispatch.registry import rule_for
@@ -203,7 +203,7 @@ def _specialize(
             binary_cache.store(key, (specs[0], dtype, token, (func, specs[0])))
     elif places == (0,) and rule.views:
         wrap_result = result_wrapper(call.func, specs[0], table, views=True)
-        copies = strategy.copy_on_one_device
+        copies = strategy.copy_on_one_device or is_conversion(call.func)
         return compile_view(func, wrap_result, masks, call.func, copies, mark)
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
         known = call.func, specs[0]
