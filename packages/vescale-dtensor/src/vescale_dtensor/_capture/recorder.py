@@ -35,7 +35,7 @@ from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
 from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
-from vescale_dtensor._capture.surroundings import Surroundings
+from vescale_dtensor._capture.surroundings import HOOKS_OF_SAVED_TENSORS, Surroundings
 from vescale_dtensor._capture.unsupported import (
     ASKED,
     FIXED,
@@ -326,6 +326,9 @@ class Recorder(TorchFunctionMode):
         # guarded.
         if called_by_us():
             return result
+        # torch 2.11's checkpoint(use_reentrant=False) asks for this before it sets its hooks.
+        if type(result).__name__ == "_NoopSaveInputsBackward":
+            raise refused(HOOKS_OF_SAVED_TENSORS)
         raise refused(
             f"{name} gives Python a {type(result).__name__} that a replay would not renew. "
             "Keep to tensors, or call it outside"

@@ -13,6 +13,10 @@ from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks
 # Fields of the global state that a program does not change on its way.
 _fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
 _RAW = "torch.distributed.distributed_c10d"
+HOOKS_OF_SAVED_TENSORS = (
+    "saved-tensor hooks are active (activation checkpointing, offloading), which a "
+    "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
+)
 
 
 class Surroundings:
@@ -46,10 +50,7 @@ class Surroundings:
             )
         # Those that were active before are at a replay, too: around checkpoint(capture(f), x).
         if saved_tensor_hooks() != self._saved_hooks:
-            raise refused(
-                "saved-tensor hooks are active (activation checkpointing, offloading), which a "
-                "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
-            )
+            raise refused(HOOKS_OF_SAVED_TENSORS)
         # Each step notes the states that it left, so only something else can have moved them.
         if generator_states() != self._generators:
             raise refused(

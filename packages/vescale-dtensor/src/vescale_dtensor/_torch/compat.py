@@ -479,14 +479,16 @@ def breaks_graph(reason: str) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        eager: list[Function] = []
+        eager: Function | None = None
 
         @wraps(function)
         def outside(*args: Any, **kwargs: Any) -> Any:
-            if not eager:
+            nonlocal eager  # and no list: torch 2.11's compiler warns that it cannot trace `append`
+            if eager is None:
                 disable: Any = torch.compiler.disable
-                eager.append(disable(function, reason=reason))
-            return eager[0](*args, **kwargs)
+                eager = disable(function, reason=reason)
+            assert eager is not None
+            return eager(*args, **kwargs)
 
         marked: Any = outside
         marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
