@@ -284,7 +284,7 @@ def all_of(rank, world_size, programs):
     return {name: verdict(make) for name, make in programs.items()}
 
 
-@pytest.mark.parametrize("name", rotating(ALL, 3))
+@pytest.mark.parametrize("name", rotating(ALL, 4))
 def test_right_or_refused(name):
     found = simulate(2)(all_of, {name: ALL[name]})
     # Most of them can be replayed, so refusing more would be no answer.

@@ -94,7 +94,7 @@ def as_text(found):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", rotating(KINDS, 3))
+@pytest.mark.parametrize("name", rotating(KINDS, 12))
 def test_right_or_refused(name):
     by_rank = [found[name] for found in run(table, 2, [name])]
     print(as_text({name: by_rank[0]}))
