@@ -110,14 +110,56 @@ def test_other_draws_between_blocks_are_seen():
     simulate(2)(drawn_anew)
 
 
-def counted_in_the_batch(rank: int, world_size: int) -> None:
-    model = build(Plan(microbatches=4), dp=1)
-    with pytest.raises(ParallelError, match="num_items_in_batch"):
-        forward_backward(model, *batch(0), num_items_in_batch=3)
+class Counted(Decoder):
+    """As models of Hugging Face: the mean over tokens of the part, or of the whole batch."""
+
+    def forward(self, tokens: Tensor, targets: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+        valid = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return total / valid
 
 
-def test_losses_that_are_no_means_of_their_part_are_refused():
-    simulate(1)(counted_in_the_batch)
+def counted_in_the_batch(rank: int, world_size: int, plan: Plan, sizes: dict[str, int]) -> None:
+    """Rows of unequal numbers of tokens, in parts of unequal numbers of rows."""
+    tokens = torch.randint(16, (5, 6), generator=torch.Generator().manual_seed(0))
+    targets = tokens.clone()
+    for row in range(5):
+        targets[row, : row + 1] = -100
+    torch.manual_seed(3)
+    plain = Counted(blocks=2).eval()
+    expected = plain(tokens, targets)
+    expected.backward()
+    torch.manual_seed(3)
+    model = Counted(blocks=2).eval()
+    parallelize(model, make_mesh(device_type="cpu", **sizes), plan)
+    items = (targets != -100).sum()
+    for _ in range(2):
+        model.zero_grad()
+        found = forward_backward(model, tokens, targets, num_items_in_batch=items)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+    mean = forward_backward(model, tokens, targets)  # of means of parts
+    assert abs(mean - expected.detach()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [
+        (Plan(microbatches=2), {"dp": 1}),
+        (Plan(batch="dp:0", parameters={"*": "replicate"}, microbatches=2), {"dp": 2}),
+        (staged(), {"pp": 2}),
+        (Plan(pipeline={"microbatches": 3, "schedule": "zb-h1"}), {"pp": 2}),
+        (Plan(batch="dp:0", deterministic="dp-invariant", shards=4), {"dp": 2}),
+    ],
+    ids=["microbatches", "dp", "stages", "halves", "invariant"],
+)
+def test_losses_by_the_tokens_of_the_batch_add_up(plan: Plan, sizes: dict[str, int]):
+    simulate(max(sizes.values()))(counted_in_the_batch, plan, sizes)
 
 
 def hooked(rank: int, world_size: int, kind: str) -> None:

@@ -34,7 +34,8 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
 
     Parts count by rows. The mean over tokens that are not ignored (-100) is taken within each part,
     so where parts have unequal numbers of them it is not the mean of the whole batch, as it is not
-    on one device that accumulates.
+    on one device that accumulates. With `num_items_in_batch`, by which models of Hugging Face
+    divide the sum over the tokens, the losses of the parts are added up: the mean over all tokens.
 
     Args:
         model: what `parallelize` returned; any other model runs once, on the whole batch.
@@ -42,9 +43,10 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
         loss: what makes a scalar of the model's output. None: the output is the loss, or has it as
             `.loss` or `["loss"]`, as models of Hugging Face have. A function: `loss(output)`. A
             tuple of a function and more arguments, cut as the batch is: `(function, targets)` is
-            `function(output, targets)`. It is a mean over rows or tokens, not a sum. With stages
-            it is called on the last one only: what it changes outside, other ranks do not see; a
-            `GradScaler` is started on every rank by `scaler.scale(torch.zeros(()))`.
+            `function(output, targets)`. It is a mean over rows or tokens, not a sum (but with
+            `num_items_in_batch`, a sum divided by that). With stages it is called on the last one
+            only: what it changes outside, other ranks do not see; a `GradScaler` is started on
+            every rank by `scaler.scale(torch.zeros(()))`.
         **kwargs: of the model.
 
     Returns:

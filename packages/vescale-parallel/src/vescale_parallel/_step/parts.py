@@ -22,12 +22,23 @@ class Part:
         kwargs: of the model.
         loss: called with the output and `targets`; None: the output has the loss.
         targets: further arguments of `loss`.
+        scale: what the loss is multiplied by before it is weighted by rows.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[..., Tensor] | None
     targets: tuple[Any, ...] = ()
+    scale: float = 1.0
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether losses of parts are added and not averaged.
+
+        With `num_items_in_batch` models of Hugging Face divide the sum over a part's tokens by the
+        number of them in the whole batch.
+        """
+        return self.kwargs.get("num_items_in_batch") is not None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> Part:
@@ -59,16 +70,8 @@ class Part:
             dim_of: the dim of a tensor that holds the batch; None where it has none.
 
         Raises:
-            ParallelError: tensors have different numbers of rows, or none has any; or losses of
-                the parts would not be means.
+            ParallelError: tensors have different numbers of rows, or none has any.
         """
-        if self.kwargs.get("num_items_in_batch") is not None:
-            raise ParallelError(
-                "forward_backward(num_items_in_batch=...): with it models of Hugging Face divide "
-                "the loss of each part by the items of the whole batch, and the parts' losses, "
-                "which are counted by rows here, would be too small. Leave it out; tokens that "
-                "are ignored then count within their part."
-            )
         found: dict[int, list[str]] = {}
         for name, tensor in self.tensors().items():
             dim = dim_of(tensor)
@@ -85,6 +88,7 @@ class Part:
 
     def cut(self, dim_of: Callable[[Tensor], int | None], sizes: Sequence[int]) -> list[Part]:
         """Return the parts of so many rows, views of the same memory; their sum is `rows`."""
+        total = sum(sizes)
         starts = [sum(sizes[:at]) for at in range(len(sizes))]
 
         def rows(start: int, size: int) -> Callable[[Tensor], Tensor]:
@@ -101,8 +105,10 @@ class Part:
                 map_tensors(cut, self.kwargs),
                 self.loss,
                 map_tensors(cut, self.targets),
+                # Takes back the weight by rows, with which a mean counts.
+                self.scale * total / size if self.adds_up else self.scale,
             )
-            for cut in cuts
+            for cut, size in zip(cuts, sizes, strict=True)
         ]
 
 
@@ -124,4 +130,4 @@ def loss_of(part: Part, output: Any) -> Tensor:
             f"forward_backward needs one number as the loss and found {what}. Let the model return "
             "its loss, or pass loss=, a function of its output."
         )
-    return found
+    return found if part.scale == 1.0 else found * part.scale
