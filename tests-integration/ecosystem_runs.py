@@ -38,6 +38,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp=2, tp=2": {"dp": 2, "tp": 2},
     "dp=4, zero=3": {"dp": 4},
 }
+# Of cases that train in parts; not of the table.
+STAGES: dict[str, dict[str, int]] = {"pp=2, dp=2": {"pp": 2, "dp": 2}}
 FLOOR = 1e-2
 """Parameters are compared as a share of their largest element, or of this."""
 
@@ -149,7 +151,7 @@ def compared(
     for layout in layouts:
         forget()
         folder = root / layout.replace(", ", "-")
-        sizes = LAYOUTS[layout]
+        sizes = (LAYOUTS | STAGES)[layout]
         with as_torchrun(rank, world_size), seeded(folder):
             mesh = device_mesh(tuple(sizes.values()), tuple(sizes))
             got = plain(case(Run(mesh, plan_of(layout), folder)))

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
+from ecosystem_models import llama, token_rows
 from ecosystem_runs import FOLDER, compare
 from ecosystem_table import FILE, LIMIT, load_name
 from vescale_comm.testing import run
+from vescale_parallel import ParallelError
 
 pytestmark = pytest.mark.models
 FEW = [
     ("transformers", "Trainer", "dp=2, tp=2"),
     ("transformers", "Trainer, resumed", "dp=4, zero=3"),
+    ("transformers", "Trainer, microbatches", "pp=2, dp=2"),
+    ("transformers", "Trainer, microbatches, smoothed labels", "pp=2, dp=2"),
+    ("transformers", "Trainer, microbatches, own loss", "dp=2, tp=2"),
     ("accelerate", "Accelerator, resumed", "dp=2, tp=2"),
     ("lightning", "Trainer", "dp=4, zero=3"),
     ("peft", "LoRA", "dp=2, tp=2"),
@@ -38,3 +44,29 @@ def test_a_mesh_trains_as_one_device(library: str, case: str, layout: str) -> No
 def test_the_table_has_every_library() -> None:
     rows = re.findall(r"^\| (\S+) \d", FILE.read_text(encoding="utf-8"), re.M)
     assert set(rows) == {load_name(path.stem) for path in FOLDER.glob("*.py")}
+
+
+def trains_alone(rank: int, world_size: int, folder: str) -> str:
+    from transformers import Trainer, TrainingArguments
+    from vescale_parallel import Plan, mesh
+    from vescale_parallel.integrations.transformers import parallel
+
+    class Own(Trainer):
+        def compute_loss(self, model: object, inputs: object, **more: object) -> object:
+            raise AssertionError
+
+    args = TrainingArguments(folder, max_steps=1, report_to=[], disable_tqdm=True, use_cpu=True)
+    options = {"mesh": mesh(dp=1, device_type="cpu"), "plan": Plan(microbatches=2)}
+    with pytest.raises(ParallelError) as caught:
+        parallel(Own)(llama(), args, train_dataset=token_rows(), **options).train()
+    return str(caught.value)
+
+
+def test_a_trainer_that_computes_its_loss_itself_is_told(tmp_path: Path) -> None:
+    for needed in ["transformers", "accelerate"]:
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    (said,) = run(trains_alone, 1, str(tmp_path), timeout=200)
+    assert said.startswith(
+        "Own.compute_loss calls the model, and this plan's steps run it in parts"
+    )

@@ -17,7 +17,12 @@ RECIPES = {
     title: code
     for title, code in re.findall(r"^## (.*?)\n.*?^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
 }
-LIBRARIES = {"transformers": "transformers accelerate", "accelerate": "accelerate"}
+HUGGING_FACE = "transformers accelerate"
+LIBRARIES = {
+    "transformers": HUGGING_FACE,
+    "Stages in transformers' Trainer": HUGGING_FACE,
+    "accelerate": "accelerate",
+}
 
 
 def missing(title: str) -> str | None:
@@ -40,7 +45,14 @@ def printed(command: list[str], folder: Path) -> list[str]:
 
 
 def test_every_trainer_has_a_recipe() -> None:
-    assert list(RECIPES) == ["transformers", "accelerate", "Lightning Fabric", "Lightning Trainer"]
+    assert list(RECIPES) == [
+        "transformers",
+        "Stages in transformers' Trainer",
+        "accelerate",
+        "Lightning Fabric",
+        "Lightning Trainer",
+        "Stages in Lightning's Trainer",
+    ]
 
 
 @pytest.mark.parametrize("title", RECIPES)

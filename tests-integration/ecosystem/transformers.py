@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 from ecosystem_models import gpt2, llama, token_rows
 from ecosystem_runs import Found, Run, parameters
+from torch.nn.functional import cross_entropy
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -84,10 +86,65 @@ def with_bf16(run: Run) -> Found:
     return {"loss": logged(made)["loss"]}
 
 
+def in_parts(run: Run) -> Run:
+    """Microbatches, and stages where the mesh has them."""
+    if run.mesh is None or run.plan is None:
+        return run
+    plan, staged = run.plan, "pp" in (run.mesh.mesh_dim_names or ())
+    words: dict[str, Any] = {"microbatches": 2}
+    if staged:
+        words = {"pipeline": {**words, "schedule": "1f1b"}}
+    return replace(run, plan=lambda model: plan(model).with_(**words))
+
+
+def ignoring() -> list[dict[str, list[int]]]:
+    """Rows of which more and more tokens do not count."""
+    rows = token_rows()
+    return [
+        row | {"labels": [-100] * (at % 5) + row["labels"][at % 5 :]} for at, row in enumerate(rows)
+    ]
+
+
+def training_in_parts(run: Run) -> Found:
+    """Without dropout, whose masks are other ones in parts."""
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
+    args = arguments(run, **steps, **saved)
+    rows = {"train_dataset": ignoring(), "eval_dataset": token_rows(7)}
+    trainer(in_parts(run), llama(attention_dropout=0.0), args, **rows).train()
+    made = trainer(in_parts(run), llama(attention_dropout=0.0), args, **rows)
+    made.train(resume_from_checkpoint=str(run.folder / "out" / "checkpoint-2"))
+    return {**logged(made), **parameters(made.model)}
+
+
+def smoothed_in_parts(run: Run) -> Found:
+    args = arguments(run, label_smoothing_factor=0.1, gradient_accumulation_steps=2)
+    model = llama(attention_dropout=0.0)
+    made = trainer(in_parts(run), model, args, train_dataset=ignoring())
+    made.train()
+    return {**logged(made), **parameters(made.model)}
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    rows, targets = outputs.logits[:, :-1], labels[:, 1:]
+    total = cross_entropy(rows.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+def own_loss_in_parts(run: Run) -> Found:
+    options = {"train_dataset": ignoring(), "compute_loss_func": own_loss}
+    made = trainer(in_parts(run), llama(attention_dropout=0.0), arguments(run), **options)
+    made.train()
+    return {**logged(made), **parameters(made.model)}
+
+
 LIMITS = {"Trainer, bf16": 1e-2}
 CASES = {
     "Trainer": training,
     "Trainer, evaluation": evaluating,
     "Trainer, resumed": resuming,
     "Trainer, bf16": with_bf16,
+    "Trainer, microbatches": training_in_parts,
+    "Trainer, microbatches, smoothed labels": smoothed_in_parts,
+    "Trainer, microbatches, own loss": own_loss_in_parts,
 }

@@ -8,6 +8,10 @@
 Models are parallelised by `fabric.setup` or when the fit begins, before optimizers are made. Every
 rank reads whole batches; steps (`training_step`) are called as the model's forward is, so the plan
 shards what enters them. Rank 0 logs and writes, and checkpoints are those of one device.
+
+Where the plan has stages (`pipeline=`), `microbatches=` or `deterministic=`, steps are called as
+they are: with `automatic_optimization = False`, `training_step` calls `forward_backward(self, ...)`
+and the optimizer, and the other steps call the module.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import torch
 from torch import nn
 
 from vescale_parallel._apply.no_sync import no_sync
+from vescale_parallel._errors import ParallelError
+from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
@@ -161,11 +167,21 @@ class OfTrainer(OneProcess):
         return found
 
     def _step(self, context: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        module = self.lightning_module
         with context:
-            return through_forward(self.lightning_module, name, *args, **kwargs)
+            if getattr(module, STEP, None) is not None:
+                return getattr(module, name)(*args, **kwargs)
+            return through_forward(module, name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's `training_step` as its forward is called."""
+        module = self.lightning_module
+        if getattr(module, STEP, None) is not None and module.automatic_optimization:
+            raise ParallelError(
+                f"{type(module).__name__}: this plan's steps compute forward and backward in one "
+                "call, so Lightning has no loss to differentiate. Set self.automatic_optimization "
+                "= False, and in training_step call forward_backward(self, ...) and the optimizer."
+            )
         context = self.precision_plugin.train_step_context()
         return self._step(context, "training_step", args, kwargs)
 

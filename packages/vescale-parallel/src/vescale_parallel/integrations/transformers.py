@@ -8,6 +8,9 @@
 Batch sizes are those of one device: `per_device_train_batch_size` rows a step, over all ranks.
 Losses, accumulation, clipping, evaluation and early stopping are those of one device; rank 0 logs
 and writes, checkpoints are those of one device, and are resumed on any mesh.
+
+A plan with stages (`pipeline=`), `microbatches=` or `deterministic=` has its training step run by
+`forward_backward`, in place of the trainer's forward and backward.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from vescale_parallel._errors import ParallelError
+from vescale_parallel._step.forward_backward import STEP, forward_backward
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
@@ -30,6 +36,20 @@ from vescale_parallel.integrations._states import (
 from vescale_parallel.integrations.accelerate import one_process
 
 __all__ = ["parallel"]
+
+
+class _Returns(nn.Module):
+    """Stands for a model that has been called already, in a trainer's `compute_loss`."""
+
+    def __init__(self, name: str, outputs: Any) -> None:
+        super().__init__()
+        self._name, self._outputs = name, outputs
+
+    def _get_name(self) -> str:  # by which a trainer knows whose labels it has to shift
+        return self._name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outputs
 
 
 class ParallelTrainer:
@@ -62,6 +82,70 @@ class ParallelTrainer:
         """Make a model anew, and parallelise it."""
         base: Any = super()
         return self._made_parallel(base.call_model_init(trial))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward on a batch: in parts, where the plan asks for them."""
+        base: Any = super()
+        if getattr(self.model, STEP, None) is None:
+            return base.training_step(model, inputs, *args, **kwargs)
+        items = kwargs["num_items_in_batch"] if kwargs else next(iter(args), None)
+        self._require_own_loss()
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones
+            self.optimizer.train()
+        given = dict(self._prepare_inputs(inputs))
+        with self.compute_loss_context_manager():
+            return self._step_in_parts(given, items)
+
+    def _step_in_parts(self, given: dict[str, Any], items: Any) -> Tensor:
+        """Compute what `Trainer.training_step` does, whose losses parts share.
+
+        Args:
+            given: inputs of the model, the whole batch.
+            items: number of tokens of all batches of this update, by which losses are divided that
+                are sums over tokens; None if they are means.
+        """
+        apart = self.label_smoother is not None or self.compute_loss_func is not None
+        rows = next(len(x) for x in given.values() if isinstance(x, Tensor) and x.ndim)
+        labels = given.pop("labels", None) if apart else None
+        counts = items is not None and (self.model_accepts_loss_kwargs or apart)
+        if counts and not apart:
+            given["num_items_in_batch"] = torch.as_tensor(items)
+        accumulated = 1 if counts else self.current_gradient_accumulation_steps
+
+        def loss(outputs: Any, own: Tensor) -> Tensor:
+            made = _Returns(self.model._get_name(), outputs)
+            inputs = {} if labels is None else {"labels": own}
+            # Of the class: a trainer that was derived may count what it computes.
+            trainer = self._trainer()
+            found: Tensor = trainer.compute_loss(self, made, inputs, num_items_in_batch=items)
+            # Parts count by their rows, and what is divided by all tokens is to be added up.
+            return found * (rows / len(own)) if counts and apart else found / accumulated
+
+        # Without labels, something else that is cut as the batch is.
+        own = torch.empty(rows, 0) if labels is None else labels
+        return forward_backward(self.model, loss=(loss, own), **given)
+
+    @staticmethod
+    def _trainer() -> Any:
+        from transformers import Trainer
+
+        return Trainer
+
+    def _require_own_loss(self) -> None:
+        owner = next(one for one in type(self).__mro__ if "compute_loss" in vars(one))
+        if owner is not self._trainer():
+            raise ParallelError(
+                f"{owner.__name__}.compute_loss calls the model, and this plan's steps run it in "
+                "parts. Give the trainer `compute_loss_func`, a function of the outputs, the "
+                "labels and `num_items_in_batch`; or leave pipeline=, microbatches= and "
+                "deterministic= out of the plan."
+            )
+        if getattr(self.accelerator, "scaler", None) is not None:
+            raise ParallelError(
+                "fp16 of a Trainer scales its own backward, and this plan's steps run theirs. Use "
+                "bf16=True, or leave pipeline=, microbatches= and deterministic= out of the plan."
+            )
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; what it gives is global and plain."""
@@ -99,10 +183,17 @@ class ParallelTrainer:
             base._load_optimizer_and_scheduler(checkpoint)
 
     if TYPE_CHECKING:
+        accelerator: Any
         args: Any
+        compute_loss_context_manager: Any
+        compute_loss_func: Any
+        current_gradient_accumulation_steps: int
+        label_smoother: Any
         model: Any
+        model_accepts_loss_kwargs: bool
         optimizer: Any
         ref_model: Any
+        _prepare_inputs: Any
 
 
 @cache
