@@ -30,7 +30,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArenaLayout:
     """Offsets of blocks.
 
     Attributes:
@@ -51,7 +51,7 @@ def aligned(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
-def laid_out(blocks: Sequence[Block], *, deadline: float, highs: bool) -> Layout:
+def laid_out(blocks: Sequence[Block], *, deadline: float, highs: bool) -> ArenaLayout:
     """Find offsets; `highs` lets scipy's HiGHS improve on the rules where there are few blocks."""
     floor = most_at_once(blocks)
     best: tuple[int, tuple[int, ...]] | None = None
@@ -76,7 +76,7 @@ def laid_out(blocks: Sequence[Block], *, deadline: float, highs: bool) -> Layout
                 size, offsets = _size(blocks, solved), solved
                 sizes["HiGHS"] = size
     checked_layout(blocks, offsets, size)
-    return Layout(offsets, size, floor, sizes)
+    return ArenaLayout(offsets, size, floor, sizes)
 
 
 def most_at_once(blocks: Sequence[Block]) -> int:

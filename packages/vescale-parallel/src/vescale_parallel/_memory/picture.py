@@ -5,7 +5,7 @@ from html import escape
 from typing import Final
 
 from vescale_parallel._common.messages import human_bytes
-from vescale_parallel._memory.layout import Block, Layout
+from vescale_parallel._memory.layout import Block, ArenaLayout
 
 _WIDTH: Final = 1200
 _HEIGHT: Final = 500
@@ -16,7 +16,7 @@ _COLOURS: Final = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#cdb4db", "#84a5
 def as_svg(
     names: Sequence[str],
     blocks: Sequence[Block],
-    layout: Layout,
+    layout: ArenaLayout,
     outside: Sequence[int],
     title: str,
 ) -> str:
@@ -53,7 +53,7 @@ def _y(address: int, tall: float) -> float:
 
 
 def _rectangles(
-    names: Sequence[str], blocks: Sequence[Block], layout: Layout, wide: float, tall: float
+    names: Sequence[str], blocks: Sequence[Block], layout: ArenaLayout, wide: float, tall: float
 ) -> Iterator[str]:
     for at, (name, block, offset) in enumerate(zip(names, blocks, layout.offsets, strict=True)):
         if not block.bytes:

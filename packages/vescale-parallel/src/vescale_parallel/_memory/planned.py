@@ -17,7 +17,7 @@ from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.arena import Arena
 from vescale_parallel._memory.caching import reserved
 from vescale_parallel._memory.highs import by_highs, has_highs
-from vescale_parallel._memory.layout import Block, Layout, aligned, laid_out, most_at_once
+from vescale_parallel._memory.layout import Block, ArenaLayout, aligned, laid_out, most_at_once
 from vescale_parallel._memory.ordered import Ordered, by_search, ordered
 from vescale_parallel._memory.picture import as_svg
 from vescale_parallel._memory.places import Place, arena_device, places
@@ -49,7 +49,7 @@ class MemoryPlan:
     complete: bool
     _traced: Traced
     _ordered: Ordered
-    _layout: Layout
+    _layout: ArenaLayout
     _places: Mapping[int, Place]
     _placed: tuple[int, ...]  # storages in the arena
 
@@ -304,8 +304,8 @@ def plan(
 
 
 def _worth_it(
-    of: Traced, order: Sequence[int], placed: Sequence[int], layout: Layout
-) -> tuple[list[int], Layout]:
+    of: Traced, order: Sequence[int], placed: Sequence[int], layout: ArenaLayout
+) -> tuple[list[int], ArenaLayout]:
     """Leave out of the arena what reaches above a height, where that lowers the executed peak.
 
     The arena is there all the time, also when most lives outside of it. At height 0 the executed
@@ -339,7 +339,9 @@ def _worth_it(
     ]
     size = max((offset + stores[at].bytes for at, offset in kept), default=0)
     live = most_at_once([Block(stores[at].bytes, *lives[at]) for at, _ in kept])
-    return [at for at, _ in kept], Layout(tuple(at for _, at in kept), size, live, layout.sizes)
+    return [at for at, _ in kept], ArenaLayout(
+        tuple(at for _, at in kept), size, live, layout.sizes
+    )
 
 
 def _with_workspaces(of: Traced, workspaces: Mapping[str, int]) -> Traced:
