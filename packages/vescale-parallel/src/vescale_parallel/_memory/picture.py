@@ -5,7 +5,7 @@ from html import escape
 from typing import Final
 
 from vescale_parallel._common.messages import human_bytes
-from vescale_parallel._memory.layout import Block, ArenaLayout
+from vescale_parallel._memory.layout import ArenaLayout, Block
 
 _WIDTH: Final = 1200
 _HEIGHT: Final = 500

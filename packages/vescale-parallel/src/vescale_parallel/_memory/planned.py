@@ -17,7 +17,7 @@ from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.arena import Arena
 from vescale_parallel._memory.caching import reserved
 from vescale_parallel._memory.highs import by_highs, has_highs
-from vescale_parallel._memory.layout import Block, ArenaLayout, aligned, laid_out, most_at_once
+from vescale_parallel._memory.layout import ArenaLayout, Block, aligned, laid_out, most_at_once
 from vescale_parallel._memory.ordered import Ordered, by_search, ordered
 from vescale_parallel._memory.picture import as_svg
 from vescale_parallel._memory.places import Place, arena_device, places
