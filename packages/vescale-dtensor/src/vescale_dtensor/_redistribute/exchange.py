@@ -247,7 +247,8 @@ def unpack(flat: Tensor, how: Packing, shape: Shape) -> Tensor:
         numel = run.number * prod(run.first.shape)
         parts.append((run.first.start, run.assembled(flat.narrow(0, offset, numel))))
         offset += numel
-    return _joined(parts, 0)
+    # A run may be assembled as a transposed view, but steps hand on contiguous tensors.
+    return _joined(parts, 0).contiguous()
 
 
 def _joined(parts: list[tuple[Shape, Tensor]], dim: int) -> Tensor:
