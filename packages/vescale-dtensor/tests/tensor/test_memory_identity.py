@@ -69,3 +69,24 @@ def empty_somewhere(rank, world):
 @pytest.mark.parametrize("case", [compared, used_as_a_number, empty_somewhere])
 def test_identity(case):
     run(case, 4)
+
+
+def told_to_be_separate(rank, world):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    lies = [RaggedShard((0, 1), (0, 1)), Replicate()]
+    first, second = (nn.Parameter(vd.distribute_tensor(WHOLE, mesh, lies)) for _ in range(2))
+    with pytest.raises(UnsupportedError, match="hold nothing"):
+        first.data_ptr()
+    vd.separate_memory([first, second, torch.ones(2)])
+    assert first.data_ptr() == first.data_ptr() != second.data_ptr()
+    assert len({p.data_ptr() for p in (first, second, first)}) == 2
+    for view in (first.data, first.detach(), nn.Parameter(first.data)):
+        with pytest.raises(UnsupportedError, match="hold nothing"):
+            view.data_ptr()
+    second.data = first.data
+    with pytest.raises(UnsupportedError, match="hold nothing"):
+        second.data_ptr()
+
+
+def test_parameters_that_share_no_memory_have_an_identity():
+    run(told_to_be_separate, 4)

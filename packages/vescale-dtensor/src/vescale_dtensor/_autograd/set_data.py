@@ -57,6 +57,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
         # Into the local tensor's `.data`, not a new local: it stays the same leaf, and keeps its
         # `.grad` and hooks. torch does not count this in the version, hence `data_written`.
         tensor._local_tensor.data = value._local_tensor.detach()
+        tensor._is_separate = False
     _take_spec(tensor, value._spec)
     data_written(tensor)
     note_assigned(tensor, "data")

@@ -22,6 +22,7 @@ from vescale_dtensor import (
     local_leaf,
     local_leaves,
     release_kept_gradient,
+    separate_memory,
     written_unseen,
 )
 
@@ -388,6 +389,7 @@ class FlatBuffer:
                 shard.copy_(local)
                 # The leaf stays the same object, with its gradient, hooks and optimizer state.
                 local.data = shard
+        separate_memory(self.parameters)
 
     def _are_views(self, leaves: Sequence[Tensor]) -> bool:
         first, size, dtype = self.shard.data_ptr(), self.shard.element_size(), self.shard.dtype

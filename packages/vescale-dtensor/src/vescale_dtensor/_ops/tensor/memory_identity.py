@@ -6,12 +6,13 @@ Of a shard the number would be this rank's, so what is given can be compared and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from math import prod
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from vescale_dtensor._autograd.function_results import note_plain
 from vescale_dtensor._errors import UnsupportedError
@@ -58,6 +59,21 @@ for _name in (*_AS_NUMBER.split(), "format"):
     setattr(MemoryIdentity, f"__{_name}__", _refused)
 
 
+def separate_memory(parameters: Iterable[Tensor]) -> None:
+    """Say that no two of these, and nothing else, share memory: each has a `data_ptr()` then.
+
+    For whoever lays out the memory of parameters, so that they can be told apart also where a rank
+    holds nothing of them. It holds until `.data` is assigned. What is made of one (`p.data`) is
+    identified by its memory, as ever.
+
+    Args:
+        parameters: DTensors; plain tensors are left out.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            parameter._is_separate = True
+
+
 def _data_ptr(name: str) -> Callable[[DTensor], Any]:
     def run(self: DTensor) -> Any:
         spec = self._spec
@@ -66,6 +82,8 @@ def _data_ptr(name: str) -> Callable[[DTensor], Any]:
         if spec.layout.replicated == spec.layout.active:
             note_plain()
             return getattr(self._local_tensor, name)()
+        if self._is_separate:
+            return MemoryIdentity((id(self._local_tensor), -1), spec.base)
         # Asked of all coordinates and not of this rank's shard, so that all ranks raise, or none.
         if _some_rank_is_empty(spec.layout, tuple(spec.shape)):
             raise UnsupportedError(
