@@ -35,6 +35,4 @@ def with_optimizer(name: str, **options: Any) -> Any:
 
 NAMES = ("AdamW", "LaProp", "SFAdamW", "PSGDKron", "Muon")
 CASES = {name: with_optimizer(name) for name in NAMES}
-# Orthogonalised in bfloat16, by iterations that amplify what they round.
-LIMITS = {"Muon": 2e-2}
 NOTES = ("SOAP differs by 2e-1 and ADOPT by 4e-4 after three steps: why has not been looked into",)
