@@ -52,6 +52,10 @@ CALLS = {
     "layer_norm": lambda x, y, k: F.layer_norm(x, (4,), eps=float(k)),
     "huber_loss": lambda x, y, k: F.huber_loss(x, x + 1, delta=k),
     "cross_entropy": lambda x, y, k: F.cross_entropy(x, x.argmax(1), label_smoothing=k / 4),
+    "reduction": lambda x, y, k: F.mse_loss(x, x + 1, reduction=["sum", "mean"][k - 1]),
+    "rounding": lambda x, y, k: torch.div(x, 3, rounding_mode=["floor", "trunc"][k - 1]),
+    "approximate": lambda x, y, k: F.gelu(x, approximate=["none", "tanh"][k - 1]),
+    "dtype": lambda x, y, k: x.sum(0, dtype=[torch.float32, torch.float64][k - 1]),
     "lerp": lambda x, y, k: torch.lerp(x, x + 1, k),
     "lists": lambda x, y, k: torch._foreach_mul([x, x], float(k))[1],
     "no rule": lambda x, y, k: torch.linalg.matrix_power(y, k),
@@ -67,6 +71,7 @@ CALLS = {
 # What no rank may be told of: numbers that are another's on each, or that nobody reads.
 OF_EACH_RANK = {
     "device": lambda x, y, k: torch.zeros_like(x, device=torch.device("cpu", 0)) + 1,
+    "name of a device": lambda x, y, k: torch.zeros_like(x, device="cpu") + 1,
     "unread": lambda x, y, k: torch.addmm(torch.tensor(float(k)), x, y, beta=0),
     "own": lambda x, y, k: x.relu(),
 }

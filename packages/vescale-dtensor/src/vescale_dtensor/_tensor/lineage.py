@@ -124,8 +124,7 @@ def with_numbers(lineage: int, mark: Mark, values: Iterable[Any], named: Mapping
     if not numbers or silent.get():
         return lineage
     func, spec = mark.call
-    told = ", ".join(["…" if isinstance(each, list) else f"{each:.6g}" for each in numbers])
-    calls.append((f"{_name(func)} of {told}", spec))
+    calls.append((f"{_name(func)} of {', '.join(map(_told, numbers))}", spec))
     return hash((lineage, number_token(numbers)))
 
 
@@ -144,6 +143,12 @@ def write_token(func: Callable[..., Any]) -> int:
         known = _name_token(func) if operator or in_place else 0
         _writes.store(func, known)
     return known
+
+
+def _told(number: Any) -> str:
+    if isinstance(number, list):
+        return f"[{', '.join(map(_told, number))}]"
+    return number if isinstance(number, str) else f"{number:.6g}"
 
 
 def token_with_numbers(

@@ -29,6 +29,7 @@ _SEQUENCES = frozenset({tuple, list, torch.Size})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 # These name where a tensor lies, which is another place on each rank.
 _PLACES = frozenset({"device", "generator"})
+_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia", "ipu", "mps", "meta")
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -86,9 +87,9 @@ def _is_hidden(tensor: Tensor) -> bool:
 
 
 def numbers_within(values: Iterable[Any], named: Mapping[str, Any]) -> list[Any]:
-    """Return the numbers among the arguments of a call, also those in slices and sequences.
+    """Return numbers, words and dtypes among the arguments of a call, also those in sequences.
 
-    A plain tensor without dims is one. Names of devices are none.
+    A plain tensor without dims is a number. Names of devices are left out.
 
     Args:
         values: the arguments by position.
@@ -102,6 +103,10 @@ def numbers_within(values: Iterable[Any], named: Mapping[str, Any]) -> list[Any]
         kind = type(value)
         if kind in _NUMBERS:
             found.append(value)
+        elif kind is torch.dtype:
+            found.append(str(value))
+        elif kind is str and not value.startswith(_DEVICES):
+            found.append(value)
         elif kind is slice:
             found.append(numbers_within((value.start, value.stop, value.step), {}))
         elif kind in _SEQUENCES:
@@ -114,8 +119,8 @@ def numbers_within(values: Iterable[Any], named: Mapping[str, Any]) -> list[Any]
 
 
 def number_token(numbers: Iterable[Any]) -> int:
-    """Return one number for some, in whatever order: the same in every process.
+    """Return one number for what `numbers_within` found, in any order: the same in every process.
 
-    In any order, since a call may come with its arguments by name, or as torch's parser names them.
+    A call may come with its arguments by name, or as torch's parser names them.
     """
     return sum(agreement.digest(repr(each)) for each in numbers)
