@@ -414,7 +414,7 @@ class FlatBuffer:
                 f"the parameters {names} are gathered in one buffer, and have several dtypes now: "
                 f"{sorted(map(str, dtypes))}. Convert all of them, or give them units of their own."
             )
-        # `model.to(...)` has moved all of them: the shard follows, and what was gathered is
+        # `nn.Module.to` has moved all of them: the shard follows, and what was gathered is
         # dropped.
         if dtypes != {self.shard.dtype} or leaves[0].device != self.shard.device:
             self._allocate()
