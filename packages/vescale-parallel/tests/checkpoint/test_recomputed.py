@@ -123,6 +123,7 @@ def held(rank: int, world_size: int) -> list[int]:
     return [held_after_forward(kind) for kind in (None, "selective", 2, "full", "1GB")]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_fewer_activations_are_held_from_forward_to_backward():
     everything, selective, every_other, full, ample = vescale_comm.simulate(1)(held)[0]
     hidden = 64 * 512 * 4
