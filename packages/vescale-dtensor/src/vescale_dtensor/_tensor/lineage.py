@@ -173,7 +173,8 @@ def token_with_numbers(
         told = {f"number {place}": value for place, value in enumerate(_flat(numbers))}
         if len(operands) <= _MOST_RESULTS:
             told |= {f"lineage {place}": each._lineage for place, each in enumerate(operands)}
-        note_numbers(target._spec.layout.mesh, _name(func), told)
+        if told:
+            note_numbers(target._spec.layout.mesh, _name(func), told)
         return token
     return hash((token, number_token(numbers))) if numbers else token
 
