@@ -120,24 +120,28 @@ def from_local(
             "global shape. Pass it as shape=."
         )
     given = None if shape is None else tuple(shape)
-    rest = _rest(run_check, grad_placements)
     order = None if stride is None else tuple(stride)
-    asked = Asked(local_tensor, wanted, given, order, rest=rest)
-    if is_asked_for(mesh, asked, run_check is True):
-        found = agreed_shape(mesh, asked)
-        given = found if given is None else given
-        if run_check is True:
-            take_over_replicated(local_tensor, mesh, wanted)
+    asked = Asked(local_tensor, wanted, given, order, rest=_rest(run_check, grad_placements))
+    given = _compared_shape(mesh, asked, run_check is True)
     made = from_agreed_local(
         local_tensor, mesh, wanted, shape=given, stride=stride, grad_placements=grad_placements
     )
     # Not without a mesh: the current one may be another the next time.
-    known = key is not None and device_mesh is not None and key in _even_specs
-    if known and is_settled(mesh, asked):
+    if device_mesh is not None and key in _even_specs and is_settled(mesh, asked):
         _settled_specs.store(key, made._spec)  # type: ignore[arg-type]
     if run_check == "sampled" and _has_whole_values(local_tensor, made):
         note_origin(made, sampled_digests(mesh, [local_tensor]))
     return made
+
+
+def _compared_shape(mesh: DeviceMesh, asked: Asked, check: bool) -> Shape | None:
+    """The global shape as far as it was passed or found; collective where ranks compare."""
+    found = None
+    if is_asked_for(mesh, asked, check):
+        found = agreed_shape(mesh, asked)
+        if check:
+            take_over_replicated(asked.local, mesh, asked.placements)
+    return found if asked.shape is None else asked.shape
 
 
 @lru_cache(maxsize=1024)
