@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from vescale_comm import as_group
 
 from vescale_parallel._errors import GraphError, MemoryPlanError
+from vescale_parallel._memory.program import Program
 from vescale_parallel._memory.simulated import profile
 from vescale_parallel._memory.traced import traced
 
@@ -134,8 +135,10 @@ def _direction(node: fx.Node) -> str:
     return "backward" if node.meta.get("again") else found
 
 
-def dependencies(module: fx.GraphModule) -> tuple[dict[fx.Node, set[fx.Node]], int]:
-    """What each node waits for, and what lives at most while the graph runs, in bytes.
+def dependencies(
+    module: fx.GraphModule,
+) -> tuple[dict[fx.Node, set[fx.Node]], int, Program]:
+    """What each node waits for, the most bytes that live at once, and the graph's program.
 
     A node waits for its arguments, for writers and readers of memory, and for earlier draws.
     Collectives are not made to wait for each other: who orders them says so.
@@ -155,7 +158,7 @@ def dependencies(module: fx.GraphModule) -> tuple[dict[fx.Node, set[fx.Node]], i
     # Of fx, also where a node takes the value of one that nothing is planned for.
     for node in nodes:
         waits[node] |= {one for one in node.all_input_nodes if one in waits}
-    return waits, profile(of.program, range(len(of.program))).peak
+    return waits, profile(of.program, range(len(of.program))).peak, of.program
 
 
 def needs(

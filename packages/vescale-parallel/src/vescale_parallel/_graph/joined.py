@@ -63,7 +63,7 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
     again = {one.names[0] for one in stored if _is_given_back(one)}
     made = placed(whole.graph_module, again)
     found = collectives(made.graph)
-    waits, _ = dependencies(made)
+    waits, *_ = dependencies(made)
     agreed(found, needs(found, waits))
     return whole.running(made)
 

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import fx
 
 from vescale_parallel._graph.collectives import collectives, dependencies, is_view, is_wait
-from vescale_parallel._graph.rearranged import Waits, copied
+from vescale_parallel._graph.emitted import Waits
+from vescale_parallel._graph.rearranged import copied
 
 
 def placed(module: fx.GraphModule, again: Collection[str]) -> fx.GraphModule:
@@ -32,7 +33,7 @@ def placed(module: fx.GraphModule, again: Collection[str]) -> fx.GraphModule:
     for one in gathers:
         if one.parameter in again and one.parameter != last:
             _gather_again(graph, one.start)
-    waits, _ = dependencies(made)
+    waits, *_ = dependencies(made)
     _sink(graph, waits)
     _hoist(graph, waits)
     graph.lint()

@@ -16,8 +16,10 @@ Buckets = tuple[tuple[int, ...], ...]
 """Indices of collectives: each tuple is one collective of the scheduled graph."""
 
 
-def early(agreed: Agreed) -> Order:
+def early(agreed: Agreed, *, ahead: bool = True) -> Order:
     """An order in which sums of gradients come as soon as they can, and gathers one earlier.
+
+    Without `ahead`, gathers come where they were: behind the sums of what was used before.
 
     In a traced step sums stand after the whole backward, and so after the collectives of tensor
     parallelism, which one order of all would make them wait for. They are those that nothing else
@@ -43,7 +45,7 @@ def early(agreed: Agreed) -> Order:
         for missing in waiting.values():
             missing.difference_update(new)
         new = [at for at, missing in waiting.items() if not missing]
-    return _prefetched(agreed, order)
+    return _prefetched(agreed, order) if ahead else tuple(order)
 
 
 def is_free(agreed: Agreed, at: int) -> bool:
@@ -53,10 +55,19 @@ def is_free(agreed: Agreed, at: int) -> bool:
 
 
 def _prefetched(agreed: Agreed, order: Sequence[int]) -> Order:
-    """Each gather of parameters behind the one before: it travels while that one is used."""
-    # Only those of parameters: others gather values that are not computed yet.
+    """Each gather of parameters behind the one before: it travels while that one is used.
+
+    The first one for the backward comes behind all that the forward and the loss wait for: before
+    them, it would have to live at the loss, where most else lives as well.
+    """
     gathers = [at for at in order if is_free(agreed, at)]
     following = dict(pairwise(gathers))
+    last = [at for at in order if agreed.entries[at].direction == "forward"][-1:]
+    for one, other in pairwise(gathers):
+        directions = agreed.entries[one].direction, agreed.entries[other].direction
+        if directions == ("forward", "backward") and order.index(last[0]) < order.index(other):
+            del following[one]
+            following[last[0]] = other
     found: list[int] = []
     done: set[int] = set()
     for at in order:
@@ -66,12 +77,23 @@ def _prefetched(agreed: Agreed, order: Sequence[int]) -> Order:
     return tuple(found)
 
 
-def by_size(agreed: Agreed, order: Order, caps: Mapping[int, int], *, exact: bool) -> Buckets:
+def by_size(
+    agreed: Agreed,
+    order: Order,
+    gathers: Mapping[int, int],
+    others: Mapping[int, int],
+    *,
+    exact: bool,
+) -> Buckets:
     """Merge neighbours of one kind, group and dtype, up to a number of bytes.
 
-    `caps`: these, by the number of members.
+    `gathers`, `others`: these, by the number of members; of gathers of parameters, and of the rest.
     """
-    return _merged(agreed, order, lambda at: _key(agreed.entries[at]), caps, exact=exact)
+
+    def cap(at: int) -> int:
+        return (gathers if is_free(agreed, at) else others)[agreed.entries[at].members]
+
+    return _merged(agreed, order, lambda at: _key(agreed.entries[at]), cap, exact=exact)
 
 
 def by_parameters(
@@ -113,7 +135,7 @@ def _merged(
     agreed: Agreed,
     order: Order,
     key_of: Callable[[int], object],
-    caps: Mapping[int, int] | None,
+    cap: Callable[[int], int] | None,
     *,
     exact: bool,
 ) -> Buckets:
@@ -128,7 +150,7 @@ def _merged(
         key, entry = key_of(at), agreed.entries[at]
         bucket = open_.get(key) if key is not None and _can_travel(entry, exact) else None
         size = sum(agreed.entries[one].bytes for one in bucket or ()) + entry.bytes
-        fits = caps is None or size <= caps[entry.members]
+        fits = cap is None or size <= cap(at)
         if bucket is not None and fits:
             free = all(is_free(agreed, one) for one in (*bucket, at))
             if free or _may_wait(agreed, order, place, bucket, at):

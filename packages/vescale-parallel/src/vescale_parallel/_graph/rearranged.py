@@ -15,17 +15,11 @@ import torch
 from torch import fx
 
 from vescale_parallel._common.torch_compat import FakeTensorMode
-from vescale_parallel._graph.collectives import (
-    Collective,
-    collectives,
-    is_view,
-    is_wait,
-    ops,
-)
+from vescale_parallel._graph.collectives import Collective, collectives, dependencies, ops
+from vescale_parallel._graph.emitted import Memory, Waits, emitted, overlapped
 from vescale_parallel._graph.planned import Buckets
 
 aten: Any = torch.ops.aten
-Waits = dict[fx.Node, set[fx.Node]]
 
 
 def copied(module: fx.GraphModule, waits: Waits) -> tuple[fx.GraphModule, Waits]:
@@ -44,16 +38,20 @@ def rearranged(
     buckets: Buckets,
     *,
     overlap: bool,
-    ahead_bytes: int,
-) -> fx.GraphModule:
-    """The graph with these collectives, started in this order.
+    ahead_bytes: int | None,
+    memory_bytes: int | None,
+) -> tuple[fx.GraphModule, int]:
+    """The graph with these collectives, started in this order, and the bytes of its peak.
 
     Args:
         module: the graph; it stays as it is.
         waits: what each of its nodes waits for.
         buckets: for each collective of the new graph, those of the old one, by index.
         overlap: start as early, and wait as late, as the order allows.
-        ahead_bytes: what may be under way before anything needs it.
+        ahead_bytes: what may be under way before anything needs it; None: a gather, and
+            reductions up to a fixed size.
+        memory_bytes: what may live at once; what is started early is started later, and what is
+            waited for late is waited for earlier, where more would live. None: no bound.
     """
     made, waits = copied(module, waits)
     found = collectives(made.graph)
@@ -69,16 +67,25 @@ def rearranged(
         # One chain of all collectives: backends match them by order, so every rank has to start
         # them in this one.
         waits[after].add(before)
-    run = _Overlapped(chain, waits, ahead_bytes) if overlap else _Emitted(waits)
-    steps = [node for node in sorted(place, key=place.__getitem__) if node in waits]
     # Sorting is stable, and a bucket stands where its last member does.
-    run.all_of(steps)
-    output = made.graph.output_node()
-    for node in run.order:
-        output.prepend(node)
+    steps = [node for node in sorted(place, key=place.__getitem__) if node in waits]
+    plain = emitted(waits, steps)
+    _put(made, plain)
+    _, peak, program = dependencies(made)
+    if overlap:
+        order, peak = overlapped(
+            chain, waits, steps, ahead_bytes, Memory(program, plain, memory_bytes)
+        )
+        _put(made, order)
     made.graph.lint()
     made.recompile()
-    return made
+    return made, peak
+
+
+def _put(module: fx.GraphModule, order: Iterable[fx.Node]) -> None:
+    output = module.graph.output_node()
+    for node in order:
+        output.prepend(node)
 
 
 def _merge(
@@ -194,103 +201,3 @@ def _parts(
         size = prod(one.shape) // divisor
         yield make(aten.slice.Tensor, whole, dim, start, start + size)
         start += size
-
-
-class _Emitted:
-    """Nodes in an order in which each comes after what it waits for."""
-
-    def __init__(self, waits: Waits) -> None:
-        self.waits = waits
-        self.order: list[fx.Node] = []
-        self.done: set[fx.Node] = set()
-
-    def all_of(self, nodes: Sequence[fx.Node]) -> None:
-        """Emit all, in this order as far as it goes."""
-        for node in nodes:
-            self.pull(node)
-
-    def pull(self, node: fx.Node) -> None:
-        """Emit a node after what it waits for; no recursion, as graphs are deep."""
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            if top in self.done:
-                stack.pop()
-                continue
-            missing = [one for one in self.waits[top] if one not in self.done]
-            if missing:
-                # By name: sets of nodes have the order of their addresses, which differs from rank
-                # to rank.
-                stack += sorted(missing, key=_name_of, reverse=True)
-            else:
-                stack.pop()
-                self.emit(top)
-
-    def emit(self, node: fx.Node) -> None:
-        """Put a node next."""
-        self.order.append(node)
-        self.done.add(node)
-
-
-def _name_of(node: fx.Node) -> str:
-    return node.name
-
-
-def _is_for_gather(node: fx.Node) -> bool:
-    """Whether a node only casts what is gathered."""
-    return getattr(node.meta.get("label"), "op", "") == "gather" and not is_wait(node)
-
-
-class _Overlapped(_Emitted):
-    """Starts as soon as they are ready, waits and views of what arrives only where needed."""
-
-    def __init__(
-        self, chain: Sequence[tuple[fx.Node, int]], waits: Waits, ahead_bytes: int
-    ) -> None:
-        super().__init__(waits)
-        self.chain, self.next = chain, 0
-        self.sizes = dict(chain)
-        self.under_way, self.ahead = 0, ahead_bytes
-
-    def all_of(self, nodes: Sequence[fx.Node]) -> None:
-        """Emit all, in this order as far as it goes."""
-        self.launch()
-        # Emitted only when something pulls them: a wait that stands early ends the overlap, and a
-        # view of its result asks for it.
-        late = [node for node in nodes if is_wait(node) or is_view(node)]
-        starts = self.sizes.keys() | {*late}
-        for node in nodes:
-            if node not in starts:
-                self.pull(node)
-                self.launch()
-        for node in nodes:
-            self.pull(node)
-
-    def launch(self) -> None:
-        """Emit the collectives that are next, while they are ready and not too much is sent."""
-        while self.next < len(self.chain):
-            node, size = self.chain[self.next]
-            if node in self.done:
-                self.next += 1
-                continue
-            # Readiness may differ between ranks, as their graphs do; the order does not, and that
-            # is what has to be alike.
-            ready = all(self._soon(one) for one in self.waits[node])
-            if not ready or (self.under_way and self.under_way + size > self.ahead):
-                return
-            self.pull(node)
-
-    def _soon(self, node: fx.Node) -> bool:
-        """Whether a node is there, or can be at little cost: a view, or a copy to be sent."""
-        if node in self.done:
-            return True
-        # What it costs to launch early is at most a copy of what is sent.
-        free = is_view(node) or node.target is aten.cat.default or _is_for_gather(node)
-        return free and all(self._soon(one) for one in self.waits[node])
-
-    def emit(self, node: fx.Node) -> None:
-        super().emit(node)
-        self.under_way += self.sizes.get(node, 0)
-        if is_wait(node):
-            given: Any = node.args[0]
-            self.under_way -= self.sizes.get(given, 0)

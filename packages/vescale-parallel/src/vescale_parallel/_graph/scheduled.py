@@ -15,12 +15,15 @@ from vescale_parallel._errors import GraphError
 from vescale_parallel._graph import planned
 from vescale_parallel._graph.agreed import Agreed, agreed
 from vescale_parallel._graph.collectives import Collective, collectives, dependencies, needs
-from vescale_parallel._graph.rearranged import Waits, rearranged
+from vescale_parallel._graph.emitted import Waits
+from vescale_parallel._graph.rearranged import rearranged
 
 Wanted = Literal["auto"] | Sequence[str | Sequence[str]] | None
 CAP_BYTES: Final = 25 * 2**20
 _SHARE: Final = 0.1  # of a bucket's time that latency may take
-_HALVINGS: Final = 6  # of what is in flight, and of buckets, where memory is short
+_NONE: Final = 1 << 62
+_DIVISORS: Final = ((1, 1), (4, 1), (16, 1), (_NONE, 1), (_NONE, 4), (_NONE, 16), (_NONE, _NONE))
+"""Of the sizes of buckets, where memory is short: of gathers, and of all others."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ def schedule(
     cap_bytes: int = CAP_BYTES,
     link: Link | None = None,
     overlap: bool = True,
-    ahead_bytes: int = 2 * CAP_BYTES,
-    memory_bytes: int | None = None,
+    ahead_bytes: int | None = None,
+    memory_bytes: int | Literal["traced"] | None = "traced",
     exact: bool = False,
 ) -> Schedule:
     """Merge and reorder the collectives of a graph. Collective: all ranks call it alike.
@@ -90,9 +93,13 @@ def schedule(
             where latency takes a tenth of the time.
         overlap: start early and wait late. Without it, merged collectives stand where the last of
             them stood.
-        ahead_bytes: of collectives that may be under way before anything needs them.
-        memory_bytes: what may live at most while the graph runs, without inputs: buckets, and what
-            is under way, are halved until it fits on all ranks.
+        ahead_bytes: of collectives that may be under way before anything needs them; None: one
+            gather ahead of what is in use, about a unit.
+        memory_bytes: what may live at most while the graph runs, without inputs. What is started
+            early is started later where more would live, and buckets are made smaller, those of
+            gathers first, until it fits on all ranks; at last, nothing is moved. "traced": as much
+            as the graph as it was takes, or the least that is found with something moved. None: any
+            number.
         exact: leave apart what is added up over three or more ranks in floating point.
 
     Raises:
@@ -100,31 +107,47 @@ def schedule(
         GraphError: on every rank, if no schedule fits into `memory_bytes`; collectives of an
             unknown kind; `buckets` that match nothing.
     """
-    if cap_bytes < 1 or ahead_bytes < 1:
-        raise GraphError(f"cap_bytes={cap_bytes}, ahead_bytes={ahead_bytes}: at least one byte")
+    _check_options(cap_bytes, ahead_bytes, memory_bytes)
     options: dict[str, object] = {"buckets": buckets, "cap_bytes": cap_bytes, "link": link}
     options |= {"overlap": overlap, "ahead_bytes": ahead_bytes, "exact": exact}
     options["memory_bytes"] = memory_bytes
     found, waits, before, fault = _seen(graph)
     known = agreed(found, needs(found, waits), fault, options)
-    order = planned.early(known) if overlap else tuple(range(len(known.entries)))
-    tried = []
-    for divisor in _divisors(memory_bytes):
-        cap = {
-            n: max(1, (_saturating(link, n) if link else cap_bytes) // divisor)
-            for n in {one.members for one in known.entries}
-        }
-        merged = _buckets(known, order, buckets if divisor == 1 else _smaller(buckets), cap, exact)
-        ahead = max(1, ahead_bytes // divisor)
-        made = rearranged(graph, waits, merged, overlap=overlap, ahead_bytes=ahead)
-        peak = dependencies(made)[1]
-        tried.append(_highest(peak))
-        if memory_bytes is None or tried[-1] <= memory_bytes:
-            return Schedule(made, known, merged, peak, before)
-    raise GraphError(
-        f"no schedule of the graph lives in {memory_bytes} bytes on all ranks: the least that was "
-        f"found is {min(tried)}, and the graph as it was takes {_highest(before)}"
-    )
+    orders = [tuple(range(len(known.entries)))]
+    if overlap:
+        orders = [planned.early(known), planned.early(known, ahead=False)]
+    bound = before if memory_bytes == "traced" else memory_bytes
+    best: Schedule | None = None
+    least = 0
+    tried = [
+        (one, overlap)
+        for one in _tried(known, orders, buckets, cap_bytes, link, exact, bound is not None)
+    ]
+    if isinstance(memory_bytes, int):
+        tried.append((tuple((at,) for at in range(len(known.entries))), False))
+    for merged, moved in tried:
+        made, peak = rearranged(
+            graph, waits, merged, overlap=moved, ahead_bytes=ahead_bytes, memory_bytes=bound
+        )
+        over = _highest(peak if bound is None else max(0, peak - bound))
+        if best is None or over < least:
+            best, least = Schedule(made, known, merged, peak, before), over
+        if bound is None or over == 0:
+            break
+    assert best is not None
+    if least and isinstance(memory_bytes, int):
+        raise GraphError(
+            f"no schedule of the graph lives in {memory_bytes} bytes on all ranks: the least that "
+            f"was found is {memory_bytes + least}, and the graph as it was takes {_highest(before)}"
+        )
+    return best
+
+
+def _check_options(cap_bytes: int, ahead_bytes: int | None, memory_bytes: object) -> None:
+    if cap_bytes < 1 or (ahead_bytes is not None and ahead_bytes < 1):
+        raise GraphError(f"cap_bytes={cap_bytes}, ahead_bytes={ahead_bytes}: at least one byte")
+    if isinstance(memory_bytes, str) and memory_bytes != "traced":
+        raise GraphError(f"memory_bytes={memory_bytes!r}: a number of bytes, 'traced', or None")
 
 
 def _seen(graph: fx.GraphModule) -> tuple[list[Collective], Waits, int, str]:
@@ -133,30 +156,53 @@ def _seen(graph: fx.GraphModule) -> tuple[list[Collective], Waits, int, str]:
     A fault is told to the others: they would wait for this rank's list.
     """
     try:
-        return collectives(graph.graph), *dependencies(graph), ""
+        return collectives(graph.graph), *dependencies(graph)[:2], ""
     except GraphError as error:
         return [], {}, 0, str(error)
 
 
+def _tried(
+    known: Agreed,
+    orders: Sequence[planned.Order],
+    wanted: Wanted,
+    cap_bytes: int,
+    link: Link | None,
+    exact: bool,
+    bounded: bool,
+) -> Iterator[planned.Buckets]:
+    """Buckets as they are wanted, and then, where memory is bounded, smaller and smaller ones."""
+    members = {one.members for one in known.entries}
+    most = sum(one.bytes for one in known.entries)
+    full = {n: min(most, _saturating(link, n) if link else cap_bytes) for n in members}
+    tried = []
+    order = orders[0]
+    for gathers, others in _DIVISORS if bounded else _DIVISORS[:1]:
+        caps = [{n: cap // by for n, cap in full.items()} for by in (gathers, others)]
+        merged = _buckets(known, order, wanted, caps, exact)
+        if merged not in tried:
+            tried.append(merged)
+            yield merged
+        # Buckets of the user's own cannot be halved: without them is what is left to try.
+        wanted = wanted if wanted == "auto" else None
+    # At last, nothing is gathered before what was used earlier is summed.
+    for order in orders[1:] if bounded else ():
+        yield tuple((at,) for at in order)
+
+
 def _buckets(
-    known: Agreed, order: planned.Order, wanted: Wanted, cap: dict[int, int], exact: bool
+    known: Agreed,
+    order: planned.Order,
+    wanted: Wanted,
+    caps: Sequence[dict[int, int]],
+    exact: bool,
 ) -> planned.Buckets:
     if wanted is None:
         return tuple((at,) for at in order)
     if isinstance(wanted, str):
         if wanted != "auto":
             raise GraphError(f"buckets={wanted!r}: 'auto', a list of modules or globs, or None")
-        return planned.by_size(known, order, cap, exact=exact)
+        return planned.by_size(known, order, caps[0], caps[1], exact=exact)
     return planned.by_parameters(known, order, wanted, exact=exact)
-
-
-def _smaller(wanted: Wanted) -> Wanted:
-    """Buckets of the user's own cannot be halved: without them is what is left to try."""
-    return wanted if wanted == "auto" else None
-
-
-def _divisors(memory_bytes: int | None) -> Iterator[int]:
-    return (1 << at for at in range(1 if memory_bytes is None else _HALVINGS + 1))
 
 
 def _saturating(link: Link, members: int) -> int:
