@@ -14,7 +14,7 @@ from tools.bench._train.model import Sizes, seeded
 from tools.bench._train.ours import PLAN_ZERO3
 from tools.bench._train.training import adamw
 
-CAP_BYTES, AHEAD_BYTES = 2 << 20, 16 << 20
+CAP_BYTES = 2 << 20
 
 
 class OnGraph:
@@ -39,7 +39,7 @@ class OnGraph:
         made = graph.train_step(model, lambda x, y: model(x, y), tokens, targets)
         made = made.with_optimizer(self.optimizer)
         if self.scheduled:
-            found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, ahead_bytes=AHEAD_BYTES)
+            found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, memory_bytes="traced")
             made = made.running(found.graph_module)
         if self.planned:
             made = made.running(memory.plan(made.graph_module, solver="rules", seconds=0).apply())

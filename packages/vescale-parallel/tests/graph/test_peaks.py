@@ -41,9 +41,9 @@ def scheduled(rank, world_size):
     adam = optim.AdamW(model.parameters(), 0.01)
     tokens = torch.randint(WORDS, (4, 6))
     whole = graph.train_step(model, lambda x: model(x), tokens).with_optimizer(adam)
-    bounded = graph.schedule(whole.graph_module)
+    bounded = graph.schedule(whole.graph_module, memory_bytes="traced")
     fitted = graph.schedule(whole.graph_module, memory_bytes=bounded.peak_before)
-    free = graph.schedule(whole.graph_module, memory_bytes=None)
+    free = graph.schedule(whole.graph_module)
     counted = 0
     given = whole.arguments(tokens)
     if rank == 0 and world_size == 1:

@@ -72,7 +72,7 @@ def schedule(
     link: Link | None = None,
     overlap: bool = True,
     ahead_bytes: int | None = None,
-    memory_bytes: int | Literal["traced"] | None = "traced",
+    memory_bytes: int | Literal["traced"] | None = None,
     exact: bool = False,
 ) -> Schedule:
     """Merge and reorder the collectives of a graph. Collective: all ranks call it alike.
