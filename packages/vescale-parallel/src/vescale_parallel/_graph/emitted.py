@@ -140,6 +140,8 @@ class _Emitted:
                 continue
             missing = [one for one in self.waits[top] if one not in self.done]
             if missing:
+                # By name: sets of nodes have the order of their addresses, which differs from rank
+                # to rank.
                 stack += sorted(missing, key=_name_of, reverse=True)
             else:
                 stack.pop()
@@ -180,6 +182,8 @@ class _Overlapped(_Emitted):
         """Emit all, in this order as far as it goes."""
         self.launch()
         self.updates = [node for node in nodes if _direction(node) == "update"]
+        # Emitted only when something pulls them: a wait that stands early ends the overlap, and a
+        # view of its result asks for it.
         late = [node for node in nodes if is_wait(node) or is_view(node)]
         rest = self.sizes.keys() | {*late, *self.updates}
         for node in nodes:
