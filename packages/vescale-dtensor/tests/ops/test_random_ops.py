@@ -85,3 +85,55 @@ def made(rank, world_size):
 
 def test_factories_that_torch_has_not():
     assert run(made, 4) == [True] * 4
+
+
+GAPS = {
+    "steps": lambda x: x[::2],
+    "column": lambda x: x[:, 1],
+    "half": lambda x: x.chunk(2, 1)[1],
+    "small": lambda x: x[::20, 1],
+    "rows": lambda x: x[4:20],
+    "turned": lambda x: x.mT,
+}
+FILLS = {
+    "normal_": lambda x: x.normal_(1.0, 0.5),
+    "uniform_": lambda x: x.uniform_(),
+    "exponential_": lambda x: x.exponential_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "bernoulli_": lambda x: x.bernoulli_(0.3),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "random_": lambda x: x.random_(7),
+}
+
+
+def gaps(rank, world_size):
+    mesh = device_mesh((2,), ("tp",))
+    refused = []
+    for view, of in GAPS.items():
+        for name, fill in FILLS.items():
+            for dim in (0, 1):
+                plain = torch.zeros(38, 4)
+                ours = vd.distribute_tensor(plain, mesh, [Shard(dim)])
+                torch.manual_seed(3)
+                fill(of(plain))
+                after = torch.get_rng_state()
+                torch.manual_seed(3)
+                try:
+                    fill(of(ours))
+                except vd.UnsupportedError as error:
+                    refused.append((view, name, dim, str(error)))
+                    continue
+                assert torch.equal(ours.full_tensor(), plain), (view, name, dim)
+                assert torch.equal(torch.get_rng_state(), after), (view, name, dim)
+    return refused
+
+
+def test_draws_into_memory_with_gaps_are_one_devices_or_refused():
+    first, second = run(gaps, 2)
+    assert first == second
+    words = [said for view, name, _, said in first if name == "normal_"]
+    assert any("with gaps in memory" in said for said in words)
+    # What is drawn one by one has one order; copies of views are refused by `written_views`.
+    assert {view for view, name, _, _ in first if name == "normal_"} <= {"steps", "column", "half"}
+    assert not [one for one in first if one[0] in ("small", "rows")]

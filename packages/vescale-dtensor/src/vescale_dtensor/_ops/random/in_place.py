@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import by_rule
+from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.executed import log_of, note_numbers, record_draw
 from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
@@ -19,6 +20,9 @@ from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signatu
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
+
+# So many elements of a `normal_` on CPU are drawn as one block, where memory has no gaps.
+_BLOCK = 16
 
 
 def _dropped(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
@@ -74,12 +78,35 @@ def _torch_dropout_(input: Tensor, p: float, train: bool) -> Tensor:
     return dropout(input, p, train, inplace=True)
 
 
+def _require_order(call: OpCall, drawn: Any) -> None:
+    """Refuse what one device draws in an order of its own: on CPU, in pairs where memory has gaps.
+
+    Raises:
+        UnsupportedError: on every rank, before anything is drawn.
+    """
+    target: Any = call.operands[0]
+    if (
+        isinstance(drawn, vescale_rng.Normal)
+        and target.device.type == "cpu"
+        and target.numel() >= _BLOCK
+        and target._spec.has_gaps
+    ):
+        raise UnsupportedError(
+            f"normal_ of a view of shape {tuple(target.shape)} with gaps in memory, as of every "
+            "second row: on one device torch draws it in another order than a tensor of its own, "
+            "which is not known over ranks. Draw a tensor of its own and copy it: "
+            "x[::2] = torch.randn_like(x[::2]), on one device as well where both are compared."
+        )
+
+
 def _filler(distribution: Any) -> Rule:
     """An in-place op that fills with draws of `distribution(*args, **kwargs)`."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         own = dict(kwargs)
         generator = own.pop("generator", None)
+        drawn = distribution(*args[1:], **own)
+        _require_order(context.call, drawn)
         if args[0].requires_grad:
             # Recorded: old values get no gradient, and autograd refuses a leaf, as on one device.
             args[0].zero_()
@@ -87,7 +114,7 @@ def _filler(distribution: Any) -> Rule:
             # Drawn by global index, into the memory of the shard: views of it see the numbers.
             filled: Tensor = vescale_rng.fill_(
                 args[0],
-                distribution(*args[1:], **own),
+                drawn,
                 draw_layout(context, args[0], generator),
                 generator=generator,
             )
