@@ -238,11 +238,7 @@ class Recorder(TorchFunctionMode):
             return self._python_value(func, name, value)
         check_text(name, self._watch.printing > 0)
         given = tensors_within((args, kwargs))
-        if not _STRIDED.issuperset(map(_layout, given)):
-            raise refused(
-                f"{name} of a tensor that is not strided (sparse, say), whose memory a recording "
-                "cannot tell apart. Call it outside, and pass what it gives"
-            )
+        _require_strided(name, given)
         constant = self._constants.holds(given)
         # The value follows from Python values that are guarded, so every replay would read the
         # same.
@@ -457,6 +453,14 @@ class Recorder(TorchFunctionMode):
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
         return any([n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes])
+
+
+def _require_strided(name: str, given: list[Tensor]) -> None:
+    if not _STRIDED.issuperset(map(_layout, given)):
+        raise refused(
+            f"{name} of a tensor that is not strided (sparse, say), whose memory a recording "
+            "cannot tell apart. Call it outside, and pass what it gives"
+        )
 
 
 def _is_step(func: Callable[..., Any], name: str, result: Any) -> bool:

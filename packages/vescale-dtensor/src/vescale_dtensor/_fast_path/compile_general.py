@@ -99,11 +99,7 @@ def compile_general(
             known = OpCall.known(func, args, kwargs, operands, masks is not None)
             found = local(LocalContext(known, plan), values, named)
         if writes:
-            after_mutation(operands[0])
-            written = write_token(original)
-            if log.samples:
-                written = token_with_numbers(operands[0], written, original, args, kwargs)
-            toggle(operands[0], written)
+            _note_write(operands[0], original, log.samples, args, kwargs)
             return operands[0]
         if single:
             ours = [operand for operand in operands if type(operand) is DTensor]
@@ -130,6 +126,16 @@ def compile_general(
         return results
 
     return run
+
+
+def _note_write(
+    target: Any, original: Callable[..., Any], samples: bool, args: Any, kwargs: dict[str, Any]
+) -> None:
+    after_mutation(target)
+    written = write_token(original)
+    if samples:
+        written = token_with_numbers(target, written, original, args, kwargs)
+    toggle(target, written)
 
 
 def _local_arguments(value: Any, operands: list[Any], masks: Iterator[int] | None) -> Any:

@@ -117,14 +117,36 @@ def schedule(
     if overlap:
         orders = [planned.early(known), planned.early(known, ahead=False)]
     bound = before if memory_bytes == "traced" else memory_bytes
-    best: Schedule | None = None
-    least = 0
     tried = [
         (one, overlap)
         for one in _tried(known, orders, buckets, cap_bytes, link, exact, bound is not None)
     ]
     if isinstance(memory_bytes, int):
         tried.append((tuple((at,) for at in range(len(known.entries))), False))
+    best, least = _least(graph, known, waits, before, tried, ahead_bytes, bound)
+    if least and isinstance(memory_bytes, int):
+        raise GraphError(
+            f"no schedule of the graph lives in {memory_bytes} bytes on all ranks: the least that "
+            f"was found is {memory_bytes + least}, and the graph as it was takes {_highest(before)}"
+        )
+    return best
+
+
+def _least(
+    graph: fx.GraphModule,
+    known: Agreed,
+    waits: Waits,
+    before: int,
+    tried: Sequence[tuple[planned.Buckets, bool]],
+    ahead_bytes: int | None,
+    bound: int | None,
+) -> tuple[Schedule, int]:
+    """The first schedule within the bound, or the one that passes it least; and by how much.
+
+    Collective: all ranks take the same one.
+    """
+    best: Schedule | None = None
+    least = 0
     for merged, moved in tried:
         made, peak = rearranged(
             graph, waits, merged, overlap=moved, ahead_bytes=ahead_bytes, memory_bytes=bound
@@ -135,12 +157,7 @@ def schedule(
         if bound is None or over == 0:
             break
     assert best is not None
-    if least and isinstance(memory_bytes, int):
-        raise GraphError(
-            f"no schedule of the graph lives in {memory_bytes} bytes on all ranks: the least that "
-            f"was found is {memory_bytes + least}, and the graph as it was takes {_highest(before)}"
-        )
-    return best
+    return best, least
 
 
 def _check_options(cap_bytes: int, ahead_bytes: int | None, memory_bytes: object) -> None:
