@@ -140,7 +140,7 @@ def test_a_wait_says_the_op_the_shape_and_the_users_line(blocked):
 
 
 def test_ranks_are_written_as_ranges():
-    assert compact((0, 1, 2, 5, 7, 8)) == "0-2,5,7,8"
+    assert compact((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7, 8"
     assert compact((3,)) == "3"
-    assert compact((2, 1, 0)) == "2,1,0"
+    assert compact((2, 1, 0)) == "2, 1, 0"
     assert compact(()) == ""
