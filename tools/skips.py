@@ -40,7 +40,7 @@ NATURE = (
     r"there is no kernel for it",
     r"torch itself cannot draw it: .*",
     r"(PARITY\.md was written for|the table is of) another torch.*",
-    r"the README's table is of torch \d.*",
+    r"the guide's table is of torch \d.*",
 )
 # What other sessions run: `models`, `remote`, `frameworks`, `ecosystem` and `kernels_interpret`.
 MODELS = (r"transformers is not installed",)

@@ -10,22 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.docs.sources import ABOUT, GUIDES, write
+from tools.docs.sources import ABOUT, GUIDES, guides, write
 from tools.packages import PACKAGES, ROOT
 
 OUT = ROOT / "runs" / "docs"
 
 
 def navigation(targets: Sequence[str]) -> list[dict[str, Any]]:
-    """The menu: guides, packages with their tables and changelogs, reference, and the rest."""
+    """The menu: guides, packages with guides, tables and changelogs, reference, and the rest."""
     packages, names = [], []
     for package in PACKAGES:
         own = f"packages/{package.short}"
         more = [one for one in targets if one.startswith(f"{own}-")]
         titles = [{one.removeprefix(f"{own}-").removesuffix(".md").upper(): one} for one in more]
-        packages.append({package.name: [{"Guide": f"{own}.md"}, *titles]})
-        below = [one for one in targets if one.startswith(f"reference/{package.short}/")]
-        names.append({package.name: below})
+        below = [{"Overview": f"{own}.md"}, *guides(package), *titles]
+        packages.append({package.name: below})
+        pages = [one for one in targets if one.startswith(f"reference/{package.short}/")]
+        names.append({package.name: pages})
     return [
         {"veScale": "index.md"},
         {"Guides": [{title: target} for title, target in GUIDES.items()]},

@@ -75,6 +75,17 @@ def pages() -> Iterator[Page]:
             yield Page(f"guides/{path.name}", path.read_text(), path)
 
 
+def guides(package: Package) -> list[dict[str, str]]:
+    """The pages of a package's docs/ for the menu, by title; without those that GUIDES has."""
+    found = []
+    for path in sorted(package.folder.glob("docs/*.md")):
+        title = path.read_text().partition("\n")[0].removeprefix("# ")
+        target = f"guides/{path.name}"
+        if target not in GUIDES.values():
+            found.append({title.replace("`", ""): target})
+    return found
+
+
 def before(text: str, heading: str) -> str:
     """The part of a text above a heading, which must be there."""
     head, mark, _ = text.partition(f"{heading}\n")

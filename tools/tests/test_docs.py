@@ -6,7 +6,18 @@ import sys
 
 import pytest
 
-from tools.docs.sources import ABOUT, GUIDES, PAGES, Page, linked, public_modules, section, write
+from tools.docs.sources import (
+    ABOUT,
+    GUIDES,
+    PAGES,
+    Page,
+    guides,
+    linked,
+    public_modules,
+    section,
+    write,
+)
+from tools.links import with_links
 from tools.packages import PACKAGES, ROOT, find
 
 BLOCK = re.compile(r"^```python\n(.*?)^```(?:[^`]*?^```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
@@ -15,6 +26,18 @@ PROGRAMS = [
     for path in sorted(PAGES.glob("*.md"))
     for at, (code, said) in enumerate(BLOCK.findall(path.read_text()))
 ]
+# What is read in the repository; the site's own pages link to pages, which mkdocs checks.
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", ".github/*.md", "packages/*/*.md", "packages/*/docs/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def anchors(text):
+    """The headings of a document, as GitHub names them in links."""
+    heads = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize(("code", "said"), PROGRAMS)
@@ -60,3 +83,23 @@ def test_the_reference_names_every_public_name():
     assert {*ours.names} == public
     assert ours.foreign["DeviceMesh"].startswith("torch.distributed")
     assert "vescale_dtensor.rules" in modules
+
+
+def test_guides_of_packages_have_names_of_their_own_and_a_place_in_the_menu():
+    names = [path.name for package in PACKAGES for path in package.folder.glob("docs/*.md")]
+    assert names
+    assert len(names) == len({*names})
+    listed = {target for package in PACKAGES for one in guides(package) for target in one.values()}
+    assert {f"guides/{name}" for name in names} <= listed | {*GUIDES.values()}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_of_documents_lead_to_files_and_headings(page):
+    def led(match, path, section):
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), match[0]
+        if section and there.suffix == ".md":
+            assert section.removeprefix("#") in anchors(there.read_text()), match[0]
+        return match[0]
+
+    with_links(page.read_text(), led)

@@ -1,4 +1,4 @@
-"""The table of refusals in the README is what capture refuses: each row has functions that show it.
+"""The table of refusals in the guide is what capture refuses: each row has functions that show it.
 
 The second time at the latest, calling the captured function raises a `CaptureError` with the words
 of its row.
@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "capture.md").read_text()
 
 
 def with_backward_hook():
@@ -424,8 +424,8 @@ def table():
     return head + "\n".join(map(str, ROWS)) + "\n"
 
 
-def test_the_readme_has_the_table():
-    assert table() in README, table()
+def test_the_guide_has_the_table():
+    assert table() in GUIDE, table()
 
 
 def refusals():

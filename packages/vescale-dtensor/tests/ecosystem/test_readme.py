@@ -1,4 +1,4 @@
-"""The examples of the README run as scripts and print what the README says."""
+"""The examples of the README and its guides run as scripts and print what is said there."""
 
 import re
 import subprocess
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, flags=re.DOTALL)
+PACKAGE = Path(__file__).parents[2]
+GUIDES = [page for page in sorted(PACKAGE.glob("docs/*.md")) if page.stem != "adding-an-operator"]
+PAGES = [page.read_text() for page in (PACKAGE / "README.md", *GUIDES)]  # that one has own tests
+EXAMPLE = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", flags=re.DOTALL)
+EXAMPLES = [example for page in PAGES for example in EXAMPLE.findall(page)]
 
 
 def test_every_example_has_its_output():
-    assert len(EXAMPLES) == README.count("```python")
+    assert len(EXAMPLES) == sum(page.count("```python") for page in PAGES) > 4
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))

@@ -88,7 +88,7 @@ def test_it_is_a_warning_of_the_packages_logger():
 
 
 INDICES, TARGETS = torch.tensor([1, 2]), torch.tensor([1, 2, 0, 5])
-# Rows of the README's table: call, layout of the operand, layout here, layout in torch.
+# Rows of the table in docs/from-torch.md: call, layout of the operand, layout here, in torch.
 TABLE = {
     "softmax": (lambda x: x.softmax(1), Shard(1), Shard(1), Replicate()),
     "cumsum": (lambda x: x.cumsum(0), Shard(0), Shard(0), Replicate()),
@@ -131,6 +131,6 @@ def tabulate(rank, world_size):
     assert gradients_of(stock, mesh) == ((stock.Partial(),), (stock.Replicate(),))
 
 
-@pytest.mark.skipif("2.13" not in torch.__version__, reason="the README's table is of torch 2.13")
+@pytest.mark.skipif("2.13" not in torch.__version__, reason="the guide's table is of torch 2.13")
 def test_the_table_of_what_lies_otherwise():
     run(tabulate, 2)

@@ -175,10 +175,10 @@ def _wrappers(value: Any) -> list[DTensor]:
 def layout_differences() -> Iterator[list[str]]:
     """Tell where `to_local()` gives another part of a tensor than torch.distributed.tensor would.
 
-    Some results lie otherwise here than there (see the README's table), so that a program which
-    goes on with local tensors computes something else. In the block, each place where it takes such
-    a local tensor is told once, by a warning of the logger `vescale_dtensor`, with the call from
-    which on layouts differ. What torch refuses, or has no rule for, is not compared.
+    Some results lie otherwise here than there (docs/from-torch.md has the table), so that a program
+    which goes on with local tensors computes something else. In the block, each place where it
+    takes such a local tensor is told once, by a warning of the logger `vescale_dtensor`, with the
+    call from which on layouts differ. What torch refuses, or has no rule for, is not compared.
 
     Every call is planned twice, so this is for the first steps of a program that moves over.
     Nothing is sent for it, and random numbers stay as they are.
