@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import timm
 import torch
 from ecosystem_models import classifier, points
 from ecosystem_runs import Found, Run, parameters
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 from torch.nn import functional as F
 
 PACKAGES = ("timm",)
 
 
-def steps(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+def steps(
+    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, curved: bool = False
+) -> list[float]:
     losses = []
     for _ in range(3):
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward(create_graph=curved)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -49,7 +52,23 @@ def with_optimizer(name: str, **options: Any) -> Any:
         features, classes = zip(*points(), strict=True)
         x, y = torch.stack(features), torch.tensor(classes)
         torch.manual_seed(6)
-        return {"losses": steps(model, optimizer, x, y), **parameters(model)}
+        curved = name == "adahessian"  # which looks at second derivatives
+        return {"losses": steps(model, optimizer, x, y, curved), **parameters(model)}
+
+    return case
+
+
+def with_each(names: Sequence[str]) -> Any:
+    """A case of many optimizers, one after the other."""
+
+    def case(run: Run) -> Found:
+        # kron compiles its update for minutes; what is compared does not depend on that.
+        torch.compiler.set_stance("force_eager")
+        try:
+            found = {name: with_optimizer(name)(run) for name in names}
+        finally:
+            torch.compiler.set_stance("default")
+        return {f"{name}: {key}": one for name in names for key, one in found[name].items()}
 
     return case
 
@@ -60,11 +79,29 @@ NAMES = (
     "lion", "lookahead_adam", "madgrad", "mars", "muon", "nadamw", "novograd", "radam", "sgdp",
     "sgdw",
 )  # fmt: skip
+# Each of these is one case, all the rest are two: what orthogonalises, and what does not.
+OTHERS = [
+    name
+    for name in list_optimizers()
+    # Other people's kernels: those of bitsandbytes have a file here, those of apex need CUDA.
+    if name not in (*NAMES, "adahessian") and not name.startswith(("bnb", "fused"))
+]
+MUONS = [name for name in OTHERS if "muon" in name]
 # Orthogonalised in bfloat16, by iterations that amplify what they round.
-LIMITS = {"optimizer muon": 2e-2, "ResNet": 1e-3}  # norms over six rows amplify it, too
-NOTES = ("kron has not been tried here: its first step is compiled for a minute",)
+LIMITS = {"optimizer muon": 2e-2, "optimizers with Muon": 2e-2}
+LIMITS |= {"ResNet": 1e-3}  # norms over six rows amplify it, too
+LIMITS |= {"optimizer adahessian": 1e-3}  # as divisions by curvatures that are next to nothing
+REFUSED = {
+    ("optimizer adahessian", "dp=4, zero=3"): "it differentiates gradients "
+    "(create_graph=True), which is refused of parameters that zero shards; take zero=0"
+}
 CASES = {
     "vision transformer": of_images("vit_tiny_patch16_224", **VIT, drop_rate=0.1),
     "ResNet": of_images("resnet10t"),
     **{f"optimizer {name}": with_optimizer(name) for name in NAMES},
+    "optimizer adahessian": with_optimizer("adahessian"),
+    "optimizers with Muon": with_each(MUONS),
+    f"{len(OTHERS) - len(MUONS)} optimizers more": with_each(
+        [name for name in OTHERS if name not in MUONS]
+    ),
 }

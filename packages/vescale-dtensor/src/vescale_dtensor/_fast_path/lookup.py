@@ -26,6 +26,7 @@ from vescale_dtensor._autograd.local_use import join_hidden_node, local_outside_
 from vescale_dtensor._autograd.redistribution_cache import cached_total
 from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.dispatch import dispatch
+from vescale_dtensor._dispatch.foreign import is_for_others
 from vescale_dtensor._dispatch.registry import constants, handlers, rule_for, scalar_agnostic
 from vescale_dtensor._fast_path.cache import (
     GRAD_IDLE,
@@ -77,6 +78,8 @@ def torch_function(
     """
     # Observers and modes have to see each call, and compiled calls do not notify them.
     if observers or is_compiling() or dispatch_modes():
+        if len(types) > 1 and is_for_others(types, args, kwargs):
+            return NotImplemented
         return _uncompiled(func, args, kwargs or {})
     if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
         first, second = args
@@ -112,6 +115,8 @@ def torch_function(
             table = GRAD_IDLE
         compiled = table.get((func, first._spec, second._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first, second)
+    if len(types) > 1 and is_for_others(types, args, kwargs):
+        return NotImplemented  # torch asks the other class
     if not args or type(args[0]) is not DTensor:
         return _call_of_plain(_general_call, func, args, kwargs or {})
     if len(args) == 1 and not kwargs:
