@@ -13,7 +13,7 @@ __version__ arange before_backward capture distribute_module distribute_tensor e
 gathered gradient_total half_sums init_device_mesh joint joint_stored keep_gradient
 layout_differences linspace local_leaf local_leaves local_map logspace normal ones op_support rand
 randint randn randperm reduce_gradients register_rule release_kept_gradient separate_memory
-set_gradient_reducer strict sum_whole visualize written_unseen zeros
+sequence_attention set_gradient_reducer strict sum_whole visualize written_unseen zeros
 """
 # Of DTensor, beyond what every tensor has.
 METHODS = """

@@ -58,6 +58,7 @@ from vescale_dtensor._layout.placements import (
 )
 from vescale_dtensor._ops.families import install as _install_rules
 from vescale_dtensor._ops.tensor.memory_identity import separate_memory
+from vescale_dtensor._planning.attention_way import sequence_attention
 from vescale_dtensor._redistribute.half_sums import half_sums
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._version import __version__
@@ -125,6 +126,7 @@ __all__ = [
     "register_rule",
     "release_kept_gradient",
     "separate_memory",
+    "sequence_attention",
     "set_gradient_reducer",
     "strict",
     "sum_whole",

@@ -13,6 +13,7 @@ from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
 from torch.overrides import has_torch_function_unary
 from vescale_rng import policy
 
+from vescale_dtensor._planning.attention_way import attention_way
 from vescale_dtensor._redistribute.half_sums import half_sums_mode
 from vescale_dtensor._torch.compat import any_autocast, entered_mesh
 
@@ -35,6 +36,7 @@ class GlobalState(NamedTuple):
         policy: of vescale_rng.
         mesh: the one that was entered by `with mesh:`.
         half_sums: how ranks add half-precision tensors.
+        attention: how ranks share attention of sharded sequences.
     """
 
     grad: bool
@@ -45,6 +47,7 @@ class GlobalState(NamedTuple):
     policy: str
     mesh: Any
     half_sums: str
+    attention: str
 
 
 def global_state() -> tuple[Any, ...]:
@@ -60,6 +63,7 @@ def global_state() -> tuple[Any, ...]:
         policy(),
         entered_mesh(),
         half_sums_mode(),
+        attention_way(),
     )
 
 

@@ -25,6 +25,8 @@ handlers: dict[Any, Callable[..., Any]] = {}
 constants: set[Any] = set()
 # Functions whose rule reads no numbers: a learning rate must not become part of a key.
 scalar_agnostic: set[Any] = set()
+# Functions whose rule reads how ranks share attention: that becomes part of a key.
+reads_way: set[Any] = set()
 # Functions with a handler that are no operation on data, so that no rule could answer for them.
 not_operators: set[Any] = set()
 # Every cache of plans or compiled calls subscribes with the function that empties it.
@@ -77,13 +79,17 @@ def install(
 
 
 def _store_rule(func: Callable[..., Any], rule: Rule) -> None:
-    """Store a rule and whether it reads numbers."""
+    """Store a rule, and whether it reads numbers and the way of attention."""
     _rules[func] = rule
     variants = (rule,) if rule.writing is None else (rule, rule.writing)
     if any(variant.reads & Reads.NUMBERS for variant in variants):
         scalar_agnostic.discard(func)
     else:
         scalar_agnostic.add(func)
+    if any(variant.reads & Reads.ATTENTION_WAY for variant in variants):
+        reads_way.add(func)
+    else:
+        reads_way.discard(func)
 
 
 def rule_for(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Rule | None:

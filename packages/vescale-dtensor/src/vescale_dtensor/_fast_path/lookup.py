@@ -27,7 +27,13 @@ from vescale_dtensor._autograd.redistribution_cache import cached_total
 from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.foreign import is_for_others
-from vescale_dtensor._dispatch.registry import constants, handlers, rule_for, scalar_agnostic
+from vescale_dtensor._dispatch.registry import (
+    constants,
+    handlers,
+    reads_way,
+    rule_for,
+    scalar_agnostic,
+)
 from vescale_dtensor._fast_path.cache import (
     GRAD_IDLE,
     GRAD_RECORDED,
@@ -48,6 +54,7 @@ from vescale_dtensor._fast_path.keys import (
     kinds_within,
 )
 from vescale_dtensor._layout.executed import calls
+from vescale_dtensor._planning.attention_way import attention_way
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
@@ -300,6 +307,8 @@ def _general_call(
         # mark what they make as the Function's possible outputs.
         return _uncompiled(func, args, kwargs)
     key: list[Any] = [func]
+    if func in reads_way:
+        key.append(attention_way())
     operands: list[DTensor] = []
     # Where the rule reads no numbers, one entry serves all values of a number.
     exact = func not in scalar_agnostic

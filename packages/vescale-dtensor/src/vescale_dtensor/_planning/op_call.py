@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._layout.spec import order_of
+from vescale_dtensor._planning.attention_way import attention_way
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -33,6 +34,8 @@ class Reads:
     """Global shapes."""
     BROADCAST_PATTERN = 4
     """Which extents are one and which are equal, if shapes differ; not the extents themselves."""
+    ATTENTION_WAY = 8
+    """How ranks share attention of sharded sequences; see `sequence_attention`."""
 
 
 class OpCall:
@@ -68,6 +71,8 @@ class OpCall:
         )
         # A recorded call may need another strategy: of some partial values there is no gradient.
         found.append(self.differentiable)
+        if reads & Reads.ATTENTION_WAY:
+            found.append(attention_way())
         if reads & Reads.SHAPES:
             found.append(self.shapes())
         elif self._has_order():

@@ -20,12 +20,10 @@ from vescale_dtensor._layout.placements import Replicate, Shard, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
-from vescale_dtensor._ops.nn.attention_exchange import (
-    exchange_candidates,
-    exchanged,
-    exchanged_axes,
-)
+from vescale_dtensor._ops.nn.attention_exchange import exchanged, exchanged_axes
+from vescale_dtensor._ops.nn.attention_ring import in_ring
 from vescale_dtensor._ops.nn.attention_rows import causal, causal_mask, rows_of
+from vescale_dtensor._ops.nn.attention_ways import Shared, shared_way
 from vescale_dtensor._planning import (
     AxisStrategy,
     Dims,
@@ -73,21 +71,21 @@ def _attention(call: OpCall) -> Strategy | None:
             return None
         names = (*output[:-1], "s")[len(output) - mask.ndim :]
         letters.append(tuple(n if mask.shape[i] != 1 else None for i, n in enumerate(names)))
+    # Shapes that broadcast have rows or heads of one, which are nobody's to exchange.
+    plain = query.ndim == 4 and not _broadcasts(call)
+    way = shared_way(call, letters) if plain else Shared((), in_ring=False)
     # Linear in the value; not declared, since dropout would have to draw one mask for all partials.
     # Grouped heads are sharded by `axis_candidates`, which keep them with their key heads.
     strategy = Signature(
         tuple(letters),
         (output,),
         unshardable=frozenset("sefhg"),
-        local=_local,
+        local=_in_ring if way.in_ring else _local,
         specialize=_specialized,
     ).strategy()
     if grouped and (not given.get("enable_gqa") or query.shape[1] % key.shape[1]):
         return None  # the fallback raises torch's error on every rank
-    # Shapes that broadcast have rows or heads of one, which are nobody's to exchange.
-    plain = query.ndim == 4 and not _broadcasts(call)
-    offers = [exchange_candidates(call, letters)] if plain else []
-    offers += [_head_candidates(call, letters)] if grouped else []
+    offers = [way.candidates, _head_candidates(call, letters) if grouped else ()]
     rows = tuple(sum(each, ()) for each in zip(*filter(None, offers), strict=True))
     return replace(strategy, axis_candidates=rows)
 
@@ -147,6 +145,15 @@ def _local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     given = by_name(_NAMES, args, kwargs)
     axes = exchanged_axes(context)
     return exchanged(context, axes, given, _of_heads) if axes else _of_heads(context, given)
+
+
+def _in_ring(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    given = by_name(_NAMES, args, kwargs)
+    axes = exchanged_axes(context)
+    if not axes:
+        return _of_heads(context, given)
+    _round_as_autocast(given)
+    return in_ring(context, axes, given, _heads_looked_at(context))
 
 
 def _of_heads(context: LocalContext, given: dict[str, Any]) -> Tensor:
@@ -236,17 +243,26 @@ def _with_dropout(context: LocalContext, given: dict[str, Any], rows: Intervals 
 
     In single precision at least, as torch writes it out itself; autocast rounds what goes in.
     """
+    own = _round_as_autocast(given)
+    given |= {name: to_opmath(given[name]) for name in _floats(given)}
+    with autocast_off(given["query"].device.type):
+        return _written_out(context, given, rows).to(own)
+
+
+def _round_as_autocast(given: dict[str, Any]) -> torch.dtype:
+    """Cast what goes in as autocast does for the fused op; returns the dtype of the result."""
     query = given["query"]
-    own = query.dtype
-    floats = [name for name in _NAMES[:4] if _is_float(given.get(name))]
+    own: torch.dtype = query.dtype
     if any_autocast():
-        # Autocast decides for the fused op; asked of a tiny one, as it would widen parts of it.
+        # Asked of a tiny one, as it would widen parts of it.
         one = torch.zeros(1, 1, 1, 1, dtype=own, device=query.device)
         own = result_dtype(F.scaled_dot_product_attention, one, one, one)
-        given |= {name: given[name].to(own) for name in floats}
-    given |= {name: to_opmath(given[name]) for name in floats}
-    with autocast_off(query.device.type):
-        return _written_out(context, given, rows).to(own)
+        given |= {name: given[name].to(own) for name in _floats(given)}
+    return own
+
+
+def _floats(given: dict[str, Any]) -> list[str]:
+    return [name for name in _NAMES[:4] if _is_float(given.get(name))]
 
 
 def _is_float(value: Any) -> bool:
@@ -296,5 +312,7 @@ def _weights_layout(context: LocalContext) -> tuple[Layout, Shape]:
 
 
 RULES = {
-    F.scaled_dot_product_attention: Rule("attention", _attention, Reads.NUMBERS | Reads.SHAPES)
+    F.scaled_dot_product_attention: Rule(
+        "attention", _attention, Reads.NUMBERS | Reads.SHAPES | Reads.ATTENTION_WAY
+    )
 }

@@ -41,7 +41,7 @@ class _Shaped(NamedTuple):
 
 
 def exchange_candidates(
-    call: OpCall, letters: Sequence[Dims]
+    call: OpCall, letters: Sequence[Dims], *, free: bool = False
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
     """For each mesh axis, the candidate that exchanges rows for heads; none where it cannot be.
 
@@ -51,20 +51,18 @@ def exchange_candidates(
     Args:
         call: of query, key and value, of four dims each, and perhaps a mask.
         letters: of its operands.
+        free: whether it is to be taken whatever it costs.
     """
     query, key, value = call.operands[:3]
-    layouts = [one._spec.layout for one in (query, key, value) if isinstance(one, DTensor)]
     # Each head of a mask that has some would have to follow its head of the query.
     mask_has_heads = any(len(dims) > 2 and dims[-3] is not None for dims in letters[3:])
-    if len(layouts) < 3 or mask_has_heads:
+    sizes, lies = shared_rows(call)
+    if mask_has_heads or not lies:
         return ()
-    sizes = layouts[0].sizes
-    lies = [[layout.placements[axis] for layout in layouts] for axis in range(len(sizes))]
-    axes = [axis for axis, placements in enumerate(lies) if _shares_rows(placements)]
-    heads = _head_axes(layouts)
-    if heads is None or not axes:
+    heads = _head_axes([one._spec.layout for one in (query, key, value)])  # type: ignore[attr-defined]
+    if heads is None:
         return ()
-    repeats = _repeats(query.shape[_HEADS], key.shape[_HEADS], _ranks(sizes, {*axes, *heads}))
+    repeats = _repeats(query.shape[_HEADS], key.shape[_HEADS], _ranks(sizes, {*lies, *heads}))
     # Each rank repeats the key heads that it has, so there have to be as many everywhere.
     if not repeats or key.shape[_HEADS] % _ranks(sizes, heads):
         return ()
@@ -76,10 +74,10 @@ def exchange_candidates(
     sent = (asked, keys * repeats, values * repeats, result)
 
     # Of the query's bytes, since those are in another unit.
-    mask = asked * _mask_share(call)
+    mask = asked * mask_share(call)
 
     def candidate(axis: int) -> AxisStrategy:
-        rows = lies[axis][0]
+        rows = lies[axis]
         masks = (_REPLICATE,) * (len(call.operands) - 3)
         bytes_ = sum(axis_cost(rows, Shard(_HEADS), size, sizes[axis]) for size in sent)
         return AxisStrategy(
@@ -87,13 +85,29 @@ def exchange_candidates(
             (rows,),
             fixed_placement=True,
             # What gathered keys would have a rank keep is no part of what this way costs.
-            local_bytes=max(0.0, bytes_ - mask / sizes[axis]),
+            local_bytes=0.0 if free else max(0.0, bytes_ - mask / sizes[axis]),
         )
 
-    return tuple((candidate(axis),) if axis in axes else () for axis in range(len(sizes)))
+    return tuple((candidate(axis),) if axis in lies else () for axis in range(len(sizes)))
 
 
-def _mask_share(call: OpCall) -> float:
+def shared_rows(call: OpCall) -> tuple[tuple[int, ...], dict[int, Sharded]]:
+    """The sizes of the mesh, and by which placement its axes share rows of query, key and value.
+
+    Only axes that shard the rows of all three alike.
+    """
+    layouts = [one._spec.layout for one in call.operands[:3] if isinstance(one, DTensor)]
+    sizes = layouts[0].sizes if layouts else ()
+    found: dict[int, Sharded] = {}
+    for axis in range(len(sizes)) if len(layouts) == 3 else ():
+        placements = {layout.placements[axis] for layout in layouts}
+        for one in placements:
+            if len(placements) == 1 and isinstance(one, Sharded) and _is_rows(one):
+                found[axis] = one
+    return sizes, found
+
+
+def mask_share(call: OpCall) -> float:
     """How large a causal mask of all rows is beside the query; 0 where none is made.
 
     Where keys are gathered each rank keeps a mask of its rows for its backward, which of long
@@ -198,10 +212,6 @@ def _head_axes(layouts: Sequence[Layout]) -> set[int] | None:
             elif isinstance(one, Sharded) and _HEADS in one.cut_dims():
                 return None
     return found
-
-
-def _shares_rows(placements: Sequence[Placement]) -> bool:
-    return _is_rows(placements[0]) and all(one == placements[0] for one in placements)
 
 
 def _is_rows(placement: Placement) -> bool:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.intervals import Intervals
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.local_shards import local_groups
+from vescale_dtensor._layout.shard_geometry import DimGroup
 from vescale_dtensor._planning import LocalContext
 
 
@@ -22,13 +24,23 @@ def rows_of(context: LocalContext) -> Intervals | None:
     """The rows of the global query that this rank holds, in order; None if it holds them all."""
     layout, shape = context.input_layout(0), tuple(context.call.operands[0].shape)
     dim = len(shape) - 2
-    for group in local_groups(layout, shape):
+    intervals = rows_among(local_groups(layout, shape), layout, dim)
+    return None if intervals == ((0, shape[dim]),) else intervals
+
+
+def rows_among(groups: tuple[DimGroup, ...], layout: Layout, dim: int) -> Intervals:
+    """The rows, which are dim `dim`, among what a rank owns by a layout.
+
+    Raises:
+        UnsupportedError: they are sharded as one with other dims.
+    """
+    for group in groups:
         if group.dims == (dim,):
             (intervals,) = group.intervals
-            return None if intervals == ((0, shape[dim]),) else intervals
+            return intervals
     raise UnsupportedError(
-        f"the rows of attention's query are sharded as one with other dims by {layout}; "
-        "redistribute the query to Shard() first"
+        f"the rows of attention are sharded as one with other dims by {layout}; "
+        "redistribute to Shard() first"
     )
 
 

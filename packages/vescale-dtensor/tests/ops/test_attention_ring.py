@@ -1,0 +1,352 @@
+"""Attention in a ring: results, gradients and dropout of one device, and only what is used is sent.
+
+Every layout of rows, kind of mask and kind of head, alone and beside axes of heads and batches.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from vescale_comm import simulate, trace
+from vescale_dtensor import (
+    DTensor,
+    DTensorError,
+    InterleavedShard,
+    LayoutError,
+    RaggedShard,
+    Replicate,
+    Shard,
+    UnsupportedError,
+    capture,
+    distribute_tensor,
+    init_device_mesh,
+    sequence_attention,
+)
+
+LAYOUTS = {
+    "rows": Shard(2),
+    "halves": InterleavedShard(2, 2),
+    "striped": InterleavedShard(2, 8),
+    "uneven": RaggedShard((2,), (1, 4, 0, 3)),
+}
+MASKS = {
+    "none": None,
+    "causal": None,
+    "window": lambda rows, keys: ((rows - keys).abs() < 3),
+    "packed": lambda rows, keys: (rows // 5 == keys // 5) & (keys <= rows),
+    "nothing": lambda rows, keys: (keys <= rows) & (rows != 1) & (keys != 4),
+}
+CALLS = [
+    dict(mask=mask, heads=heads, dropout=dropout)
+    for mask, heads, dropout in product(MASKS, [(4, 4), (6, 2), (3, 1)], [0.0, 0.4])
+]
+
+
+def tensors(tokens, heads, batch=2, dtype=torch.float64):
+    torch.manual_seed(tokens)
+    query, keys = heads
+    counts = ((query, 8), (keys, 8), (keys, 6))
+    return [torch.randn(batch, count, tokens, width, dtype=dtype) for count, width in counts]
+
+
+def arguments(call, tokens):
+    found = {"dropout_p": call["dropout"], "enable_gqa": len(set(call["heads"])) > 1}
+    make = MASKS[call["mask"]]
+    if make is not None:
+        places = torch.arange(tokens)
+        found["attn_mask"] = make(places[:, None], places)
+    return found | {"is_causal": call["mask"] == "causal"}
+
+
+def attend(parts, call, tokens, **more):
+    """Result, gradients of what is given, and the next random number."""
+    for one in parts:
+        one.requires_grad_()
+    result = F.scaled_dot_product_attention(*parts, **arguments(call, tokens), **more)
+    result.square().sum().backward()
+    found = [result.detach(), *[one.grad for one in parts]]
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
+    return whole, torch.rand(())
+
+
+def require_same(found, wanted, rtol=1e-10, atol=1e-12):
+    (tensors, number), (others, drawn) = found, wanted
+    for one, other in zip(tensors, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+    assert torch.equal(number, drawn)
+
+
+def in_ring(program, ranks=4):
+    def run(rank, world_size):
+        with sequence_attention("ring"):
+            return program(rank, world_size)
+
+    return simulate(ranks).run(run)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens"),
+    [("rows", 10), ("rows", 3), ("halves", 14), ("halves", 2), ("striped", 24), ("uneven", 16)],
+)
+def test_results_are_those_of_one_device(layout, tokens):
+
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        found = []
+        for call in CALLS:
+            parts = [
+                distribute_tensor(one, mesh, [LAYOUTS[layout]])
+                for one in tensors(tokens, call["heads"])
+            ]
+            with trace() as sent:
+                found.append(attend(parts, call, tokens))
+            kinds = {one.op for one in sent.records if one.op != "all_gather"}
+            assert kinds <= {"permute", "all_reduce"}
+        return found
+
+    wanted = [attend(tensors(tokens, call["heads"]), call, tokens) for call in CALLS]
+    for each in in_ring(program):
+        for found, other in zip(each, wanted, strict=True):
+            require_same(found, other)
+
+
+AXES = {
+    "heads inside": (("cp", "tp"), [Shard(2), Shard(1)]),
+    "heads outside": (("tp", "cp"), [Shard(1), Shard(2)]),
+    "batch": (("dp", "cp"), [Shard(0), Shard(2)]),
+    "batch of one rank": (("dp", "cp"), [Shard(0), InterleavedShard(2, 2)]),
+    "two axes of rows": (("a", "b"), [Shard(2), Shard(2)]),
+    "a replica": (("r", "cp"), [Replicate(), Shard(2)]),
+}
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_beside_other_axes(axes):
+    names, placements = AXES[axes]
+    batch = 1 if axes == "batch of one rank" else 2
+
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        found = []
+        for call in CALLS:
+            parts = tensors(10, call["heads"], batch)
+            found.append(
+                attend([distribute_tensor(one, mesh, placements) for one in parts], call, 10)
+            )
+        return found
+
+    wanted = [attend(tensors(10, call["heads"], batch), call, 10) for call in CALLS]
+    for each in in_ring(program):
+        for found, other in zip(each, wanted, strict=True):
+            require_same(found, other)
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (6, 2), (6, 3)])
+def test_key_heads_that_every_rank_of_another_axis_has(heads):
+    """Some of six heads over four ranks share a key head that two of the ranks need."""
+    call = dict(mask="causal", heads=heads, dropout=0.4)
+
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("cp", "tp"))
+        lies = [[Shard(2), Shard(1)], *[[Shard(2), Replicate()]] * 2]
+        parts = zip(tensors(10, heads), lies, strict=True)
+        return attend([distribute_tensor(one, mesh, where) for one, where in parts], call, 10)
+
+    wanted = attend(tensors(10, heads), call, 10)
+    for found in in_ring(program, 8):
+        require_same(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(10, 10), (1, 10), (2, 1, 10, 10), (6, 10, 10), (10, 1)])
+def test_a_mask_of_numbers_that_is_learned(shape):
+    def step(mesh=None):
+        parts = tensors(10, (6, 2))
+        torch.manual_seed(1)
+        mask = torch.randn(shape, dtype=torch.float64)
+        if mesh is not None:
+            parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in parts]
+            mask = distribute_tensor(mask, mesh, [Replicate()])
+        mask.requires_grad_()
+        result = F.scaled_dot_product_attention(*parts, mask, enable_gqa=True)
+        result.square().sum().backward()
+        found = [result.detach(), mask.grad]
+        return found if mesh is None else [one.full_tensor() for one in found]
+
+    wanted = step()
+    for found in in_ring(lambda rank, size: step(init_device_mesh("cpu", (4,)))):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def sent_by_all(mask, placement, heads=(4, 2), tokens=16, backward=True):
+    """Bytes that all ranks send in one attention, in blocks of a quarter of keys and values."""
+
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [distribute_tensor(one, mesh, [placement]) for one in tensors(tokens, heads)]
+        for one in parts:
+            one.requires_grad_(backward)
+        call = dict(mask=mask, heads=heads, dropout=0.0)
+        with trace() as sent:
+            result = F.scaled_dot_product_attention(*parts, **arguments(call, tokens))
+            if backward:
+                result.sum().backward()
+        return sum(one.bytes for one in sent.records if one.op == "permute")
+
+    block = sum(one.nbytes for one in tensors(tokens, heads)[1:]) / 4
+    return sum(in_ring(program)) / block
+
+
+@pytest.mark.parametrize(
+    ("mask", "placement", "blocks"),
+    [
+        ("none", Shard(2), 12),  # each of four to three others
+        ("causal", Shard(2), 6),  # to those behind
+        ("causal", InterleavedShard(2, 4), 12),  # all see something of all
+        ("window", Shard(2), 6),  # to the neighbours on both sides
+        ("packed", Shard(2), 4),  # documents of 5, blocks of 4: 0 to 1, 1 to 2, 2 to 3, ...
+    ],
+)
+def test_blocks_that_are_of_no_use_are_not_sent(mask, placement, blocks):
+    if mask == "packed":
+        rows = torch.arange(16)
+        seen = MASKS["packed"](rows[:, None], rows).view(4, 4, 4, 4).any(3).any(1)
+        blocks = int(seen.sum()) - 4
+        assert blocks < 6
+    assert sent_by_all(mask, placement, backward=False) == blocks
+    # Backward has them come again, and sends as much back: key heads are not repeated.
+    assert sent_by_all(mask, placement) == 3 * blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_less_exact_than_one_device(dtype):
+    call = dict(mask="causal", heads=(6, 2), dropout=0.0)
+    exact, _ = attend(tensors(64, (6, 2)), call, 64)
+    alone, _ = attend([one.to(dtype) for one in tensors(64, (6, 2))], call, 64)
+
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [
+            distribute_tensor(one.to(dtype), mesh, [Shard(2)]) for one in tensors(64, (6, 2))
+        ]
+        return attend(parts, call, 64)[0]
+
+    for found in in_ring(program):
+        for one, other, true in zip(found, alone, exact, strict=True):
+            assert one.dtype == dtype
+            error, usual = ((x.double() - true).abs().max() for x in (one, other))
+            assert error <= 2 * usual
+
+
+def test_autocast_rounds_what_goes_in():
+    call = dict(mask="causal", heads=(4, 2), dropout=0.0)
+
+    def step(mesh=None):
+        parts = tensors(12, (4, 2), dtype=torch.float32)
+        if mesh is not None:
+            parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in parts]
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(parts, call, 12)[0]
+
+    wanted = step()
+    for found in in_ring(lambda rank, size: step(init_device_mesh("cpu", (4,)))):
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=4e-2, atol=4e-2)
+
+
+def test_a_second_derivative_is_refused_on_every_rank():
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
+        for one in parts:
+            one.requires_grad_()
+        loss = F.scaled_dot_product_attention(*parts).square().sum()
+        (first,) = torch.autograd.grad(loss, parts[0], create_graph=True)
+        with pytest.raises(UnsupportedError, match='no second derivative.*"gather"'):
+            first.square().sum().backward()
+        return True
+
+    assert in_ring(program) == [True] * 4
+
+
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_captured_and_recomputed(mask):
+    call = dict(mask=mask, heads=(3, 3), dropout=0.4)
+
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(10, (3, 3))]
+        for one in parts:
+            one.requires_grad_()
+
+        def inner(*parts):
+            return F.scaled_dot_product_attention(*parts, **arguments(call, 10)).square().sum()
+
+        def again(*parts):
+            return checkpoint(inner, *parts, use_reentrant=False)
+
+        captured, found = capture(inner), []
+        for run in (inner, again, captured, captured):
+            torch.manual_seed(0)
+            loss = run(*parts)
+            found.append([loss, *torch.autograd.grad(loss, parts)])
+        with sequence_attention("gather"):
+            torch.manual_seed(0)
+            captured(*parts)
+        return captured.programs, [[one.full_tensor() for one in each] for each in found]
+
+    for programs, (eager, *others) in in_ring(program):
+        assert len(programs) == 2, "another way is another program"
+        for found in others:
+            assert all(map(torch.equal, found, eager))
+
+
+def test_ways_follow_the_block_and_not_the_call_before():
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (4, 4))]
+        ops = []
+        for way in ("ring", "gather", "ulysses", "ring", "auto"):
+            with sequence_attention(way), trace() as sent:
+                F.scaled_dot_product_attention(*parts)
+            ops.append({one.op for one in sent.records})
+        return ops
+
+    swapped = {"all_to_all"}
+    assert simulate(4).run(program) == [
+        [{"permute"}, {"all_gather"}, swapped, {"permute"}, swapped]
+    ] * 4
+
+
+def test_auto_takes_a_ring_where_gathered_keys_would_keep_a_large_mask():
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        found = []
+        for tokens, heads in ((16, 3), (256, 3), (256, 4)):
+            parts = [
+                distribute_tensor(one, mesh, [Shard(2)])
+                for one in tensors(tokens, (heads, heads), batch=1)
+            ]
+            with trace() as sent:
+                F.scaled_dot_product_attention(*parts, is_causal=True)
+            found.append({one.op for one in sent.records})
+        return found
+
+    assert simulate(4).run(program) == [[{"all_gather"}, {"permute"}, {"all_to_all"}]] * 4
+
+
+def test_what_cannot_be_is_said_on_every_rank():
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
+        with trace() as sent, sequence_attention("ulysses"):
+            with pytest.raises(LayoutError, match='3 heads.*over 4 ranks.*Take "ring"'):
+                F.scaled_dot_product_attention(*parts)
+        with pytest.raises(DTensorError, match="'zigzag'.*'auto', 'ring'"), sequence_attention("zigzag"):
+            pass
+        return len(sent.records)
+
+    assert simulate(4).run(program) == [0] * 4
