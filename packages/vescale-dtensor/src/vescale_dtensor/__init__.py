@@ -58,7 +58,11 @@ from vescale_dtensor._layout.placements import (
 )
 from vescale_dtensor._ops.families import install as _install_rules
 from vescale_dtensor._ops.tensor.memory_identity import separate_memory
-from vescale_dtensor._planning.attention_way import sequence_attention
+from vescale_dtensor._planning.attention_way import (
+    AttentionWay,
+    attention_way,
+    sequence_attention,
+)
 from vescale_dtensor._redistribute.half_sums import half_sums
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._version import __version__
@@ -68,6 +72,7 @@ _install_methods()
 _install_rules()
 
 __all__ = [
+    "AttentionWay",
     "CaptureError",
     "Captured",
     "DTensor",
@@ -95,6 +100,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "arange",
+    "attention_way",
     "before_backward",
     "capture",
     "distribute_module",

@@ -13,7 +13,11 @@ AttentionWay = Literal["auto", "ring", "ulysses", "gather"]
 """Which ranks send what: blocks of keys in turns, rows for heads, or all keys to everyone."""
 
 _current: ContextVar[AttentionWay] = ContextVar("vescale_dtensor_attention_way", default="auto")
-attention_way = _current.get
+
+
+def attention_way() -> AttentionWay:
+    """What `sequence_attention` asks for here."""
+    return _current.get()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
 
+from vescale_parallel._apply.attention_install import install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.experts_install import install_experts
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
@@ -91,6 +92,7 @@ def parallelize(
         install_experts(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
         install_zero(model, report, where, plan.prefetch)
+    install_attention(model, plan.sequence)
     if static:
         install_static(model)
     # Around what is captured: a recomputation then replays it, too.

@@ -57,6 +57,7 @@ class Report:
         split: the stages of the model, or None.
         microbatches: into how many `forward_backward` divides a batch.
         experts: one row for each module of experts that the plan is about.
+        sequence: how attention of sharded sequences runs.
         captured: of a model that `parallelize(..., static=True)` returned, what became of each of
             its units so far.
     """
@@ -78,6 +79,7 @@ class Report:
     microbatches: int = 1
     experts: tuple[ExpertsRow, ...] = ()
     captured: tuple[CapturedUnit, ...] = ()
+    sequence: str = "auto"
 
     @property
     def bytes_per_rank(self) -> int:
@@ -162,7 +164,8 @@ class Report:
             f"{human_bytes(self.total_bytes)} on one device"
         )
         passed = ", each rank passes its rows" if self.batch_is == "local" else ""
-        batch = f"{self.batch or 'left alone'}{passed}"
+        shared = "" if self.sequence == "auto" else f", attention by {self.sequence!r}"
+        batch = f"{self.batch or 'left alone'}{passed}{shared}"
         parts = [f"plan on mesh({sizes}), batch {batch}", self._parameters()]
         if self.buffers:
             parts.append(buffer_table(self.buffers, self.over))

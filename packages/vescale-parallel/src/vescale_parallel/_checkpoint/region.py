@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 from vescale_comm.nested import map_tensors, tensors_within
+from vescale_dtensor import attention_way, sequence_attention
+from vescale_rng import policy, use
 
 from vescale_parallel._checkpoint.kept import Results
 from vescale_parallel._errors import ParallelError
@@ -85,9 +87,10 @@ class Region:
 
         buffers = _Buffers(self.name, self.module)
         results = Results(self.saved) if self.saved else None
+        again = _Again(buffers, results)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return (nullcontext() if results is None else results.keep()), _Again(buffers, results)
+            return (nullcontext() if results is None else results.keep()), again
 
         # An argument on the device, whatever the others are: torch asks arguments for devices.
         here = torch.empty(0, device=self.device_type)
@@ -118,14 +121,18 @@ def _is_same(before: Tensor, now: Tensor | None) -> bool:
 
 
 class _Again:
-    """Entered for each recomputation."""
+    """Entered for each recomputation, which runs in the blocks in which the forward ran."""
 
     def __init__(self, buffers: _Buffers, results: Results | None) -> None:
         self._buffers, self._results = buffers, results
+        # Backward is called outside of them, and perhaps in a thread that knows of none.
+        self._policy, self._way = policy(), attention_way()
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
+        stack.enter_context(use(self._policy))
+        stack.enter_context(sequence_attention(self._way))
         stack.enter_context(self._buffers.as_before())
         if self._results is not None:
             stack.enter_context(self._results.give())

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import AttentionWay
 
 from vescale_parallel._check.check import check_rules
 from vescale_parallel._check.parsed_rules import Rules, parse_rules
@@ -33,7 +34,12 @@ from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
 from vescale_parallel._plan.picture import report_json, report_svg
 from vescale_parallel._plan.search import Candidate, Question, search
 from vescale_parallel._plan.toml import read_toml, toml_of
-from vescale_parallel._plan.words import copied_rules, default_of, require_batch
+from vescale_parallel._plan.words import (
+    copied_rules,
+    default_of,
+    require_batch,
+    require_sequence,
+)
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
 
@@ -99,6 +105,9 @@ class Plan:
             the ranks that hold the experts which they chose. Or glob over module names to that, for
             modules that do not say by themselves that they hold experts. The batch is sharded
             over such an axis as over any other, by `batch`.
+        sequence: how attention runs where `batch` shards sequences: "ring", "ulysses" (rows are
+            exchanged for heads), "gather" (of all keys), or "auto", the cheapest; see
+            `vescale_dtensor.sequence_attention`.
 
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
@@ -127,6 +136,7 @@ class Plan:
     pipeline: Mapping[str, Any] | None = None
     microbatches: int | None = None
     experts: str | Mapping[str, str] | None = None
+    sequence: AttentionWay = "auto"
 
     def __post_init__(self) -> None:
         """Read every rule once, so that a plan that exists is a plan that can be read."""
@@ -148,6 +158,7 @@ class Plan:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         require_batch(self.batch, self.batch_is)
+        require_sequence(self.sequence, self.batch)
         parse_invariant(self.deterministic, self.shards)
         # Reading is all that happens here; what it means for a model is for `check` to find out.
         self._parsed()
@@ -179,7 +190,9 @@ class Plan:
         require_together(report, self.batch_is, self.deterministic)
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
-        return replace(report, batch_is=self.batch_is, invariant=invariant)
+        return replace(
+            report, batch_is=self.batch_is, invariant=invariant, sequence=self.sequence
+        )
 
     def explain(
         self,
