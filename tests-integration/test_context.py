@@ -78,6 +78,11 @@ MESHES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "cp2-tp2": ({"cp": 2, "tp": 2}, "cp:1", {}),
     "cp2-dp2": ({"dp": 2, "cp": 2}, "dp:0, cp:1", {}),
     "cp2-zero3": ({"dp": 2, "cp": 2}, "dp:0, cp:1", {"zero": 3}),
+    "cp4-ring": ({"cp": 4}, "cp:1", {"sequence": "ring"}),
+    "cp4-ring-balanced": ({"cp": 4}, "cp:1/3", {"sequence": "ring"}),
+    "cp2-tp2-ring": ({"cp": 2, "tp": 2}, "cp:1/2", {"sequence": "ring", "checkpoint": "full"}),
+    "cp2-dp2-ring": ({"dp": 2, "cp": 2}, "dp:0, cp:1", {"sequence": "ring"}),
+    "cp2-zero3-ring": ({"dp": 2, "cp": 2}, "dp:0, cp:1/3", {"sequence": "ring", "zero": 3}),
 }
 
 
@@ -122,12 +127,12 @@ def test_losses_are_those_of_one_device(kind: str, where: str) -> None:
         assert number == behind
 
 
-def step_of(heads: int, axes: dict[str, int]) -> tuple[int, Counter[str]]:
+def step_of(heads: int, axes: dict[str, int], way: Any = "auto") -> tuple[int, Counter[str]]:
     """Bytes that a forward keeps for its backward on this rank, and what a step sends."""
     torch.manual_seed(0)
     model = llama(heads, heads).eval()
     if axes:
-        plan = Plan(batch="cp:1", parameters={"*": "replicate"})
+        plan = Plan(batch="cp:1", parameters={"*": "replicate"}, sequence=way)
         parallelize(model, mesh(**axes, device_type="cpu"), plan)
     tokens = torch.randint(32, (1, 256))
     kept: dict[int, int] = {}
@@ -142,20 +147,22 @@ def step_of(heads: int, axes: dict[str, int]) -> tuple[int, Counter[str]]:
 
 
 # Four ranks divide four heads, which are exchanged for rows: the labels, which are shifted, are
-# gathered. Of three heads, keys and values of each layer are: a rank keeps them, and what its rows
-# see of them.
+# gathered. Of three heads, keys and values of each layer come in three turns, and once more in
+# backward, from where gradients go back. Gathered, a rank keeps them, and what its rows see of them.
 @pytest.mark.parametrize(
-    ("heads", "most", "wanted"),
+    ("heads", "way", "most", "wanted"),
     [
-        (4, 0.35, {"all_to_all": 16, "all_gather": 1}),
-        (3, 0.6, {"all_gather": 5, "reduce_scatter": 4}),
+        (4, "auto", 0.35, {"all_to_all": 16, "all_gather": 1}),
+        (3, "auto", 0.35, {"permute": 18, "all_gather": 1}),
+        (4, "ring", 0.35, {"permute": 18, "all_gather": 1}),
+        (3, "gather", 0.6, {"all_gather": 5, "reduce_scatter": 4}),
     ],
 )
 def test_what_a_rank_keeps_falls_with_the_number_of_ranks(
-    heads: int, most: float, wanted: dict[str, int]
+    heads: int, way: str, most: float, wanted: dict[str, int]
 ) -> None:
     alone, _ = step_of(heads, {})
-    for kept, sent in simulate(4).run(lambda rank, world_size: step_of(heads, {"cp": 4})):
+    for kept, sent in simulate(4).run(lambda rank, world_size: step_of(heads, {"cp": 4}, way)):
         assert kept < most * alone
         sent.pop("all_reduce")  # of gradients, and of the loss
         assert dict(sent) == wanted

@@ -6,14 +6,15 @@ import torch
 import vescale_dtensor as vd
 
 NAMES = """
-AttentionWay CaptureError Captured DTensor DTensorError DeviceMesh DisagreementError Explanation Gathering
-GradientKeeper InterleavedShard Joint LayoutError MeshError ParameterStorage Partial PendingGradient
-Placement Program RaggedShard Replicate Shard StoredSlice StrictError StridedShard UnsupportedError
-__version__ arange attention_way before_backward capture distribute_module distribute_tensor empty explain full
-gathered gradient_total half_sums init_device_mesh joint joint_stored keep_gradient
-layout_differences linspace local_leaf local_leaves local_map logspace normal ones op_support rand
-randint randn randperm reduce_gradients register_rule release_kept_gradient separate_memory
-sequence_attention set_gradient_reducer strict sum_whole visualize written_unseen zeros
+AttentionWay CaptureError Captured DTensor DTensorError DeviceMesh DisagreementError Explanation
+Gathering GradientKeeper InterleavedShard Joint LayoutError MeshError ParameterStorage Partial
+PendingGradient Placement Program RaggedShard Replicate Shard StoredSlice StrictError StridedShard
+UnsupportedError __version__ arange attention_way before_backward capture distribute_module
+distribute_tensor empty explain full gathered gradient_total half_sums init_device_mesh joint
+joint_stored keep_gradient layout_differences linspace local_leaf local_leaves local_map logspace
+normal ones op_support rand randint randn randperm reduce_gradients register_rule
+release_kept_gradient separate_memory sequence_attention set_gradient_reducer strict sum_whole
+visualize written_unseen zeros
 """
 # Of DTensor, beyond what every tensor has.
 METHODS = """

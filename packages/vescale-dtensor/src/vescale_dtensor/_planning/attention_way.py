@@ -25,13 +25,13 @@ def sequence_attention(way: AttentionWay) -> Iterator[None]:
     """Choose how `scaled_dot_product_attention` of sharded sequences runs inside the `with` block.
 
     It is about calls whose query, key and value are sharded along their rows by the same axis.
-    Results, and where they lie, are those of one device in every way. What runs in the block counts:
-    a recomputation in backward has to be in such a block too, as `vescale_parallel.Plan(sequence=)`
-    sees to. All ranks choose alike.
+    Results, and where they lie, are those of one device in every way. What runs in the block
+    counts: a recomputation in backward has to be in such a block too, as that of
+    `vescale_parallel.Plan(sequence=)` is. All ranks choose alike.
 
     Args:
-        way: `"ring"`: each rank gets the keys and values of one other rank at a time, and leaves out
-            those that its rows do not look at. Nothing of the size of a whole sequence is kept.
+        way: `"ring"`: each rank gets the keys and values of one other rank at a time, and leaves
+            out those that its rows do not look at; nothing as large as a whole sequence is kept.
             `"ulysses"`: all rows of some heads on each rank, by all-to-alls; the ranks have to
             divide the heads. `"gather"`: all keys and values on each rank. `"auto"`, the default:
             what costs least, of rows for heads (a ring, where ranks do not divide heads) and keys

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.nested import Copied, map_tensors, named_tensors_within
-from vescale_dtensor import DTensor, Replicate
+from vescale_dtensor import DTensor, Placement, Replicate
 
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.written_back import WrittenBack
@@ -161,10 +161,17 @@ class DistributeBatch:
         # `distribute_tensor` this makes no new leaf: gradients reach an input that asks for them.
         everywhere = [Replicate()] * self.mesh.ndim
         replicated = DTensor.from_local(tensor, self.mesh, everywhere, run_check="sampled")
-        shard: Tensor = replicated.redistribute(
-            self.mesh, placements(self.layout, self.mesh, tensor.ndim)
-        )
+        shard: Tensor = replicated.redistribute(self.mesh, self._placements(tensor))
         return shard
+
+    def _placements(self, tensor: Tensor) -> list[Placement]:
+        # A dim of one behind the rows is no sequence: that of heads, in a mask of (rows, 1, tokens,
+        # tokens). Sharded, one rank would have the mask, and send it to the others in each layer.
+        ones = [dim for dim in range(1, tensor.ndim) if tensor.shape[dim] == 1]
+        return [
+            Replicate() if any(map(one.is_sharded, ones)) else one
+            for one in placements(self.layout, self.mesh, tensor.ndim)
+        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributeBatch":
         return self

@@ -190,9 +190,7 @@ class Plan:
         require_together(report, self.batch_is, self.deterministic)
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
-        return replace(
-            report, batch_is=self.batch_is, invariant=invariant, sequence=self.sequence
-        )
+        return replace(report, batch_is=self.batch_is, invariant=invariant, sequence=self.sequence)
 
     def explain(
         self,

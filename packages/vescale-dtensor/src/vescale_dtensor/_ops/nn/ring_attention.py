@@ -35,7 +35,7 @@ from vescale_dtensor._ops.nn.ring_turns import (
     sent_back,
     turns,
 )
-from vescale_dtensor._torch.opmath import to_opmath
+from vescale_dtensor._torch.opmath import autocast_off, to_opmath
 from vescale_dtensor._torch.overridable import overridable
 
 
@@ -91,9 +91,11 @@ class _Ring(torch.autograd.Function):
         terms = Terms(ring.rows[ring.group.rank], ring.causal, scale, boost)
         wide, extras = to_opmath(query), Extras(mask, kept)
         sums = no_sums(wide, value.shape[-1])
-        for came in blocks(key, value, ring, turns(uses, ring.group.rank)):
-            if came is not None:
-                add_block(sums, wide, _block(*came, extras, ring), terms)
+        # What autocast rounds has been rounded; the products in here are not to be.
+        with autocast_off(query.device.type):
+            for came in blocks(key, value, ring, turns(uses, ring.group.rank)):
+                if came is not None:
+                    add_block(sums, wide, _block(*came, extras, ring), terms)
         result, logs = finished(sums)
         result = result.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, kept, result, logs)
@@ -132,7 +134,9 @@ class _Backward(torch.autograd.Function):
                 masks.append((member, found.mask))
             return torch.cat([found.key.reshape(-1), found.value.reshape(-1)])
 
-        total = _returned(gradient, own, ring, turns(uses, ring.group.rank), sends=any(wants[1:3]))
+        schedule = turns(uses, ring.group.rank)
+        with autocast_off(query.device.type):
+            total = _returned(gradient, own, ring, schedule, sends=any(wants[1:3]))
         parts = total.split([key.numel(), value.numel()])
         found = (
             into.to(query.dtype),

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from vescale_dtensor._layout.intervals import Intervals
 
-# Scores of a tile: 32 MiB in single precision, of which a few are alive at once.
-_TILE = 2**23
+# Scores of a tile: 16 MiB in single precision, of which a few are alive at once.
+_TILE = 2**22
+# Rows of a tile that sees a part of its keys only: the rest of it is computed for nothing.
+_ROWS = 256
 _LOWEST = float("-inf")
 
 
@@ -181,6 +183,7 @@ def _tiles(query: Tensor, block: Block, terms: Terms) -> Iterator[_Tile]:
         return
     # As many rows as fit, of all batches and heads.
     most = max(1, _TILE // (query.shape[0] * query.shape[1] * keys))
+    most = min(most, _ROWS) if terms.causal else most
     start = 0
     for low, high in terms.rows:
         for row in range(low, high, most):
