@@ -148,7 +148,7 @@ def step_of(heads: int, axes: dict[str, int], way: Any = "auto") -> tuple[int, C
 
 # Four ranks divide four heads, which are exchanged for rows: the labels, which are shifted, are
 # gathered. Of three heads, keys and values of each layer come in three turns, and once more in
-# backward, from where gradients go back. Gathered, a rank keeps them, and what its rows see of them.
+# backward, from where gradients go back. Gathered, a rank keeps them, and what its rows see.
 @pytest.mark.parametrize(
     ("heads", "way", "most", "wanted"),
     [

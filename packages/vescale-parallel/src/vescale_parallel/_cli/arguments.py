@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from vescale_parallel._cli.context import add_context_command
+from vescale_parallel._cli.experts import add_experts_command
 from vescale_parallel._cli.memory import add_memory_command
 from vescale_parallel._cli.models import PRESETS, chosen_plan, named_model, read_plan
 from vescale_parallel._cli.priced import Step, priced
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add_memory_command(commands)
     add_schedule_command(commands)
     add_context_command(commands)
+    add_experts_command(commands)
     return made
 
 

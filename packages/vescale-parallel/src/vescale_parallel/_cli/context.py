@@ -18,7 +18,8 @@ Compare the ways to share attention of a sharded sequence (context parallel), on
 Figures are those of one layer in one training step: what a rank sends, in how many collectives, the
 seconds of the cluster's links with none of it hidden, and what a rank keeps for its backward beside
 its shards (whole keys and values, a causal mask of its rows). Plan(batch="cp:1") takes the way
-marked with *: of those that there are the one that sends least, a byte of a mask counted as sent.
+marked with *: that which sends least, a byte of a mask counted as sent, and a ring only where ranks
+do not divide heads; Plan(batch="cp:1", sequence=...) that which it names.
 """
 
 _HEADER: Final = ["ranks", "way", "sends", "collectives", "ms", "keeps", ""]

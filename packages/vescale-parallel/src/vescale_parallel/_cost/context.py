@@ -1,9 +1,9 @@
 """What attention of a sharded sequence sends and keeps, by the way in which ranks share it.
 
-Of one layer and one training step, on the rank with the most. `vescale_dtensor` takes the one of
-the first two that costs less, a byte of a causal mask counted as one that is sent; the third is
-priced beside them, and is not built: torch's fused attention does not return the log-sum-exp by
-which the results of blocks of keys are combined.
+Of one layer and one training step, on the rank with the most. `vescale_dtensor` takes the one that
+sends less of keys gathered and of rows exchanged for heads, or of a ring where ranks do not divide
+the heads; a byte of a causal mask counts as one that is sent. A ring where they do has to be asked
+for: its products are tiles in plain torch, and those of the others are torch's own kernels.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Way:
     Attributes:
         name: of the way.
         sent: bytes that a rank sends in a forward and its backward.
-        collectives: of both; messages for a ring.
+        collectives: of both; of a ring, turns of messages.
         seconds: of both, none of it hidden.
         kept: bytes from forward to backward beside the rank's shards of query, key, value, result.
         mask: part of them that is a causal mask of the rank's rows.
@@ -87,8 +87,9 @@ def attention_ways(attention: Attention, ranks: int, link: Link) -> list[Way]:
             f"{attention.tokens} tokens cannot be sharded over {ranks} ranks: take 1 to "
             f"{attention.tokens}."
         )
-    return [_exchange(attention, ranks, link), _gather(attention, ranks, link),
-            _ring(attention, ranks, link)]  # fmt: skip
+    exchange = _exchange(attention, ranks, link)
+    ring = _ring(attention, ranks, link, may_be=exchange.lacks is not None)
+    return [exchange, _gather(attention, ranks, link), ring]
 
 
 def chosen(ways: list[Way]) -> Way:
@@ -119,13 +120,14 @@ def _gather(attention: Attention, ranks: int, link: Link) -> Way:
     return Way(GATHER, 4 * _sent(whole, ranks), 4, seconds, _sent(2 * whole, ranks) + mask, mask)
 
 
-def _ring(attention: Attention, ranks: int, link: Link) -> Way:
-    shard = attention.bytes_of(attention.kv_heads) / ranks
-    # Keys and values go round; behind the forward once more, and with them their gradients.
-    messages = (ranks - 1) * (2 + 4)
-    seconds = messages * (link.latency + shard / link.bandwidth)
-    why = "torch's fused attention returns no log-sum-exp"
-    return Way(RING, messages * shard, messages, seconds, 0.0, lacks=why)
+def _ring(attention: Attention, ranks: int, link: Link, *, may_be: bool) -> Way:
+    block = 2 * attention.bytes_of(attention.kv_heads) / ranks
+    # Keys and values come, in backward once more, and their gradients go back. Blocks that a mask
+    # removes are not sent, which is not counted: some rank has all of them, unless it is a window.
+    turns = 3 * (ranks - 1)
+    seconds = turns * (link.latency + block / link.bandwidth)
+    why = None if may_be else "asked for by sequence='ring'"
+    return Way(RING, turns * block, turns, seconds, 0.0, lacks=why)
 
 
 def _sent(size: float, ranks: int) -> float:
