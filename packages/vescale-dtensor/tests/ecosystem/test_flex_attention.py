@@ -14,32 +14,51 @@ def causal(batch, head, row, key):
     return row >= key
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-@pytest.mark.slow  # torch compiles it at its first call
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_flex_attention(dim):
-    mask = create_block_mask(causal, None, None, 16, 16, device="cpu")
-    torch.manual_seed(0)
-    whole = torch.randn(4, 4, 16, 8)
-    wanted = flex_attention(whole, whole, whole, block_mask=mask)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
+    pytest.mark.slow,  # torch compiles it at its first call
+]
+WHOLE = torch.randn(4, 4, 16, 8, generator=torch.Generator().manual_seed(0))
 
+
+def attend(*parts):
+    mask = create_block_mask(causal, None, None, 16, 16, device="cpu")
+    return flex_attention(*parts, block_mask=mask)
+
+
+def on_two_ranks(dim, function):
     def program(rank, world_size):
         mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(whole, mesh, [Shard(dim)])
+        return function(distribute_tensor(WHOLE, mesh, [Shard(dim)]), mesh)
+
+    return simulate(2).run(program)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_it_is_refused_on_every_rank(dim):
+    def refused(x, mesh):
         with pytest.raises(Exception, match=r"functions of DTensors run eagerly.*local_map"):
-            flex_attention(x, x, x, block_mask=mask)
-        with torch.compiler.set_stance("force_eager"):
-            found = [flex_attention(x, x, x, block_mask=mask).full_tensor()]
-        if dim < 2:  # a rank has all of the sequence
+            attend(x, x, x)
+        return True
 
-            def attend(*parts):
-                return flex_attention(*parts, block_mask=mask)
+    assert on_two_ranks(dim, refused) == [True] * 2
 
-            places = (Shard(dim),)
-            mapped = local_map(attend, (places,), in_placements=(places,) * 3, device_mesh=mesh)
-            found.append(mapped(x, x, x).full_tensor())
-        return found
 
-    for each in simulate(2).run(program):
-        for found in each:
-            torch.testing.assert_close(found, wanted)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_batches_and_heads_in_local_map(dim):
+    def mapped(x, mesh):
+        places = (Shard(dim),)
+        run = local_map(attend, (places,), in_placements=(places,) * 3, device_mesh=mesh)
+        return run(x, x, x).full_tensor()
+
+    for found in on_two_ranks(dim, mapped):
+        torch.testing.assert_close(found, attend(WHOLE, WHOLE, WHOLE))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_run_eagerly_it_is_one_devices(dim):
+    # Around all ranks, which are threads: the stance is the process's.
+    with torch.compiler.set_stance("force_eager"):
+        ranks = on_two_ranks(dim, lambda x, mesh: attend(x, x, x).full_tensor())
+    for found in ranks:
+        torch.testing.assert_close(found, attend(WHOLE, WHOLE, WHOLE))

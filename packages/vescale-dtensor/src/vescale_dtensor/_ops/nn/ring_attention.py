@@ -137,7 +137,7 @@ class _Backward(torch.autograd.Function):
         schedule = turns(uses, ring.group.rank)
         with autocast_off(query.device.type):
             total = _returned(gradient, own, ring, schedule, sends=any(wants[1:3]))
-        parts = total.split([key.numel(), value.numel()])
+        parts = torch.split(total, [key.numel(), value.numel()])
         found = (
             into.to(query.dtype),
             parts[0].view(key.shape).to(key.dtype),

@@ -129,7 +129,7 @@ def blocks(
             yield None
             continue
         shapes = _shapes((key, value), ring, turn)
-        keys, values = came.split([one.numel() for one in shapes])
+        keys, values = torch.split(came, [one.numel() for one in shapes])
         yield turn.source, keys.view(shapes[0]), values.view(shapes[1])
 
 
