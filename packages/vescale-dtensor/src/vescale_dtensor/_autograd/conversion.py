@@ -32,7 +32,7 @@ from vescale_dtensor._autograd.redistribute import redistribute_to, redistribute
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.executed import record
-from vescale_dtensor._layout.layout import ById, Layout, Shape, normalized
+from vescale_dtensor._layout.layout import Layout, Shape, normalized
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
 from vescale_dtensor._layout.notation import short_dtype
@@ -106,7 +106,8 @@ def from_local(
     # else is checked below follows from the key.
     if plain and placements is not None and type(local_tensor) in _PLAIN and not observers:
         memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
-        key = (ById(device_mesh), *placements, *memory)  # type: ignore[arg-type]
+        # By identity: the spec keeps its mesh alive, so that no other one can have its id.
+        key = (id(device_mesh), *placements, *memory)
         spec = _settled_specs.get(key)
         if spec is not None:
             return wrap(_alias(local_tensor), spec)
@@ -128,7 +129,7 @@ def from_local(
     )
     # Not without a mesh: the current one may be another the next time.
     if device_mesh is not None and key in _even_specs and is_settled(mesh, asked):
-        _settled_specs.store(key, made._spec)  # type: ignore[arg-type]
+        _settled_specs.store(key, made._spec)
     if run_check == "sampled" and _has_whole_values(local_tensor, made):
         note_origin(made, sampled_digests(mesh, [local_tensor]))
     return made
@@ -191,7 +192,7 @@ def from_agreed_local(
     key = None
     if shape is stride is grad_placements is None:
         memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
-        key = (ById(mesh), *wanted, *memory)
+        key = (id(mesh), *wanted, *memory)
         spec = _even_specs.get(key)
         if spec is not None:
             return wrap(_alias(local_tensor), spec)

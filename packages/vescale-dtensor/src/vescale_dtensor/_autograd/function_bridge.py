@@ -210,7 +210,10 @@ def _released(output: Tensor) -> Tensor:
     """
     with torch.no_grad():
         if isinstance(output, DTensor):
-            holder: Tensor = wrap(output._local_tensor.detach(), output._spec)
+            holder: Any = wrap(output._local_tensor.detach(), output._spec)
+            # While `apply` has not returned, it is the holder that the caller gets of a tensor that
+            # the Function has written to.
+            holder._may_have_hidden_node = True
         else:
             holder = output.detach()
     # Where C++ refuses the swap (it holds one of the two), a cycle is the lesser evil: the garbage

@@ -55,7 +55,7 @@ def redistributed(
     else:
         local_outside_autograd(tensor)
     source = tensor._spec.layout
-    if _is_same(source, target):
+    if source is target or _is_same(source, target):  # layouts are interned
         return tensor
     if not source.inside:  # nothing to send or to receive: the others do without this rank
         spec = tensor._spec

@@ -211,8 +211,8 @@ def after_mutation(target: Any) -> Any:
             mirror_requires_grad(target, True)
         if not forward_grad_enabled():
             target._may_have_hidden_node = True  # such a forward that enables grad by itself
-    elif not target._local_tensor.requires_grad:
-        # The write may be part of a custom Function's forward, which then gives the wrapper a node
+    elif not forward_grad_enabled() and not target._local_tensor.requires_grad:
+        # The write is part of a custom Function's forward, which then gives the wrapper a node
         # (`mark_dirty`). Not if it requires grad: wrappers are leaves to C++, which refuses that.
         target._may_have_hidden_node = True
     return target

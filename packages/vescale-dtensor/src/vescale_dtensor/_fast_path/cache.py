@@ -46,11 +46,11 @@ class CallTable(BoundedCache[Key, CompiledCall]):
 # not a part of the key: compiled calls are made for one state, and check nothing when they run.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
 # In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec and dtype of the
-# result, the call's token (see `_tensor/lineage.py`), and function and spec as they are noted in
-# `executed.calls`: making that tuple at each call would be a quarter of what a lineage costs.
-binary_cache: BoundedCache[Key, tuple[Spec, torch.dtype, int, tuple[Any, Spec]]] = BoundedCache(
-    _MOST_CALLS
-)
+# result (None: it can be no other, see `forms.keeps_dtype`), the call's token (see
+# `_tensor/lineage.py`), and function and spec as they are noted in `executed.calls`: making that
+# tuple at each call would be a quarter of what a lineage costs.
+binary_cache: BoundedCache[Key, tuple[Spec, torch.dtype | None, int, tuple[Any, Spec]]]
+binary_cache = BoundedCache(_MOST_CALLS)
 # Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
 # list; `REDUCES_GRADIENTS` if it is such a call once gradients of leaves in it hold their totals.
 ListResult = tuple[Spec, ...] | None | Literal["reduces gradients"]

@@ -42,10 +42,12 @@ from vescale_dtensor._fast_path.forms import (
     compile_first_dtensor,
     compile_in_place,
     compile_linear_without_bias,
-    compile_one_dtensor,
     compile_positional,
     compile_unary_no_grad,
+    compile_unary_recorded,
     compile_view,
+    compile_with_value,
+    keeps_dtype,
     result_wrapper,
     unless_copy_or_gradient,
 )
@@ -184,6 +186,7 @@ def _specialize(
     # By what the caller wrote, and not by what runs in its place.
     mark = call_mark(call.func, specs[0])
     token = mark.token
+    dtype = None if keeps_dtype(call, specs[0]) else specs[0].tensor_meta.dtype
     places = _dtensor_positions(call)
     if places is None and not own and masks is None and takes_one_list(call, result, rule):
         compiled = compile_list(func, result_wrapper(call.func, specs[0], table), mark)
@@ -199,20 +202,20 @@ def _specialize(
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
             key = (func, call.args[0]._spec, call.args[1]._spec)
-            dtype = specs[0].tensor_meta.dtype
-            binary_cache.store(key, (specs[0], dtype, token, (func, specs[0])))
+            binary_cache.store(key, (specs[0], dtype, token, mark.call))
     elif places == (0,) and rule.views:
         wrap_result = result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device or is_conversion(call.func)
         return compile_view(func, wrap_result, masks, call.func, copies, mark)
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
-        known = call.func, specs[0]
-        compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, known, token)
+        compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, mark, dtype)
+    elif places == (0,) and masks is None and len(call.args) == 2 and not call.kwargs:
+        compiled = compile_with_value(func, specs[0], table is NO_GRAD, mark)
     elif places == (0,):
-        more = len(call.args) > 2 or bool(call.kwargs)
-        compiled = (compile_first_dtensor if more else compile_one_dtensor)(
-            func, result_wrapper(call.func, specs[0], table, rule.views), masks, mark
-        )
+        alone = masks is not None and len(call.args) == 1 and not call.kwargs
+        form: Callable[..., CompiledCall]
+        form = compile_unary_recorded if alone else compile_first_dtensor
+        compiled = form(func, result_wrapper(call.func, specs[0], table), masks, mark)
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
         wrap_result = result_wrapper(call.func, specs[0], table)
         compiled = compile_linear_without_bias(func, wrap_result, masks, token)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +22,7 @@ from vescale_dtensor._fast_path.cache import GRAD_RECORDED, NO_GRAD, CallTable, 
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
 from vescale_dtensor._layout.executed import calls, sampling_of
 from vescale_dtensor._layout.spec import Spec
+from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import check_writable, live_copies, mark_copy, same_memory
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -38,6 +40,22 @@ note_call = calls.append
 WrapResult = Callable[[Tensor, int], DTensor]
 # The axes on which each DTensor's use varies; None where autograd records nothing.
 Masks = tuple[int, ...] | None
+
+
+# Autocast knows lists of functions whose operands it casts. These are on none, so that their result
+# has the dtype of their operands, if that is one and floating.
+_KEEP_DTYPE = frozenset(
+    getattr(owner, name)
+    for name in ("add", "sub", "mul", "div", "maximum", "minimum", "relu", "neg", "abs")
+    for owner in (torch, torch.Tensor)
+)
+
+
+def keeps_dtype(call: OpCall, spec: Spec) -> bool:
+    """Whether every call like this one gives this dtype, also under autocast."""
+    dtype = spec.tensor_meta.dtype
+    known = call.func in _KEEP_DTYPE and dtype.is_floating_point
+    return known and all(operand.dtype is dtype for operand in call.operands)
 
 
 def result_wrapper(
@@ -108,10 +126,17 @@ def compile_linear_without_bias(
 
 
 def compile_unary_no_grad(
-    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, call: Any, token: int
+    func: Callable[..., Any],
+    spec: Spec,
+    may_have_hidden_node: bool,
+    mark: Mark,
+    dtype: torch.dtype | None,
 ) -> CompiledCall:
-    """The call of one DTensor and nothing else, not recorded: `result_wrapper` written out."""
-    dtype = spec.tensor_meta.dtype
+    """The call of one DTensor and nothing else, not recorded: `result_wrapper` written out.
+
+    `dtype`: of the result; None if it can be no other (see `keeps_dtype`).
+    """
+    token, _, call = mark
 
     def still(first: DTensor) -> DTensor:
         local = first._local_tensor
@@ -120,7 +145,7 @@ def compile_unary_no_grad(
             return first
         note_call(call)
         lineage = hash((first._lineage, token)) if token else first._lineage
-        if result.dtype is not dtype:
+        if dtype is not None and result.dtype is not dtype:
             return wrap_other_dtype(result, spec, lineage)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
         close_memory(wrapper)
@@ -131,37 +156,47 @@ def compile_unary_no_grad(
     return still
 
 
-def compile_one_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, mark: Mark
+def compile_unary_recorded(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: tuple[int, ...], mark: Mark
 ) -> CompiledCall:
-    """The call of one DTensor, and at most one other argument."""
-    token, log, _ = mark
+    """The recorded call of one DTensor and nothing else."""
+    token, (one,) = mark.token, masks
 
-    def still(first: DTensor, *rest: Any) -> DTensor:
+    def differentiable(first: DTensor) -> DTensor:
+        result = func(recorded_local(first, one))
+        if result is first._local_tensor:
+            return first
+        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
+
+    return differentiable
+
+
+def compile_with_value(
+    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, mark: Mark
+) -> CompiledCall:
+    """The call of one DTensor and one value, not recorded: `result_wrapper` written out."""
+    token, log, call = mark
+    dtype = spec.tensor_meta.dtype
+
+    def still(first: DTensor, value: Any) -> DTensor:
         local = first._local_tensor
-        result = func(local, *rest)
+        result = func(local, value)
         if result is local:
             # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
             return first
+        note_call(call)
         lineage = hash((first._lineage, token)) if token else first._lineage
-        if log.samples and rest:
-            lineage = with_numbers(lineage, mark, rest, {})
-        return wrap_result(result, lineage)
+        if log.samples:
+            lineage = with_numbers(lineage, mark, (value,), {})
+        if result.dtype is not dtype:
+            return wrap_other_dtype(result, spec, lineage)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        close_memory(wrapper)
+        wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
+        return wrapper
 
-    if masks is None:
-        return still
-    (one,) = masks
-
-    def differentiable(first: DTensor, *rest: Any) -> DTensor:
-        result = func(recorded_local(first, one), *rest)
-        if result is first._local_tensor:
-            return first
-        lineage = hash((first._lineage, token)) if token else first._lineage
-        if log.samples and rest:
-            lineage = with_numbers(lineage, mark, rest, {})
-        return wrap_result(result, lineage)
-
-    return differentiable
+    return still
 
 
 def compile_first_dtensor(

@@ -38,30 +38,26 @@ def exact_key(
     `values` are the positional ones; how many there are follows from the names of the others.
     """
     # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too. Up to
-    # three values are written out: there are mostly no more, and `map` takes twice as long.
+    # three values are written out, flat: there are mostly no more, and each tuple within a key has
+    # to be made and hashed. Such a key has a type where another form has the values, or no type.
     kinds: Any
     if not named and len(values) == 1:
         (one,) = values
         kinds = type(one)
-        return (func, spec, values, kinds if kinds is not tuple else kinds_within(values))
+        return (func, spec, kinds if kinds is not tuple else kinds_within(values), one)
     if not named and len(values) == 2:
         one, two = values
-        kinds = (type(one), type(two))
-        if tuple in kinds:
-            kinds = kinds_within(values)
-        return (func, spec, values, kinds)
-    if not named and len(values) == 3:
+        kind, other = type(one), type(two)
+        if kind is not tuple and other is not tuple:
+            return (func, spec, kind, other, one, two)
+    elif not named and len(values) == 3:
         one, two, three = values
-        kinds = (type(one), type(two), type(three))
-        if tuple in kinds:
-            kinds = kinds_within(values)
-        return (func, spec, values, kinds)
+        kind, other, last = type(one), type(two), type(three)
+        if kind is not tuple and other is not tuple and last is not tuple:
+            return (func, spec, kind, other, last, one, two, three)
     if named:
         values = (*values, *named.values())
-    kinds = tuple(map(type, values))
-    if tuple in kinds:
-        kinds = kinds_within(values)
-    return (func, spec, values, kinds, *named)
+    return (func, spec, values, kinds_within(values), *named)
 
 
 def kinds_within(values: Any) -> tuple[Any, ...]:
@@ -70,10 +66,11 @@ def kinds_within(values: Any) -> tuple[Any, ...]:
     Which tuple an item is of follows from the values, which are in a key beside their types.
     """
     kinds = tuple(map(type, values))
-    # A loop, and no comprehension: until 3.12 that is a call of its own.
-    for value in values:
-        if type(value) is tuple:
-            kinds += kinds_within(value)
+    if tuple in kinds:
+        # A loop, and no comprehension: until 3.12 that is a call of its own.
+        for value in values:
+            if type(value) is tuple:
+                kinds += kinds_within(value)
     return kinds
 
 
@@ -86,9 +83,12 @@ def index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
     """
     kind = type(index)
     if kind is slice:
-        bounds = (index.start, index.stop, index.step)
-        start, stop, step = bounds
-        return (GETITEM, spec, slice, bounds, type(start), type(stop), type(step))
+        start, stop, step = index.start, index.stop, index.step
+        # Bounds that are an int or None tell themselves apart.
+        plain = (type(start) is int or start is None) and (type(stop) is int or stop is None)
+        if plain and step is None:
+            return (GETITEM, spec, slice, start, stop)
+        return (GETITEM, spec, slice, start, stop, step, type(start), type(stop), type(step))
     if kind is tuple:
         parts = tuple([(i.start, i.stop, i.step) if type(i) is slice else i for i in index])
         # With the types of slices' bounds, and of items in a tuple: [0, 1] is no mask.

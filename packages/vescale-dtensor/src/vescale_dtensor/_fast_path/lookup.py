@@ -48,10 +48,10 @@ from vescale_dtensor._fast_path.keys import (
     NAMED,
     NUMBERS,
     TENSORS,
+    exact_key,
     extend_key,
     index_key,
     is_value_key,
-    kinds_within,
 )
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._planning.attention_way import attention_way
@@ -91,27 +91,23 @@ def torch_function(
     if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
         first, second = args
         local, other = first._local_tensor, second._local_tensor
-        if not is_grad_enabled():
-            local_outside_autograd(first)
-            local_outside_autograd(second)
-            table = NO_GRAD
-        elif (
-            first._may_have_hidden_node
+        if (
+            not forward_grad_enabled()
+            or first._may_have_hidden_node
             or second._may_have_hidden_node
-            or not forward_grad_enabled()
         ):
-            table = _NO_TABLE
+            table = _NO_TABLE if is_grad_enabled() else _table_outside_autograd(args)
         elif local.requires_grad or other.requires_grad:
-            table = GRAD_RECORDED
+            table = GRAD_RECORDED if is_grad_enabled() else _table_outside_autograd(args)
         else:
             known = binary_cache.get((func, first._spec, second._spec))
             if known is not None:
                 spec, dtype, token, call = known
                 # A compiled call written out: no call is more common. Autocast may give another
-                # dtype than the spec's.
+                # dtype than the spec's, but for the functions of `keeps_dtype`.
                 result = func(local, other)
                 lineage = hash((first._lineage, second._lineage, token))
-                if result.dtype is not dtype:
+                if dtype is not None and result.dtype is not dtype:
                     return wrap_other_dtype(result, spec, lineage)
                 wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
                 close_memory(wrapper)
@@ -129,10 +125,16 @@ def torch_function(
     if len(args) == 1 and not kwargs:
         (first,) = args
         # `table_for_operand` written out.
-        if first._may_have_hidden_node or not (is_grad_enabled() and forward_grad_enabled()):
+        if first._may_have_hidden_node or not forward_grad_enabled():
             table = table_for_operand(first)
+        elif not first._local_tensor.requires_grad:
+            table = GRAD_IDLE
+        elif is_grad_enabled():
+            table = GRAD_RECORDED
         else:
-            table = GRAD_RECORDED if first._local_tensor.requires_grad else GRAD_IDLE
+            if first._stray_grad_guard is None:
+                local_outside_autograd(first)
+            table = NO_GRAD
         compiled = table.get((func, first._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first)
     return _call_with_other(func, args, kwargs or {})
@@ -188,22 +190,15 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
         first, number = args
         compiled = table_for_operand(first).get((func, first._spec, kind))
         return _general_call(func, args, {}) if compiled is None else compiled(first, number)
-    rest = args[1:]
+    first, rest = args[0], args[1:]
     if func is GETITEM:
-        return call_with_values(func, index_key(args[0]._spec, rest[0]), args[0], rest, {})
-    first = args[0]
-    if not kwargs and len(rest) == 1:
-        # `exact_key` written out for one value; no exact key holds a tensor.
-        kinds: Any = kind if kind is not tuple else kinds_within(rest)
-        return call_with_values(func, (func, first._spec, rest, kinds), first, rest, kwargs)
-    # `exact_key` written out.
-    values = (*rest, *kwargs.values()) if kwargs else rest
-    kinds = tuple(map(type, values))
-    if DTensor in kinds:  # `layer_norm(x, shape, weight=…)`
+        return call_with_values(func, index_key(first._spec, rest[0]), first, rest, kwargs)
+    # No exact key holds a tensor: `layer_norm(x, shape, weight=…)`.
+    if len(rest) > 1 and DTensor in map(type, rest):
         return _general_call(func, args, kwargs)
-    if tuple in kinds:
-        kinds = kinds_within(values)
-    return call_with_values(func, (func, first._spec, values, kinds, *kwargs), first, rest, kwargs)
+    if kwargs and DTensor in map(type, kwargs.values()):
+        return _general_call(func, args, kwargs)
+    return call_with_values(func, exact_key(func, first._spec, rest, kwargs), first, rest, kwargs)
 
 
 def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -260,8 +255,15 @@ def call_with_values(
         values: the other positional arguments.
         named: the named ones.
     """
+    # `table_for_operand` written out.
+    if first._may_have_hidden_node or not forward_grad_enabled():
+        table = table_for_operand(first)
+    elif not first._local_tensor.requires_grad:
+        table = GRAD_IDLE
+    else:
+        table = GRAD_RECORDED if is_grad_enabled() else table_for_operand(first)
     try:
-        compiled = table_for_operand(first).exact_keys.get(key)
+        compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash
         return _general_call(func, (first, *values), named)
     if compiled is not None:
@@ -271,13 +273,27 @@ def call_with_values(
 
 def table_for_operand(first: DTensor) -> CallTable:
     """The table for a call of one DTensor; an empty one if it may have a hidden node."""
-    if not is_grad_enabled():
-        if first._stray_grad_guard is None and first._local_tensor.requires_grad:
-            local_outside_autograd(first)
-        return NO_GRAD
-    if first._may_have_hidden_node or not forward_grad_enabled():
-        return _NO_TABLE
-    return GRAD_RECORDED if first._local_tensor.requires_grad else GRAD_IDLE
+    usual = not first._may_have_hidden_node and forward_grad_enabled()
+    wanted = first._local_tensor.requires_grad
+    if usual and not wanted:
+        return GRAD_IDLE
+    if is_grad_enabled():
+        return GRAD_RECORDED if usual else _NO_TABLE
+    # `_table_outside_autograd` written out: optimizers ask each parameter for its dtype.
+    if wanted and first._stray_grad_guard is None:
+        local_outside_autograd(first)
+    return NO_GRAD
+
+
+def _table_outside_autograd(operands: Iterable[DTensor]) -> CallTable:
+    """`NO_GRAD`, for a call with grad mode off of operands of which one may require grad.
+
+    A use without grad may be the forward of a custom Function: see `local_outside_autograd`.
+    """
+    for operand in operands:
+        if operand._stray_grad_guard is None and operand._local_tensor.requires_grad:
+            local_outside_autograd(operand)
+    return NO_GRAD
 
 
 def _general_call(
@@ -375,11 +391,12 @@ def _table_for(operands: list[DTensor]) -> CallTable:
         UnsupportedError: see `join_hidden_node`.
     """
     if not is_grad_enabled():
-        # A use without grad may be the forward of a custom Function: see the function called.
-        for operand in operands:
-            if operand._stray_grad_guard is None and operand._local_tensor.requires_grad:
-                local_outside_autograd(operand)
-        return NO_GRAD
+        # As where grad mode is on: what requires no grad, and is in no Function's forward, gives
+        # what autograd knows nothing of.
+        idle = forward_grad_enabled() and not any(
+            [o._may_have_hidden_node or o._local_tensor.requires_grad for o in operands]
+        )
+        return GRAD_IDLE if idle else _table_outside_autograd(operands)
     if not forward_grad_enabled():
         return _NO_TABLE
     found = GRAD_IDLE

@@ -148,10 +148,12 @@ def _with_values(name: str) -> Callable[..., Any]:
         ):
             return func(self, *values, **named)
         # `table_for_operand` written out.
-        if self._may_have_hidden_node or not (is_grad_enabled() and forward_grad_enabled()):
+        if self._may_have_hidden_node or not forward_grad_enabled():
             table = table_for_operand(self)
+        elif not self._local_tensor.requires_grad:
+            table = GRAD_IDLE
         else:
-            table = GRAD_RECORDED if self._local_tensor.requires_grad else GRAD_IDLE
+            table = GRAD_RECORDED if is_grad_enabled() else table_for_operand(self)
         if not (values or named):
             compiled = table.get((func, self._spec))
             if compiled is not None:

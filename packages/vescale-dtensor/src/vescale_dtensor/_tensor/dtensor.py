@@ -84,8 +84,8 @@ class DTensor(torch.Tensor):
     # Whether a checkpoint stored this as its input and has handed it out again; see
     # `answer_below_overrides` in `_autograd/function_bridge.py`.
     _from_checkpoint: bool = False
-    # Whether this was made or changed under no_grad: `Function.apply` runs forward so, and C++ may
-    # have given the wrapper a node that the local tensor lacks.
+    # Whether this was made or changed in the forward of a custom autograd.Function, after which C++
+    # may have given the wrapper a node that the local tensor lacks.
     _may_have_hidden_node: bool
 
     __new__ = new_wrapper
@@ -207,10 +207,10 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
     # The wrapper's storage is null: C++ code that asks for its address has to raise, not crash.
     close_memory(wrapper)
-    # `Function.apply` attaches its node after forward, unseen. Forward runs without grad; where it
-    # enables grad by itself, forward mode stays off. Anything else is not checked for a node, as
-    # that costs about as much as an op.
-    wrapper._may_have_hidden_node = not (torch.is_grad_enabled() and forward_grad_enabled())
+    # `Function.apply` attaches its node after forward, unseen. Forward mode is off in forward, also
+    # where it enables grad by itself. Anything else is not checked for a node, as that costs about
+    # as much as an op.
+    wrapper._may_have_hidden_node = not forward_grad_enabled()
     wrapper._lineage = 0
     return wrapper
 
@@ -218,7 +218,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
 def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]:
     """Return the wrappers of many local tensors: `wrap`, but for results of foreach functions."""
     # Inlined and asked once: there are hundreds, and a call each would show.
-    may_have_hidden_node = not (torch.is_grad_enabled() and forward_grad_enabled())
+    may_have_hidden_node = not forward_grad_enabled()
     wrappers = []
     for local, spec in zip(locals_, specs, strict=True):
         wrapper = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)

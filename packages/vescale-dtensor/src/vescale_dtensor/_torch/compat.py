@@ -67,9 +67,11 @@ def join_foreach(cls: type) -> None:
             known.append(cls)
 
 
-forward_grad_enabled: Any = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
+# Without it, whatever runs without grad may be the forward of a custom Function.
+forward_grad_enabled: Any = getattr(torch._C, "_is_fwd_grad_enabled", torch.is_grad_enabled)
 """False while the forward of a custom autograd.Function runs, also where that enables grad: C++
-turns forward mode off beside grad mode, and `torch.enable_grad` turns only grad mode on again."""
+turns forward mode off beside grad mode, and `torch.enable_grad` turns only grad mode on again.
+`torch.no_grad` leaves it on."""
 
 
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)

@@ -26,7 +26,10 @@ def advance(words: int, generator: torch.Generator) -> None:
 
 def _draw(count: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Draw `count` random values of `dtype` and drop them."""
-    sink = torch.empty(min(count, _DRAWN_AT_ONCE // 2), dtype=dtype, device="cpu")
+    if count <= _DRAWN_AT_ONCE // 2:  # most are that few, at every dropout of a layer
+        torch.empty(count, dtype=dtype, device="cpu").random_(generator=generator)
+        return
+    sink = torch.empty(_DRAWN_AT_ONCE // 2, dtype=dtype, device="cpu")
     while count >= sink.numel():
         sink.random_(generator=generator)
         count -= sink.numel()
