@@ -53,7 +53,8 @@ from vescale_dtensor._torch.worlds import on_world_change
 _MOST_LOOKED_AT = 1 << 22
 
 # Mesh, placements and local shape, strides and dtype -> the spec of even shards. A hit skips every
-# check of `from_agreed_local`, since their outcomes follow from the key.
+# check of `from_agreed_local`, since their outcomes follow from the key. The mesh is in it by its
+# id, which no other mesh can have: the spec keeps this one alive.
 _even_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
 # Those of them of which nothing is compared any more, at no later call: `from_local` ends with it.
 _settled_specs: BoundedCache[tuple[object, ...], Spec] = BoundedCache(8192)
@@ -106,7 +107,6 @@ def from_local(
     # else is checked below follows from the key.
     if plain and placements is not None and type(local_tensor) in _PLAIN and not observers:
         memory = (local_tensor.shape, local_tensor.stride(), local_tensor.dtype)
-        # By identity: the spec keeps its mesh alive, so that no other one can have its id.
         key = (id(device_mesh), *placements, *memory)
         spec = _settled_specs.get(key)
         if spec is not None:
@@ -128,7 +128,7 @@ def from_local(
         local_tensor, mesh, wanted, shape=given, stride=stride, grad_placements=grad_placements
     )
     # Not without a mesh: the current one may be another the next time.
-    if device_mesh is not None and key in _even_specs and is_settled(mesh, asked):
+    if key and device_mesh is not None and key in _even_specs and is_settled(mesh, asked):
         _settled_specs.store(key, made._spec)
     if run_check == "sampled" and _has_whole_values(local_tensor, made):
         note_origin(made, sampled_digests(mesh, [local_tensor]))

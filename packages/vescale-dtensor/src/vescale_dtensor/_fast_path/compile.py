@@ -212,10 +212,11 @@ def _specialize(
     elif places == (0,) and masks is None and len(call.args) == 2 and not call.kwargs:
         compiled = compile_with_value(func, specs[0], table is NO_GRAD, mark)
     elif places == (0,):
-        alone = masks is not None and len(call.args) == 1 and not call.kwargs
-        form: Callable[..., CompiledCall]
-        form = compile_unary_recorded if alone else compile_first_dtensor
-        compiled = form(func, result_wrapper(call.func, specs[0], table), masks, mark)
+        wrap_result = result_wrapper(call.func, specs[0], table)
+        if masks is not None and len(call.args) == 1 and not call.kwargs:
+            compiled = compile_unary_recorded(func, wrap_result, masks, mark)
+        else:
+            compiled = compile_first_dtensor(func, wrap_result, masks, mark)
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
         wrap_result = result_wrapper(call.func, specs[0], table)
         compiled = compile_linear_without_bias(func, wrap_result, masks, token)
