@@ -160,9 +160,10 @@ def making_of(value: Value) -> Making:
                 continue
             run.add(step)
             if not step.reads:
-                continue
+                continue  # the contents of its operands make no difference: `zeros_like`
             _take_handles(step.values, run, hollow)
             todo += [(one.buffer, step.number) for one in _read_by(step)]
+    # A step of which something wanted the contents is run for good, whoever wanted its memory only.
     hollow -= run
     return Making(tuple(sorted(run | hollow, key=lambda one: one.number)), frozenset(hollow))
 
@@ -179,6 +180,7 @@ def _writers(buffer: Buffer, before: float) -> Iterator[Step]:
 def _read_by(step: Step) -> list[Value]:
     if not step.overwrites:
         return step.values
+    # Of what it overwrites, only the memory has to be there (`hollow`).
     return [one for one in step.values if one not in step.written]
 
 

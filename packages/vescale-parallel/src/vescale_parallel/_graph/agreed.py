@@ -76,6 +76,8 @@ def agreed(
         GraphError: on every rank, if one has a fault.
         DisagreementError: on every rank, if ranks have different collectives, or other options.
     """
+    # By number, since ranks of other groups have other members: rank 0 says (0, 1), rank 2 (2, 3),
+    # and it is the same collective. `_check_groups` looks at the members.
     groups: dict[tuple[int, ...], int] = {}
     rows = [
         [
@@ -94,16 +96,19 @@ def agreed(
     mine["fault"] = fault
     mine["options"] = {name: repr(one) for name, one in (options or {}).items()}
     told = [json.loads(one) for one in gather_texts(json.dumps(mine))]
+    # Only now, although this rank knew its own fault before: all have to come to the exchange.
     for rank, one in enumerate(told):
         if one["fault"]:
             raise GraphError(f"rank {rank}: {one['fault']}")
     _check_options([one["options"] for one in told])
     _check([one["rows"] for one in told])
     _check_groups(told)
+    # The most of all ranks: where shards are uneven, each would fill buckets to another size.
     entries = tuple(
         _entry(row, max(one["rows"][at][7] for one in told))
         for at, row in enumerate(told[0]["rows"])
     )
+    # What one rank waits for, all do: an order that suits them all suits each.
     united = tuple(
         frozenset(need for one in told for need in one["needs"][at]) for at in range(len(entries))
     )
@@ -129,6 +134,7 @@ def _check_options(told: Sequence[Mapping[str, str]]) -> None:
 
 def _check(told: Sequence[list[list[Any]]]) -> None:
     """Every rank sees all lists, so all raise or none does."""
+    # Without bytes and shapes, in which ranks with uneven shards differ.
     same = [[row[:7] for row in rows] for rows in told]
     for rank, rows in enumerate(same):
         if rows == same[0]:
@@ -162,6 +168,7 @@ def _check_groups(told: Sequence[dict[str, Any]]) -> None:
                     f"on rank {(others or [rank])[0]}. Make meshes in the same way on all ranks"
                 )
         for at, row in enumerate(one["rows"]):
+            # Beside the first member of this rank's own group: others have shards of other sizes.
             first = told[one["groups"][row[5]][0]]["rows"][at]
             if row[0] != "all_to_all" and row[8] != first[8]:
                 raise DisagreementError(

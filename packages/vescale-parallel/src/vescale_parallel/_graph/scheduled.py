@@ -111,6 +111,7 @@ def schedule(
     options: dict[str, object] = {"buckets": buckets, "cap_bytes": cap_bytes, "link": link}
     options |= {"overlap": overlap, "ahead_bytes": ahead_bytes, "exact": exact}
     options["memory_bytes"] = memory_bytes
+    # A fault of this rank is raised in `agreed`, on all ranks: the others are on their way there.
     found, waits, before, fault = _seen(graph)
     known = agreed(found, needs(found, waits), fault, options)
     orders = [tuple(range(len(known.entries)))]
@@ -121,6 +122,7 @@ def schedule(
         (one, overlap)
         for one in _tried(known, orders, buckets, cap_bytes, link, exact, bound is not None)
     ]
+    # The graph as it was: nothing merged, nothing moved. It may fit where no other order does.
     if isinstance(memory_bytes, int):
         tried.append((tuple((at,) for at in range(len(known.entries))), False))
     best, least = _least(graph, known, waits, before, tried, ahead_bytes, bound)
@@ -151,6 +153,8 @@ def _least(
         made, peak = rearranged(
             graph, waits, merged, overlap=moved, ahead_bytes=ahead_bytes, memory_bytes=bound
         )
+        # Peaks differ over ranks. Each takes the number of the one that is worst off, so that all
+        # stop at the same candidate, and none goes on to a collective alone.
         over = _highest(peak if bound is None else max(0, peak - bound))
         if best is None or over < least:
             best, least = Schedule(made, known, merged, peak, before), over
@@ -226,6 +230,8 @@ def _saturating(link: Link, members: int) -> int:
     """Bytes of a collective of which latency takes a tenth of the time."""
     if members < 2:
         return CAP_BYTES
+    # Time of a ring: latency + bytes * (n - 1) / n / bandwidth. Solved for the bytes at which the
+    # first is `_SHARE` of the whole.
     latency = link.steps(members) * link.latency
     return max(1, int(latency * (1 / _SHARE - 1) * link.bandwidth * members / (members - 1)))
 

@@ -45,6 +45,7 @@ class CachingAllocator:
             return None
         size = -(-size // _UNIT) * _UNIT
         small = size <= _SMALL
+        # Small and large blocks never share a segment, so that each pool is searched alone.
         pool = self._free[small]
         at = bisect.bisect_left(pool, (size, 0))
         if at < len(pool):
@@ -54,6 +55,8 @@ class CachingAllocator:
             self.reserved += piece.size
         piece.free = False
         left = piece.size - size
+        # As the allocator does: what is left of a large block is cut off only where a large one
+        # fits into it. Otherwise it is lost until the block comes back.
         if left >= _UNIT if small else left > _SMALL:
             rest = _Piece(left, small, before=piece, behind=piece.behind)
             if piece.behind is not None:

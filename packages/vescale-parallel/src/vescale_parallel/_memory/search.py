@@ -87,6 +87,8 @@ class Items:
             for storage in self.of.touched[operation]:
                 if last[storage] != operation or storage not in self._users:
                     continue
+                # Freed here only if the other items that touch it have run, so that a part ends:
+                # how high the rest of the item rises depends on them.
                 others = self._users[storage] & ~(1 << at)
                 if others:
                     frees.append((others, self.of.storages[storage].bytes))
@@ -162,15 +164,18 @@ def searched(
     start = _settled(items, _Node(max(items.live, floor), items.live, 0, items.first(), None, ()))
     heap = [(start.peak, 0, 0, start)]
     seen: dict[int, int] = {}
+    # `pushed` settles ties in the heap, so that nodes are never compared.
     count = pushed = 0
     while heap:
         if count >= states or (count % 32 == 0 and time.monotonic() > deadline):
             return Found(None, upper, proven=False)
         peak, _, _, node = heapq.heappop(heap)
+        # The first complete order that comes off the heap is the best: all others have a higher
+        # peak already, and peaks only grow.
         if node.done == everything:
             return Found(node.path(), peak, proven=True)
         if seen.get(node.done, peak) < peak:
-            continue
+            continue  # the same set was reached with a lower peak since this was pushed
         count += 1
         for at in members(node.ready):
             rise, net = items.cost(at, node.done)
@@ -225,6 +230,7 @@ def _settled(items: Items, node: _Node) -> _Node:
         again = False
         for at in members(node.ready):
             rise, net = items.cost(at, node.done)
+            # What it frees can make room for another that did not fit a moment ago.
             if net <= 0 and node.live + rise <= node.peak:
                 node.live += net
                 node.done |= 1 << at

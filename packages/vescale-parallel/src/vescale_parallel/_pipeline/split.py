@@ -110,6 +110,7 @@ def _blocks(rules: PipelineRules, model: nn.Module, modules: Mapping[str, nn.Mod
         return [one for one in found if not any(up in chosen for up in _above(one))]
     found = [name for name in unit_names(model, ()) if name]
     parents = dict.fromkeys(name.rpartition(".")[0] for name in found)
+    # An encoder and a decoder are two lists, and which goes first is not in the module tree.
     if len(parents) != 1:
         raise PlanError(
             f"pipeline: {type(model).__name__} has repeated blocks in "
@@ -178,6 +179,7 @@ def _by_cost(
             "chunks, or smaller blocks."
         )
     cost = [sum(p.numel() for p in modules[name].parameters()) for name in blocks]
+    # By identity below: a head that is tied to another one behind the blocks counts once.
     behind = {
         n: p
         for name, block in stem.items()
@@ -229,7 +231,10 @@ def _owners(
     stem: Mapping[str, str],
 ) -> dict[str, int | None]:
     place = {name: ranks[i] for i, stage in enumerate(stages) for name in stage}
+    # What stands before the first block ("") lies with the first stage.
     place |= {name: place.get(block, ranks[0]) for name, block in stem.items()}
+    # By identity, since tied parameters have several names. One that is used on two ranks has no
+    # owner: every rank stores it, and its gradients are summed over the axis.
     by_parameter: dict[int, set[int | None]] = {}
     names: dict[str, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
