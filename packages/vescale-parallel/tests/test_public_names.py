@@ -77,6 +77,7 @@ PUBLIC = {
     "parallelize": ["bucket_bytes", "mesh", "model", "plan", "static"],
     "save_pretrained": ["folder", "max_bytes", "model"],
     "sum_over_shards": ["args", "function", "kwargs", "model"],
+    "through_forward": ["args", "kwargs", "method", "model"],
     "z_loss": ["routing"],
 }
 SOURCES = sorted(Path(vescale_parallel.__file__).parent.rglob("*.py"))

@@ -31,6 +31,7 @@ from vescale_parallel import _torch_versions as _torch_versions
 from vescale_parallel._apply.move_experts import balance_experts
 from vescale_parallel._apply.no_sync import no_sync
 from vescale_parallel._apply.parallelize import parallelize
+from vescale_parallel._apply.through_forward import through_forward
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh
 from vescale_parallel._data.loader import Loader, loader
@@ -100,5 +101,6 @@ __all__ = [
     "parallelize",
     "save_pretrained",
     "sum_over_shards",
+    "through_forward",
     "z_loss",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, mesh, parallelize
+from vescale_parallel import Plan, mesh, parallelize, through_forward
 from vescale_parallel.integrations import _states as states
 
 ROWS = 6
@@ -111,9 +111,9 @@ def test_methods_are_called_as_forward_is():
     def on_a_rank(rank: int, world_size: int) -> float:
         model = parallelize(made(), mesh(dp=4, device_type="cpu"), plan(3))
         with pytest.raises(KeyError, match="mine"):
-            states.through_forward(model, "raising", x)
+            through_forward(model, "raising", x)
         assert "forward" not in vars(model)
-        loss = states.through_forward(model, "training_loss", x, scale=2.0)
+        loss = through_forward(model, "training_loss", x, scale=2.0)
         assert model.seen.to_local().shape[0] < ROWS
         assert "forward" not in vars(model)
         return float(loss.item())

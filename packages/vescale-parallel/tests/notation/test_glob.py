@@ -43,6 +43,15 @@ def test_matching(glob: str, name: str, expected: bool):
     assert matches(glob, name) is expected
 
 
+def test_optional_alternatives_match_as_others_do_and_are_never_dead():
+    glob = "*.{up,~{down,gate},upp}.~weight"
+    assert expand_braces(glob)[:2] == ("*.up.~weight", "*.down.~weight")  # only in braces
+    glob = "*.{up,~{down,gate},upp}.weight"
+    assert expand_braces(glob) == tuple(f"*.{one}.weight" for one in ("up", "down", "gate", "upp"))
+    assert dead_alternatives(glob, NAMES) == ["*.upp.weight"]
+    assert matches("{~embed,head}.weight", "embed.weight")
+
+
 def test_a_dead_alternative_is_found_among_live_ones():
     assert dead_alternatives("*.{up,upp}.weight", NAMES) == ["*.upp.weight"]
 

@@ -111,8 +111,28 @@ def test_sharding_a_dim_that_is_not_there():
 
 
 def test_ties_that_disagree():
-    text = problems(Plan(parameters={"head.weight": "tp:0", "*": "replicate"}))
+    rules = {"embed.weight": "tp:0", "head.*": "tp:1", "*": "replicate"}
+    text = problems(Plan(parameters=rules))
     assert "'embed.weight', 'head.weight' are one parameter" in text
+    assert "('embed.weight: tp:0', 'head.*: tp:1')" in text
+
+
+@pytest.mark.parametrize("named", ["head.weight", "embed.weight", "{embed,head}.weight"])
+def test_a_tied_parameter_follows_the_rule_that_names_it(named: str):
+    rules = {named: "tp:0", "*": "replicate"}
+    rows = {row.names: row for row in Plan(parameters=rules).check(Tied(), MESH).parameters}
+    row = rows["embed.weight", "head.weight"]
+    assert (row.rule, str(row.layout)) == (named, "tp:0")
+
+
+def test_an_optional_alternative_need_not_match():
+    rules = {"up.{weight,~lora_A.weight}": "tp:0", "{~*.lora_B.*}": "tp:1", "*": "replicate"}
+    report = Plan(parameters=rules).check(Tied(), MESH)
+    (row,) = [row for row in report.parameters if row.name == "up.weight"]
+    assert str(row.layout) == "tp:0"
+    text = problems(Plan(parameters={"up.{wieght,~lora_A.weight}": "tp:0", "*": "replicate"}))
+    assert "rule 'up.wieght' (of 'up.{wieght,~lora_A.weight}') matches no parameter" in text
+    assert "lora_A.weight' (of" not in text
 
 
 def test_a_module_rule_that_matches_nothing():

@@ -177,10 +177,10 @@ def test_words_that_cannot_be_read(words: dict[str, object], said: str):
         ({"zero": 3, "over": "pd"}, "over 'pd': no axis 'pd'. Did you mean"),
         ({"zero": 3, "owned": "*.wight"}, "rule '\\*.wight' matches no parameter. Nearest"),
         ({"zero": 3, "units": "block.*"}, "rule 'block.\\*' matches no module. Nearest"),
-        ({"zero": {"embed*": 1, "*": 3}}, "one parameter, and zero rules 'embed\\*', '\\*' give"),
+        ({"zero": {"embed*": 1, "head*": 3}}, "one parameter, and zero rules 'embed\\*', 'head"),
         ({"precision": {"embd*": {}}}, "'embd\\*' matches no parameter or buffer. Nearest names"),
         (
-            {"precision": {"embed*": {"compute": "bfloat16"}, "*": {}}},
+            {"precision": {"embed*": {"compute": "bfloat16"}, "head*": {}}},
             "one parameter, and precision rules give it different dtypes",
         ),
         ({"zero": 3, "over": "tp"}, "'tp:0'\\), and zero=3 would shard it over 'tp' again"),

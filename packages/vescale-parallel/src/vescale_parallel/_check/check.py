@@ -20,7 +20,14 @@ from vescale_parallel._common.messages import count, did_you_mean, listed
 from vescale_parallel._errors import PlanError
 from vescale_parallel._experts.resolve import ExpertsRow, experts_rows, stack_layout, stacks_of
 from vescale_parallel._notation.arguments import unknown_arguments
-from vescale_parallel._notation.glob import dead_alternatives, first_match, matches, nearest_names
+from vescale_parallel._notation.glob import (
+    CATCH_ALL,
+    dead_alternatives,
+    first_match,
+    matches,
+    named_matches,
+    nearest_names,
+)
 from vescale_parallel._notation.layout import Chosen, RuleLayout, local_shape, some_rank_is_empty
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._pipeline.rules import AXIS
@@ -28,8 +35,6 @@ from vescale_parallel._pipeline.split import Split, split_model
 from vescale_parallel._static.units import captured_units
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
 from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
-
-_CATCH_ALL = "*"
 
 
 def check_rules(
@@ -200,7 +205,7 @@ def _dead_rules(what: str, rules: Mapping[str, object], names: Sequence[str]) ->
             )
         mine = [name for name in names if matches(glob, name)]
         # The catch-all is there for whatever is left, which may be nothing.
-        if mine and glob != _CATCH_ALL and all(first[name] != glob for name in mine):
+        if mine and glob != CATCH_ALL and all(first[name] != glob for name in mine):
             takers = dict.fromkeys(str(first[name]) for name in mine)
             problems.append(
                 f"rule '{glob}' never applies: earlier rules ({listed(takers)}) take every {what} "
@@ -241,16 +246,17 @@ def _place(
 ) -> ParameterRow | str | None:
     """Return the row of one parameter, what is wrong with it, or None where no rule covers it."""
     # Every name of a shared parameter has a rule of its own, and they may contradict each other.
-    globs = [glob for name in names if (glob := first_match(rules.parameters, name)) is not None]
-    layouts = {rules.parameters[glob] for glob in globs}
-    if len(layouts) > 1:
+    globs = list(named_matches(rules.parameters, names).values())
+    layouts = {glob: rules.parameters[glob] for glob in globs}
+    if len({*layouts.values()}) > 1:
+        told = listed([f"{glob}: {layout}" for glob, layout in layouts.items()])
         return (
-            f"{listed(names)} are one parameter, and rules {listed(globs)} give it different "
-            f"layouts ({listed(layouts)}). Give its names one layout."
+            f"{listed(names)} are one parameter, and its rules give it different layouts ({told}). "
+            "Give its names one layout."
         )
     if not layouts:
         return None
-    layout = layouts.pop()
+    layout = layouts[globs[0]]
     if layout.least_ndim > parameter.ndim:
         return (
             f"parameter '{names[0]}' has shape {tuple(parameter.shape)}, and rule '{globs[0]}' "

@@ -1,4 +1,4 @@
-"""Globs over dotted names: `*`, `?`, `[ab]` and `{q,k,v}`.
+"""Globs over dotted names: `*`, `?`, `[ab]` and `{q,k,v}`, of which `{q,~v}` need not match.
 
 `*` crosses dots: `*.weight` matches `layers.0.mlp.up.weight`. A plan addresses names at any depth,
 and a star that stops at dots would force one rule for each depth.
@@ -12,23 +12,38 @@ from fnmatch import translate
 from vescale_parallel._common.messages import nearest
 from vescale_parallel._errors import PlanError
 
+# Takes every name that no rule before it takes.
+CATCH_ALL = "*"
+# Begins an alternative that need not match anything, so that one plan serves several adapters.
+_OPTIONAL = "~"
 
-@functools.lru_cache(maxsize=4096)
+
 def expand_braces(glob: str) -> tuple[str, ...]:
     """Return all alternatives of a glob: `a{b,c}` is `ab` and `ac`; braces may nest."""
+    return tuple(alternative for alternative, _ in _alternatives(glob))
+
+
+@functools.lru_cache(maxsize=4096)
+def _alternatives(glob: str) -> tuple[tuple[str, bool], ...]:
+    """Return all alternatives of a glob, each with whether it need not match anything."""
     # Outermost braces first: what is inside them is expanded by the calls below.
     start = glob.find("{")
     if start < 0:
         if "}" in glob:
             raise PlanError(f"glob {glob!r}: '}}' without '{{'. Write alternatives as '{{q,k,v}}'.")
-        return (glob,)
+        return ((glob, False),)
     end = _closing_brace(glob, start)
     before, inside, after = glob[:start], glob[start + 1 : end], glob[end + 1 :]
     if "}" in before:
         raise PlanError(f"glob {glob!r}: '}}' without '{{'. Write alternatives as '{{q,k,v}}'.")
     # Choices may hold braces themselves; what follows is expanded once for all of them.
-    heads = [before + part for choice in _split(inside) for part in expand_braces(choice)]
-    return tuple(head + tail for head in heads for tail in expand_braces(after))
+    heads = [
+        (before + part, may_miss or choice.startswith(_OPTIONAL))
+        for choice in _split(inside)
+        for part, may_miss in _alternatives(choice.removeprefix(_OPTIONAL))
+    ]
+    tails = _alternatives(after)
+    return tuple((head + tail, one or other) for head, one in heads for tail, other in tails)
 
 
 def _closing_brace(glob: str, start: int) -> int:
@@ -64,13 +79,13 @@ def matches(glob: str, name: str) -> bool:
 
 
 def dead_alternatives(glob: str, names: Iterable[str]) -> list[str]:
-    """Return the alternatives of a glob that match no name; all of them for a dead glob."""
+    """Return the alternatives of a glob that match no name, but those that need not: `~v`."""
     # Read once for each alternative, which an iterator would not survive.
     known = list(names)
     return [
         alternative
-        for alternative in expand_braces(glob)
-        if not any(_regex(alternative).match(name) for name in known)
+        for alternative, may_miss in _alternatives(glob)
+        if not may_miss and not any(_regex(alternative).match(name) for name in known)
     ]
 
 
@@ -87,6 +102,17 @@ def nearest_names(alternative: str, names: Iterable[str]) -> list[str]:
     for name in names:
         by_end.setdefault(".".join(name.split(".")[-depth:]), name)
     return [by_end[end] for end in nearest(literal, by_end)]
+
+
+def named_matches(rules: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return the first match of each name of one tied parameter, where one matches.
+
+    Names that only `*` takes follow those that a rule is written for: nobody names all of them.
+    """
+    globs = list(rules)
+    found = {name: glob for name in names if (glob := first_match(globs, name)) is not None}
+    written = {name: glob for name, glob in found.items() if glob != CATCH_ALL}
+    return written or found
 
 
 def first_match(rules: Iterable[str], name: str) -> str | None:

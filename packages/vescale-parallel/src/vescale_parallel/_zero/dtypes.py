@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._notation.glob import first_match
+from vescale_parallel._notation.glob import named_matches
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero.precision import Dtypes
 from vescale_parallel._zero.rules import ZeroRules
@@ -21,19 +21,20 @@ def with_dtypes(
         return list(rows), []
     found, problems = [], []
     for row in rows:
-        said = {_rule(rules, name) for name in row.names}
+        said = _rules(rules, row.names)
         if len(said) > 1:
             problems.append(
                 f"{listed(row.names)} are one parameter, and precision rules give it different "
                 "dtypes. Give its names one rule."
             )
-        found.append(_cast(row, said.pop()))
+        found.append(_cast(row, said[0]))
     return found, problems
 
 
-def _rule(rules: ZeroRules, name: str) -> Dtypes:
-    glob = first_match(rules.precision, name)
-    return Dtypes() if glob is None else rules.precision[glob]
+def _rules(rules: ZeroRules, names: Sequence[str]) -> list[Dtypes]:
+    """What the rules say of a tensor with these names; more than one where they disagree."""
+    globs = named_matches(rules.precision, names).values()
+    return list(dict.fromkeys(rules.precision[glob] for glob in globs)) or [Dtypes()]
 
 
 def _cast(row: ParameterRow, said: Dtypes) -> ParameterRow:
@@ -48,7 +49,7 @@ def cast_buffers_of(rules: ZeroRules, model: nn.Module) -> tuple[tuple[str, torc
     """Buffers of modules that are stored in another dtype than that in which they were built."""
     found = []
     for name, buffer in model.named_buffers():
-        dtype = _rule(rules, name).buffers
+        dtype = _rules(rules, [name])[0].buffers
         if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
             found.append((name, dtype))
     return tuple(found)
@@ -66,5 +67,5 @@ def dtype_notes(rows: Sequence[ParameterRow], rules: ZeroRules) -> list[str]:
 
 
 def _wanted_reduce(row: ParameterRow, rules: ZeroRules) -> torch.dtype:
-    said = _rule(rules, row.name)
+    said = _rules(rules, row.names)[0]
     return said.reduce or said.compute or row.reduce

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._common.messages import count, dtype_name, human_bytes, listed, table
-from vescale_parallel._notation.glob import first_match, matches
+from vescale_parallel._notation.glob import matches, named_matches
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero.flat_plan import FlatPlan, Wanted, plan_flat
 from vescale_parallel._zero.owners import balanced_owners, plan_owned
@@ -105,7 +105,7 @@ def levels_of(
         return {}, []
     found, problems = {}, []
     for row in rows:
-        globs = [glob for name in row.names if (glob := first_match(rules.levels, name))]
+        globs = list(named_matches(rules.levels, row.names).values())
         levels = {rules.levels[glob] for glob in globs}
         if len(levels) > 1:
             problems.append(

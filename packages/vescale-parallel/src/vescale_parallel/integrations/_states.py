@@ -139,28 +139,3 @@ def _as_parameter(value: Any, parameter: DTensor) -> Any:
     alike = value.shape == parameter.shape
     where = parameter.placements if alike else [Replicate()] * mesh.ndim
     return distribute_tensor(value, mesh, where, src_data_rank=None)
-
-
-def through_forward(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a module as its forward is called: with the hooks of the module.
-
-    So a plan's batch is sharded and units of `zero` are gathered as for `model(...)`. The method
-    may call the module itself.
-    """
-    call, forward = getattr(model, method), vars(model).get("forward")
-
-    def restore() -> None:
-        if forward is None:
-            vars(model).pop("forward", None)
-        else:
-            vars(model)["forward"] = forward
-
-    def instead(*given: Any, **named: Any) -> Any:
-        restore()  # at once: the method may call the model
-        return call(*given, **named)
-
-    vars(model)["forward"] = instead
-    try:
-        return model(*args, **kwargs)
-    finally:
-        restore()

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._apply.no_sync import no_sync
+from vescale_parallel._apply.through_forward import through_forward
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel.integrations._states import (
@@ -35,7 +36,6 @@ from vescale_parallel.integrations._states import (
     made_parallel,
     model_state,
     rank,
-    through_forward,
     whole,
     whole_states,
 )
