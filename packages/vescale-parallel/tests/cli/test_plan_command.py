@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -75,6 +76,12 @@ def test_a_plan_is_written_and_read(capsys: pytest.CaptureFixture[str], tmp_path
     assert asked(capsys, *given, "--plan", file) == first
 
 
+def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "plan.svg"
+    assert asked(capsys, "--mesh", "dp=4,tp=2", "--svg", str(file))[0] == 0
+    assert ElementTree.fromstring(file.read_text()).tag.endswith("svg")
+
+
 @pytest.mark.parametrize("preset", ["decoder", "encoder", "data"])
 def test_presets(capsys: pytest.CaptureFixture[str], preset: str):
     _, text = asked(capsys, "--mesh", "dp=2,tp=2", "--preset", preset, "--json")
@@ -89,6 +96,7 @@ def test_presets(capsys: pytest.CaptureFixture[str], preset: str):
         (["nowhere:build", "--mesh", "dp=2"], "cannot be imported"),
         ([HERE + "er", "--mesh", "dp=2"], "cannot be imported"),
         ([HERE, "--mesh", "dp=2", "--plan", "nowhere.toml"], "cannot be read"),
+        ([HERE, "--mesh", "dp=2", "--write", "nowhere/plan.toml"], "cannot be written"),
         ([HERE, "--mesh", "dp"], "write sizes by axis"),
         ([HERE, "--mesh", "dp=2", "--memory", "much"], "write bytes"),
     ],

@@ -17,6 +17,7 @@ from vescale_parallel._cli.shown import as_json, as_text
 from vescale_parallel._common.messages import bytes_in
 from vescale_parallel._cost import CLUSTERS
 from vescale_parallel._errors import MeshError, ParallelError, PlanError
+from vescale_parallel._plan.picture import report_svg
 
 _HELP: Final = """\
 Check a plan for a model and a mesh, and say what a training step would cost.
@@ -28,6 +29,7 @@ parameters on 16,384 ranks are checked on a laptop. The plan is written down, re
   python -m vescale_parallel plan my_models:build --mesh dp=8 --zero 3 --recompute
   python -m vescale_parallel plan config.json --mesh dp=64,tp=8 --write plan.toml
   python -m vescale_parallel plan config.json --mesh dp=64,tp=8 --plan plan.toml --json
+  python -m vescale_parallel plan config.json --mesh dp=2,tp=4 --svg plan.svg
 
 MODEL is a Hugging Face configuration (a file, or the folder that it is in) or module:callable, a
 function without arguments that builds the model. Without --plan the layout is what the model
@@ -82,11 +84,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--zero", type=int, choices=range(4), help="ZeRO level (default: what the plan says)")
     add("--memory", help="of a device, as 80GB or 40GiB (default: that of the cluster)")
     add("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
-    add("--sequences", type=int, default=1, help="of each dp rank and step (default: 1)")
-    add("--sequence", type=int, default=4096, help="tokens of a sequence (default: 4096)")
+    add("--sequences", type=_positive, default=1, help="of each dp rank and step (default: 1)")
+    add("--sequence", type=_positive, default=4096, help="tokens of a sequence (default: 4096)")
     add("--checkpoint", help="full, selective, a number n (every n-th block) or bytes, as 24GB")
     add("--recompute", action="store_true", help="the model computes its blocks again by itself")
     add("--write", type=Path, metavar="FILE", help="write the plan, as TOML or .json")
+    add("--svg", type=Path, metavar="FILE", help="draw which coordinates hold which shards")
     add("--json", action="store_true", help="print JSON in place of tables")
 
 
@@ -107,9 +110,25 @@ def _plan(options: argparse.Namespace) -> int:
     found = priced(model, plan, sizes, step, cluster=options.cluster, memory=memory)
     if options.write is not None:
         as_it_ends = plan.to_json() if options.write.suffix == ".json" else plan.to_toml()
-        options.write.write_text(as_it_ends, encoding="utf-8")
+        _write(options.write, as_it_ends)
+    if options.svg is not None:
+        _write(options.svg, report_svg(found.report))
     print(as_json(found) if options.json else as_text(found))
     return 0 if found.fits else 1
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
+    return number
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"'{file}' cannot be written: {error}") from error
 
 
 def parse_mesh(text: str) -> dict[str, int]:

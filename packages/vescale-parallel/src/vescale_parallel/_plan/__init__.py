@@ -11,6 +11,6 @@ Top to bottom (imports point down); all but `plan` take and give plain data:
 - `layers`: modules and parameters as all of these see them, and the roles that they may have.
 - `globs`: from layouts of single names to the few rules that a person would have written.
 - `data`: data parallelism, and the ZeRO level that memory asks for.
-- `picture`: a resolved plan as JSON and as SVG.
+- `picture`, `report_json`: a resolved plan as SVG and as JSON.
 - `edit`, `toml`: rules merged with rules; plans as TOML.
 """

@@ -31,7 +31,8 @@ from vescale_parallel._pipeline.rules import parse_pipeline, require_together
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
 from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
-from vescale_parallel._plan.picture import report_json, report_svg
+from vescale_parallel._plan.picture import report_svg
+from vescale_parallel._plan.report_json import report_json
 from vescale_parallel._plan.search import Candidate, Question, search
 from vescale_parallel._plan.toml import read_toml, toml_of
 from vescale_parallel._plan.words import (
