@@ -5,11 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from invariant_runs import OPTIONS, batch, build, digest, resumed, trained
+from invariant_runs import OPTIONS, batch, build, digest, resumed, steps, trained
 from torch import Tensor
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, forward_backward, parallelize, sum_over_shards
+from vescale_parallel import (
+    Plan,
+    captured_units,
+    forward_backward,
+    parallelize,
+    sum_over_shards,
+)
 from vescale_parallel import mesh as make_mesh
 from zero_models import Decoder, whole
 
@@ -51,6 +57,26 @@ def test_resumed_on_another_number_of_ranks(first: Any, second: Any):
 )
 def test_hybrid_shards_and_levels_by_rule(sizes: Any, zero: Any):
     assert trained(sizes, zero) == alone()
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 3), (3, 0), (3, 2), (4, 1)])
+@pytest.mark.parametrize("checkpoint", [None, "full"])
+def test_captured(ranks: int, zero: int, checkpoint: str | None):
+    words = {"static": True, "checkpoint": checkpoint}
+    # Of one shard there is one row more or less than of another: two programs.
+    assert trained({"dp": ranks}, zero, 3, 13, **words) == alone(3, 13)
+
+
+def test_captured_shards_are_replayed():
+    def run(rank: int, world_size: int) -> None:
+        model = build({"dp": 2}, 3, static=True)
+        steps(model, torch.optim.SGD(model.parameters()), range(3))
+        units = [one for one in captured_units(model) if one.name.startswith("blocks")]
+        # Two blocks; four turns of a step on each rank, idle ones too.
+        assert [one.programs + one.replays for one in units] == [3 * 4] * 2, units
+        assert all(one.refusal is None and one.programs <= 2 for one in units)
+
+    simulate(2).run(run)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from invariant_runs import batch, build, invariant_plan
+from invariant_runs import batch, build
 from torch import nn
 from vescale_comm import simulate
 from vescale_parallel import (
@@ -20,7 +20,6 @@ from vescale_parallel import (
 )
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
-from zero_models import Decoder
 
 WORDS: dict[str, Any] = {"deterministic": "dp-invariant"}
 
@@ -183,11 +182,6 @@ def copied(rank: int) -> None:
     forward_backward(copy.deepcopy(build({"dp": 2}, 3)), *batch(0))
 
 
-def static(rank: int) -> None:
-    mesh = make_mesh(device_type="cpu", dp=2)
-    parallelize(Decoder(), mesh, invariant_plan({"dp": 2}, 0), static=True)
-
-
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
@@ -204,7 +198,6 @@ def static(rank: int) -> None:
         (evaluated_backward, ParallelError, "a backward outside of forward_backward"),
         (hooked, ParallelError, "parameters have hooks: 'embed.weight'"),
         (copied, ParallelError, "a copy of a parallelised one"),
-        (static, PlanError, "keeps the seeds"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )

@@ -28,12 +28,12 @@ def invariant_plan(sizes: Mapping[str, int], zero: Any, **words: Any) -> Plan:
     return plan_for(sizes, zero, deterministic="dp-invariant", **words)
 
 
-def build(sizes: Mapping[str, int], zero: Any = 0, **words: Any) -> nn.Module:
+def build(sizes: Mapping[str, int], zero: Any = 0, static: bool = False, **words: Any) -> nn.Module:
     """The decoder, parallelised over a mesh of these sizes."""
     torch.manual_seed(0)
     model = Decoder(**OPTIONS)
     plan = invariant_plan(sizes, zero, **words)
-    return parallelize(model, make_mesh(device_type="cpu", **sizes), plan)
+    return parallelize(model, make_mesh(device_type="cpu", **sizes), plan, static=static)
 
 
 def steps(

@@ -52,7 +52,6 @@ def preflight(
         if report.split is not None and options.get("static"):
             raise PlanError("static=True with a pipeline: a stage is not recorded; leave it out.")
         _require_fresh(model, mesh)
-        _require_eager(plan, options)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
     if report is not None and report.split is not None:
@@ -86,14 +85,6 @@ def _require_same_mesh(mesh: object) -> None:
     raise DisagreementError(
         f"{_HEAD}\n  - mesh: {said['mesh']} is passed by {named(passed_by)}\n{ADVICE['mesh']}"
     )
-
-
-def _require_eager(plan: Plan, options: dict[str, Any]) -> None:
-    if plan.deterministic is not None and options["static"]:
-        raise PlanError(
-            f"static=True with deterministic='{plan.deterministic}': a recording keeps the seeds "
-            "and shapes of one logical shard. Leave one of them out."
-        )
 
 
 def _require_plain(model: nn.Module) -> None:

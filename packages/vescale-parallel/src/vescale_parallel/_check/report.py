@@ -14,6 +14,7 @@ from vescale_parallel._check.activations import (
     sequence_parallel,
     sharing,
 )
+from vescale_parallel._check.staged import staged_cost
 from vescale_parallel._checkpoint.resolve import RegionRow
 from vescale_parallel._common.messages import dtype_name, human_bytes, table
 from vescale_parallel._cost import (
@@ -99,6 +100,18 @@ class Report:
         return kept + max(sum(row.stored_on(rank) for row in buffers) for rank in ranks)
 
     @property
+    def unpriced(self) -> tuple[str, ...]:
+        """What `cost` leaves out of this plan."""
+        sizes, found = dict(self.mesh), []
+        if any(row.axes for row in self.experts):
+            found.append("messages to experts, and that a token is computed by few of them")
+        if self.batch is not None and any(
+            sizes.get(axis, 1) > 1 and dim is not None and dim > 0 for axis, dim in self.batch.dims
+        ):
+            found.append("messages of attention between shards of a sequence")
+        return tuple(found)
+
+    @property
     def activations(self) -> Activations:
         """What forward keeps for backward, by tokens; estimates of the cost model."""
         sizes = dict(self.mesh)
@@ -127,7 +140,8 @@ class Report:
     ) -> Cost:
         """Return what a training step would cost on a cluster, as `vescale_parallel.cost` does.
 
-        Needs no processes; the model may be on the meta device.
+        Needs no processes; the model may be on the meta device. Stages run by their schedule, each
+        in its own time; what else of a plan is not counted is in `unpriced`.
 
         Args:
             tokens: of the global batch.
@@ -143,7 +157,13 @@ class Report:
         """
         if recompute is None and self.regions:
             workload["regions"] = saved_by_region(self.activations.recomputed(tokens))
-        work = Workload(tokens=tokens, sequence=sequence, recompute=bool(recompute), **workload)
+        work = Workload(
+            tokens=tokens,
+            sequence=sequence,
+            recompute=bool(recompute),
+            turns=self.microbatches if self.invariant is None else self.invariant.most,
+            **workload,
+        )
         sizes = dict(self.mesh)
         scene = Scene(
             mesh=sizes,
@@ -152,6 +172,8 @@ class Report:
             cluster=named_cluster(cluster),
         )
         pieces = [_piece(row, sizes, zero, work) for row in self.parameters]
+        if self.split is not None:
+            return staged_cost(pieces, self.split, scene, work, precision)
         return estimate(pieces, scene, work, precision)
 
     def __str__(self) -> str:

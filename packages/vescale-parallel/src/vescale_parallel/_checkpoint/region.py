@@ -68,6 +68,7 @@ class Region:
         self._require_no_cache(args, kwargs)
         given = (args, kwargs)
         tensors = tensors_within(given)
+        leaves = [one.is_leaf for one in tensors]
         # Tensors are arguments of their own, so that torch notices when one is written to in
         # between; what is around them must not keep them alive.
         hollow = map_tensors(lambda _: _HOLLOW, given, copies=True)
@@ -81,7 +82,10 @@ class Region:
             if first:
                 own_args, own_kwargs = first.pop()
                 return forward(*own_args, **own_kwargs)
-            rest = iter(tensors)
+            # What torch passes are leaves. Results, as they were, are what a captured forward has
+            # its program for, and what may be written to.
+            again = zip(tensors, leaves, strict=True)
+            rest = iter([one if leaf else one.view_as(one) for one, leaf in again])
             inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow, copies=True)
             return forward(*inner_args, **inner_kwargs)
 

@@ -80,7 +80,8 @@ def _by_kind(cost: Cost) -> dict[tuple[str, str], tuple[int, float, float]]:
 
 
 def _notes(one: Priced) -> list[str]:
-    return [f"note: {text}" for text in one.report.notes]
+    left_out = [f"not counted: {text}" for text in one.report.unpriced]
+    return [f"note: {text}" for text in (*one.report.notes, *left_out)]
 
 
 def _verdict(one: Priced) -> str:
@@ -116,6 +117,7 @@ def as_json(one: Priced) -> str:
         "plan": json.loads(one.plan.to_json()),
         "parameters": sum(_elements(row.global_shape) for row in one.report.parameters),
         "notes": list(one.report.notes),
+        "not_counted": list(one.report.unpriced),
         "fits": one.fits,
         "memory_of_a_device": one.memory,
         "recompute": bool(one.chosen),

@@ -13,7 +13,7 @@ from vescale_parallel._cost.links import CLUSTERS, Cluster, Link, collective_sec
 from vescale_parallel._cost.memory import Memory, activation_bytes
 from vescale_parallel._cost.pieces import Piece, piece_of
 from vescale_parallel._cost.settings import Precision, Workload
-from vescale_parallel._cost.step import Cost, Scene, estimate
+from vescale_parallel._cost.step import Cost, Scene, estimate, waited
 from vescale_parallel._cost.traffic import Transfer
 
 __all__ = [
@@ -31,4 +31,5 @@ __all__ = [
     "collective_seconds",
     "estimate",
     "piece_of",
+    "waited",
 ]

@@ -71,10 +71,12 @@ def collective_seconds(kind: str, size: float, members: int, link: Link) -> floa
     """Return the seconds of a collective of the whole tensor's `size` bytes among `members`.
 
     An all-gather or a reduce-scatter sends `(n - 1) / n` of the tensor from each rank; an
-    all-reduce is one of each.
+    all-reduce is one of each. A "send" is a message of this size to one other.
     """
     if members == 1:
         return 0.0
+    if kind == "send":
+        return link.latency + size / link.bandwidth
     rounds = 2 if kind == "all_reduce" else 1
     volume = size * (members - 1) / members
     return rounds * (link.steps(members) * link.latency + volume / link.bandwidth)

@@ -39,7 +39,7 @@ def memory_of(
 
     Args:
         pieces: all parameters.
-        tokens: of this rank.
+        tokens: of this rank; of several turns, all of them.
         dp: ranks that ZeRO shards over.
         tp: ranks that share the tokens of one shard of the batch.
         precision: bytes of an element.
@@ -52,10 +52,11 @@ def memory_of(
 
     return Memory(
         parameters=held(3, precision.stored),
-        gradients=held(2, precision.gradient),
+        # Those of several turns are added up before they are reduced.
+        gradients=held(2 if work.turns == 1 else 4, precision.gradient),
         states=held(1, precision.state),
         gathered=gathered_bytes(pieces, precision),
-        activations=activation_bytes(pieces, tokens, tp, precision, work),
+        activations=activation_bytes(pieces, tokens / work.turns, tp, precision, work),
     )
 
 

@@ -39,6 +39,7 @@ class Workload:
         sequence_parallel: whether activations outside of tensor-parallel regions are sharded too.
         queries: glob over the weights that make queries, whose output attends.
         lookups: glob over parameters that are looked up, and not multiplied with.
+        turns: microbatches that run one after another; gradients are reduced behind the last.
     """
 
     tokens: int
@@ -48,3 +49,4 @@ class Workload:
     sequence_parallel: bool = False
     queries: str = "*{q,q_proj,wq,query}.weight"
     lookups: str = "*emb*"
+    turns: int = 1

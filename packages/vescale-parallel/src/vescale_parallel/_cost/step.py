@@ -61,8 +61,9 @@ class Cost:
         flops: that the model needs of one rank, recomputation not counted.
         compute, update: seconds of matrix products and of what is recomputed, and of the optimizer.
         transfers: collectives of one rank, with the bytes that it sends and their seconds.
-        exposed: seconds in which a rank waits for collectives.
+        exposed: seconds in which a rank waits, for collectives or for other stages.
         cluster: where.
+        bubble: the part of all ranks' time in which stages wait for each other, from 0 to 1.
     """
 
     ranks: int
@@ -74,6 +75,7 @@ class Cost:
     transfers: tuple[tuple[Transfer, float, float], ...]
     exposed: float
     cluster: Cluster
+    bubble: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -118,9 +120,10 @@ class Cost:
     def _summary(self) -> str:
         where = f"{self.cluster.name} x {self.ranks}"
         fits = "fits" if self.fits else "does NOT fit"
+        stages = f", bubble {self.bubble:.1%}" if self.bubble else ""
         return (
             f"{where}: {1e3 * self.seconds:.4g} ms a step ({1e3 * self.compute:.4g} compute, "
-            f"{1e3 * self.update:.3g} update, {1e3 * self.exposed:.4g} waiting), "
+            f"{1e3 * self.update:.3g} update, {1e3 * self.exposed:.4g} waiting{stages}), "
             f"{self.tokens_per_second:.4g} tokens/s a device, {self.utilization:.1%} of peak; "
             f"{human_bytes(round(self.memory.total))} a rank, {fits}"
         )
@@ -154,8 +157,11 @@ def estimate(
     dp = scene.mesh.get(scene.over, 1)
     tp = math.prod(scene.mesh[axis] for axis in {axis for one in pieces for axis, _ in one.dims})
     memory = memory_of(pieces, tokens, dp, tp, precision, work)
-    found = [*activation_transfers(pieces, tokens, precision, work)]
-    found += parameter_transfers(pieces, scene.over, precision)
+    found = [
+        replace(one, count=one.count * work.turns)
+        for one in activation_transfers(pieces, tokens / work.turns, precision, work)
+    ]
+    found += parameter_transfers(pieces, scene.over, precision, work.turns)
     # Hybrid sharding: shards that other axes of the batch replicate are summed over those.
     for axis in scene.batch:
         if axis != scene.over:
@@ -169,7 +175,8 @@ def estimate(
     flops = hardware_flops(pieces, tokens, work)
     # What is not kept is written and read once more.
     everything = replace(work, recompute=False, regions={})
-    dropped = activation_bytes(pieces, tokens, tp, precision, everything) - memory.activations
+    dropped = activation_bytes(pieces, tokens, tp, precision, everything)
+    dropped -= memory.activations * work.turns
     compute = flops / (cluster.flops * cluster.efficiency) + 2 * dropped / cluster.memory_bandwidth
     level = max((one.zero for one in pieces), default=0)
     return Cost(
@@ -180,12 +187,12 @@ def estimate(
         compute=compute,
         update=update_bytes(memory, dp, level) / cluster.memory_bandwidth,
         transfers=transfers,
-        exposed=_exposed(transfers, compute * cluster.overlap),
+        exposed=waited(transfers, compute * cluster.overlap),
         cluster=cluster,
     )
 
 
-def _exposed(transfers: Sequence[tuple[Transfer, float, float]], cover: float) -> float:
+def waited(transfers: Sequence[tuple[Transfer, float, float]], cover: float) -> float:
     """Return the seconds waited: what cannot hide, and of the rest what outlasts its cover."""
     waiting = sum(seconds for one, _, seconds in transfers if not one.hides)
     hidden = sum(seconds for one, _, seconds in transfers if one.hides)

@@ -14,8 +14,9 @@ class Transfer:
 
     Attributes:
         axis: the mesh axis whose ranks take part.
-        kind: all_reduce, all_gather or reduce_scatter.
-        size: bytes of the whole tensor that is reduced or gathered, on one rank of other axes.
+        kind: all_reduce, all_gather, reduce_scatter, or send, of a message to one other rank.
+        size: bytes of the whole tensor that is reduced, gathered or sent, on one rank of other
+            axes.
         count: how many of them.
         hides: whether it can run while other units compute.
     """
@@ -28,6 +29,8 @@ class Transfer:
 
     def sent(self, members: int) -> float:
         """Return the bytes that one of `members` ranks sends in all of them."""
+        if self.kind == "send":
+            return self.count * self.size
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * self.count * self.size * (members - 1) / members
 
@@ -64,9 +67,12 @@ def replica_transfers(
 
 
 def parameter_transfers(
-    pieces: Sequence[Piece], axis: str, precision: Precision
+    pieces: Sequence[Piece], axis: str, precision: Precision, turns: int
 ) -> Iterator[Transfer]:
-    """Gathers and reductions over the axis that data is parallel over."""
+    """Gathers and reductions over the axis that data is parallel over.
+
+    Of several `turns`, microbatches one after another, each gathers; gradients are reduced once.
+    """
     whole = sum(one.elements for one in pieces if one.zero == 0)
     if whole:
         yield Transfer(axis, "all_reduce", whole * precision.wire, hides=True)
@@ -80,6 +86,8 @@ def parameter_transfers(
     for unit, some in units.items():
         elements = sum(one.elements for one in some)
         # The root unit, and that with which backward begins, stay gathered after forward.
-        gathers = 1 if unit in ("", last) else 2
-        yield Transfer(axis, "all_gather", elements * precision.compute, gathers, hides=True)
+        gathers = turns * (1 if unit in ("", last) else 2)
+        yield Transfer(
+            axis, "all_gather", elements * precision.compute, gathers * turns, hides=True
+        )
         yield Transfer(axis, "reduce_scatter", elements * precision.wire, hides=True)
