@@ -1,8 +1,11 @@
 """A plan is edited into another plan, which is stored and read back as one written by hand."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from vescale_dtensor import Partial, Replicate, Shard
 from vescale_parallel import Plan, PlanError
@@ -137,6 +140,65 @@ def test_toml_and_json_round_trips_keep_the_order_of_rules(name: str):
     for again in (Plan.from_toml(plan.to_toml()), Plan.from_json(plan.to_json())):
         assert again == plan
         assert list(again.parameters) == list(plan.parameters)
+
+
+GLOBS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+LAYOUTS = st.sampled_from(["replicate", "tp:full", "dp:0, tp:1", "tp:-1", "tp:0/3", "tp:1/4+1+1"])
+SIDES = st.sampled_from(["tp:full", "tp:1", "x = tp:0; * = tp:full", "0 = dp:0, tp:1"])
+DTYPES = st.dictionaries(
+    st.sampled_from(["compute", "reduce", "master", "buffers"]),
+    st.sampled_from(["bfloat16", "float32"]),
+    min_size=1,
+)
+
+
+def by_glob(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.dictionaries(GLOBS, values, min_size=1, max_size=3)
+
+
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "parameters": by_glob(LAYOUTS),
+    "activations": by_glob(st.builds("{} -> {}".format, SIDES, SIDES)),
+    "batch": st.sampled_from([None, "dp:0", "dp:0, cp:1"]),
+    "batch_is": st.sampled_from(["global", "local"]),
+    "axes": st.just(("dp", "shard", "tp", "cp", "ep")),
+    "zero": st.integers(0, 3) | by_glob(st.integers(0, 3)),
+    "over": st.sampled_from(["dp", "shard"]),
+    "units": GLOBS | st.lists(GLOBS, min_size=1, max_size=2).map(tuple),
+    "prefetch": st.integers(0, 3),
+    "precision": DTYPES | by_glob(DTYPES),
+    "owned": GLOBS | st.lists(GLOBS, min_size=1, max_size=2).map(tuple),
+    "block": st.integers(1, 512) | st.tuples(st.integers(1, 64), st.integers(1, 64)),
+    "checkpoint": st.sampled_from(["full", "24GB", 2])
+    | by_glob(st.sampled_from(["full", "save: matmul", "none"])),
+    "deterministic": st.just("dp-invariant"),
+    "shards": st.integers(1, 9),
+    "microbatches": st.integers(1, 8),
+    "pipeline": st.fixed_dictionaries(
+        {"schedule": st.sampled_from(["1f1b", "gpipe"]), "microbatches": st.integers(1, 8)},
+        optional={"stages": st.none() | GLOBS | st.lists(GLOBS, min_size=2, max_size=2)},
+    ),
+    "experts": st.sampled_from(["ep", "dp, ep"]) | by_glob(st.just("ep")),
+}
+
+
+def test_the_fuzz_knows_every_field():
+    assert set(FIELDS) == {one.name for one in fields(Plan)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.fixed_dictionaries({}, optional=FIELDS))
+def test_any_plan_is_stored_and_read(said: dict[str, Any]):
+    try:
+        plan = Plan(**said)
+    except PlanError:
+        assume(False)  # a glob with an open bracket, or words that exclude each other
+    for again in (Plan.from_toml(plan.to_toml()), Plan.from_json(plan.to_json())):
+        assert again == plan
+        for name in FIELDS:
+            mine, its = (getattr(one, name) for one in (plan, again))
+            # The order of rules decides, and dicts are equal in any order.
+            assert list(its) == list(mine) if isinstance(mine, dict) else its == mine
 
 
 def test_toml_by_hand():

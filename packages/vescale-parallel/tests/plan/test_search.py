@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from vescale_parallel import Plan, PlanError
-from vescale_parallel.cost import CLUSTERS, LLAMA3
+from vescale_parallel.cost import CLUSTERS, LLAMA3, Cost, Link
 from vescale_parallel.train.model import Decoder, ModelConfig
 
 SMALL = ModelConfig(vocab=1024, dim=256, layers=2, heads=4, kv_heads=2, hidden=512, context=64)
@@ -71,3 +73,52 @@ def test_nothing_is_chosen_that_is_slower_than_data_parallel(sizes: dict[str, in
 def test_a_model_that_no_preset_knows_is_data_parallel():
     model = nn.Sequential(nn.Linear(3, 3))
     assert Plan.search(model, {"tp": 4}).batch == "tp:0"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    heads=st.sampled_from([1, 2, 4]),
+    layers=st.integers(1, 4),
+    sizes=st.sampled_from([{"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 4}, {"dp": 64, "tp": 8}]),
+    batch=st.sampled_from([1, 8, 64, 1024]),
+    sequence=st.sampled_from([16, 512, 8192]),
+    memory=st.sampled_from([1e7, 1e8, 1e9, 80e9]),
+    links=st.tuples(st.sampled_from([1e8, 1e10, 4e11]), st.sampled_from([1e-7, 1e-4])),
+    recompute=st.booleans(),
+)
+def test_whatever_the_question_data_parallelism_is_not_faster(
+    heads: int,
+    layers: int,
+    sizes: dict[str, int],
+    batch: int,
+    sequence: int,
+    memory: float,
+    links: tuple[float, float],
+    recompute: bool,
+):
+    config = replace(SMALL, dim=64 * heads, heads=heads, kv_heads=1, layers=layers)
+    model, link = on_meta(config), Link(bandwidth=links[0], latency=links[1])
+    cluster = replace(CLUSTERS["h100"], memory=memory, inside=link, between=link)
+
+    def cost(plan: Plan) -> Cost:
+        return plan.check(model, sizes).cost(
+            batch * sequence,
+            sequence=sequence,
+            cluster=cluster,
+            recompute=recompute or None,
+            sequence_parallel=bool(plan.activations),
+            lookups="embed.weight",
+        )
+
+    plain = Plan.data_parallel(model, sizes)
+    shared = batch >= torch.Size(sizes.values()).numel()
+    kinds = [plain.with_(zero=level) for level in range(4)] if shared else []
+    fitting = [one for plan in kinds if (one := cost(plan)).fits]
+    question = {"batch": batch, "sequence": sequence, "recompute": recompute}
+    try:
+        chosen = cost(Plan.search(model, sizes, cluster=cluster, **question))
+    except PlanError:
+        assert not fitting
+        return
+    assert chosen.fits
+    assert all(chosen.seconds <= one.seconds for one in fitting)

@@ -23,8 +23,14 @@ def toml_of(content: Mapping[str, Any]) -> str:
 
 
 def _key(name: str) -> str:
-    # Bare keys are a small alphabet, and globs are outside of it. JSON's strings are TOML's.
-    return name if name.isidentifier() and name.isascii() else json.dumps(name)
+    # Bare keys are a small alphabet, and globs are outside of it.
+    return name if name.isidentifier() and name.isascii() else _text(name)
+
+
+def _text(value: str) -> str:
+    # JSON's strings are TOML's, but that TOML has no pairs of surrogates, which is how JSON writes
+    # what is beyond 16 bits, and no bare DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
@@ -35,7 +41,9 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(entries) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, str | bool | int | float):
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, bool | int | float):
         return json.dumps(value)
     raise PlanError(f"a plan as TOML cannot hold {value!r} ({type(value).__name__}).")
 
@@ -50,4 +58,11 @@ def read_toml(text: str) -> dict[str, Any]:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"a plan as TOML cannot be read: {error}") from error
-    return {name: None if one is False else one for name, one in content.items()}
+    return {name: _said(one) for name, one in content.items()}
+
+
+def _said(value: Any) -> Any:
+    """Return a value as a plan has it: None where the text says `false`, at any depth."""
+    if isinstance(value, dict):
+        return {name: _said(one) for name, one in value.items()}
+    return None if value is False else value
