@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -34,28 +35,55 @@ DINOv2 DeiT CLIP Mixtral Qwen2Moe Qwen3-MoE DeepSeek-V3 Olmoe GraniteMoe Mamba
 
 
 @dataclass(frozen=True)
+class Described:
+    """What a preset makes of a model, which no run is needed for.
+
+    Attributes:
+        declared: whether the model declares a layout.
+        rules: of the plan.
+        sharded: elements of parameters that `tp` shards, as a share of all.
+    """
+
+    declared: bool
+    rules: int
+    sharded: float
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """As the table has them."""
+        return "declared" if self.declared else "shapes", str(self.rules), f"{self.sharded:.0%}"
+
+
+@dataclass(frozen=True)
 class Compared:
     """A training step on a mesh, beside one device.
 
     Attributes:
         loss: that of the mesh minus that of one device.
         gradient, parameter: the largest differences, as shares of the largest element.
-        sharded: elements of parameters that `tp` shards, as a share of all.
-        rules: of the plan.
-        declared: whether the model declares a layout.
+        preset: what the plan makes of the model.
     """
 
     loss: float
     gradient: float
     parameter: float
-    sharded: float
-    rules: int
-    declared: bool
+    preset: Described
 
     @property
     def worst(self) -> float:
         """The largest of the three."""
         return max(abs(self.loss), self.gradient, self.parameter)
+
+
+def described(model: nn.Module, plan: Plan, sizes: dict[str, int]) -> Described:
+    """Return what a plan makes of a model on a mesh."""
+    rows = plan.check(model, sizes).parameters
+    sharded = sum(math.prod(row.global_shape) for row in rows if "tp" in row.layout.axes)
+    return Described(
+        declared=bool(getattr(model, "tp_plan", None)),
+        rules=len(plan.parameters) + len(plan.activations),
+        sharded=sharded / sum(one.numel() for one in model.parameters()),
+    )
 
 
 def compare(name: str, layout: str, **options: Any) -> Compared:
@@ -83,19 +111,13 @@ def _compared(model: Model, sizes: dict[str, int], zero: int, options: dict[str,
         return out.loss.item(), whole, after
 
     loss, found, after = simulate(4).run(program)[0]
-    report = plan.check(dense, sizes)
     out, wanted = stepped(dense, inputs)
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     # Gradients that are nothing but rounding (of the bias of a key) are measured by the others.
     floor = 1e-3 * max(float(grad.abs().max()) for grad in wanted.values())
-    sharded = sum(
-        torch.Size(row.global_shape).numel() for row in report.parameters if "tp" in row.layout.axes
-    )
     return Compared(
         loss=loss - out.loss.item(),
         gradient=max(share(found[key], wanted[key], floor) for key in wanted),
         parameter=max(share(after[key], one, 1.0) for key, one in dense.named_parameters()),
-        sharded=sharded / sum(one.numel() for one in dense.parameters()),
-        rules=len(plan.parameters) + len(plan.activations),
-        declared=bool(getattr(dense, "tp_plan", None)),
+        preset=described(dense, plan, sizes),
     )

@@ -41,10 +41,7 @@ of DeepSeek-V3) stays on all ranks. That is right, and only costs memory.
 
 def row(name: str) -> tuple[str, ...]:
     found: list[Compared] = [compare(name, layout) for layout in LAYOUTS]
-    one = found[0]
-    source = "declared" if one.declared else "shapes"
-    figures = [f"{each.worst:.0e}" for each in found]
-    return (name, source, str(one.rules), f"{one.sharded:.0%}", *figures)
+    return (name, *found[0].preset.cells, *(f"{each.worst:.0e}" for each in found))
 
 
 def text() -> str:
