@@ -2,10 +2,18 @@
 
 A Llama of Hugging Face: seconds and peak bytes of tensors to build it on one device, to build it
 deferred, and for rank 0 of a mesh of simulated ranks to make what it stores, compared bit by bit.
+
+    python tests-integration/deferred_table.py --gib 30
+
+makes a model of so many GiB, which may be more than this machine has, as 16 simulated ranks, of
+which each gives back what it stores before the next one begins.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -68,8 +76,47 @@ def rank_0(
     return *every[0][:3], all(one[3] for one in every)
 
 
+def in_turn(gib: float) -> str:
+    """Make a model of that size on 16 ranks, one after another, and return the table's row."""
+    width, sizes, vocabulary = 1024 * max(1, round(gib**0.5 * 1.5)), {"dp": 4, "tp": 4}, 4096
+    # Seven matrices a block: q and o, k and v of an eighth, three of 7/2 of the width.
+    block = width * width * (2 + 2 / 8 + 3 * 7 / 2)
+    layers = max(1, round((gib * 2**28 - 2 * vocabulary * width) / block))
+    start, before = time.perf_counter(), _resident()
+
+    def rank(rank: int, world: int) -> int:
+        mesh = make_mesh(device_type="cpu", **sizes)
+        torch.manual_seed(0)
+        with deferred():
+            model = model_of(width, layers, vocabulary)
+        plan = Plan.from_hf(model).with_(zero=3, batch=None)
+        parallelize(model, mesh, plan)
+        # Behind the last collective: this rank runs to its end, and gives back what it has.
+        held = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+        # Hooks of a model lead back to it: without a collection it would stay for a while.
+        del model
+        gc.collect()
+        return held
+
+    every = simulate(16)(rank)
+    seconds = time.perf_counter() - start
+    name = f"16 ranks of dp=4, tp=4 in turn, `zero=3`, {sum(every) / 2**30:.1f} GiB together"
+    held = f"{(_resident() - before) / 2**20:.0f} | {max(every) / 2**20:.0f}"
+    return f"| {name} | {held} | {seconds:.0f} | |"
+
+
+def _resident() -> int:
+    """The most bytes that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gib", type=float, help="make a model of this size, rank by rank")
+    if (gib := parser.parse_args().gib) is not None:
+        print(in_turn(gib))
+        return
     size = (1024, 4, 32000)
     torch.manual_seed(0)
     model, seconds, most = timed(lambda: model_of(*size))

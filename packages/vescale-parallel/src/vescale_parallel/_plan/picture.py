@@ -146,7 +146,7 @@ def _shares(report: Report) -> dict[str, tuple[int, ...]]:
     buffers = report.buffers
     if report.split is not None:
         buffers = tuple(one for of_rank in report.split.buffers for one in of_rank)
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for plan in {id(one.plan): one.plan for one in buffers}.values():
         for name, shares in _shares_of(plan):
             found.setdefault(name, shares)
