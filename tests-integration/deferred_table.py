@@ -12,6 +12,7 @@ which each gives back what it stores before the next one begins.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import resource
 import sys
@@ -96,6 +97,8 @@ def in_turn(gib: float) -> str:
         # Hooks of a model lead back to it: without a collection it would stay for a while.
         del model
         gc.collect()
+        # Each rank is a thread with an arena of its own, which keeps what was freed.
+        ctypes.CDLL(None).malloc_trim(0)
         return held
 
     every = simulate(16)(rank)

@@ -59,8 +59,9 @@ def test_hybrid_shards_and_levels_by_rule(sizes: Any, zero: Any):
     assert trained(sizes, zero) == alone()
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 3), (3, 0), (3, 2), (4, 1)])
-@pytest.mark.parametrize("checkpoint", [None, "full"])
+@pytest.mark.parametrize(
+    ("ranks", "zero", "checkpoint"), [(1, 0, None), (2, 3, "full"), (3, 2, None), (4, 1, "full")]
+)
 def test_captured(ranks: int, zero: int, checkpoint: str | None):
     words = {"static": True, "checkpoint": checkpoint}
     # Of one shard there is one row more or less than of another: two programs.
