@@ -132,6 +132,17 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
         lambda: F.dropout(torch.ones(9)),
         lambda: torch.empty(4, 5).t().normal_(),
     ),
+    # Of these torch cannot tell shapes without running them, which must draw nothing.
+    "drawn twice": _of(
+        lambda: torch.binomial(torch.full((4, 3), 9.0), torch.full((4, 3), 0.3)),
+        lambda: torch.distributions.Dirichlet(torch.ones(2, 5)).sample(),
+        lambda: torch.distributions.Beta(torch.ones(6), torch.ones(6)).sample(),
+        lambda: torch.binomial(
+            *(torch.full((5,), 0.5),) * 2, generator=torch.Generator().manual_seed(3)
+        ),
+        lambda: torch.randn(4),
+    ),
+    "into given memory": _of(lambda: torch.randn(5, 3, out=torch.empty(5, 3))),
     "own generator": _of(lambda: torch.randn(5, 4, generator=torch.Generator().manual_seed(3))),
     "numpy": _of(lambda: torch.from_numpy(torch.randn(4).numpy() * 2)),
     "small normals": _of(lambda: torch.randn(3), lambda: torch.randn(3, 3), lambda: torch.randn(5)),

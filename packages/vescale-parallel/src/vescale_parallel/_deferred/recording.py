@@ -132,6 +132,8 @@ def record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if name in _TURNED:
         return _turned(func, name, args, kwargs)
+    if name == "resize_" and tuple(args[1]) == tuple(args[0].shape):
+        return args[0]  # as factories do with `out=`
     if name in _REFUSED:
         raise DeferredError(
             f"{name} {_REFUSED[name]}, and was called on a tensor that deferred() built without "
@@ -182,8 +184,13 @@ def _shapes(
                 "writes to a tensor that deferred() built without storage. Build that part of the "
                 "model outside of deferred()."
             ) from None
-    # It runs once, so that its shapes are known, and again when its values are wanted.
+    # It runs once, so that its shapes are known, and again when its values are wanted. What it
+    # draws here is drawn again from the same place by `_draw`.
+    generator = generator_of(arguments, _device_of(func, arguments)) if is_random(func) else None
+    state = None if generator is None else generator.get_state()
     made = func(*tree_map(real, tuple(args)), **tree_map(real, dict(kwargs)))
+    if generator is not None and state is not None:
+        generator.set_state(state)
     return tree_map(lambda one: one.to("meta") if isinstance(one, Tensor) else one, made)
 
 
