@@ -54,6 +54,7 @@ PUBLIC = {
         *("activations", "batch", "batch_is", "boundaries", "budget", "buffers", "bytes_per_rank"),
         *("captured", "cast_buffers", "cost", "experts", "invariant", "mesh"),
         *("microbatches", "notes", "over", "parameters", "regions", "split", "total_bytes"),
+        "unpriced",
     ],
     "Router": ["forward", "reset_parameters", "update_balance"],
     "Routing": ["chosen", "load", "logits", "weights"],
