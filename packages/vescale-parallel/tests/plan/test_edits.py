@@ -179,6 +179,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
         optional={"stages": st.none() | GLOBS | st.lists(GLOBS, min_size=2, max_size=2)},
     ),
     "experts": st.sampled_from(["ep", "dp, ep"]) | by_glob(st.just("ep")),
+    "sequence": st.sampled_from(["ring", "ulysses", "gather", "auto"]),
 }
 
 

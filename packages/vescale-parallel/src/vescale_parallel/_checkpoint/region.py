@@ -84,8 +84,8 @@ class Region:
                 return forward(*own_args, **own_kwargs)
             # What torch passes are leaves. Results, as they were, are what a captured forward has
             # its program for, and what may be written to.
-            again = zip(tensors, leaves, strict=True)
-            rest = iter([one if leaf else one.view_as(one) for one, leaf in again])
+            pairs = zip(tensors, leaves, strict=True)
+            rest = iter([one if leaf else one.view_as(one) for one, leaf in pairs])
             inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow, copies=True)
             return forward(*inner_args, **inner_kwargs)
 
