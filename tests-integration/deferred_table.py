@@ -1,4 +1,4 @@
-"""What deferred models cost: `python tests-integration/deferred_table.py` prints README's table.
+"""What deferred models cost: `python tests-integration/deferred_table.py` prints a guide's table.
 
 A Llama of Hugging Face: seconds and peak bytes of tensors to build it on one device, to build it
 deferred, and for rank 0 of a mesh of simulated ranks to make what it stores, compared bit by bit.

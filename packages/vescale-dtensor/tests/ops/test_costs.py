@@ -1,4 +1,4 @@
-"""Ops that work along a sharded dim send what the README says, and none takes the fallback.
+"""Ops that work along a sharded dim send what docs/operators.md says, and none takes the fallback.
 
 The operand has 64 x 16 numbers of 8 bytes, in 4 pieces of 16 rows. To gather it a rank sends its
 piece to 3 others.

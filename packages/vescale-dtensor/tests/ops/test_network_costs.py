@@ -1,4 +1,4 @@
-"""Losses of sharded classes, tables, bags, heads and sequences send what the README says.
+"""Losses of sharded classes, tables, bags, heads and sequences send what docs/operators.md says.
 
 Forward and backward. None takes the fallback, and logits, tables and weights are never gathered.
 """

@@ -333,7 +333,7 @@ def _captured(rank, world):
 
 
 def test_a_term_that_overflows_by_itself_stays_so_on_every_rank():
-    # The limit that the README states: a rank's own sum, or product of matrices, is a half.
+    # The limit that docs/limits.md states: a rank's own sum, or product of matrices, is a half.
     x = torch.tensor([60000.0, 60000.0, -60000.0, -60000.0]).half()
     ones = torch.ones(4, 1).half()
     assert float(x.sum()) == float(x @ ones) == 0

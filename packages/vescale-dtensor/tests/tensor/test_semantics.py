@@ -229,7 +229,7 @@ def wrong_layouts_are_named(mesh):
 
 @case
 def an_error_of_values_is_raised_where_they_are(mesh):
-    """What README promises: by the ranks that hold them, and nobody is given a wrong number."""
+    """As docs/limits.md says: by the ranks that hold them; nobody is given a wrong number."""
     logits, target = torch.zeros(6, 4), torch.tensor([9, 0, 1, 2, 3, 0])
     x, y = placed(mesh, logits, tp=Replicate()), placed(mesh, target, tp=Replicate())
     if mesh.get_coordinate()[0] == 0:
