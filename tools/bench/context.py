@@ -1,14 +1,14 @@
 """A training step of a Llama-style model whose sequences are sharded: ours against code by hand.
 
-Attention exchanges rows for heads where the ranks divide the heads, and gathers keys and values
-elsewhere; by hand the same is written with `torch.distributed`. The whole model on whole sequences,
-as one device runs it, shows what a rank saves. torch's own `context_parallel` has no kernel for
-CPUs (in 2.13), so it is no peer here. All variants live in the same gloo processes of one thread
-each and take turns; before anything is timed the losses of the first steps must be those of one
-plain device within 1e-5. Figures: tokens per second, live bytes at the peak of a step on the rank
-with the most, collectives, bytes sent by rank 0.
+Attention exchanges rows for heads, gathers keys and values, or has them come in a ring; by hand
+the first two are written with `torch.distributed`, and a ring is held to keys gathered. The whole
+model on whole sequences, as one device runs it, shows what a rank saves. torch's own
+`context_parallel` has no kernel for CPUs (in 2.13), so it is no peer here. All variants live in
+the same gloo processes of one thread each and take turns; before anything is timed the losses of
+the first steps must be those of one plain device within 1e-5. Figures: tokens per second, live
+bytes at the peak of a step on the rank with the most, collectives, bytes sent by rank 0.
 
-    nox -s bench -- context                     # 4 ranks, both ways
+    nox -s bench -- context                     # 4 ranks, all ways
     nox -s bench -- context --ways gather --length 1024
 """
 
@@ -26,8 +26,8 @@ from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare
 
-HEADS = {"exchange": 8, "gather": 6}
-"""Heads by the way that they lead to: four ranks divide the ones and not the others."""
+HEADS = {"exchange": 8, "gather": 6, "ring": 6}
+"""Heads by way: four ranks divide the ones and not the others."""
 
 _details = Details()
 
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--ways", nargs="+", choices=tuple(HEADS), default=list(HEADS), help="default: both")
+    add("--ways", nargs="+", choices=tuple(HEADS), default=list(HEADS), help="default: all")
     add("--hidden", nargs="+", type=int, default=[96, 384], help="default: 96 384")
     add("--length", type=int, default=512, help="tokens of a sequence (default: 512)")
     add("--batch", type=int, default=1, help="sequences of a batch (default: 1)")

@@ -72,18 +72,24 @@ STAGED: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
 
 WHOLE = "whole on each rank"
 
+# A ring is held to keys gathered by hand: what it sends more, and keeps less.
+_WAYS = {
+    "exchange": ("exchange", PLAN_CONTEXT.with_(sequence="ulysses")),
+    "gather": ("gather", PLAN_CONTEXT.with_(sequence="gather")),
+    "ring": ("gather", PLAN_CONTEXT.with_(sequence="ring")),
+}
 CONTEXT: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     f"cp{ranks}.{way}": (
         {"cp": ranks},
         {
-            HAND: partial(ByHandContext, way=way),
+            HAND: partial(ByHandContext, way=hand),
             WHOLE: lambda sizes, mesh: OneDevice(sizes),
-            EAGER: partial(Ours, plan=PLAN_CONTEXT),
-            STEP: partial(Ours, plan=PLAN_CONTEXT, captured=True),
+            EAGER: partial(Ours, plan=plan),
+            STEP: partial(Ours, plan=plan, captured=True),
         },
     )
     for ranks in (2, 4)
-    for way in ("exchange", "gather")
+    for way, (hand, plan) in _WAYS.items()
 }
 """The same for sharded sequences; the benchmark `context` measures them."""
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate, trace
-from vescale_dtensor import attention_way
+from vescale_dtensor import attention_way, capture
 from vescale_parallel import Plan, PlanError, mesh, parallelize
 
 
@@ -78,6 +78,32 @@ def test_it_holds_in_forward_and_where_that_is_computed_again(way, block, words,
         torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-6)
         assert WAYS[way] in ops
         assert not ops & (set(WAYS.values()) | {"all_to_all"}) - {WAYS[way]}
+
+
+def test_a_step_around_the_model_is_captured():
+    """The way changes inside of what is recorded, where the model begins and ends."""
+
+    def program(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attention(), Attention())
+        parallelize(model, mesh(cp=4, device_type="cpu"), Plan(batch="cp:1", sequence="ring"))
+        x, found = torch.randn(2, 9, 12), []
+
+        def forward(x):
+            return model(x).square().mean()
+
+        captured = capture(forward)
+        for run in (forward, captured, captured):
+            torch.manual_seed(1)
+            loss = run(x)
+            found.append([loss.item(), *torch.autograd.grad(loss, list(model.parameters()))])
+        return captured.programs, [[one[0], one[1].full_tensor()] for one in found]
+
+    for programs, (eager, *replayed) in simulate(4).run(program):
+        assert len(programs) == 1
+        for loss, gradient in replayed:
+            assert loss == eager[0]
+            assert torch.equal(gradient, eager[1])
 
 
 def test_a_recomputation_draws_by_the_policy_of_its_forward():

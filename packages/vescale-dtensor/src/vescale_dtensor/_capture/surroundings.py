@@ -10,8 +10,9 @@ from vescale_dtensor._capture.global_state import GlobalState, backend_flags, gl
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks
 
-# Fields of the global state that a program does not change on its way.
-_fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums", "attention")
+# Fields of the global state that a program does not change on its way. The way of attention it may:
+# it decides which calls are recorded, and nothing afterwards.
+_fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
 _RAW = "torch.distributed.distributed_c10d"
 HOOKS_OF_SAVED_TENSORS = (
     "saved-tensor hooks are active (activation checkpointing, offloading), which a "
@@ -60,8 +61,8 @@ class Surroundings:
         now = GlobalState(*global_state())
         if _fixed(now) != _fixed(self._start):
             raise refused(
-                "inference mode, the default dtype, the way of half_sums or of sequence_attention, "
-                "or the policy of random numbers changes inside. Change it outside"
+                "inference mode, the default dtype, the way of half_sums or the policy of random "
+                "numbers changes inside. Change it outside"
             )
         if backend_flags() != self._backends:
             raise refused(
