@@ -97,6 +97,24 @@ def test_schedules_of_halves_compute_no_product_more():
     assert simulate(2)(on_a_rank, "zb-h1") == simulate(2)(on_a_rank, "1f1b")
 
 
+def test_microbatches_copy_no_gradients():
+    """The gradients of a stage of one rank are added up in place, as they come."""
+
+    def on_a_rank(rank: int, world_size: int, schedule: str, count: int) -> int:
+        model = make()
+        parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, count))
+        forward_backward(model, *batch(0))  # rehearsed
+        with Counted() as counted:
+            forward_backward(model, *batch(1))
+        return counted.calls["copy_"] + counted.calls["clone"]
+
+    for schedule in ("1f1b", "zb-h1"):
+        few, many = (simulate(2)(on_a_rank, schedule, count) for count in (2, 4))
+        for less, more in zip(few, many, strict=True):
+            # Two microbatches more: of messages and activations, and of none of a dozen gradients.
+            assert more - less <= 2 * 3
+
+
 def program(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """A random graph: outputs, what was received, and parameters; of the same seed the same."""
     draw, fill = random.Random(seed), torch.Generator().manual_seed(seed)

@@ -79,7 +79,14 @@ def hides(model: Any, at: int, x: Any, first: Tensor) -> Tensor:
 
 def collects(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
     # As a list of router logits that blocks fill: empty where they do not run.
-    return x + [b.inner for b in model.blocks if hasattr(b, "inner")][3].sum() if at == 3 else x
+    return x + [b.layer.bias for b in model.blocks if b.calls][3].sum() if at == 3 else x
+
+
+def is_content(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    # As the auxiliary losses of the first blocks, none of which run on the last stage.
+    if at != 3:
+        return x
+    return x + sum(b.inner.square().mean() for b in model.blocks[:2] if hasattr(b, "inner"))
 
 
 CASES: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -92,6 +99,11 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "uses what is not passed on": ({"through": adds}, 4, "takes values that only other stages"),
     "hides a value": ({"through": hides}, 4, "no numbers"),
     "uses what a block did not return": ({"through": leaks}, 4, "is not what that returns"),
+    "takes what it finds of what blocks leave": (
+        {"through": is_content},
+        4,
+        "only earlier stages have",
+    ),
     "looks for what other blocks leave": (
         {"through": collects},
         4,

@@ -206,17 +206,15 @@ class Gathering:
                     result._use_aliases = UseAliases(local, by_mask)
         return found
 
-    def plain(self, aliases: Sequence[Tensor]) -> list[Tensor]:
-        """The local tensors of `wrapped`, for uses as plain tensors; notes their uses as it does.
+    def note_plain_uses(self) -> None:
+        """Note uses of the local leaves themselves as plain tensors, as `wrapped` notes its own.
 
         For a mesh of one rank, whose local tensors are whole: what is computed from them is what
         DTensors would compute. Elsewhere uses of them count as varying on every axis.
         """
-        found = [aliases[end - 1] for end in accumulate(self._counts)]
-        for parameter, local in zip(self._parameters, found, strict=True):
-            if local.requires_grad:
+        for parameter in self._parameters:
+            if parameter._local_tensor.requires_grad:
                 _note_partial(parameter)
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ Top to bottom (imports point down):
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
 - `stage`: one forward of one stage; `units`: the hooks through which it acts.
 - `foreign`: values of other stages, and what is computed from them. `leaks`: what gets out of
-  blocks beside their results.
+  blocks beside their results. `left`: what of it stays in attributes of their modules.
 - `messages`: tensors and small objects between neighbours, in the order of the schedule.
 - `text`: what stages tell each other, as JSON.
 - `described`: a tensor as metadata, and back. `streams`: places in the random streams.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from vescale_comm.agreement import gather_texts
-from vescale_dtensor import DTensor, gradient_total, local_leaf
+from vescale_dtensor import DTensor, local_leaf, reduce_gradients
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.messages import Lines
@@ -72,8 +72,6 @@ def finish_step(
         local = local_leaf(parameter)
         if there and not one:
             local.grad = torch.zeros_like(local)
-    for there, parameter in zip(anywhere, parameters, strict=True):
-        if there:
-            gradient_total(parameter)  # type: ignore[arg-type]
+    reduce_gradients(p for p, there in zip(parameters, anywhere, strict=True) if there)
     # A copy: the message goes.
     return rows[scene.split.ranks[-1], 0].to(kind.loss.dtype, copy=True)

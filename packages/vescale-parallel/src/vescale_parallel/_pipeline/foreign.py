@@ -63,13 +63,21 @@ class Foreign(TorchFunctionMode):
         """Whether the value of a tensor is on another stage, and has not come."""
         return id(tensor) in self._marked and id(tensor) not in self.known
 
+    @property
+    def has_marked(self) -> bool:
+        """Whether there are values that are not known here."""
+        return bool(self._marked)
+
     def resolved(self, value: Any) -> Any:
         """The same nesting with what has come in place of what stood for it."""
-        return map_tensors(lambda one: self.known.get(id(one), one), value) if self.known else value
+        # To find is cheaper than to map, and in most nestings there is nothing.
+        if not self.known or not any(id(one) in self.known for one in tensors_within(value)):
+            return value
+        return map_tensors(lambda one: self.known.get(id(one), one), value)
 
     def unknown_within(self, value: Any) -> list[str]:
         """Paths of the tensors in a nesting whose values are not here."""
-        if not self._marked:
+        if not self._marked or not any(map(self.is_unknown, tensors_within(value))):
             return []
         found = named_tensors_within(value)
         return [path for path, one in found.items() if self.is_unknown(one)]

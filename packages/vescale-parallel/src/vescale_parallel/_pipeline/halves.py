@@ -8,7 +8,7 @@ and once for its weight, as in a whole backward.
 
 The engine tells what is wanted by nodes, not by the gradients that arrive at one: where several
 parameters end in one node, as those of a unit do, the second half runs the path again for them: the
-gradients are right, and the time is not saved. So plain parameters are views, each with its node.
+gradients are right, and the time is not saved. Plain parameters are leaves, each with its own node.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from vescale_parallel._zero.gather import GatherUnit
 Edge = tuple[Node, int]
 """A node, and the number of the gradient that arrives at it."""
 
-_UNITS: Final = frozenset({f"{GatherUnit.__name__}Backward"})
-_ENDS: Final = frozenset({"torch::autograd::AccumulateGrad"}) | _UNITS
+_ENDS: Final = frozenset({"torch::autograd::AccumulateGrad", f"{GatherUnit.__name__}Backward"})
 """Names of nodes behind which nothing is computed: all gradients go there at once, at the end."""
 
 
@@ -216,11 +215,7 @@ def _below(node: Node) -> list[Edge]:
 
 
 def _is_end(node: Node) -> bool:
-    if node.name() in _ENDS:
-        return True
-    # A view of one parameter of a unit: its own node, by which the engine tells it from others.
-    below = _below(node)
-    return len(below) == 1 and below[0][0].name() in _UNITS
+    return node.name() in _ENDS
 
 
 def _gradients(

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_dtensor import DTensor, Replicate, local_leaves
 
 from vescale_parallel._zero.unit import Held, Unit, put_all
 
@@ -29,22 +31,33 @@ class HeldParameters:
         self._places = [one.places for one in self._unit.held]
         # The same ones for all microbatches of a step: making them costs more than swapping.
         self._fulls: dict[bool, list[Tensor]] = {}
+        self._depth = 0
 
     def __enter__(self) -> HeldParameters:
-        """Swap in."""
+        """Swap in, where that has not been done: a step does so around all of its forwards."""
+        if not self._depth:
+            self._swap_in()
+        # Behind what may raise.
+        self._depth += 1
+        return self
+
+    def _swap_in(self) -> None:
         recorded = torch.is_grad_enabled()
         if recorded not in self._fulls:
             self._unit.require_stored()
             self._fulls[recorded] = self._unit.made()
         put_all(self._places, self._fulls[recorded])
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Swap out: between steps modules hold what is stored."""
-        put_all(self._places, [one.stored for one in self._unit.held])
+        self._depth -= 1
+        if not self._depth:
+            put_all(self._places, [one.stored for one in self._unit.held])
 
     def forget(self) -> None:
         """A step has ended: the next one has graphs of its own."""
+        for fulls in self._fulls.values():
+            self._unit.dropped(fulls)
         self._fulls.clear()
 
 
@@ -55,11 +68,42 @@ def forget_held(held: object) -> None:
 
 
 class _PlainUnit(Unit):
-    """A unit whose modules hold plain tensors."""
+    """A unit whose modules hold the stored leaves themselves, as plain tensors.
 
-    def wrapped(self, aliases: Sequence[Tensor]) -> list[Tensor]:
-        """Nothing is around them; each has a node of its own, see `halves`."""
-        return [one.view_as(one) for one in self._gathering.plain(aliases)]
+    So torch accumulates each gradient as it comes, in place, and a backward in two halves finds
+    each parameter at a node of its own. A node around all of them would hold a second set of
+    gradients until the last one has come.
+    """
+
+    def made(self) -> list[Tensor]:
+        """The leaves; cast where the plan asks for another dtype."""
+        leaves = local_leaves([one.stored for one in self.held])
+        if torch.is_grad_enabled():
+            self._gathering.note_plain_uses()
+            for one, leaf in zip(self.held, leaves, strict=True):
+                _reopen(one.stored, leaf)
+        fulls = [
+            leaf if one.compute is None else leaf.to(one.compute)
+            for one, leaf in zip(self.held, leaves, strict=True)
+        ]
+        for full in fulls:
+            full._is_param = True  # type: ignore[attr-defined]
+        return fulls
+
+    def dropped(self, fulls: Sequence[Tensor]) -> None:
+        """Leaves are local tensors of parameters again, and no parameters themselves."""
+        for full in fulls:
+            vars(full).pop("_is_param", None)
+
+
+def _reopen(parameter: Tensor, leaf: Tensor) -> None:
+    """Let the gradient of a parameter of several stages be a contribution again on all of them.
+
+    Otherwise it would be one where this step uses the parameter, and stay the total elsewhere.
+    """
+    is_shared = isinstance(parameter, DTensor) and isinstance(parameter.placements[-1], Replicate)
+    if is_shared and leaf.grad is not None and leaf.requires_grad:
+        torch.autograd.backward([get_gradient_edge(leaf)], [torch.zeros_like(leaf)])
 
 
 def is_plain(mesh: DeviceMesh) -> bool:

@@ -32,6 +32,11 @@ class Leaks:
         # compared, as an `id` names another one later.
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed in the block that runs."""
+        made, block = self._made.get(id(tensor), (None, ""))
+        return made is not None and made() is tensor and block == self.inside
+
     def returned(self, tensors: Iterable[Tensor]) -> None:
         """The block has ended, and returns these."""
         self.inside = None

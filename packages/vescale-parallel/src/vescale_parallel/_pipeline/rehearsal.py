@@ -67,7 +67,7 @@ class Rehearsal:
             PipelineError: on every rank of this pipeline, where a stage fails; on that one the
                 error itself.
         """
-        kind = Kind({}, {})
+        kind = Kind({}, {}, {})
         scene = self._scene
         start, buffers = scene.streams.here(), _Buffers(scene)
         try:
@@ -94,7 +94,7 @@ class Rehearsal:
                 to_text(told)  # what cannot be told is an error of this stage
             except Exception as error:
                 failed = error
-                told = Told(f"stage {stage}: {type(error).__name__}: {error}", Kind({}, {}))
+                told = Told(f"stage {stage}: {type(error).__name__}: {error}", Kind({}, {}, {}))
                 before = self._scene.split.ranks[stage - 1]
                 if stage and stage not in self._asked and before != rank:
                     self._send_object(told.failure, before)
@@ -121,11 +121,13 @@ class Rehearsal:
         if kept is not None:
             scene.kept[stage] = max(kept.total, scene.kept.get(stage, 0))
         last = stage + 1 == len(scene.split.stages)
+        drawn = words_between(start, scene.streams.here(), "the model")
         return Kind(
             # What an earlier stage has told stays: the last one describes no results.
             running.measured | kind.calls,
             kind.entries,
-            words_between(start, scene.streams.here(), "the model") if last else (),
+            kind.ends | {stage: drawn},
+            drawn if last else (),
             spec_of(found) if last and found is not None else None,
         )
 

@@ -7,7 +7,7 @@ so all of them come to the end of the step, where every rank hears of it and rai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from vescale_comm import CommError
 
-from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import TensorSpec, local_of
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.halves import Halves
@@ -112,12 +111,19 @@ class Runner:
 
     def run(self) -> Exception | None:
         """Do all actions of this rank; returns what one of them raised."""
+        # Around all of them, for modules need no change between two of them.
+        with ExitStack() as around:
+            return self._run(around)
+
+    def _run(self, around: ExitStack) -> Exception | None:
         row = self._schedule.ranks[self._scene.rank]
         failure: Exception | None = None
         # The backward behind which no other comes on this rank: only there are gradients complete.
         last = max((at for at, action in enumerate(row) if action.kind != "F"), default=-1)
         for at, action in enumerate(row):
             try:
+                if not at:
+                    around.enter_context(self._scene.held)
                 with self._watch.action(action) if self._watch else nullcontext():
                     self._act(action, syncs=at == last)
             except CommError:
@@ -171,14 +177,6 @@ class Runner:
         found = running.run(here.part)
         loss = None
         if found is not None:
-            # The last stage has run all of the model: blocks are looked at one by one, and this is
-            # what the model draws between them.
-            if self._scene.streams.here() != here.end:
-                raise PipelineError(
-                    "the model draws other random numbers outside of its blocks than it did for a "
-                    "batch of this shape before, so that other stages cannot know where theirs "
-                    "lie. How much it draws may change with train mode only."
-                )
             # By rows: the last microbatch may have fewer, and the batch's loss is the mean over
             # rows.
             weighed = found * here.weight

@@ -33,8 +33,9 @@ from vescale_parallel._pipeline.described import (
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.held import HeldParameters
 from vescale_parallel._pipeline.leaks import Leaks
+from vescale_parallel._pipeline.left import Left, StandingIn, left_by
 from vescale_parallel._pipeline.split import Split
-from vescale_parallel._pipeline.streams import Streams, Words, after, words_between
+from vescale_parallel._pipeline.streams import Place, Streams, Words, after, words_between
 from vescale_parallel._pipeline.text import add_record
 from vescale_parallel._step.parts import Part, loss_of
 
@@ -46,10 +47,12 @@ class Call(NamedTuple):
     Attributes:
         words: what it drew.
         output: what it returned, but for the values; None where no later stage is there to ask.
+        left: what it left in attributes of its modules.
     """
 
     words: Words
     output: Described | None
+    left: tuple[Left, ...] = ()
 
 
 @add_record
@@ -72,12 +75,14 @@ class Kind(NamedTuple):
     Attributes:
         calls: by the name of a unit and the number of the call.
         entries: by stage.
-        total: what a microbatch draws on all stages together.
+        ends: by stage, what a microbatch draws up to the end of it.
+        total: the same of all stages.
         loss: what the loss is; None in a kind that is not rehearsed to its end.
     """
 
     calls: dict[tuple[str, int], Call]
     entries: dict[int, Entry]
+    ends: dict[int, Words]
     total: Words = ()
     loss: TensorSpec | None = None
 
@@ -169,16 +174,20 @@ class StageForward:
         # By name and number of the call: a shared module is called several times in a forward.
         self._calls: Counter[str] = Counter()
         self._next_block = 0
-        self._places: dict[tuple[str, int], Any] = {}
+        # Where the forward began, and, in a rehearsal, units.
+        self._start: Place = ()
+        self._places: dict[tuple[str, int], Place] = {}
         self._is_last = stage + 1 == len(scene.split.stages)
         # The unit of this rank that is called with what only other stages know.
         self._lacks: str | None = None
+        self._left = StandingIn()
         # Whether functions come to `foreign`.
         self._looks = False
 
     def run(self, part: Part) -> Tensor | None:
         """Run the model up to the end of the stage; returns the loss on the last one."""
         self.scene.running = self
+        self._start = self.scene.streams.here()
         try:
             # Not only to return: what the model has put in `finally` blocks runs, as after an
             # error.
@@ -189,9 +198,11 @@ class StageForward:
                 # form.
                 found = found.reshape(()) if found.ndim else found
                 self._require_end(found)
+                self._require_draws()
                 return found
         finally:
             self._look_away()
+            self._left.restore()
             # Whoever calls the model afterwards, as to evaluate it on one rank, is not a stage.
             self.scene.running = None
             if self.foreign.leaks is not None and self.foreign.leaks.recomputes:
@@ -199,9 +210,16 @@ class StageForward:
         return None
 
     def _look(self) -> None:
-        if not self._looks:
+        # The first stage knows all that it meets, unless it lacks a module.
+        is_needed = self.stage or self.foreign.leaks is not None or self.foreign.has_marked
+        if is_needed and not self._looks:
             self.foreign.__enter__()  # type: ignore[no-untyped-call]
             self._looks = True
+
+    def _look_away_here(self) -> None:
+        """Look away until the next `_look` of the same depth, unless modes of the model run."""
+        if self._looks and is_innermost(self.foreign):
+            self._look_away()
 
     def _look_away(self) -> None:
         if self._looks:
@@ -245,30 +263,34 @@ class StageForward:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model calls a unit."""
+        # What is done here is none of the model's functions.
+        self._look_away_here()
         key = (name, self._calls[name])
         self._calls[name] += 1
         number = self.scene.block_numbers.get(name)
-        args, kwargs = self.foreign.resolved(args), self.foreign.resolved(kwargs)
+        args, kwargs = self.foreign.resolved((args, kwargs))
         if number is not None:
             self._require_order(name, number)
             # Before the block itself: its hooks belong to the stage that holds it.
             if number == self.scene.starts[self.stage + 1]:
+                self._require_draws()
                 call = named_tensors_within((args, kwargs))
                 self.sent = self._neighbours.give(self.stage, call, self.foreign)
                 raise StageEnded
             if self.stage and number == self.scene.starts[self.stage]:
                 self._take_over(args, kwargs)
-                args, kwargs = self.foreign.resolved(args), self.foreign.resolved(kwargs)
+                args, kwargs = self.foreign.resolved((args, kwargs))
         self._lacks = name if number is None and self._can_stand_in(key, args, kwargs) else None
-        if not self.is_foreign(name):
-            self._require_known(name, args, kwargs)
-            # Compared when the unit leaves: other stages skip as many draws as were counted here.
+        if self.is_foreign(name):
+            self._look()
+            return args, kwargs
+        # All that a unit of this stage is given is known, and so is what it computes.
+        self._require_known(name, args, kwargs)
+        if self.is_rehearsal:
             self._places[key] = self.scene.streams.here()
-            if self.foreign.leaks is None:
-                # All that a unit of this stage is given is known, and so is what it computes.
-                if is_innermost(self.foreign):
-                    self._look_away()
-            elif number is not None:
+        if self.foreign.leaks is not None:
+            self._look()
+            if number is not None:
                 self.foreign.leaks.inside = name
         return args, kwargs
 
@@ -281,8 +303,9 @@ class StageForward:
     ) -> bool:
         """Whether a module between blocks runs for another stage of this rank, as in a V."""
         call = self.kind.calls.get(key)
-        unknown = self.foreign.unknown_within((args, kwargs))
-        return bool(unknown) and call is not None and call.output is not None
+        if call is None or call.output is None:
+            return False
+        return bool(self.foreign.unknown_within((args, kwargs)))
 
     def _require_order(self, name: str, number: int) -> None:
         if number != self._next_block:
@@ -343,18 +366,34 @@ class StageForward:
         """A unit of this stage has run."""
         self._look()
         key = (name, self._calls[name] - 1)
-        start, end = self._places.pop(key), self.scene.streams.here()
+        left: tuple[Left, ...] = ()
         if self.foreign.leaks is not None and name == self.foreign.leaks.inside:
+            left = left_by(self.scene.model.get_submodule(name), self.foreign.leaks.is_made)
             self.foreign.leaks.returned(named_tensors_within(output).values())
         if self.is_rehearsal:
+            start, end = self._places.pop(key), self.scene.streams.here()
             words = words_between(start, end, f"'{name}'")
-            self.measured[key] = Call(words, None if self._is_last else describe(output))
+            described = None if self._is_last else describe(output)
+            self.measured[key] = Call(words, described, left)
             return
-        call = self.kind.calls.get(key)
-        if call is None or after(start, call.words) != end:
+        if key not in self.kind.calls:
             raise PipelineError(
-                f"'{name}' draws other random numbers than it did for a batch of this shape "
-                "before, so that other stages cannot know where theirs lie. How much a block "
+                f"'{name}' is called more often than it was for a batch of this shape before, so "
+                "that other stages cannot know what it draws. The model has to call its modules "
+                "alike for batches of one shape."
+            )
+
+    def _require_draws(self) -> None:
+        """Refuse a stage that has drawn other numbers than others pass for it."""
+        if self.is_rehearsal:
+            return
+        # Once for a stage and not for each unit: those within are in the model's own order.
+        if after(self._start, self.kind.ends[self.stage]) != self.scene.streams.here():
+            blocks = self.scene.split.stages[self.stage]
+            raise PipelineError(
+                f"stage {self.stage}, from block '{blocks[0]}' to '{blocks[-1]}', draws other "
+                "random numbers than it did for a batch of this shape before, in its blocks or "
+                "between them, so that other stages cannot know where theirs lie. How much a model "
                 "draws must not depend on values, and may change with train mode only."
             )
 
@@ -367,10 +406,15 @@ class StageForward:
                 "the blocks of a model are on the first stage, those behind them on the last. Let "
                 f"every stage hold it: pipeline={{'everywhere': '{name}'}}."
             )
+        self._look_away_here()
         # As if it had run: what comes after it draws the numbers that one device draws there.
         self.scene.streams.skip(call.words)
         value, made = placeholders(call.output, self.scene.mesh)
+        if self.is_rehearsal and call.left:
+            block = self.scene.model.get_submodule(name)
+            made = made + self._left.put(block, call.left, self.scene.mesh)
         self.foreign.mark(made)
+        self._look()
         return value
 
 

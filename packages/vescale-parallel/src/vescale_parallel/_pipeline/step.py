@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,46 @@ def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
     sizes = [min(size, rows - start) for start in range(0, rows, size)]
     parts = part.cut(dim_of, sizes)
     return [(one, length / rows) for one, length in zip(parts, sizes, strict=True)]
+
+
+class Walked(NamedTuple):
+    """The modules and parameters of a model, walked once in a step: there are thousands.
+
+    Attributes:
+        training: whether each module is in train mode.
+        named: each parameter once, by its first name, in the order of `named_parameters`.
+    """
+
+    training: tuple[bool, ...]
+    named: dict[str, nn.Parameter]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Walked:
+        """Walk through a model."""
+        named: dict[str, nn.Parameter] = {}
+        training, seen = [], set()
+        for path, module in model.named_modules():
+            training.append(module.training)
+            for name, one in module._parameters.items():
+                if one is not None and id(one) not in seen:
+                    seen.add(id(one))
+                    named[f"{path}.{name}" if path else name] = one
+        return cls(tuple(training), named)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that get gradients."""
+        return [one for one in self.named.values() if local_leaf(one).requires_grad]
+
+    def hooked(self) -> list[str]:
+        """Names of parameters on which somebody has registered hooks."""
+        return [name for name, one in self.named.items() if hooks_of(local_leaf(one))]
+
+    def modes(self, device: str) -> tuple[object, ...]:
+        """What decides beside shapes what a model draws, in which dtypes, where gradients go."""
+        trained = tuple([local_leaf(one).requires_grad for one in self.named.values()])
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        # A rehearsal under inference_mode sees nothing that needs a gradient.
+        return self.training, trained, cast, torch.is_inference_mode_enabled()
 
 
 class MicrobatchStep:
@@ -138,8 +178,8 @@ class StagedStep:
             PipelineError: on every rank: the batch cannot be divided, the model cannot run in
                 stages as it is, or a rank failed: its own error there, elsewhere one that names it.
         """
-        scene = self._scene
-        microbatches = self._prepared(part, scene.split.schedule.microbatches)
+        scene, walked = self._scene, Walked.of(self._scene.model)
+        microbatches = self._prepared(part, scene.split.schedule.microbatches, walked)
         trains = torch.is_grad_enabled()
         # Evaluations have no backwards to wait for, but go through the same stages in the same
         # order.
@@ -147,7 +187,7 @@ class StagedStep:
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
         loss = self._run(schedule, microbatches, watch)
         # In the order of the model, which is that of the numbers in the message.
-        trained = [p for p in scene.model.parameters() if p.requires_grad] if trains else []
+        trained = walked.trained() if trains else []
         total = finish_step(loss, microbatches[-1].kind, scene, self._lines, trained)
         if trains:
             self._unmeasured = max(self._unmeasured - 1, 0)
@@ -182,7 +222,8 @@ class StagedStep:
         scene = self._scene
         scene.call = forward
         try:
-            microbatches = self._prepared(Part(args, kwargs, keep), 1, "output")
+            walked = Walked.of(scene.model)
+            microbatches = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
             # A rehearsal calls the loss as well: its output holds placeholders.
             outputs.clear()  # of a rehearsal
             self._run(single_forward(self._schedule), microbatches, None)
@@ -191,12 +232,14 @@ class StagedStep:
             scene.call = None
         return told_to_all(outputs[-1] if outputs else None, scene, self._lines)
 
-    def _prepared(self, part: Part, count: int, what: str = "loss") -> list[Microbatch]:
+    def _prepared(
+        self, part: Part, count: int, walked: Walked, what: str = "loss"
+    ) -> list[Microbatch]:
         """The microbatches of a call that all ranks make alike, rehearsed. Collective."""
         scene = self._scene
         start = scene.streams.here()
-        modes = (*_modes_of(scene.model, self._mesh.device_type), what)
-        hooked = _hooked(scene.model)
+        modes = (*walked.modes(self._mesh.device_type), what)
+        hooked = walked.hooked()
         self._agree(part, modes, start, hooked)
         if hooked:
             raise PipelineError(
@@ -316,12 +359,6 @@ def _drop_kept(model: nn.Module) -> None:
         zero.drop_kept()
 
 
-def _hooked(model: nn.Module) -> list[str]:
-    """Names of parameters on which somebody has registered hooks."""
-    named = model.named_parameters()
-    return [name for name, one in named if hooks_of(local_leaf(one))]
-
-
 def _plain_of(part: Part) -> dict[str, bool | int | float | str]:
     """Plain values among the arguments, by their paths."""
     found: dict[str, bool | int | float | str] = {}
@@ -351,12 +388,3 @@ def _shapes_of(part: Part) -> tuple[Any, Any]:
     # Numbers that are scales change from step to step, and choose no branch.
     plain = tuple((k, v) for k, v in _plain_of(part).items() if not isinstance(v, float))
     return shapes, plain
-
-
-def _modes_of(model: nn.Module, device: str) -> tuple[object, ...]:
-    """What decides beside shapes what a model draws, in which dtypes, and where gradients go."""
-    trained = tuple(one.requires_grad for one in model.parameters())
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    # A rehearsal under inference_mode sees nothing that needs a gradient.
-    inference = torch.is_inference_mode_enabled()
-    return tuple(module.training for module in model.modules()), trained, cast, inference

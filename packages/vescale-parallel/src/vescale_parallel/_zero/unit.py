@@ -203,6 +203,9 @@ class Unit:
         """What modules hold of the gathered values."""
         return self._gathering.wrapped(aliases)
 
+    def dropped(self, fulls: Sequence[Tensor]) -> None:
+        """Nobody uses any more what `made` has returned."""
+
     def lend(self) -> None:
         """Let the forward take the gathered parameters, or else the modules hold them."""
         if self.forward is not None and self.forward.takes_parameters:
