@@ -3,9 +3,10 @@
 Both train the same model on the same batches in the same gloo processes of one thread each, and
 take turns of a few steps; before anything is timed the losses of the first steps must be those of
 one plain device within 1e-5. Figures: tokens per second, live bytes at the peak of a step on the
-rank with the most, messages and collectives, bytes sent by rank 0. On a machine with fewer cores
-than ranks, ranks that wait give their core to those that compute: times are then those of all work
-together, and show no bubble.
+rank with the most, messages and collectives, bytes sent by rank 0; and the bubble of our step, from
+its first action to its last one, beside the simulator's for the stages' mean times. On a machine
+with fewer cores than ranks, ranks that wait give their core to those that compute: times are then
+those of all work together, and show no bubble.
 
     nox -s bench -- pipeline                            # 2 ranks, all schedules that torch has
     nox -s bench -- pipeline --ranks 4 --schedules 1f1b
@@ -86,6 +87,12 @@ def _rows(case: str, tokens: int, found: Sequence[dict[str, Found]]) -> Iterator
     counts = [sum(one.collectives.values()) for one in (ours, torchs)]
     yield Ratio(case, counts[0], counts[1], "coll.", STAGED_TORCH)
     yield Ratio(case, ours.sent / 1e6, torchs.sent / 1e6, "MB out", STAGED_TORCH)
+    assert ours.bubble is not None
+    pairs = {"% bubble": (ours.bubble.measured, ours.bubble.simulated)}
+    pairs["s schedule"] = (ours.bubble.seconds, ours.bubble.predicted)
+    for unit, (measured, simulated) in pairs.items():
+        by = 100 if unit.startswith("%") else 1
+        yield Ratio(case, measured * by, simulated * by, unit, "simulated")
 
 
 def details() -> tuple[str, dict[str, Any]]:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from vescale_parallel.memory import measured
 
-from tools.bench._train.cases import CONTEXT, GRAPHS, LAYOUTS, STAGED
+from tools.bench._train.bubble import Bubble, bubble_of
+from tools.bench._train.cases import CONTEXT, GRAPHS, LAYOUTS, STAGED, STAGED_OURS
 from tools.bench._train.memory import Peak, peak_of, storages_now
 from tools.bench._train.model import Sizes, batch_of
 from tools.bench._train.profiling import Profile, profiled
@@ -75,6 +76,7 @@ class Found:
     seconds: list[float] = field(default_factory=list)
     taken: int = 0
     profile: Profile | None = None
+    bubble: Bubble | None = None
 
     @property
     def median(self) -> float:
@@ -104,6 +106,9 @@ def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
         found[name] = _counted(trainings[name], job.sizes, others)
         require_alike(name, found[name].losses, expected)
     _take_turns(rank, job, trainings, found)
+    if STAGED_OURS in trainings:
+        batch = batch_of(job.sizes, CHECKED)
+        found[STAGED_OURS].bubble = bubble_of(trainings[STAGED_OURS], batch)
     if job.profile:
         for name, training in trainings.items():
             found[name].profile = _profiled(training, job)

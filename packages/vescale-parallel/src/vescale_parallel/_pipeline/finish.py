@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,3 +75,35 @@ def finish_step(
     reduce_gradients(p for p, there in zip(parameters, anywhere, strict=True) if there)
     # A copy: the message goes.
     return rows[scene.split.ranks[-1], 0].to(kind.loss.dtype, copy=True)
+
+
+class EarlierGradients:
+    """Gradients of parameters of several stages that were there before a step: put aside meanwhile.
+
+    Each stage adds its contributions to `.grad`, which are summed at the end. Where a total or
+    memory of the user's is in it, that would take a collective in the backward of some stages, or
+    count on some of them only.
+
+    Args:
+        parameters: those that several stages hold.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._before = [(one, one.grad) for one in parameters if one.grad is not None]
+        for one, _ in self._before:
+            one.grad = None
+
+    def add(self) -> None:
+        """The step has ended: what was there before, and what has come, in the same memory."""
+        with torch.no_grad():
+            for one, before in self._before:
+                found = one.grad
+                if found is not None and before is not None:
+                    before.add_(found)
+        self.restore()
+
+    def restore(self) -> None:
+        """Let the gradients be what they were."""
+        for one, before in self._before:
+            one.grad = before
+        self._before = []

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import DTensor, Replicate, local_leaves
+from vescale_dtensor import local_leaves
 
 from vescale_parallel._zero.unit import Held, Unit, put_all
 
@@ -80,8 +79,6 @@ class _PlainUnit(Unit):
         leaves = local_leaves([one.stored for one in self.held])
         if torch.is_grad_enabled():
             self._gathering.note_plain_uses()
-            for one, leaf in zip(self.held, leaves, strict=True):
-                _reopen(one.stored, leaf)
         fulls = [
             leaf if one.compute is None else leaf.to(one.compute)
             for one, leaf in zip(self.held, leaves, strict=True)
@@ -94,16 +91,6 @@ class _PlainUnit(Unit):
         """Leaves are local tensors of parameters again, and no parameters themselves."""
         for full in fulls:
             vars(full).pop("_is_param", None)
-
-
-def _reopen(parameter: Tensor, leaf: Tensor) -> None:
-    """Let the gradient of a parameter of several stages be a contribution again on all of them.
-
-    Otherwise it would be one where this step uses the parameter, and stay the total elsewhere.
-    """
-    is_shared = isinstance(parameter, DTensor) and isinstance(parameter.placements[-1], Replicate)
-    if is_shared and leaf.grad is not None and leaf.requires_grad:
-        torch.autograd.backward([get_gradient_edge(leaf)], [torch.zeros_like(leaf)])
 
 
 def is_plain(mesh: DeviceMesh) -> bool:

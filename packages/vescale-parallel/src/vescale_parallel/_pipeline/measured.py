@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +27,22 @@ class Stopwatch:
 
     Args:
         device_type: of the mesh: queued work of a device is waited for.
+
+    Attributes:
+        took: by stage and kind, the seconds of each of its actions.
+        began, ended: the clock at the first and behind the last action.
     """
 
     def __init__(self, device_type: str) -> None:
         self._on_device = device_type == "cuda"
-        # The least of all microbatches: what else the machine did only adds.
-        self._least: dict[tuple[int, str], float] = {}
+        self.took: dict[tuple[int, str], list[float]] = {}
+        self.began = self.ended = 0.0
         self._paused = 0.0
+
+    @property
+    def busy(self) -> float:
+        """How long this rank has computed."""
+        return sum(map(sum, self.took.values()))
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -41,9 +50,9 @@ class Stopwatch:
         self._paused = 0.0
         start = self._now()
         yield
-        took = self._now() - start - self._paused
-        key = (action.stage, action.kind)
-        self._least[key] = min(took, self._least.get(key, took))
+        self.began, self.ended = self.began or start, self._now()
+        took = self.ended - start - self._paused
+        self.took.setdefault((action.stage, action.kind), []).append(took)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -57,11 +66,25 @@ class Stopwatch:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def times(self, stage: int, kept: float, *, recomputes: bool) -> StageTimes:
-        """What is known of a stage of this rank."""
-        forward = self._least.get((stage, "F"), 0.0)
-        whole = self._least.get((stage, "B"))
-        inputs, weights = (self._least.get((stage, kind)) for kind in "IW")
+    def times(
+        self,
+        stage: int,
+        kept: float,
+        *,
+        recomputes: bool,
+        of: Callable[[Sequence[float]], float] = min,
+    ) -> StageTimes:
+        """What is known of a stage of this rank.
+
+        Args:
+            stage: its number.
+            kept: bytes that a forward keeps.
+            recomputes: whether its backwards come whole.
+            of: one number of those of all microbatches; what else the machine did only adds.
+        """
+        one = {kind: of(found) for (at, kind), found in self.took.items() if at == stage}
+        forward, whole = one.get("F", 0.0), one.get("B")
+        inputs, weights = one.get("I"), one.get("W")
         if inputs is None or weights is None:
             inputs = weights = (whole or 0.0) / 2
         return StageTimes(forward, inputs, weights, kept, 0.0 if recomputes else kept)

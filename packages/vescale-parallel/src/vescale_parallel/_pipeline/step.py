@@ -17,7 +17,7 @@ from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.finish import finish_step, require_success
+from vescale_parallel._pipeline.finish import EarlierGradients, finish_step, require_success
 from vescale_parallel._pipeline.held import forget_held
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
@@ -185,10 +185,19 @@ class StagedStep:
         # order.
         schedule = self._schedule if trains else forwards_only(self._schedule)
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
-        loss = self._run(schedule, microbatches, watch)
         # In the order of the model, which is that of the numbers in the message.
         trained = walked.trained() if trains else []
-        total = finish_step(loss, microbatches[-1].kind, scene, self._lines, trained)
+        owners = scene.split.owners
+        earlier = EarlierGradients(
+            p for n, p in walked.named.items() if trains and owners[n] is None
+        )
+        try:
+            loss = self._run(schedule, microbatches, watch)
+            total = finish_step(loss, microbatches[-1].kind, scene, self._lines, trained)
+        except BaseException:
+            earlier.restore()
+            raise
+        earlier.add()
         if trains:
             self._unmeasured = max(self._unmeasured - 1, 0)
         if watch is not None:
