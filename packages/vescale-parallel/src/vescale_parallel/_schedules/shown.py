@@ -57,7 +57,7 @@ def as_svg(timeline: Timeline) -> str:
         'font-family="sans-serif" font-size="10">',
         f"<title>{escape(title)}</title>",
         f'<rect width="100%" height="100%" fill="white"/><text x="{_LEFT}" y="18">{escape(title)}; '
-        + " ".join(f"{letter} {escape(words)}" for letter, words in KINDS.items())
+        + _legend(timeline)
         + "</text>",
     ]
     for rank, row in enumerate(timeline.spans):
@@ -77,6 +77,19 @@ def as_svg(timeline: Timeline) -> str:
                     f"{action.microbatch}</text>"
                 )
     return "\n".join([*parts, "</svg>"])
+
+
+def _legend(timeline: Timeline) -> str:
+    """What colours and frames mean, of the kinds that are there."""
+    there = {action.kind for row in timeline.spans for action, _, _ in row}
+    words = [
+        f'<tspan fill="{_COLORS[kind]}" font-weight="bold">&#9632;</tspan> {escape(text)}'
+        for kind, text in KINDS.items()
+        if kind in there
+    ]
+    if timeline.schedule.stages > len(timeline.spans):
+        words.append("dark frame: a later stage of the rank")
+    return ", ".join(words)
 
 
 def as_trace(timeline: Timeline, *, unit: float = 1e6) -> str:
