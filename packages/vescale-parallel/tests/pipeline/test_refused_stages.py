@@ -102,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "takes what it finds of what blocks leave": (
         {"through": is_content},
         4,
-        "only earlier stages have",
+        "takes values that only other stages have",
     ),
     "looks for what other blocks leave": (
         {"through": collects},

@@ -84,7 +84,7 @@ class _PlainUnit(Unit):
             for one, leaf in zip(self.held, leaves, strict=True)
         ]
         for full in fulls:
-            full._is_param = True  # type: ignore[attr-defined]
+            full._is_param = True
         return fulls
 
     def dropped(self, fulls: Sequence[Tensor]) -> None:
