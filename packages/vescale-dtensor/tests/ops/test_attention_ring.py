@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate, trace
+from vescale_comm.testing import run
 from vescale_dtensor import (
     DTensor,
     DTensorError,
@@ -79,11 +80,11 @@ def require_same(found, wanted, rtol=1e-10, atol=1e-12):
 
 
 def in_ring(program, ranks=4):
-    def run(rank, world_size):
+    def within(rank, world_size):
         with sequence_attention("ring"):
             return program(rank, world_size)
 
-    return simulate(ranks).run(run)
+    return simulate(ranks).run(within)
 
 
 @pytest.mark.parametrize(
@@ -287,9 +288,9 @@ def test_captured_and_recomputed(mask):
             return checkpoint(inner, *parts, use_reentrant=False)
 
         captured, found = capture(inner), []
-        for run in (inner, again, captured, captured):
+        for form in (inner, again, captured, captured):
             torch.manual_seed(0)
-            loss = run(*parts)
+            loss = form(*parts)
             found.append([loss, *torch.autograd.grad(loss, parts)])
         with sequence_attention("gather"):
             torch.manual_seed(0)
@@ -350,3 +351,19 @@ def test_what_cannot_be_is_said_on_every_rank():
         return len(sent.records)
 
     assert simulate(4).run(program) == [0] * 4
+
+
+def on_a_process(rank, world_size):
+    mesh, found = init_device_mesh("cpu", (4,)), []
+    for call in CALLS[::4]:
+        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(10, call["heads"])]
+        with sequence_attention("ring"):
+            found.append(attend(parts, call, 10))
+    return found
+
+
+def test_real_processes():
+    wanted = [attend(tensors(10, call["heads"]), call, 10) for call in CALLS[::4]]
+    for each in run(on_a_process, 4):
+        for found, other in zip(each, wanted, strict=True):
+            require_same(found, other)
