@@ -184,3 +184,55 @@ def test_what_is_compared_later_costs_no_call_and_no_memory():
         assert first > 100
         assert later == 0
         assert added < 10  # of numbers that are new a thousand times
+
+
+def replaced(w):
+    w.data = w.data * 2
+
+
+def filled(w):
+    w[0] = 3.0
+
+
+# Writes to a parameter outside of autograd: whole ones, through views, of numbers and of none.
+WRITES = {
+    "scaled": lambda w: w.mul_(2),
+    "zeroed": lambda w: w.zero_(),
+    "a list": lambda w: torch._foreach_zero_([w]),
+    "data": replaced,
+    "zeroed data": lambda w: w.data.zero_(),
+    "an item": filled,
+    "a row": lambda w: w[0].zero_(),
+    "a row's factor": lambda w: w[1].mul_(2),
+    "a part": lambda w: w.chunk(2)[1].fill_(2),
+    "another shape": lambda w: w.view(2, 8).add_(1),
+    "copied": lambda w: w.copy_(w * 3),
+    "initialised": lambda w: nn.init.constant_(w[2:], 0.5),
+}
+
+
+def written_without_grad(rank, world_size, placement):
+    mesh = init_device_mesh("cpu", (world_size,))
+    log, found = execution_log(range(world_size)), {}
+    for name, write in WRITES.items():
+        whole = nn.Parameter(torch.arange(16.0).view(4, 4))
+        w = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [placement]))
+        for _ in range(2):
+            (w * 2).sum().backward()
+        before = log.digest
+        for each in (w, whole):
+            with torch.no_grad():
+                write(each)
+        found[name] = log.digest != before
+        assert w.is_leaf
+        (w * w).sum().backward()
+        torch.testing.assert_close(w.grad.full_tensor(), 2 * whole.detach() + 4)
+    return found
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_a_write_to_a_parameter_is_known_at_the_end_if_nothing_follows(placement):
+    """Those that one rank makes alone in its last step are told when the program ends."""
+    for found in testing.run(written_without_grad, 2, placement):
+        missing = [name for name, noted in found.items() if not noted]
+        assert not missing

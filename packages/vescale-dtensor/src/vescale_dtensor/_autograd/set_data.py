@@ -51,6 +51,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
         tensor._grad_of = None  # a view of a gradient gets memory of its own
     if value.shape != tensor.shape:
         _refuse_shape_of_gradient(tensor, value)
+    given = value
     with torch.no_grad():
         if value.shape == tensor.shape:
             value = redistributed(value, tensor._spec.layout)
@@ -60,7 +61,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
         tensor._is_separate = False
     _take_spec(tensor, value._spec)
     data_written(tensor)
-    note_assigned(tensor, "data")
+    note_assigned(tensor, "data", given)
     # The value's memory is this tensor's now, and whoever holds the value may write to it.
     local_escaped(tensor)
     leaf: LeafGradient | None = tensor._leaf_gradient

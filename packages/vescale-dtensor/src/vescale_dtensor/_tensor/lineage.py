@@ -164,7 +164,8 @@ def token_with_numbers(
     if silent.get() or pause.depth:
         return token
     numbers = numbers_within(values, named)
-    if any(_is_trained(each) for each in (target, *_owners(target))):
+    written = target, *_owners(target)
+    if any(map(_is_trained, written)):
         operands = [
             each
             for each in _operands((values, tuple(named.values())))
@@ -173,7 +174,9 @@ def token_with_numbers(
         told = {f"number {place}": value for place, value in enumerate(_flat(numbers))}
         if len(operands) <= _MOST_RESULTS:
             told |= {f"lineage {place}": each._lineage for place, each in enumerate(operands)}
-        if told:
+        # A write without either (`p.zero_()`) is noted by its being one, but not one to a gradient:
+        # that matters where a step is made by it, which has operands.
+        if told or all(each._grad_of is None for each in written):
             note_numbers(target._spec.layout.mesh, _name(func), told)
         return token
     return hash((token, number_token(numbers))) if numbers else token
@@ -181,7 +184,12 @@ def token_with_numbers(
 
 def _is_trained(tensor: DTensor) -> bool:
     local = tensor._local_tensor
-    return local.requires_grad and local.is_leaf
+    if not local.requires_grad:
+        return False
+    try:
+        return local.is_leaf
+    except RuntimeError:  # a view that was made without grad, whose memory was written to since
+        return True
 
 
 def _flat(numbers: Iterable[Any]) -> list[Any]:
@@ -219,10 +227,20 @@ def looked_at(mesh: DeviceMesh, numbers: Sequence[Any]) -> tuple[int, ...]:
     return (number_token(found),) if found else ()
 
 
-def note_assigned(tensor: DTensor, name: str) -> None:
-    """Note that `.data` or `.grad` of a tensor was assigned, or that its gradient was dropped."""
-    if not pause.depth:
-        _set_written(tensor, tensor._lineage, _ASSIGNED[name])
+def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> None:
+    """Note that `.data` or `.grad` of a tensor was assigned, or that its gradient was dropped.
+
+    Args:
+        tensor: whose.
+        name: `"data"` or `"grad"`.
+        value: what a parameter holds from now on, which is noted as other writes to it are.
+    """
+    if pause.depth:
+        return
+    _set_written(tensor, tensor._lineage, _ASSIGNED[name])
+    mesh = tensor._spec.layout.mesh
+    if value is not None and _is_trained(tensor) and sampling_of(mesh).samples:
+        note_numbers(mesh, f"assigning .{name}", {"lineage": value._lineage})
 
 
 def _set_written(tensor: DTensor, before: int, token: int) -> None:
