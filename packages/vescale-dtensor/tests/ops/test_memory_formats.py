@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ OF_IMAGES = [
     "roll",
     "fft.fft",
     "minimum",
+    "unravel_index",
 ]
 
 
@@ -87,6 +89,22 @@ def _network(memory_format):
         nn.Dropout(0.5),
     )
     return layers.to(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_an_expanded_image_has_no_named_format(format):
+    image, places = torch.randn(1, 2, 3, 4), torch.zeros(2, 2, 3, 4, dtype=torch.long)
+    image = image.contiguous(memory_format=format)
+
+    def run(x, i):
+        return F.max_unpool2d(x.expand(2, 2, 3, 4), i, 2)
+
+    def program(rank, world_size):
+        lay = partial(vd.distribute_tensor, device_mesh=device_mesh((2,)), src_data_rank=None)
+        found = run(lay(image, placements=[Shard(1)]), lay(places, placements=[Replicate()]))
+        assert not lying(found, run(image, places))
+
+    simulate(2)(program)
 
 
 @pytest.mark.parametrize("sharded", [0, None])

@@ -54,6 +54,17 @@ each(
     loose=True,
 )
 
+# Lists, of which every rank has the whole, beside indices that may be sharded.
+LISTED = [
+    lambda x, i: x[[0, 2, 3], i],
+    lambda x, i: x[i, :, [0, 1, 2]],
+    lambda x, i: x[[1], i],
+    lambda x, i: x[i, [0, 1, 2], i % 3],
+    lambda x, i: x[i[:, None], [0, 2]],
+    lambda x, i: written(x, ([0, 2, 3], i), 2.0),
+]
+each("listed", LISTED, CUBE, BELOW, loose=True)
+
 ASSIGNED = [
     lambda x, v: written(x, SOME, v),
     lambda x, v: written(x, (slice(None), SOME), v[0]),

@@ -8,7 +8,7 @@ import torch
 
 from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._planning import OpCall, Strategy
-from vescale_dtensor._planning.op_call import memory_order
+from vescale_dtensor._planning.op_call import expanded_dims, memory_order
 
 MEMORY_FORMATS = {torch.channels_last: (0, 2, 3, 1), torch.channels_last_3d: (0, 2, 3, 4, 1)}
 """The memory orders that torch has names for; a contiguous tensor's is None."""
@@ -28,5 +28,7 @@ def in_format_of_operand(call: OpCall, strategy: Strategy) -> Strategy:
     if call.operands[0].device.type != "cpu":
         return strategy
     order = order_of_operand(call)
-    kept = order if order in MEMORY_FORMATS.values() else None
+    # What is expanded has no named format: these go by all strides.
+    named = order in MEMORY_FORMATS.values() and not expanded_dims(call.operands[0])
+    kept = order if named else None
     return replace(strategy, output_orders=(kept,))

@@ -88,8 +88,11 @@ def _unravel_index(indices: Tensor, shape: Any) -> Any:
     if kind.is_floating_point or kind.is_complex or kind is torch.bool or not all(sizes):
         return NotImplemented
     # Row-major, as torch numbers elements; each index is converted alone, wherever it is.
-    steps = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
-    return tuple(indices // step % n for step, n in zip(steps, sizes, strict=True))
+    # One tensor of all results, of which they are views with gaps, as on one device.
+    steps, extents = torch.tensor(
+        [[prod(sizes[d + 1 :]) for d in range(len(sizes))], sizes], device=indices.device
+    ).to(kind)
+    return (indices.unsqueeze(-1) // steps % extents).unbind(-1)
 
 
 def _nonzero_static(input: Tensor, *, size: int, fill_value: int = -1) -> Any:

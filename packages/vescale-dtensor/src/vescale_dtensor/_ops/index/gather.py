@@ -96,7 +96,14 @@ def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | No
     # Lists are no operands and have no letters: what they alone span is replicated in the result.
     lettered = [broadcast_dims(s, common) for s in shapes]
     table: Dims = tuple(("v", d) if d in dims else ("x", d) for d in range(len(spread)))
-    tensors = [n for i, n in zip(found, lettered, strict=True) if isinstance(i, Tensor)]
+    pairs = list(zip(found, lettered, strict=True))
+    # Every rank has the whole of a list: what is looked up together with it is no shard.
+    whole = {letter for i, n in pairs if not isinstance(i, Tensor) for letter in n}
+    tensors = [
+        tuple([None if letter in whole else letter for letter in n])
+        for i, n in pairs
+        if isinstance(i, Tensor)
+    ]
     known = {letter for letters in tensors for letter in letters}
     result = tuple(n if n in known else None for n in broadcast_dims(common, common))
     # NumPy's rule: indexed dims stay in place if they are adjacent, else they come first.
