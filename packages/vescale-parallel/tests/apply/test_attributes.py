@@ -45,6 +45,10 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def scaled(factor: Any) -> Any:
+    return lambda x: x * factor
+
+
 def facts(**values: Any) -> dict[str, str]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     for name, value in values.items():
@@ -65,6 +69,12 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (F.gelu, F.relu),
     (functools.partial(F.gelu, approximate="tanh"), functools.partial(F.gelu)),
     (nn.GELU, nn.ReLU),
+    (lambda x: x * 2, lambda x: x * 3),
+    (lambda x: x.sin(), lambda x: x.cos()),
+    (lambda x: [y * 2 for y in x], lambda x: [y * 3 for y in x]),
+    (lambda x, k=2: x * k, lambda x, k=3: x * k),
+    (scaled(2), scaled(3)),
+    (scaled(scaled(2)), scaled(scaled(3))),
     ((1, 2), (2, 1)),
     ([0.1, [0.2]], [0.1, [0.3]]),
     (["a", "b"], ["a", "c"]),
@@ -113,6 +123,7 @@ OWN: list[tuple[str, Any, Any]] = [
     ("lock", threading.Lock(), threading.Lock()),
     ("anything", object(), None),
     ("hook", lambda x: x, lambda x: x),
+    ("bound", scaled(object()), scaled(object())),
     ("words", list({"a", "b"}), list({"b", "a"})),
     ("table", {"a": 1, "b": 2}, {"b": 2, "a": 1}),
 ]

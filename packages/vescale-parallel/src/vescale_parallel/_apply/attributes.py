@@ -73,7 +73,7 @@ def _described(value: Any, depth: int) -> str | None:
     if isinstance(value, _VALUES):
         return repr(value)
     if isinstance(value, _FUNCTIONS):
-        return f"{value.__module__}.{value.__qualname__}"
+        return _function(value, depth)
     if isinstance(value, Tensor | numpy.ndarray | torch.Generator):
         return _data(value)
     if depth == 0:
@@ -84,6 +84,30 @@ def _described(value: Any, depth: int) -> str | None:
         return _sequence(value, depth)
     fields = _fields(value)
     return None if fields is None else _mapping(fields, depth)
+
+
+def _function(value: Any, depth: int) -> str:
+    """Return the name of a function; of one within another, or without one, what it does, too."""
+    name = f"{value.__module__}.{value.__qualname__}"
+    if not isinstance(value, types.FunctionType) or "<" not in value.__qualname__ or depth == 0:
+        return name
+    code = value.__code__
+    cells = dict(zip(code.co_freevars, value.__closure__ or (), strict=True))
+    held = {n: cell.cell_contents for n, cell in cells.items() if cell != types.CellType()}
+    told = [_mapping(held, depth), _mapping(value.__kwdefaults__ or {}, depth)]
+    told.append(_sequence(value.__defaults__ or (), depth))
+    return f"{name} code {_code_checksum(code):08x} {' '.join(told)}"
+
+
+def _code_checksum(code: types.CodeType) -> int:
+    """A checksum of what a function does: not of its file, nor of the lines."""
+    found = zlib.crc32(code.co_code + repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found = zlib.crc32(f"{_code_checksum(constant)}".encode(), found)
+        elif isinstance(constant, (*_VALUES, str)):
+            found = zlib.crc32(repr(constant).encode(), found)
+    return found
 
 
 def _data(value: Tensor | numpy.ndarray | torch.Generator) -> str | None:
