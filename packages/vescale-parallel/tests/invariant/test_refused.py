@@ -182,6 +182,11 @@ def copied(rank: int) -> None:
     forward_backward(copy.deepcopy(build({"dp": 2}, 3)), *batch(0))
 
 
+def captured_norms(rank: int) -> None:
+    mesh = make_mesh(device_type="cpu", dp=2)
+    parallelize(Sometimes().eval(), mesh, Plan(**WORDS), static=True)
+
+
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
@@ -193,6 +198,7 @@ def copied(rank: int) -> None:
         (uneven_rows, DisagreementError, "forward_backward differ between ranks"),
         (raising, ParallelError, "see the error of rank 1"),
         (sometimes, ParallelError, "batch norms are called|see the error"),
+        (captured_norms, PlanError, "batch norms 'norm' keep running statistics"),
         (not_a_sum, ParallelError, "returned a str"),
         (own_backward, ParallelError, "trained by forward_backward"),
         (evaluated_backward, ParallelError, "a backward outside of forward_backward"),

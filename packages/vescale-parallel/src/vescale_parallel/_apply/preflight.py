@@ -23,6 +23,7 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._errors import DisagreementError, PlanError
+from vescale_parallel._invariant.resolve import BATCH_NORMS
 from vescale_parallel._plan.plan import Plan
 
 _HEAD = "parallelize was not given the same on all ranks, and has changed nothing:"
@@ -51,6 +52,8 @@ def preflight(
         report = plan.check(model, mesh)
         if report.split is not None and options.get("static"):
             raise PlanError("static=True with a pipeline: a stage is not recorded; leave it out.")
+        if plan.deterministic is not None and options.get("static"):
+            _require_no_statistics(model)
         _require_fresh(model, mesh)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
@@ -85,6 +88,24 @@ def _require_same_mesh(mesh: object) -> None:
     raise DisagreementError(
         f"{_HEAD}\n  - mesh: {said['mesh']} is passed by {named(passed_by)}\n{ADVICE['mesh']}"
     )
+
+
+def _require_no_statistics(model: nn.Module) -> None:
+    """Refuse batch norms whose running statistics a step over logical shards would have to see.
+
+    In eval mode, too: it may change, and a replay would leave them as they are.
+    """
+    found = [
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, BATCH_NORMS) and one.track_running_stats
+    ]
+    if found:
+        raise PlanError(
+            f"static=True with deterministic='dp-invariant': batch norms {listed(found)} keep "
+            "running statistics, and a replay does not tell what they find in a logical shard. "
+            "Leave static=True out, or use norms without running statistics."
+        )
 
 
 def _require_plain(model: nn.Module) -> None:
