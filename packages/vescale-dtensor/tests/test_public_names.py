@@ -12,7 +12,7 @@ PendingGradient Placement Program RaggedShard Replicate Shard StoredSlice Strict
 UnsupportedError __version__ arange attention_way before_backward capture distribute_module
 distribute_tensor empty explain full gathered gradient_total half_sums init_device_mesh joint
 joint_stored keep_gradient layout_differences linspace local_leaf local_leaves local_map logspace
-normal ones op_support rand randint randn randperm reduce_gradients register_rule
+normal note_written ones op_support rand randint randn randperm reduce_gradients register_rule
 release_kept_gradient separate_memory sequence_attention set_gradient_reducer strict sum_whole
 visualize written_unseen zeros
 """

@@ -19,6 +19,7 @@ LONG = {
     "test_training": 3,
     "test_precision": 3,
     "test_failures": 2,
+    "test_flat_steps": 4,
     "test_captured": 2,
     "test_pieces": 4,
     "test_weights": 3,

@@ -32,7 +32,7 @@ PUBLIC = {
     ],
     "PipelineError": [],
     "Plan": [
-        *("activations", "annotate", "axes", "batch", "batch_is", "block", "check"),
+        *("activations", "annotate", "axes", "batch", "batch_is", "behind", "block", "check"),
         *("checkpoint", "data_parallel", "deterministic"),
         *(
             "experts",

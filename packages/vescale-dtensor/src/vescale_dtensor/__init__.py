@@ -65,6 +65,7 @@ from vescale_dtensor._planning.attention_way import (
 )
 from vescale_dtensor._redistribute.half_sums import half_sums
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.lineage import note_written
 from vescale_dtensor._version import __version__
 from vescale_dtensor.rules._registration import register_rule
 
@@ -122,6 +123,7 @@ __all__ = [
     "local_map",
     "logspace",
     "normal",
+    "note_written",
     "ones",
     "op_support",
     "rand",

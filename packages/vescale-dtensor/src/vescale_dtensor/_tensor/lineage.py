@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import ExecutionLog
 from vescale_comm.agreement import digest
@@ -225,6 +226,25 @@ def looked_at(mesh: DeviceMesh, numbers: Sequence[Any]) -> tuple[int, ...]:
     looking = sampling_of(mesh).samples and not silent.get()
     found = numbers_within(numbers, {}) if looking else []
     return (number_token(found),) if found else ()
+
+
+def note_written(target: Tensor, what: str) -> None:
+    """Note that every rank has written to the memory of a tensor, past all calls on DTensors.
+
+    For whoever steps the memory of many parameters as one: ranks of which some do not are told, as
+    they are of a call.
+
+    Args:
+        target: one of the tensors that were written to; of plain ones nothing is noted.
+        what: has written: equal on every rank.
+    """
+    if pause.depth or not isinstance(target, DTensor):
+        return
+    token = _names.get(what)
+    if token is None:
+        token = digest(what)
+        _names.store(what, token)
+    _set_written(target, target._lineage, token)
 
 
 def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> None:

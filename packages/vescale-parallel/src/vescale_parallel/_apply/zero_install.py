@@ -90,6 +90,7 @@ def install_zero(
     where: StoredPlacements,
     ahead: int,
     *,
+    behind: int = 0,
     compares: bool = True,
 ) -> None:
     """Put the stored parameters into buffers, and register the hooks that gather them.
@@ -99,6 +100,7 @@ def install_zero(
         report: the plan, resolved.
         where: of the parameters.
         ahead: how many units are gathered ahead.
+        behind: of how many units gradients are reduced while others compute.
         compares: whether all ranks compare what they gather first; stages do so at other times.
     """
     cast_buffers(model, report)
@@ -122,7 +124,7 @@ def install_zero(
         )
         for name in names
     ]
-    schedule = Schedule(units, ahead, told, compares=compares)
+    schedule = Schedule(units, ahead, told, behind=behind, compares=compares)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 

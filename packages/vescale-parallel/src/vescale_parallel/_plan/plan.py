@@ -76,6 +76,8 @@ class Plan:
         units: glob, or globs, over names of modules whose parameters are gathered as one. None: the
             repeated blocks of the model (the members of a list of one type), and the rest.
         prefetch: how many units are gathered ahead of the one that computes.
+        behind: of how many units gradients may be on their way at a time, while backward computes
+            the ones before; 0: it waits for each. Each takes memory for all its gradients.
         precision: dtypes by their use, as `{"compute": "bfloat16", "reduce": "float32"}`, or glob
             over names of parameters and buffers to such a mapping. Parameters are cast to `compute`
             before they are sent, and modules compute with them in it; `zero` sums gradients in
@@ -128,6 +130,7 @@ class Plan:
     over: str = "dp"
     units: str | tuple[str, ...] | None = None
     prefetch: int = 1
+    behind: int = 0
     precision: Mapping[str, Any] | None = None
     owned: str | tuple[str, ...] | None = None
     block: int | tuple[int, int] = 1

@@ -12,6 +12,7 @@
 - `end_of_backward`: told of a backward's end, also when it raised.
 - `told`: gathers and reductions, as events of what ranks compare.
 - `owners`: which rank owns a tensor in full; `owner_steps`: how Muon steps those.
+- `flat_steps`: optimizers that go by element step flat buffers.
 - `schedule`: when all that happens; the only place with module hooks.
 
 `_apply.zero_install` makes a model's stored parameters, units and schedule of these.

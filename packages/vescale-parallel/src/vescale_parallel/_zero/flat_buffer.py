@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
-from math import prod
 from typing import Any
 
 import torch
@@ -27,9 +26,12 @@ from vescale_dtensor import (
 )
 
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._zero.flat_plan import FlatSlot
+from vescale_parallel._zero.flat_plan import Place, place_of
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.told import Told
+
+Reduction = tuple[Any, set[int], Tensor | None]
+"""One that is under way: its handle, whose gradients are in it, and memory to use again."""
 
 
 class FlatBuffer:
@@ -66,10 +68,15 @@ class FlatBuffer:
         self.arrived: set[int] = set()
         self._told_kept: set[int] = set()
         self._pending: Any = None
+        self._under_way: list[Any] = []
         self._gathered_at: tuple[int, ...] | None = None
+        # Where the shard is, and the parameters in it.
+        self._address = 0
+        self._addresses: list[int] = []
+        self._dtypes: list[torch.dtype] = []
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
         self._packed: Tensor | None = None
-        self._slots = list(map(_place, row.plan.slots, shapes))
+        self._slots = list(map(place_of, row.plan.slots, shapes))
         self._starts = [slot.offset for slot in row.plan.slots]
         self._owned = self._owned_places()
         self._events = {verb: f"{verb} {_words(row)}" for verb in ("gathers", "reduces")}
@@ -145,7 +152,7 @@ class FlatBuffer:
             target = self._new_full()
         with torch.no_grad():
             # Cast before it is sent: half of the bytes, and the values that casting after has.
-            sent = self.shard.detach().to(target.dtype)
+            sent = self.shard.to(target.dtype)
             sizes = self._sizes
             pending = all_gather_into(target, sent, self.group, sizes=sizes, async_op=True)
         self._pending = (pending, target)
@@ -156,9 +163,12 @@ class FlatBuffer:
         return None if plan.is_even else plan.sizes
 
     def _new_full(self) -> Tensor:
+        total = self.row.plan.total
+        if not torch.is_inference_mode_enabled():
+            return self.shard.new_empty(total, dtype=self.compute)
         # What is kept outlives a forward in inference mode, whose tensors no backward may have.
-        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_kept):
-            return self.shard.detach().new_empty(self.row.plan.total, dtype=self.compute)
+        with torch.inference_mode(not self.is_kept):
+            return self.shard.new_empty(total, dtype=self.compute)
 
     @property
     def compute(self) -> torch.dtype:
@@ -313,9 +323,12 @@ class FlatBuffer:
             self._take_unreduced()
 
     def drop_unreduced(self) -> None:
-        """Drop what a backward has packed that raised before it was reduced."""
+        """Drop what a backward has packed, or started to reduce, that raised since."""
         if self.reduced_next:
             self.drop_kept()
+        under_way, self._under_way = self._under_way, []
+        for pending in under_way:
+            pending.wait()  # what it sends is memory until then
 
     def drop_kept(self) -> None:
         """Drop what was packed and not reduced, also under `no_sync`."""
@@ -323,17 +336,51 @@ class FlatBuffer:
 
     def reduced(self) -> list[Tensor | None]:
         """Return the totals of all contributions' shards; None for what got none. Collective."""
-        # Taken before it is sent: if the collective raises, nothing is reduced a second time.
-        packed, arrived = self._take_unreduced()
+        packed, arrived = self._take_to_reduce()
         if packed is None:
             return [None] * len(self.parameters)
-        self.told.record(self._events["reduces"])
+        with torch.no_grad():
+            # In the dtype of sums; cast behind it, so that rounding happens once.
+            total = reduce_scatter(packed, self.group, **self._how(packed))
+        return self._gradients(total, arrived)
+
+    def start_reduce(self) -> Reduction | None:
+        """Start `reduced`; None: nothing has arrived. Collective."""
+        packed, arrived = self._take_to_reduce()
+        if packed is None:
+            return None
+        # The next run of the unit may come before this is over.
+        kept, self._packed = self._packed, None
+        with torch.no_grad():
+            pending = reduce_scatter(packed, self.group, async_op=True, **self._how(packed))
+        self._under_way.append(pending)
+        return pending, arrived, kept
+
+    def finish_reduce(self, started: Reduction | None) -> list[Tensor | None]:
+        """What `reduced` returns, of a reduction that was started. Collective."""
+        if started is None:
+            return [None] * len(self.parameters)
+        pending, arrived, kept = started
+        self._under_way.remove(pending)
+        with torch.no_grad():
+            total = pending.wait()
+        if self._packed is None:
+            self._packed = kept
+        return self._gradients(total, arrived)
+
+    def _take_to_reduce(self) -> tuple[Tensor | None, set[int]]:
+        # Taken before it is sent: if the collective raises, nothing is reduced a second time.
+        packed, arrived = self._take_unreduced()
+        if packed is not None:
+            self.told.record(self._events["reduces"])
+        return packed, arrived
+
+    def _how(self, packed: Tensor) -> Any:
         # As gradients of full parameters are: halves are added in float32, in the order of ranks.
         order = "rank" if packed.dtype.itemsize < 4 else "native"
-        with torch.no_grad():
-            how: Any = {"order": order, "sizes": self._sizes}
-            # In the dtype of sums; cast behind it, so that rounding happens once.
-            total = reduce_scatter(packed, self.group, **how)
+        return {"order": order, "sizes": self._sizes}
+
+    def _gradients(self, total: Tensor, arrived: set[int]) -> list[Tensor | None]:
         shards = self.shards_of(total.to(self.shard.dtype))
         return [shard if index in arrived else None for index, shard in enumerate(shards)]
 
@@ -390,14 +437,19 @@ class FlatBuffer:
                 # The leaf stays the same object, with its gradient, hooks and optimizer state.
                 local.data = shard
         separate_memory(self.parameters)
+        self._address = self.shard.data_ptr()
+        self._addresses = [one.data_ptr() for one in self.locals]
+        self._dtypes = [self.shard.dtype] * len(self.parameters)
 
     def _are_views(self, leaves: Sequence[Tensor]) -> bool:
-        first, size, dtype = self.shard.data_ptr(), self.shard.element_size(), self.shard.dtype
-        for local, (at, end) in zip(leaves, self._owned, strict=True):
-            # By address and dtype: parameters that own nothing have no address to compare.
-            if end > at and (local.data_ptr() != first + at * size or local.dtype is not dtype):
-                return False
-        return True
+        # Asked of all parameters at each gather: as lists, without a line of Python for each. Those
+        # that own nothing have no address, in the shard and elsewhere.
+        shard = self.shard
+        if shard.data_ptr() != self._address or leaves[0].device != shard.device:
+            return False
+        return [one.data_ptr() for one in leaves] == self._addresses and [
+            one.dtype for one in leaves
+        ] == self._dtypes
 
     def _ensure_views(self, leaves: list[Tensor]) -> list[Tensor]:
         """Put the parameters back into the shard, where `.to()` or `.data =` took them out of it.
@@ -407,6 +459,8 @@ class FlatBuffer:
         Raises:
             ParallelError: they have several dtypes now.
         """
+        if self._are_views(leaves):
+            return leaves
         dtypes = {one.dtype for one in leaves}
         if len(dtypes) > 1:
             names = [slot.names[0] for slot in self.row.plan.slots]
@@ -418,15 +472,9 @@ class FlatBuffer:
         # dropped.
         if dtypes != {self.shard.dtype} or leaves[0].device != self.shard.device:
             self._allocate()
-        elif not self._are_views(leaves):
-            self._adopt()
         else:
-            return leaves
+            self._adopt()
         return self.locals
-
-
-Place = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides and offset of a parameter's gathered values in `full`."""
 
 
 class _Kept:
@@ -442,12 +490,6 @@ class _Kept:
     def drop(self) -> None:
         """Forget what is kept: `.grad` was set."""
         self._buffer.drop_slot(self._slot)
-
-
-def _place(slot: FlatSlot, shape: tuple[int, ...]) -> Place:
-    # Shorter than the slot where another axis shards the parameter unevenly.
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return shape, tuple(strides), slot.offset
 
 
 def _words(row: BufferRow) -> str:

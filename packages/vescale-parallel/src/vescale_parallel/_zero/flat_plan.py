@@ -116,6 +116,17 @@ class FlatPlan:
         return f"{head}\n{table(['slot', 'shape', 'offset', 'elements by rank'], rows)}"
 
 
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a parameter's gathered values in the buffer."""
+
+
+def place_of(slot: FlatSlot, shape: tuple[int, ...]) -> Place:
+    """Return where values of this shape lie, from the beginning of a slot."""
+    # Shorter than the slot where another axis shards the parameter unevenly.
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return shape, tuple(strides), slot.offset
+
+
 def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> FlatPlan:
     """Lay tensors into the smallest buffer found that shards none of their granules.
 

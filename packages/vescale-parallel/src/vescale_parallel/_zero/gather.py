@@ -7,6 +7,7 @@ are packed in the first, and are gone when the second one communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,51 @@ from torch import Tensor
 from vescale_parallel._errors import ParallelError
 
 Kept = list[Tensor | None]
-"""Gradients that are in no buffer, from one node to the other."""
+"""Gradients that are in no buffer."""
+
+
+@dataclass(slots=True)
+class Passed:
+    """What one run of a unit hands from its first node in backward to its second.
+
+    Attributes:
+        is_early: whether other units compute between the two, so the first starts the reduction.
+        kept: gradients that are in no buffer.
+        started: the reductions that are under way; None: the second node does it all.
+    """
+
+    is_early: bool = False
+    kept: Kept = field(default_factory=list)
+    started: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """The second node of a unit, made before those of the units that run ahead of it.
+
+    The engine takes nodes that were made later first: so it comes to this one when the backward of
+    those units is done, and their computing hides the reduction.
+
+    Attributes:
+        stored: the output of the node.
+        passed: what it will be handed.
+        leaves: its inputs.
+        trained: which of them wanted a gradient then.
+    """
+
+    stored: Tensor
+    passed: Passed
+    leaves: Sequence[Tensor]
+    trained: Sequence[bool]
+
+    def fits(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether it leads back to these leaves, all as they are now."""
+        return (
+            torch.is_grad_enabled()
+            and len(leaves) == len(self.leaves)
+            and all([one is two for one, two in zip(leaves, self.leaves, strict=True)])
+            and [one.requires_grad for one in leaves] == self.trained
+        )
 
 
 class Gathers(Protocol):
@@ -27,8 +72,11 @@ class Gathers(Protocol):
     def pack(self, gradients: Sequence[Tensor | None]) -> Kept:
         """Pack what has arrived at the aliases; return what belongs into no buffer."""
 
-    def reduce(self, kept: Kept) -> list[Tensor | None]:
-        """From what was packed to gradients of what is stored. Collective."""
+    def start_reduce(self) -> Sequence[Any] | None:
+        """Start to reduce what was packed; None: not now. Collective."""
+
+    def reduce(self, kept: Kept, started: Sequence[Any] | None) -> list[Tensor | None]:
+        """From what was packed, or is on its way, to gradients of what is stored. Collective."""
 
 
 class StoredUnit(torch.autograd.Function):
@@ -39,26 +87,29 @@ class StoredUnit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: Gathers, kept: Kept, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, unit: Gathers, passed: Passed, *leaves: Tensor) -> Tensor:
         """Return an empty tensor."""
-        ctx.unit, ctx.kept = unit, kept
+        ctx.unit, ctx.passed = unit, passed
         return torch.empty(0, device=leaves[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         """Reduce all gradients of the unit in one collective."""
-        return (None, None, *ctx.unit.reduce(ctx.kept))
+        passed: Passed = ctx.passed
+        # Taken: a graph that is kept may be run again.
+        started, passed.started = passed.started, None
+        return (None, None, *ctx.unit.reduce(passed.kept, started))
 
 
 class GatherUnit(torch.autograd.Function):
     """Its input leads to the stored leaves, its outputs are the gathered values, by use."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Gathers, kept: Kept, stored: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: Gathers, passed: Passed, stored: Tensor) -> tuple[Tensor, ...]:
         """Return the aliases."""
         # None and not zeros for what was not used: its gradient stays None, as on one device.
         ctx.set_materialize_grads(False)
-        ctx.unit, ctx.kept = unit, kept
+        ctx.unit, ctx.passed = unit, passed
         outputs, frozen = unit.aliases()
         if frozen:
             ctx.mark_non_differentiable(*(outputs[number] for number in frozen))
@@ -77,17 +128,41 @@ class GatherUnit(torch.autograd.Function):
                 "differentiated again. Take the gradient with respect to activations, or "
                 "parallelize with zero=0 for this step."
             )
-        ctx.kept[:] = ctx.unit.pack(gradients)
+        passed: Passed = ctx.passed
+        passed.kept = ctx.unit.pack(gradients)
+        if passed.is_early:
+            passed.started = ctx.unit.start_reduce()
         device = next((g.device for g in gradients if g is not None), None)
         # Not None, without which the engine would not go on to the stored leaves.
         return None, None, torch.empty(0, device=device)
 
 
-def gather_unit(unit: Gathers, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the aliases of a unit's gathered values, recorded where a gradient is wanted."""
+def early_node(unit: Gathers, leaves: Sequence[Tensor]) -> Early:
+    """Make the node that ends the backward of a unit, before the unit runs."""
+    passed = Passed(is_early=True)
+    trained = [one.requires_grad for one in leaves]
+    return Early(_stored(unit, passed, leaves), passed, leaves, trained)
+
+
+def gather_unit(
+    unit: Gathers, leaves: Sequence[Tensor], early: Early | None = None
+) -> tuple[Tensor, ...]:
+    """Return the aliases of a unit's gathered values, recorded where a gradient is wanted.
+
+    Args:
+        unit: it.
+        leaves: local tensors of what it stores.
+        early: the node at the end of its backward, where one was made already.
+    """
     if not leaves:  # the root of a model whose units hold everything
         return ()
-    stored: Callable[..., Tensor] = StoredUnit.apply
     gathered: Callable[..., tuple[Tensor, ...]] = GatherUnit.apply
-    kept: Kept = []
-    return gathered(unit, kept, stored(unit, kept, *leaves))
+    if early is not None and early.fits(leaves):
+        return gathered(unit, early.passed, early.stored)
+    passed = Passed()
+    return gathered(unit, passed, _stored(unit, passed, leaves))
+
+
+def _stored(unit: Gathers, passed: Passed, leaves: Sequence[Tensor]) -> Tensor:
+    apply: Callable[..., Tensor] = StoredUnit.apply
+    return apply(unit, passed, *leaves)

@@ -29,6 +29,7 @@ class ZeroRules:
         over: the mesh axis that shards.
         units: globs over names of modules that are gathered as one; none: repeated blocks.
         prefetch: how many units are gathered ahead.
+        behind: of how many units gradients are reduced while others compute.
         owned: globs over names of parameters that one rank of `over` stores in full.
         block: so many elements in a row of a parameter stay on one rank.
         tile_rows: so many rows of a matrix stay on one rank.
@@ -39,6 +40,7 @@ class ZeroRules:
     over: str
     units: tuple[str, ...]
     prefetch: int
+    behind: int
     precision: Mapping[str, Dtypes]
     owned: tuple[str, ...]
     block: int
@@ -61,6 +63,8 @@ class ZeroWords(Protocol):
     def units(self) -> Any: ...
     @property
     def prefetch(self) -> Any: ...
+    @property
+    def behind(self) -> Any: ...
     @property
     def precision(self) -> Any: ...
     @property
@@ -88,6 +92,7 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
         over=over,
         units=_globs("units", said.units),
         prefetch=_number("prefetch", said.prefetch, "a number of units, 0 or more", 0),
+        behind=_number("behind", said.behind, "a number of units, 0 or more", 0),
         precision=parse_precision(said.precision),
         owned=_globs("owned", said.owned),
         block=block,

@@ -30,6 +30,7 @@ from vescale_parallel._common.torch_compat import in_backward, no_torch_function
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.flat_steps import Call, FlatSteps
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.saved import SavedTensors
 from vescale_parallel._zero.told import Told
@@ -54,12 +55,15 @@ class Schedule:
     Attributes:
         units: the root first.
         ahead: how many units are gathered ahead.
+        behind: of how many units gradients are reduced while others compute.
         told: who is told of gathers and reductions.
         order: the units as the last forward of the root ran them.
     """
 
-    def __init__(self, units: list[Unit], ahead: int, told: Told, *, compares: bool = True) -> None:
-        self.units, self.ahead, self.told = units, ahead, told
+    def __init__(
+        self, units: list[Unit], ahead: int, told: Told, *, behind: int = 0, compares: bool = True
+    ) -> None:
+        self.units, self.ahead, self.behind, self.told = units, ahead, behind, told
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
         # Units that backward has reached and not left.
@@ -71,13 +75,15 @@ class Schedule:
         for unit in units:
             # A unit is done in backward when its gradients arrive, which only its own node knows.
             unit.before_reduce = self._before_reduce
+            unit.after_nodes = self._prepare
         # Optimizers may be made later, and by others: torch's hooks on all of them are the only
         # way.
         watch_steps(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
-        made = Schedule([deepcopy(one, memo) for one in self.units], self.ahead, self.told)
+        units = [deepcopy(one, memo) for one in self.units]
+        made = Schedule(units, self.ahead, self.told, behind=self.behind)
         memo[id(self)] = made
         return made
 
@@ -168,6 +174,7 @@ class Schedule:
             # way each time, and is then only slower.
             self.order, self._seen = self._seen, []
             self._release_all(but=self._first_behind() if returns else ())
+            self._forget_prepared()
 
     def _first_behind(self) -> list[Unit]:
         """The root, and what backward would gather with it: given back, they would only come again.
@@ -267,6 +274,8 @@ class Schedule:
     def _forget(self) -> None:
         """No backward is under way: what it has gathered is given back."""
         self._backward.forget()
+        if not self.root.depth:
+            self._forget_prepared()
         self._behind = []
         for unit in self.units:
             # Not what runs: a forward may take gradients itself.
@@ -314,6 +323,23 @@ class Schedule:
             for other in order[at + 1 : at + 1 + self.ahead]:
                 other.start(anew=not in_backward())
 
+    def _prepare(self, unit: Unit) -> None:
+        """Make the last nodes of the units that come next, before what this unit computes.
+
+        Backward then reduces their gradients while it computes this one, and waits before it packs
+        this one's: no more than `behind` are under way.
+        """
+        if not self.behind or in_backward() or unit not in self.order:
+            return
+        if unit is self.root or self.root.depth:
+            at = self.order.index(unit)
+            for other in self.order[at + 1 : at + 1 + self.behind]:
+                other.prepare()
+
+    def _forget_prepared(self) -> None:
+        for unit in self.units:
+            unit.forget_prepared()
+
     def _push(self) -> None:
         if not torch.is_grad_enabled():
             self._saved.append(None)
@@ -349,8 +375,9 @@ def watch_steps(schedule: Schedule) -> None:
     known = weakref.ref(schedule)
 
     taken: dict[int, Taken] = {}
+    flat = FlatSteps()
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Call | None:
         buffers = list(_stepped(known(), optimizer))
         for buffer in buffers:
             # Of backwards in `no_sync` that none outside has followed.
@@ -359,8 +386,10 @@ def watch_steps(schedule: Schedule) -> None:
         # one unsummed might first redistribute it.
         reduce_gradients(one for buffer in buffers for one in buffer.parameters)
         taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
+        return flat.begin(optimizer, buffers, args, kwargs)
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        flat.end(optimizer, args)
         give_back(taken.pop(id(optimizer), []))
         for buffer in _stepped(known(), optimizer):
             buffer.stepped()

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Gathering, local_leaf, local_leaves
 
 from vescale_parallel._errors import StaleParameterError
-from vescale_parallel._zero.flat_buffer import FlatBuffer
-from vescale_parallel._zero.gather import gather_unit
+from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
+from vescale_parallel._zero.gather import Early, early_node, gather_unit
 
 Places = tuple[tuple[nn.Module, str], ...]
 """Modules that hold one parameter, and under which names."""
@@ -69,6 +69,7 @@ class Unit:
         ran_modules: whether modules computed in the last call, and may do so again in backward.
         syncs: whether a backward reduces gradients; `no_sync` sets it to False.
         before_reduce: called when all gradients of one run of the unit have arrived.
+        after_nodes: called when its nodes are made, and nothing is computed yet.
         collect: takes the gradients of each run in place of a reduction; None: they are reduced.
     """
 
@@ -85,8 +86,10 @@ class Unit:
         self.forward: TakesParameters | None = None
         self.ran_modules = True
         self._fulls: list[Tensor] | None = None
+        self._early: Early | None = None
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
+        self.after_nodes: Callable[[Unit], None] = _nothing
         self.collect: Callable[[Unit, Sequence[Tensor | None]], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -168,14 +171,32 @@ class Unit:
                 buffer.add_gradients(own, reduced_next=self.syncs)
         return list(gradients[start:])
 
-    def reduce(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of what is stored, from what was packed. Collective, if it syncs."""
+    def start_reduce(self) -> Sequence[Reduction | None] | None:
+        """Start to reduce what was packed, if it syncs. Collective then."""
+        if self.collect is not None or not self.syncs:
+            return None
+        return [buffer.start_reduce() for buffer in self.buffers]
+
+    def reduce(
+        self,
+        kept: Sequence[Tensor | None],
+        started: Sequence[Reduction | None] | None = None,
+    ) -> list[Tensor | None]:
+        """Gradients of what is stored, from what was packed. Collective, if it syncs.
+
+        Args:
+            kept: what belongs into no buffer.
+            started: the reductions that `start_reduce` has started for this run.
+        """
         if self.collect is not None:
             return [None] * len(self.held)
         found: list[Tensor | None] = []
-        for buffer in self.buffers:
-            # Not reduced: the gradients of the stored parameters stay as they are for now.
-            found += buffer.reduced() if self.syncs else [None] * len(buffer.parameters)
+        for at, buffer in enumerate(self.buffers):
+            if started is not None:
+                found += buffer.finish_reduce(started[at])
+            else:
+                # Not reduced: the gradients of the stored parameters stay as they are for now.
+                found += buffer.reduced() if self.syncs else [None] * len(buffer.parameters)
         pairs = zip(self.held[len(found) :], kept, strict=True)
         return found + [None if g is None else g.to(one.stored.dtype) for one, g in pairs]
 
@@ -193,11 +214,23 @@ class Unit:
     def made(self) -> list[Tensor]:
         """Make the gathered parameters, recorded where gradients are."""
         leaves = local_leaves([one.stored for one in self.held])
-        fulls: list[Any] = list(self.wrapped(gather_unit(self, leaves)))
+        # Of this run alone: the next one has nodes of its own.
+        early, self._early = self._early, None
+        fulls: list[Any] = list(self.wrapped(gather_unit(self, leaves, early)))
+        self.after_nodes(self)
         for full in fulls:
             # `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one device.
             full._is_param = True
         return fulls
+
+    def prepare(self) -> None:
+        """Make the node at the end of its backward now, so that the engine comes to it later."""
+        if self._early is None and self.trains and torch.is_grad_enabled():
+            self._early = early_node(self, local_leaves([one.stored for one in self.held]))
+
+    def forget_prepared(self) -> None:
+        """The run that it was made for has not come."""
+        self._early = None
 
     def wrapped(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules hold of the gathered values."""

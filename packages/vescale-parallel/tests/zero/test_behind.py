@@ -1,0 +1,194 @@
+"""With `behind=n` gradients of n units are reduced while others compute, with the same bits.
+
+Trained beside the same plan without it, and with it the numbers of reductions under way, between
+their start and their end, are counted.
+"""
+
+import copy
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vescale_comm import simulate, trace
+from vescale_dtensor import DTensor
+from vescale_parallel import no_sync
+from vescale_parallel._zero.flat_buffer import FlatBuffer
+from zero_models import adamw, batch, distributed, make, schedule_of
+
+DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
+MESHES = [DP, DP_TP, HSDP]
+Step = Callable[[nn.Module, int], None]
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(*batch(seed)).backward()
+
+
+def accumulated(model: nn.Module, seed: int) -> None:
+    with no_sync(model):
+        backward(model, seed)
+    backward(model, seed + 1)
+    backward(model, seed + 2)
+
+
+def twice(model: nn.Module, seed: int) -> None:
+    """Two forwards before one backward."""
+    torch.manual_seed(seed)
+    (model(*batch(seed)) + model(*batch(seed + 1))).backward()
+
+
+def kept(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    loss = model(*batch(seed))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def by_autograd(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    ones = list(model.parameters())
+    for one, gradient in zip(ones, torch.autograd.grad(model(*batch(seed)), ones), strict=True):
+        one.grad = gradient
+
+
+def penalised(model: nn.Module, seed: int) -> None:
+    """Stored parameters are used outside of the model, too."""
+    torch.manual_seed(seed)
+    loss = model(*batch(seed))
+    (loss + sum(one.square().sum() for one in model.blocks.parameters())).backward()
+
+
+def raised(model: nn.Module, seed: int) -> None:
+    class Refused(RuntimeError):
+        pass
+
+    def refuse(gradient: Any) -> None:
+        raise Refused
+
+    handle = model.blocks[0].norm.register_forward_hook(
+        lambda *a: a[2].register_hook(refuse) and None
+    )
+    torch.manual_seed(seed)
+    loss = model(*batch(seed))
+    handle.remove()
+    with pytest.raises(Refused):
+        loss.backward()
+    model.zero_grad()
+    backward(model, seed)
+
+
+def evaluated(model: nn.Module, seed: int) -> None:
+    with torch.no_grad():
+        model(*batch(seed))
+    torch.manual_seed(seed)
+    model.blocks[1](torch.ones(4, 5, 8))  # by itself, without a backward
+    backward(model, seed)
+
+
+def frozen(model: nn.Module, seed: int) -> None:
+    model.blocks[1].requires_grad_(seed % 2 == 0)
+    backward(model, seed)
+
+
+STEPS: tuple[Step, ...] = (
+    backward,
+    accumulated,
+    twice,
+    kept,
+    by_autograd,
+    penalised,
+    raised,
+    frozen,
+)
+
+
+def alike(
+    rank: int, world_size: int, sizes: dict[str, int], zero: Any, step: Step, behind: int, how: Any
+) -> None:
+    models = [distributed(make(**how), sizes, zero, behind=n) for n in (0, behind)]
+    # Before any step: a schedule adds a hook to all optimizers, and simulated ranks share those.
+    copied = copy.deepcopy(models[1])
+    optimizers = [adamw(one.parameters()) for one in models]
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            step(model, seed)
+        for one, two in zip(*(model.parameters() for model in models), strict=True):
+            assert (one.grad is None) == (two.grad is None)
+            assert one.grad is None or torch.equal(local(one.grad), local(two.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+    backward(copied, 9)
+    assert schedule_of(copied).behind == behind
+    for unit in schedule_of(models[1]).units:
+        assert unit._early is None
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("sizes", "zero", "behind"), [(DP, 3, 1), (DP_TP, 3, 2), (HSDP, 1, 1), (DP, 2, 5)], ids=str
+)
+def test_the_bits_of_reductions_that_are_waited_for(
+    sizes: dict[str, int], zero: int, step: Step, behind: int
+):
+    simulate(prod(sizes.values()))(alike, sizes, zero, step, behind, {})
+
+
+@pytest.mark.parametrize("how", [{"inside": False}, {"around": False}, {"around": True}], ids=str)
+def test_recomputed_blocks(how: dict[str, bool]):
+    simulate(2)(alike, {"dp": 2}, 3, backward, 1, how)
+
+
+def under_way(rank: int, world_size: int, behind: int) -> list[int]:
+    """How many reductions were under way after each start and end, in the third step."""
+    model = distributed(make(blocks=4), {"dp": world_size}, 3, behind=behind)
+    seen: list[int] = []
+    ours = {id(b) for unit in schedule_of(model).units for b in unit.buffers}
+    for seed in range(3):
+        now = 0
+        seen.clear()
+
+        def began(buffer: FlatBuffer, before: Any = FlatBuffer.start_reduce) -> Any:
+            nonlocal now
+            if id(buffer) in ours:
+                now += 1
+                seen.append(now)
+            return before(buffer)
+
+        def ended(buffer: FlatBuffer, started: Any, before: Any = FlatBuffer.finish_reduce) -> Any:
+            nonlocal now
+            if id(buffer) in ours:
+                now -= 1
+                seen.append(now)
+            return before(buffer, started)
+
+        for unit in schedule_of(model).units:
+            for buffer in unit.buffers:
+                buffer.start_reduce = began.__get__(buffer)  # type: ignore[method-assign]
+                buffer.finish_reduce = ended.__get__(buffer)  # type: ignore[method-assign]
+        model.zero_grad()
+        with trace() as records:
+            backward(model, seed)
+        assert sum(one.op == "reduce_scatter" for one in records.records) == 5
+        if not seed:
+            assert not seen  # the order is not known yet
+        assert now == 0
+    return list(seen)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_no_more_than_the_bound_are_under_way(behind: int):
+    for seen in simulate(2)(under_way, behind):
+        # All four blocks, whose gradients are reduced behind; the root comes last.
+        assert max(seen, default=0) == behind
+        assert len(seen) == (8 if behind else 0)
+        # As many as there may be, and one more is started only when one has ended.
+        assert seen[:behind] == list(range(1, behind + 1))

@@ -1,0 +1,327 @@
+"""Optimizers that go element by element step whole buffers, with the bits of one step a parameter.
+
+Two copies of a model are trained alike. A hook of its own, which does nothing, lets the optimizer
+of the second step its parameters one by one. Between steps all is done that a program may do.
+"""
+
+import copy
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from vescale_comm import simulate
+from vescale_comm.testing import WorkerError, run
+from vescale_dtensor import DTensor
+from zero_models import batch, distributed, make, schedule_of, train
+
+DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "Adadelta": optim.Adadelta,
+    "Adagrad": optim.Adagrad,
+    "Adam, amsgrad": lambda p: optim.Adam(p, amsgrad=True, weight_decay=0.1, maximize=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
+    "AdamW, foreach": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW, tensor lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "NAdam": optim.NAdam,
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "SGD": lambda p: optim.SGD(p, lr=1e-2),
+    "SGD, momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+}
+Pair = tuple[nn.Module, optim.Optimizer]
+
+
+def twins(
+    sizes: dict[str, int], zero: int, build: Callable[[Any], optim.Optimizer]
+) -> tuple[Pair, Pair]:
+    """The model with its optimizer, whose steps are flat, and one whose steps are not."""
+    models = [distributed(make(blocks=2, width=13), sizes, zero) for _ in range(2)]
+    flat, single = (build(model.parameters()) for model in models)
+    single.register_step_pre_hook(lambda *_: None)
+    return (models[0], flat), (models[1], single)
+
+
+def step(pair: Pair, seed: int, clip: float = 1.0) -> None:
+    model, optimizer = pair
+    optimizer.zero_grad()
+    torch.manual_seed(seed)
+    model(*batch(seed)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+def local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def require_alike(one: Pair, two: Pair) -> None:
+    """Parameters and all that optimizers remember have the same bits."""
+    for (name, p), q in zip(one[0].named_parameters(), two[0].parameters(), strict=True):
+        assert torch.equal(local(p), local(q)), name
+        ours, theirs = one[1].state.get(p) or {}, two[1].state.get(q) or {}
+        assert list(ours) == list(theirs), name
+        for key, value in ours.items():
+            other = theirs[key]
+            alike = torch.equal(local(value), local(other)) if isinstance(value, Tensor) else True
+            assert alike, (name, key)
+            assert type(value) is type(other), (name, key)
+    assert len(one[1].state) == len(two[1].state)
+    groups = zip(one[1].param_groups, two[1].param_groups, strict=True)
+    assert all(len(g["params"]) == len(h["params"]) for g, h in groups)
+
+
+def is_flat(pair: Pair, key: str = "exp_avg") -> bool:
+    """Whether states of all parameters of a buffer lie in one memory."""
+    model, optimizer = pair
+    buffers = [b for unit in schedule_of(model).units for b in unit.buffers]
+    homes = [
+        {local(optimizer.state[p][key]).untyped_storage().data_ptr() for p in buffer.parameters}
+        for buffer in buffers
+    ]
+    return all(len(one) == 1 for one in homes)
+
+
+def trained_alike(rank: int, world_size: int, sizes: dict[str, int], zero: int, name: str) -> None:
+    one, two = twins(sizes, zero, OPTIMIZERS[name])
+    for seed in range(4):
+        step(one, seed)
+        step(two, seed)
+        require_alike(one, two)
+    if name.startswith("Adam"):
+        assert is_flat(one)
+        assert not is_flat(two)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("sizes", "zero"), [(DP, 3), (DP_TP, 2), (HSDP, 1)], ids=str)
+def test_the_bits_of_a_step_of_each_parameter(sizes: dict[str, int], zero: int, name: str):
+    simulate(prod(sizes.values()))(trained_alike, sizes, zero, name)
+
+
+def fused(rank: int, world_size: int) -> None:
+    """torch's fused kernels on CPUs round by where an element lies, so not to the bit."""
+    kinds: dict[str, Any] = {
+        "AdamW": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+        "SGD": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    }
+    for build in kinds.values():
+        one, two = twins(DP, 3, build)
+        for seed in range(4):
+            step(one, seed)
+            step(two, seed)
+        for p, q in zip(one[0].parameters(), two[0].parameters(), strict=True):
+            torch.testing.assert_close(local(p), local(q), rtol=1e-5, atol=1e-6)
+    model, plain = distributed(make(), DP, 3), make()
+    losses = [train(each, 4, kinds["AdamW"]) for each in (model, plain)]
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=1e-6)
+
+
+def test_fused_kernels():
+    simulate(4)(fused)
+
+
+def load(pair: Pair, number: int) -> None:
+    pair[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
+
+
+def replace_gradients(pair: Pair, number: int) -> None:
+    for parameter in pair[0].parameters():
+        parameter.grad = parameter.grad * 2
+
+
+def leave_out(pair: Pair, number: int) -> None:
+    pair[0].blocks[0].mlp.down.weight.grad = None
+
+
+def count_anew(pair: Pair, number: int) -> None:
+    for state in pair[1].state.values():
+        state["step"].fill_(7)
+
+
+def count_one_anew(pair: Pair, number: int) -> None:
+    pair[1].state[pair[0].blocks[1].norm.weight]["step"] += 3
+
+
+def forget(pair: Pair, number: int) -> None:
+    pair[1].state[pair[0].blocks[1].mlp.up.weight]["exp_avg"].zero_()
+
+
+def exchange(pair: Pair, number: int) -> None:
+    state = pair[1].state[pair[0].blocks[1].mlp.up.weight]
+    state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def drop(pair: Pair, number: int) -> None:
+    pair[1].state.pop(pair[0].blocks[1].mlp.up.weight)
+
+
+def anneal(pair: Pair, number: int) -> None:
+    pair[1].param_groups[0]["lr"] *= 0.5
+
+
+def write_parameter(pair: Pair, number: int) -> None:
+    with torch.no_grad():
+        pair[0].head.weight.mul_(0.9)
+        pair[0].blocks[0].norm.weight.data = pair[0].blocks[0].norm.weight.data * 1.1
+
+
+def divide_groups(pair: Pair, number: int) -> None:
+    group = pair[1].param_groups[0]
+    if number == 1:  # in the second step only
+        moved = group["params"].pop(3)
+        pair[1].add_param_group({"params": [moved], "lr": 3e-3})
+
+
+def freeze(pair: Pair, number: int) -> None:
+    pair[0].blocks[0].norm.weight.requires_grad_(False)
+    pair[0].blocks[0].norm.weight.grad = None
+
+
+def widen(pair: Pair, number: int) -> None:
+    pair[0].double()
+
+
+CHANGES = (
+    load,
+    replace_gradients,
+    leave_out,
+    count_anew,
+    count_one_anew,
+    forget,
+    exchange,
+    drop,
+    anneal,
+    write_parameter,
+    divide_groups,
+    freeze,
+)
+
+
+def changed(rank: int, world_size: int, change: Callable[[Pair, int], None]) -> None:
+    pairs = twins(DP, 3, OPTIMIZERS["AdamW"])
+    for seed in range(5):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            torch.manual_seed(seed)
+            model(*batch(seed)).backward()
+            if seed in (1, 2):
+                change((model, optimizer), seed)
+            optimizer.step()
+        require_alike(*pairs)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_backward_and_step(change: Callable[[Pair, int], None]):
+    simulate(4)(changed, change)
+
+
+def widened(rank: int, world_size: int) -> None:
+    pairs = twins(DP, 3, OPTIMIZERS["SGD, momentum"])
+    for seed in range(4):
+        for pair in pairs:
+            if seed == 2:
+                widen(pair, seed)
+                pair[1].state.clear()
+            step(pair, seed)
+        require_alike(*pairs)
+
+
+def test_models_that_change_their_dtype():
+    simulate(4)(widened)
+
+
+def raised(rank: int, world_size: int) -> None:
+    """A step that raises leaves the optimizer as it was, and the next one goes on."""
+    pairs = twins(DP, 3, OPTIMIZERS["AdamW"])
+    for seed in range(4):
+        for pair in pairs:
+            step(pair, seed)
+            group = pair[1].param_groups[0]
+            group["betas"] = None
+            with pytest.raises(TypeError):
+                step(pair, seed)
+            group["betas"] = (0.9, 0.999)
+        require_alike(*pairs)
+    state = pairs[0][1].state_dict()
+    assert sorted(state["state"]) == list(range(len(list(pairs[0][0].parameters()))))
+
+
+def test_a_step_that_raises():
+    simulate(4)(raised)
+
+
+def stale(rank: int, world_size: int) -> None:
+    one, _ = twins(DP, 3, OPTIMIZERS["AdamW"])
+    for seed in range(3):
+        step(one, seed)
+    loss = one[0](*batch(0))
+    one[1].step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_graph_of_before_the_step_is_refused():
+    simulate(4)(stale)
+
+
+def saved(rank: int, world_size: int) -> None:
+    """A copy of model and optimizer, and a loaded state, go on by themselves."""
+    one, two = twins(DP, 3, OPTIMIZERS["AdamW"])
+    for seed in range(3):
+        step(one, seed)
+        step(two, seed)
+    copied = copy.deepcopy(one)
+    step(one, 3)
+    step(copied, 3)
+    step(two, 3)
+    require_alike(one, two)
+    require_alike(copied, two)
+    step(copied, 4)
+    require_alike(one, two)
+
+
+def test_copies():
+    run(saved, 4)
+
+
+def scaled(rank: int, world_size: int) -> None:
+    """A fused step that takes the loss scale out takes it out of what parameters hold."""
+    build = lambda p: optim.SGD(p, lr=1e-2, fused=True)  # noqa: E731
+    for assigned in (False, True):
+        pairs = twins(DP, 3, build)
+        for model, optimizer in pairs:
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for seed in range(3):
+                optimizer.zero_grad()
+                torch.manual_seed(seed)
+                scaler.scale(model(*batch(seed))).backward()
+                if assigned:
+                    replace_gradients((model, optimizer), seed)
+                scaler.step(optimizer)
+                scaler.update()
+        for p, q in zip(pairs[0][0].parameters(), pairs[1][0].parameters(), strict=True):
+            torch.testing.assert_close(local(p), local(q))
+            torch.testing.assert_close(local(p.grad), local(q.grad))
+
+
+def test_loss_scales():
+    simulate(4)(scaled)
+
+
+def drifting(rank: int, world_size: int) -> None:
+    (model, optimizer), _ = twins(DP, 3, OPTIMIZERS["AdamW"])
+    for seed in range(10):
+        optimizer.zero_grad()
+        torch.manual_seed(seed)
+        model(*batch(seed)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if seed != 4 or rank != 1:
+            optimizer.step()
+
+
+def test_a_step_that_a_rank_leaves_out_is_told():
+    with pytest.raises(WorkerError, match="drifted apart"):
+        run(drifting, 4)
