@@ -23,6 +23,7 @@ from vescale_dtensor._capture.call_key import (
     kind_of,
     outside_arguments,
 )
+from vescale_dtensor._capture.code_files import is_library_class
 from vescale_dtensor._capture.global_state import GlobalState
 from vescale_dtensor._capture.handed_on import check_handed_on
 from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
@@ -433,7 +434,10 @@ class Captured:
 def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
     """What the arguments of a call lead to, for the walk."""
     origin = Origin(None, "an argument", "")
-    return [(value, origin) for value in outside_arguments(call.flat)]
+    # Of tensors their classes, which may be the user's.
+    classes = {type(value) for value in call.flat if isinstance(value, Tensor)}
+    found = [*outside_arguments(call.flat), *(one for one in classes if not is_library_class(one))]
+    return [(value, origin) for value in found]
 
 
 def capture(

@@ -8,22 +8,33 @@ standard library) are watched for the names they use.
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import types
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from sys import stdlib_module_names
 from types import CodeType
 
 import torch
 
-TORCH = str(Path(str(torch.__file__)).parent)
-_STDLIB = sysconfig.get_path("stdlib")
+# With the slash: packages that are called torchvision or torch_geometric lie beside it.
+TORCH = f"{Path(str(torch.__file__)).parent.as_posix()}/"
+_STDLIB = f"{Path(sysconfig.get_path('stdlib')).as_posix()}/"
 _SITE = ("site-packages", "dist-packages")
-_OURS = tuple(f"/vescale_{name}/" for name in ("rng", "comm", "dtensor", "parallel", "ckpt"))
+_OURS = tuple(f"vescale_{name}" for name in ("rng", "comm", "dtensor", "parallel", "ckpt"))
 _STATEFUL_TORCH = ("nn/modules/", "nn/utils/", "optim/", "amp/", "distributions/")
 _OF_TORCH = ("nn", "optim", "amp", "cuda.amp", "distributions", "utils.data")
 _STATEFUL_MODULES = tuple(f"torch.{n}" for n in _OF_TORCH)
+# What of torch runs ops, finds devices and ranks: instances of its classes count as constant.
+_PARTS_OF_TORCH = (
+    *("_", "autograd", "backends", "classes", "compiler", "cuda", "distributed", "export", "func"),
+    *("functional", "fx", "jit", "library", "mps", "multiprocessing", "ops", "overrides", "random"),
+    *("return_types", "serialization", "types", "utils._", "utils.hooks", "version", "xpu"),
+)
+_CONSTANT_TORCH = ("torch.", *(f"torch.{part}" for part in _PARTS_OF_TORCH))[1:]
+_UNWATCHED = ("typing.", "ast.", "traceback.", "inspect.", "warnings.")
 # Parts of the standard library that look at code and at the process, not at the user's objects.
 _SILENT = frozenset(
     {"logging", "warnings", "importlib", "inspect", "linecache", "traceback", "re", "tokenize"}
@@ -67,26 +78,47 @@ def _kind_of_file(name: str) -> str:
     """What a file's code counts as, by where it lies."""
     name = name.replace("\\", "/")
     if name.startswith(TORCH):
-        return STATEFUL if name[len(TORCH) + 1 :].startswith(_STATEFUL_TORCH) else LIBRARY
-    if any(part in name for part in _OURS) or _is_part_of_python(name):
+        return STATEFUL if name[len(TORCH) :].startswith(_STATEFUL_TORCH) else LIBRARY
+    if name.startswith(_counted_folders()) or _is_part_of_python(name):
         return LIBRARY
     # What is installed lies below the standard library, and is not of it.
     if name.startswith(_STDLIB) and not any(part in name for part in _SITE):
-        root = name[len(_STDLIB) + 1 :].partition("/")[0].removesuffix(".py")
+        root = name[len(_STDLIB) :].partition("/")[0].removesuffix(".py")
         return LIBRARY if root in _SILENT else STATEFUL
     return USER
 
 
+@lru_cache(maxsize=1)
+def _counted_folders() -> tuple[str, ...]:
+    """Where numpy and these packages lie: users' folders may have their names."""
+    # Those that are not imported are found, and no more.
+    specs = [find_spec(name) for name in ("numpy", *_OURS)]
+    found = [path for one in specs for path in (one and one.submodule_search_locations) or ()]
+    return tuple(f"{Path(path).as_posix()}/" for path in found)
+
+
 def _is_part_of_python(name: str) -> bool:
-    """Whether a file counts as one of Python's own: numpy's, too, and what replaces `typing`'s."""
-    return "/numpy/" in name or name.startswith("<frozen") or name.endswith("/typing_extensions.py")
+    """Whether a file counts as one of Python's own: with what replaces `typing`'s."""
+    return name.startswith("<frozen") or name.endswith("/typing_extensions.py")
 
 
 @lru_cache(maxsize=4096)
 def is_library_module(name: str) -> bool:
     """Whether the contents of a Python module count as constant."""
     root = name.partition(".")[0]
-    return root in _LIBRARIES or f"/{root}/" in _OURS
+    return root in _OURS or (root in _LIBRARIES and not _is_hidden(root))
+
+
+def _is_hidden(root: str) -> bool:
+    """Whether a module of the user's has the name of one of the standard library: `test`, say."""
+    module = sys.modules.get(root)
+    if root not in stdlib_module_names or module is None:
+        return False
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if file is None:  # built in
+        return False
+    name = Path(file).as_posix()
+    return not name.startswith(_STDLIB) or any(part in name for part in _SITE)
 
 
 def is_library_class(cls: type) -> bool:
@@ -111,3 +143,10 @@ def keeps_state_for_users(cls: type) -> bool:
     if root in stdlib_module_names:
         return root not in _SILENT
     return name.startswith(_STATEFUL_MODULES)
+
+
+def keeps_state_unseen(cls: type) -> bool:
+    """Whether instances have attributes that library code reads, which nobody watches."""
+    name = f"{cls.__module__}."
+    known = name.startswith("torch.") and not name.startswith(_CONSTANT_TORCH)
+    return known or name.startswith(_UNWATCHED)

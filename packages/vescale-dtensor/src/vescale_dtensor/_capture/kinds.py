@@ -12,8 +12,8 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from contextvars import ContextVar
-from datetime import date, time, timedelta, tzinfo
+from contextvars import Context, ContextVar
+from datetime import date, datetime, time, timedelta, tzinfo
 from decimal import Decimal
 from fractions import Fraction
 from operator import attrgetter, methodcaller
@@ -21,15 +21,25 @@ from pathlib import PurePath
 from random import Random
 from sys import stdlib_module_names
 from types import (
+    AsyncGeneratorType,
     BuiltinFunctionType,
     CellType,
+    ClassMethodDescriptorType,
     CodeType,
+    CoroutineType,
+    FrameType,
     FunctionType,
+    GenericAlias,
+    GetSetDescriptorType,
     MappingProxyType,
     MemberDescriptorType,
+    MethodDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
+    TracebackType,
+    UnionType,
+    WrapperDescriptorType,
 )
 from typing import Any
 from uuid import UUID
@@ -38,7 +48,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
-from vescale_dtensor._capture.code_files import is_library_class, keeps_state_for_users
+from vescale_dtensor._capture.code_files import (
+    is_library_class,
+    keeps_state_for_users,
+    keeps_state_unseen,
+)
 
 # Where the classes written in C have no state, or locks.
 _FIXED = frozenset(
@@ -48,6 +62,15 @@ _FIXED = frozenset(
 )
 # Modules of the standard library that begin with _ and are not written in C.
 _IN_PYTHON = frozenset({"_collections_abc", "_weakrefset", "_pydecimal", "_pyio", "__main__"})
+_HAS_REFERENCES = 1 << 14  # Py_TPFLAGS_HAVE_GC: classes whose instances may lead to others
+# Of classes, whose attributes are guarded.
+_DESCRIPTORS = (
+    *(ClassMethodDescriptorType, GetSetDescriptorType, MemberDescriptorType),
+    *(MethodDescriptorType, WrapperDescriptorType),
+)
+_FIELDS_IN_C = (GetSetDescriptorType, MemberDescriptorType)
+# What these hold is in C, and changes as they run.
+_RUNNING = (AsyncGeneratorType, CoroutineType, FrameType, TracebackType)
 _LRU: type = type(functools.lru_cache(lambda: None))
 # In this order: the first class that fits decides.
 _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
@@ -68,20 +91,30 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((ModuleType,), "python_module"),
     ((weakref.ref,), "weak"),
     ((ContextVar,), "variable"),
+    ((Context,), "context"),
+    ((weakref.finalize, *_RUNNING), "opaque"),
+    ((torch.UntypedStorage, torch.TypedStorage), "opaque"),
+    ((torch.fx.Graph, torch.fx.Node, torch.fx.Interpreter), "opaque"),
     ((property,), "property"),
     ((logging.Logger,), "logger"),
+    ((logging.Handler,), "handler"),
+    ((logging.Formatter, logging.LoggerAdapter, logging.LogRecord), "whole"),
     ((staticmethod, classmethod), "wrapped"),
     ((_LRU,), "cache"),
     ((MappingProxyType,), "contents"),
     ((bytearray, memoryview, array), "bytes"),
     ((BuiltinFunctionType, MethodWrapperType), "builtin"),
     ((attrgetter, methodcaller), "getter"),
+    ((GenericAlias, UnionType, re.Match), "referring"),
     ((type({}.keys()), type({}.values()), type({}.items())), "view"),
     ((Random,), "opaque"),
-    ((bool, int, float, complex, str, bytes, slice, range), "constant"),
+    (_DESCRIPTORS, "constant"),
+    ((bool, int, float, complex, str, bytes, range), "constant"),
+    ((slice,), "slice"),
+    ((datetime, time), "zoned"),
     ((type(None), type(...), type(NotImplemented)), "constant"),
     ((torch.dtype, torch.device, torch.layout, torch.memory_format), "constant"),
-    ((CodeType, re.Pattern, date, time, timedelta, tzinfo), "constant"),
+    ((CodeType, re.Pattern, date, timedelta, tzinfo), "constant"),
     ((Decimal,), "decimal"),
     ((Fraction, PurePath, UUID), "constant"),
     ((Placement,), "constant"),  # whose fields have no setters
@@ -111,7 +144,7 @@ def _find_kind(cls: type) -> str:
     if hasattr(cls, "__next__") and not _is_users(cls):
         return "opaque"  # iterators and generators
     if not keeps_state_for_users(cls):
-        return "constant"
+        return "whole" if keeps_state_unseen(cls) and _is_users(cls) else "constant"
     if cls.__module__ == "types":
         return "object"
     if _is_users(cls):
@@ -120,7 +153,11 @@ def _find_kind(cls: type) -> str:
     if issubclass(cls, Mapping):
         return "contents"
     # Unknown classes of extensions may hold anything, so they are refused rather than trusted.
-    return "constant" if cls.__module__ in _FIXED else "opaque"
+    if cls.__module__ not in _FIXED:
+        return "opaque"
+    if cls.__module__ == "_abc":  # what Python knows of subclasses, see `abc.get_cache_token`
+        return "constant"
+    return "referring" if cls.__flags__ & _HAS_REFERENCES else "constant"
 
 
 _kind_of_class: Any = functools.lru_cache(maxsize=4096)(_find_kind)
@@ -135,7 +172,9 @@ def _kind_of_numpy(cls: type) -> str:
     # The fields of a record can be written.
     if "void" in names:
         return "array"
-    return "constant" if names & {"generic", "dtype", "ufunc"} else "opaque"
+    if names & {"dtype", "ufunc"}:
+        return "numpy"
+    return "constant" if "generic" in names else "opaque"
 
 
 def _is_users(cls: type) -> bool:
@@ -170,6 +209,13 @@ def slots_of(cls: type) -> dict[str, Any]:
             if mangled in vars(base) and name not in ("__dict__", "__weakref__"):
                 found[mangled] = vars(base)[mangled]
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def fields_in_c(cls: type) -> tuple[str, ...]:
+    """What an exception has beside its namespace: `errno`, `__cause__`; not what it came by."""
+    found = (n for base in cls.__mro__ for n, v in vars(base).items() if type(v) in _FIELDS_IN_C)
+    return tuple(sorted(set(found) - {"__dict__", "__class__", "__traceback__", "__weakref__"}))
 
 
 def _is_private(name: str) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_dtensor._tensor.dtensor import DTensor
+
 # Beside what code names: what torch and Python call of a class without naming it in user code.
 _CALLED = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 # Methods of tensors are those of a class in C, until one is put before it.
@@ -63,5 +65,5 @@ class Libraries:
             type(owner) is not ModuleType or "__getattr__" in space
         ):
             return names  # it answers for missing names, so to have one later makes a difference
-        inherited = _OF_TENSORS if owner is Tensor else frozenset()
+        inherited = _OF_TENSORS if owner in (Tensor, DTensor) else frozenset()
         return names & (space.keys() | self._optional | inherited)

@@ -5,6 +5,7 @@ Their code counts as constant, and what they read (registries, caches, threads) 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
 import linecache
@@ -12,6 +13,7 @@ import logging
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.process import current_process
@@ -23,7 +25,8 @@ import torch
 from vescale_dtensor._capture.code_files import USER, is_of_python, kind_of_code
 from vescale_dtensor._capture.library_settings import settings_read_by
 from vescale_dtensor._capture.looks import level_of
-from vescale_dtensor._torch.compat import config_getter
+from vescale_dtensor._capture.process_state import running_loop, warning_filters
+from vescale_dtensor._torch.compat import config_accessors, print_options
 
 _EINSUM = "/torch/backends/opt_einsum/__init__.py"
 _OF_NUMPY = ("/numpy/_core/arrayprint.py", "/numpy/_core/_ufunc_config.py")
@@ -31,7 +34,7 @@ _OF_NUMPY = ("/numpy/_core/arrayprint.py", "/numpy/_core/_ufunc_config.py")
 # Not what these call, which sets some for a while.
 _PRINTING = frozenset(
     {"geterr", "get_printoptions", "_array_str_implementation", "_array_repr_implementation"}
-    | {"array2string", "getbufsize"}
+    | {"array2string", "getbufsize", "seterr", "set_printoptions", "setbufsize"}
 )
 
 
@@ -46,11 +49,16 @@ _THREADS = _codes(threading.active_count, threading.enumerate)
 _PROCESS = _codes(current_process)
 _IMPORTS = _codes(importlib.import_module)
 _LOGGERS = _codes(logging.getLogger)
-_CONFIGS = _codes(config_getter())
+_LEVELS = _codes(logging.getLevelName, logging.getLevelNamesMapping)
+# A replay would not set again what these set: that it is set so is guarded.
+_DISABLING = _codes(logging.disable)
+_FILTERING = _codes(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings)
+_TORCH_PRINTING = _codes(torch.set_printoptions)
+_CONFIGS = _codes(*config_accessors())
 # What frames and files hold, no guard compares.
 _UNSTEADY = _codes(
     *(linecache.getline, linecache.getlines, inspect.stack, inspect.currentframe, inspect.trace),
-    *(traceback.extract_stack, traceback.format_stack),
+    *(traceback.extract_stack, traceback.format_stack, ctypes.cast, ctypes.string_at),
 )
 _BY_ARGUMENTS = _IMPORTS | _LOGGERS | _CONFIGS | _UNSTEADY
 
@@ -71,6 +79,16 @@ def guarded_by_code(code: CodeType) -> Callable[[], Any] | None:
         return _threads
     if key in _PROCESS:
         return _process_state
+    if key in _LEVELS:
+        return _level_names
+    if key in _DISABLING:
+        return partial(getattr, logging.root.manager, "disable")
+    if key in _FILTERING:
+        return warning_filters
+    if key in _TORCH_PRINTING:
+        return print_options
+    if code.co_name == "current_task" and code.co_filename.endswith("/asyncio/tasks.py"):
+        return running_loop
     if code.co_name in _PRINTING and code.co_filename.endswith(_OF_NUMPY):
         return _numpy_state
     if code.co_filename.endswith(_EINSUM):
@@ -114,6 +132,13 @@ def _process_state() -> Any:
     process = current_process()
     own = vars(process)
     return process.pid, *own, *own.values()
+
+
+def _level_names() -> Any:
+    """The names of levels of messages."""
+    # Several levels may have had one name, and the last of them has it.
+    found = logging.getLevelNamesMapping()
+    return tuple(found), tuple(map(logging.getLevelName, found.values()))
 
 
 def _threads() -> Any:

@@ -44,6 +44,21 @@ def in_cache(value: Any) -> Any:
     return (*found[: last - 1], *chain.from_iterable(tuple(table.items())))
 
 
+def referents(value: Any) -> Any:
+    """What an object in C refers to: the object behind `super()`, the class behind an alias."""
+    return tuple(get_referents(value))
+
+
+def in_context(value: Any) -> Any:
+    """The variables of a context that is not the current one, with their values."""
+    return tuple(chain.from_iterable(value.items()))
+
+
+def handling(value: Any) -> Any:
+    """What decides which messages a handler takes, and how it writes them; not where to."""
+    return value.level, value.name, value.formatter, *value.filters
+
+
 def decimals() -> Any:
     """How this thread calculates with decimals."""
     return repr(getcontext())

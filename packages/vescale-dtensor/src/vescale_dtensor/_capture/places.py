@@ -148,7 +148,8 @@ def environment(value: Any) -> Any:
 
 def in_array(value: Any) -> Any:
     """What distinguishes arrays: dtype, shape, values; strides and whether they can be written."""
-    return value.dtype.str, value.shape, value.tobytes(), value.strides, value.flags.num
+    state = value.dtype.str, value.shape, value.tobytes(), value.strides, value.flags.num
+    return (*state, value.dtype.names, getattr(value, "hardmask", None))
 
 
 COPYING = (bytes, environment, in_array)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import copy
 import dataclasses
+import faulthandler
 import functools
 import gc
 import inspect
@@ -41,6 +42,14 @@ _GETTERS = frozenset(
     [*state_getters(), os.getcwd, gc.isenabled, sys.getrecursionlimit]
     + [getattr(module, name) for module, name in _OPTIONAL if hasattr(module, name)]
 )
+# The same, where the user asks: libraries ask them all the time, for themselves.
+_GETTERS_OF_USERS = frozenset(
+    {threading.get_ident, threading.get_native_id, sys.gettrace, faulthandler.is_enabled}
+    | {getattr(os, name) for name in ("getpid", "getppid") if hasattr(os, name)}
+)
+# What turns moments into local time, by the zone of the process.
+_ZONED = frozenset({"astimezone", "fromtimestamp", "timestamp", "mktime"})
+_LOOPS = frozenset({"get_running_loop", "_get_running_loop", "get_event_loop", "current_task"})
 # Methods of objects in C that tell a state: of locks, of torch's generators.
 _METHODS = frozenset({"locked", "initial_seed"})
 _CLOCK_NAMES = """
@@ -79,6 +88,8 @@ _HARMLESS = frozenset(
     for name in names.split()
 )
 _READS = frozenset({"read", "read1", "readline", "readlines", "readinto", "peek"})
+_LOADING = frozenset({"load", "loads"})
+_ADDRESSED = frozenset({"in_dll", "from_address"})  # memory that ctypes finds by itself
 _SEEDS = frozenset({"manual_seed", "seed"})
 _PICKLING = frozenset({"dump", "dumps"})
 _WARNS = frozenset({"warn", "warn_explicit"})
@@ -90,14 +101,24 @@ _WAITING = tuple(
 _IN_MEMORY = (io.StringIO, io.BytesIO)
 _LRU: type = type(functools.lru_cache(lambda: None))
 _FROZEN = ("<frozen os>", "<frozen posixpath>", "<frozen genericpath>", "<frozen ntpath>")
-_READERS_OF_FILES = ("/numpy/", f"{TORCH}/serialization.py", *_FROZEN)
+_READERS_OF_FILES = (
+    *("/numpy/", f"{TORCH}serialization.py", "/importlib/resources/", "/importlib/readers.py"),
+    *_FROZEN,
+)
+# What Python's imports do, and what `pkgutil` asks of them for the user.
+_IMPORTS = "<frozen importlib"
 
 
 _NOTED_MODULES = _WORLD | {"_locale", "_csv"}
 # Most functions in C that are called are none of these.
 _NAMES = frozenset(
-    {f.__name__ for f in (*_GETTERS, *_CLOCKS, *_INPUTS)}
+    {f.__name__ for f in (*_GETTERS, *_GETTERS_OF_USERS, *_CLOCKS, *_INPUTS)}
     | {
+        *_ZONED,
+        *_LOOPS,
+        "acquire",
+        *_LOADING,
+        *_ADDRESSED,
         *_METHODS,
         *CLOCK_METHODS,
         *_DRAWS,
@@ -136,7 +157,8 @@ def is_noted(function: Any) -> bool:
     """Whether a call of a function in C matters at all, by its name."""
     if function.__name__ in _NAMES or getattr(function, "__module__", None) in _NOTED_MODULES:
         return True
-    return _is_numpys(type(getattr(function, "__self__", None)))
+    owner = type(getattr(function, "__self__", None))
+    return _is_numpys(owner) or _is_open_file(owner)
 
 
 def reads_any_attribute(asked: Any) -> bool:
@@ -158,16 +180,49 @@ def guarded_by(function: Any, frame: FrameType) -> Callable[[], Any] | None:
         return _locale
     if module == "_csv":
         return csv_state
+    if module == "gc" and name in ("enable", "disable"):  # which a replay would not do again
+        return gc.isenabled
     if name in _PICKLING and "pickle" in str(module):
         return copying_state
     if module == "_warnings" and name in _WARNS and _is_for_user(frame, ()):
-        return _filters
+        return warning_filters
     if name in _METHODS and (name != "locked" or kind_of_code(frame.f_code) == USER):
         return function  # type: ignore[no-any-return]
+    look = _for_users(function, owner, name)
+    if look is not None and _is_for_user(frame, ()):
+        return look
     if name == "__subclasses__" and isinstance(owner, type):
         # A tuple, as lists are compared by identity.
         return lambda: tuple(type.__subclasses__(owner))
     return None
+
+
+def _for_users(function: Any, owner: Any, name: str) -> Callable[[], Any] | None:
+    """What gives the state that matters where code of the user's asks for it."""
+    if function in _GETTERS_OF_USERS:
+        return function  # type: ignore[no-any-return]
+    if name == "acquire" and type(owner).__module__ == "_thread":
+        # Whether a lock could be had; of a lock that may be taken twice, nothing else tells.
+        return functools.partial(repr, owner)
+    if name == "sched_getaffinity":
+        return lambda: tuple(sorted(os.sched_getaffinity(0)))
+    if name in _LOOPS and getattr(function, "__module__", "") == "_asyncio":
+        return running_loop
+    return _zone if name in _ZONED else None
+
+
+def _zone() -> Any:
+    """The zone of local time."""
+    return time.tzname, time.timezone, time.altzone
+
+
+def running_loop() -> Any:
+    """The event loop that runs in this thread, and its task."""
+    module: Any = sys.modules["asyncio"]
+    try:
+        return module.get_running_loop(), module.current_task()
+    except RuntimeError:
+        return None
 
 
 def _locale() -> Any:
@@ -175,7 +230,7 @@ def _locale() -> Any:
     return locale.setlocale(locale.LC_ALL)
 
 
-def _filters() -> Any:
+def warning_filters() -> Any:
     """What decides whether a warning is printed, or raised."""
     return tuple(warnings.filters)
 
@@ -244,9 +299,22 @@ def _looks_at_callers(frame: FrameType) -> bool:
     return kind_of_code(frame.f_code) == USER and not _is_importing(frame)
 
 
+def is_called_by_users(frame: FrameType | None) -> bool:
+    """Whether code of the user's led to a call that was heard of: by way of C, not of a library.
+
+    Args:
+        frame: any that was called for it since.
+    """
+    # Up to the function that runs, and from there to who called it.
+    while frame is not None and kind_of_code(frame.f_code) == LIBRARY:
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return caller is not None and kind_of_code(caller.f_code) != LIBRARY and _is_for_user(frame, ())
+
+
 def _is_importing(frame: FrameType | None) -> bool:
     """Whether it runs for an import: in the body of a module, or in a hook that finds modules."""
-    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+    while frame is not None and not frame.f_code.co_filename.startswith(_IMPORTS):
         frame = frame.f_back
     return frame is not None
 
@@ -261,11 +329,20 @@ def _tells_of_world(function: Any, name: str) -> bool:
 
 def _reads_files(function: Any, owner: Any, name: str) -> bool:
     """Whether a function reads a file, or what a terminal or a pipe gives."""
+    if _is_open_file(type(owner)) or name in _ADDRESSED:
+        return True
+    if name in _LOADING:  # which looks up what it names in Python modules
+        return getattr(function, "__module__", "") == "_pickle"
     if name == "fromfile":
         return str(getattr(function, "__module__", "")).startswith("numpy")
     # What is read from memory was written by the function itself, or is refused as opaque.
     memory = type(owner) in _IN_MEMORY and owner is not sys.stdin
     return name in _READS and isinstance(owner, io.IOBase) and not memory
+
+
+def _is_open_file(cls: type) -> bool:
+    """Whether a class is the one by which safetensors reads files."""
+    return cls.__name__ == "safe_open"
 
 
 def _is_numpys(cls: type) -> bool:
@@ -284,10 +361,19 @@ def _is_for_user(frame: FrameType | None, through: tuple[str, ...]) -> bool:
         kind = kind_of_code(code)
         if kind == USER:
             return not _is_importing(frame)
-        if kind == LIBRARY and not any(part in code.co_filename for part in through):
+        known = any(part in code.co_filename for part in through) or _gives_data(frame)
+        if kind == LIBRARY and not known:
             return False
         frame = frame.f_back
     return False
+
+
+def _gives_data(frame: FrameType) -> bool:
+    """Whether a loader of modules is asked for a file by something else than an import."""
+    code, caller = frame.f_code, frame.f_back
+    if code.co_name != "get_data" or not code.co_filename.startswith(_IMPORTS):
+        return False
+    return caller is not None and not caller.f_code.co_filename.startswith(_IMPORTS)
 
 
 def numpy_draws() -> Any:

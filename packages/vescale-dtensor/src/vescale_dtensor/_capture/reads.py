@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from functools import partial
@@ -37,7 +38,7 @@ from vescale_dtensor._capture.places import (
     function_state,
     in_cell,
 )
-from vescale_dtensor._capture.process_state import numpy_draws
+from vescale_dtensor._capture.process_state import is_called_by_users, numpy_draws
 from vescale_dtensor._capture.walk import Walk
 
 _BUILTINS = vars(builtins)
@@ -47,10 +48,12 @@ _CLOSURE = "__closure__"
 _DEFAULTS = frozenset({"__defaults__", "__kwdefaults__", "__code__"})
 # What functions have beside their namespaces, and may be set.
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
-_ASKED = frozenset({_CLOSURE, "base"}) | _DEFAULTS | _OF_FUNCTIONS
+_OF_OTHERS = frozenset({"base", "__traceback__"})  # of arrays and exceptions
+_ASKED = frozenset({_CLOSURE}) | _DEFAULTS | _OF_FUNCTIONS | _OF_OTHERS
 # Parts of the standard library that ask functions and classes about themselves.
 _ASKING = ("/inspect.py", "/typing.py")
-_REPLACEABLE = (FunctionType, BuiltinFunctionType, type, ModuleType)
+_FUNCTIONS = FunctionType, BuiltinFunctionType
+_REPLACEABLE = (*_FUNCTIONS, type, ModuleType)
 # A cache is switched on by a number, a way of sharing memory chosen by a text.
 _SETTINGS = (bool, int, float, str, type(None))
 _TABLES = (dict, list, set, *_SETTINGS)
@@ -81,6 +84,8 @@ class StateReads(Walk):
         # By id of the code: functions that were met and have not run, whose closures are not
         # followed.
         self._waiting: defaultdict[int, list[FunctionType]] = defaultdict(list)
+        # By id: the code of functions that were met, which `_known` keeps alive.
+        self._met: set[int] = set()
         self._entered: dict[int, FunctionType] = {}  # whose defaults are guarded
         # What code asks of functions and arrays, by names that are in no namespace; who has it.
         self._asked: set[str] = set()
@@ -106,6 +111,8 @@ class StateReads(Walk):
             self._name_attributes(names, names)
             self._ask_all(names)
         waiting = self._waiting.pop(id(code), None)
+        if waiting is None and kind == USER:
+            self._find_what_leads_to(code)
         if waiting is None and code.co_freevars and id(code) not in self._inner and kind == USER:
             # No place led here (a decorator written in C may hold the function), and its closure is
             # state from outside. A function that was defined inside of one that ran has the
@@ -119,6 +126,24 @@ class StateReads(Walk):
         # Functions that this one defines, whose closures are made of its own variables.
         self._inner.update(id(c) for c in code.co_consts if isinstance(c, CodeType))
         self._walk()
+
+    def _find_what_leads_to(self, code: CodeType) -> None:
+        """Take in where a function comes from that runs and was not met.
+
+        Python calls methods by names that no code has (`keys`, for `**mapping`). Else something in
+        C holds it (a handler of errors of `encode`), where nobody sees that it is another one.
+        What libraries call (hooks, operators) they keep in tables, which have guards of their own.
+        """
+        # Functions that are defined inside, bodies of modules, and code that is executed.
+        if id(code) in self._inner or code.co_filename.startswith("<") or id(code) in self._met:
+            return
+        self._name_attributes([code.co_name], ())
+        self._walk()
+        if id(code) in self._met or code.co_name in {"<module>", *self.unguarded}:
+            return
+        if is_called_by_users(sys._getframe(2)):
+            where = Origin(None, f"the function {code.co_qualname}", code.co_name)
+            self.hidden.append(("called by code in C", where))
 
     def has_run(self, code: CodeType) -> bool:
         """Whether a function ran before."""
@@ -155,6 +180,8 @@ class StateReads(Walk):
             self._name_functions(space, names)
         elif is_of_python(code):
             self._name_settings(space, names.globals)
+            # Not classes: those of Python lead to what `isinstance` asks, which changes.
+            self._name_functions(space, names, _FUNCTIONS)
             if "_FIELDS" in names.globals:  # by which dataclasses find those of a class
                 self._name_attributes(["__dataclass_fields__"], ())
         self._name_attributes(names.attributes, names.optional if kind == USER else ())
@@ -211,13 +238,18 @@ class StateReads(Walk):
         if named:
             self._name_globals(space, named, follow=False)
 
-    def _name_functions(self, space: dict[str, Any], names: CodeNames) -> None:
-        """Of the globals of torch's modules, say, the functions that users may replace."""
+    def _name_functions(
+        self,
+        space: dict[str, Any],
+        names: CodeNames,
+        kinds: tuple[type, ...] = _REPLACEABLE,
+    ) -> None:
+        """Of the globals of a library, the functions that users may replace."""
         held = {name: space[name] for name in names.globals & space.keys()}
-        functions = [name for name, one in held.items() if isinstance(one, _REPLACEABLE)]
+        functions = [name for name, one in held.items() if isinstance(one, kinds)]
         self._name_globals(space, functions, follow=False)
         for one in held.values():
-            if isinstance(one, ModuleType):  # `F`, `torch`
+            if isinstance(one, ModuleType | type):  # `F`, `torch`, `json.JSONEncoder`
                 self._guard_libraries(self._libraries.add(one))
         self._guard_libraries(self._libraries.name(names.attributes, ()))
 
@@ -234,6 +266,7 @@ class StateReads(Walk):
     def _meet_function(self, value: FunctionType, origin: Origin | None) -> None:
         """Take in a function: what it closes over at once if it has run, else when it runs."""
         code = value.__code__
+        self._met.add(id(code))
         if kind_of_code(code) == USER:
             self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
             self._add_askable(value, origin)
@@ -268,13 +301,18 @@ class StateReads(Walk):
         self._ask_named(value, origin, self._asked)
 
     def _ask_named(self, value: Any, origin: Origin | None, names: Set[str]) -> None:
-        mine = _OF_FUNCTIONS if isinstance(value, FunctionType) else {"base"}
-        for name in sorted(names & mine):
+        mine = _OF_FUNCTIONS if isinstance(value, FunctionType) else _OF_OTHERS
+        for name in sorted(name for name in names & mine if hasattr(value, name)):
             self._look(partial(getattr, value, name), Origin(origin, f".{name}", name))
 
     def _meet_array(self, value: Any, origin: Origin | None) -> None:
         super()._meet_array(value, origin)
         self._add_askable(value, origin)
+
+    def _meet_named(self, value: Any, origin: Origin | None) -> None:
+        super()._meet_named(value, origin)
+        if isinstance(value, BaseException):
+            self._add_askable(value, origin)
 
     def _meet_asked(self, function: FunctionType, names: Set[str]) -> None:
         """Take in what code with these names may ask of a function that does not run."""

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import CellType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from vescale_dtensor._capture.looks import Steady, decimals, in_cache, level_of
+from vescale_dtensor._capture.code_files import is_library_class
+from vescale_dtensor._capture.looks import (
+    Steady,
+    decimals,
+    handling,
+    in_cache,
+    in_context,
+    level_of,
+    referents,
+)
 from vescale_dtensor._capture.places import Origin, environment, in_cell
 
 # What reads attributes by names that it is given. Code may name a variable that holds it.
@@ -56,9 +65,21 @@ class StandardKinds:
 
     def _meet_getter(self, value: Any, origin: Origin | None) -> None:
         """Take in the names that an `attrgetter` or `methodcaller` will read."""
-        given = value.__reduce__()[1]
-        names = [name for one in given if type(one) is str for name in one.split(".")]
+        parts, keywords = _given_to(value)
+        names = [name for one in parts if type(one) is str for name in one.split(".")]
         self._name_attributes(names, names)
+        for one in (*parts, *keywords.values()):
+            self.meet(one, origin)
+
+    def _meet_slice(self, value: slice, origin: Origin | None) -> None:
+        for one in (value.start, value.stop, value.step):
+            self.meet(one, origin)
+
+    def _meet_zoned(self, value: Any, origin: Origin | None) -> None:
+        """Take in the zone of a moment; a class of the user's may have more."""
+        self.meet(value.tzinfo, Origin(origin, ".tzinfo", "tzinfo"))
+        if not is_library_class(type(value)):
+            self._meet_object(value, origin)
 
     def _meet_view(self, value: Any, origin: Origin | None) -> None:
         self.meet(value.mapping, origin)
@@ -82,6 +103,12 @@ class StandardKinds:
         """Take in which messages a logger lets pass."""
         self._look(Steady(partial(level_of, value)), origin)
 
+    def _meet_handler(self, value: Any, origin: Origin | None) -> None:
+        """Take in which messages a handler takes; a class of the user's may have more."""
+        self._look(Steady(partial(handling, value)), origin)
+        if not is_library_class(type(value)):
+            self._meet_object(value, origin)
+
     def _meet_property(self, value: property, origin: Origin | None) -> None:
         for function in (value.fget, value.fset, value.fdel):
             self.meet(function, origin)
@@ -95,6 +122,39 @@ class StandardKinds:
         # With a default: a variable that is not set would raise, here and in the guard.
         self._look(partial(value.get, None), origin)
 
+    def _meet_context(self, value: Any, origin: Origin | None) -> None:
+        self._look(Steady(partial(in_context, value)), origin)
+
+    def _meet_referring(self, value: Any, origin: Origin | None) -> None:
+        """Take in what an object in C refers to, which has no names."""
+        self._look(Steady(partial(referents, value)), origin)
+
+    def _meet_numpy(self, value: Any, origin: Origin | None) -> None:
+        """Take in the names of the fields of a dtype, or the function behind a ufunc."""
+        if hasattr(value, "names"):
+            self._look(Steady(partial(getattr, value, "names")), Origin(origin, ".names", "names"))
+        for one in referents(value):
+            if isinstance(one, FunctionType | MethodType | partial):
+                self.meet(one, origin)
+
+    def _meet_whole(self, value: Any, origin: Origin | None) -> None:
+        """Take in an object of a library's with all its attributes: what reads them is unknown."""
+        self._meet_object(value, origin)
+
     def _meet_bytes(self, value: Any, origin: Origin | None) -> None:
         # By value: the buffer stays the same object whatever is written into it.
         self._look(partial(bytes, value), origin)
+
+
+def name_called_by(value: Any) -> str:
+    """The name of the method that a `methodcaller` calls."""
+    name: str = _given_to(value)[0][0]
+    return name
+
+
+def _given_to(value: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What an `attrgetter` or `methodcaller` was made of."""
+    make, given = value.__reduce__()[:2]
+    # With keywords, a `methodcaller` is made by a partial of its class.
+    named, keywords = (make.args, make.keywords) if isinstance(make, partial) else ((), {})
+    return [*named, *given], keywords

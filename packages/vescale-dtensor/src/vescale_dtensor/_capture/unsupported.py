@@ -17,13 +17,14 @@ from torch import Tensor
 
 from vescale_dtensor._errors import CaptureError
 
-_OURS = str(Path(__file__).parent.parent)
-_CAPTURE = str(Path(__file__).parent)
+# With the slash: torchvision lies beside torch.
+_OURS = f"{Path(__file__).parent.parent}/"
+_CAPTURE = f"{Path(__file__).parent}/"
 # Frames of these stand between the user's line and a torch function. `functools` and `contextlib`
 # run decorators, such as `no_grad`.
 _NOT_THE_USERS = (
     _OURS,
-    *(str(Path(str(m.__file__)).parent) for m in (torch, vescale_comm, vescale_rng)),
+    *(f"{Path(str(m.__file__)).parent}/" for m in (torch, vescale_comm, vescale_rng)),
     functools.__file__,
     contextlib.__file__,
 )

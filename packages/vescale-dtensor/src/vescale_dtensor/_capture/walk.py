@@ -13,18 +13,21 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import date
-from functools import partial
+from functools import lru_cache, partial
 from operator import methodcaller
-from types import ModuleType, SimpleNamespace
+from sys import modules as imported
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from vescale_dtensor._capture.code_files import (
+    USER,
     is_library_class,
     is_library_module,
+    kind_of_code,
 )
-from vescale_dtensor._capture.kinds import kind_of_class, namespace_of, slots_of
+from vescale_dtensor._capture.kinds import fields_in_c, kind_of_class, namespace_of, slots_of
 from vescale_dtensor._capture.libraries import Libraries, Names
 from vescale_dtensor._capture.looks import Steady, decimals
 from vescale_dtensor._capture.module_guards import HOOKS, PARTS, module_flags, module_tables
@@ -42,7 +45,8 @@ from vescale_dtensor._capture.places import (
     in_slot,
 )
 from vescale_dtensor._capture.process_state import is_asked, is_unsteady, is_unsteady_method
-from vescale_dtensor._capture.standard_kinds import StandardKinds
+from vescale_dtensor._capture.standard_kinds import StandardKinds, name_called_by
+from vescale_dtensor._tensor.dtensor import DTensor
 
 # A bound on time and memory: beyond it the state counts as hidden, and the recording is refused.
 _MOST = 200_000
@@ -61,6 +65,7 @@ _OF_LOGGERS = frozenset({*vars(logging.Logger("")), "root"})
 # What libraries hold for users to change: `os.environb`, `logging.root`, `sys.argv`.
 _FOLLOWED = frozenset({"python_module", "class", "environment", "logger", "variable"})
 _BIGGEST_ARRAY = 1 << 16
+_LRU: Any = type(lru_cache(lambda: None))
 
 
 class Walk(StandardKinds):
@@ -113,7 +118,8 @@ class Walk(StandardKinds):
         # What code names there may be replaced, and is not followed.
         self._libraries = Libraries()
         # Its methods are called of arguments, which are tensors of a class of this package.
-        self._guard_libraries(self._libraries.add(Tensor))
+        for one in (Tensor, DTensor):
+            self._guard_libraries(self._libraries.add(one))
 
     # --- names
 
@@ -142,7 +148,7 @@ class Walk(StandardKinds):
             # Functions and constants of libraries are compared, and no more.
             value = place.was.get(name)
             self.noted |= is_asked(value)
-            if follow or isinstance(value, list) or kind_of_class(type(value)) in _FOLLOWED:
+            if follow or _is_kept_there(value):
                 self._follow(place, name)
 
     def _guard_libraries(self, found: Iterable[Names]) -> None:
@@ -248,7 +254,7 @@ class Walk(StandardKinds):
     def _meet_getter(self, value: Any, origin: Origin | None) -> None:
         super()._meet_getter(value, origin)
         # No profiler hears of what it calls.
-        if type(value) is methodcaller and is_unsteady_method(name := value.__reduce__()[1][0]):
+        if type(value) is methodcaller and is_unsteady_method(name := name_called_by(value)):
             self.hidden.append((f"a call of {name}", origin))
 
     def _meet_weak(self, value: Any, origin: Origin | None) -> None:
@@ -265,6 +271,8 @@ class Walk(StandardKinds):
     def _meet_tensor(self, value: Any, origin: Origin | None) -> None:
         """Take in a tensor from outside, and what users have set on it."""
         self.tensors.add(value)
+        if not is_library_class(type(value)):
+            self.meet(type(value), origin)
         space = namespace_of(value)
         if space is not None:
             # What this package keeps on wrappers changes in each call and has guards of its own:
@@ -360,7 +368,8 @@ class Walk(StandardKinds):
     def _meet_named(self, value: Any, origin: Origin | None) -> None:
         """Take in what users have set on a constant, or on a partial."""
         if isinstance(value, BaseException):  # whose arguments are in no namespace
-            self._look(partial(getattr, value, "args"), Origin(origin, ".args", "args"))
+            for name in fields_in_c(type(value)):
+                self._look(partial(getattr, value, name, None), Origin(origin, f".{name}", name))
         self._meet_object(value, origin)
 
     def _meet_class(self, value: type, origin: Origin | None) -> None:
@@ -428,12 +437,33 @@ class Walk(StandardKinds):
         self.hidden.append((value, origin))
 
 
+def _is_kept_there(value: Any) -> bool:
+    """Whether what a library holds under a name is for users to change, or what they keep there."""
+    if kind_of_class(type(value)) in _FOLLOWED:
+        return True
+    if isinstance(value, FunctionType | staticmethod | classmethod | property | partial | _LRU):
+        return _is_users(value)
+    if isinstance(value, list | dict | set):
+        return value is not imported
+    return not is_library_class(type(value))
+
+
+def _is_users(function: Any) -> bool:
+    """Whether a function, or what wraps one, is of the user's."""
+    while not isinstance(function, FunctionType):
+        inner = (getattr(function, name, None) for name in ("__wrapped__", "func", "fget"))
+        function = next((one for one in inner if one is not None), None)
+        if function is None:
+            return False
+    return kind_of_code(function.__code__) == USER
+
+
 def is_implicit(place: Namespace, name: str) -> bool:
     """Whether Python uses a name of a class without naming it."""
     # The namespace of a class is a mapping proxy, and those of objects and modules are dicts: in
     # these, special methods are not looked up.
-    if type(place.owner) is SimpleNamespace:
-        return True  # which compares, and prints, all that it has
+    if type(place.owner) is SimpleNamespace or kind_of_class(type(place.owner)) == "whole":
+        return True  # which compares, and prints, all that it has; or nobody knows what is read
     return type(place.mapping) is not dict and name.startswith("__") and name not in _UNREAD
 
 

@@ -387,13 +387,19 @@ def state_getters() -> list[Any]:
     return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
 
 
-def config_getter() -> Any:
-    """The function that gives settings of torch's `config` modules; None where they have none."""
+def config_accessors() -> list[Any]:
+    """The functions that give and set settings of torch's `config` modules, where they have any."""
     try:
         config: Any = import_module("torch.utils._config_module").ConfigModule
     except (ImportError, AttributeError):
-        return None
-    return vars(config).get("__getattr__")
+        return []
+    return [vars(config)[name] for name in ("__getattr__", "__setattr__") if name in vars(config)]
+
+
+def print_options() -> Any:
+    """How torch prints tensors."""
+    module = import_module("torch._tensor_str")
+    return repr(getattr(module, "PRINT_OPTS", None))
 
 
 def global_module_hooks() -> list[Any]:
