@@ -6,13 +6,15 @@ behind bit for bit. A cell is right (then the third call of each three is a repl
 `CaptureError`, or never recorded and run as it is; anything else is stale.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 import vescale_dtensor as vd
 from capture_guards import rows, spread
 from rotation import rotating
 from stale_holders import HOLDERS
-from stale_kinds_handed import KINDS
+from stale_kinds_users import KINDS
 from torch.utils._pytree import tree_flatten
 from vescale_comm.testing import run
 
@@ -102,3 +104,9 @@ def test_right_or_refused(name):
         assert not {where: why for where, (found, why) in row.items() if found == "STALE"}
     words = [{where: found for where, (found, _) in row.items()} for row in by_rank]
     assert words[0] == words[1], "a rank that records while another replays waits for it"
+
+
+def test_the_page_has_every_kind():
+    page = (Path(__file__).parents[2] / "STATE.md").read_text()
+    listed = [row.split(" | ")[0][2:] for row in page.splitlines() if row.startswith("| ")][1:]
+    assert listed == list(KINDS), "stale_table.py writes the page"

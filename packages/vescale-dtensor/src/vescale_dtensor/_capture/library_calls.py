@@ -58,7 +58,8 @@ _CONFIGS = _codes(*config_accessors())
 # What frames and files hold, no guard compares.
 _UNSTEADY = _codes(
     *(linecache.getline, linecache.getlines, inspect.stack, inspect.currentframe, inspect.trace),
-    *(traceback.extract_stack, traceback.format_stack, ctypes.cast, ctypes.string_at),
+    *(traceback.extract_stack, traceback.format_stack),
+    *(ctypes.cast, ctypes.string_at, ctypes.CDLL.__init__),
 )
 _BY_ARGUMENTS = _IMPORTS | _LOGGERS | _CONFIGS | _UNSTEADY
 

@@ -368,7 +368,8 @@ class Walk(StandardKinds):
     def _meet_named(self, value: Any, origin: Origin | None) -> None:
         """Take in what users have set on a constant, or on a partial."""
         if isinstance(value, BaseException):  # whose arguments are in no namespace
-            for name in fields_in_c(type(value)):
+            cls: Any = type(value)
+            for name in fields_in_c(cls):
                 self._look(partial(getattr, value, name, None), Origin(origin, f".{name}", name))
         self._meet_object(value, origin)
 

@@ -1,0 +1,358 @@
+"""Kinds of state of the process, of files and of other threads, and what a function leaves behind.
+
+And code of the user's in files and modules that have the names of libraries.
+"""
+
+import codecs
+import concurrent.futures
+import ctypes
+import datetime
+import decimal
+import faulthandler
+import gc
+import importlib.resources
+import importlib.util
+import json
+import locale
+import logging
+import os
+import pkgutil
+import queue
+import random
+import runpy
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import tokenize
+import types
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import numpy
+import torch
+from stale_kinds import Settings, kind, mutated, of_attribute
+from stale_kinds_asked import doubled_if, setting
+from stale_kinds_library_objects import KINDS as KINDS
+from stale_kinds_library_objects import itself
+
+# --- the process
+
+setting(
+    "handler of faults",
+    lambda n: faulthandler.enable() if n % 2 else faulthandler.disable(),
+    doubled_if(faulthandler.is_enabled),
+)
+setting(
+    "trace function",
+    lambda n: sys.settrace((lambda *event: None) if n % 2 else None),
+    doubled_if(lambda: sys.gettrace() is None),
+)
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+if len(CORES) > 1:
+    setting(
+        "cores of the process",
+        lambda n: os.sched_setaffinity(0, CORES[: len(CORES) - n % 2]),
+        lambda x: x * len(os.sched_getaffinity(0)),
+    )
+
+
+def in_zone(number):
+    os.environ["TZ"] = ("UTC", "AB-3", "ABC-5")[number % 3]
+    time.tzset()
+
+
+for title, use in {
+    "from a number": lambda: 1 + datetime.datetime.fromtimestamp(172800).hour,
+    "as local time": lambda: (
+        1 + datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).astimezone().hour
+    ),
+    "as a number": lambda: datetime.datetime(2020, 1, 1).timestamp() % 100000,
+    "of the C library": lambda: time.mktime((2020, 1, 1, 0, 0, 0, 0, 0, 0)) % 100000,
+    "by name": lambda: len(time.tzname[0]),
+}.items():
+    setting(f"zone of the process, {title}", in_zone, lambda x, use=use: x * use())
+setting(
+    "name of a level",
+    lambda n: logging.addLevelName(10, "D" * (n + 1)),
+    lambda x: x * len(logging.getLevelName(10)),
+)
+setting(
+    "handler of encodings",
+    lambda n: codecs.register_error("stale", lambda error: ("?" * (n + 1), error.end)),
+    lambda x: x * len("ä".encode("ascii", "stale")),
+)
+setting("random numbers of C", itself, lambda x: x * (1 + ctypes.CDLL(None).rand() % 97))
+INDEX = ctypes.c_int.in_dll(ctypes.CDLL(None), "optind")
+setting(
+    "variable of C",
+    lambda n: setattr(INDEX, "value", n + 1),
+    lambda x: x * ctypes.c_int.in_dll(ctypes.CDLL(None), "optind").value,
+)
+FSUM, DEFAULT = statistics.fsum, json.JSONEncoder.default
+setting(
+    "function that the standard library calls",
+    lambda n: setattr(statistics, "fsum", (lambda values: n) if n else FSUM),
+    lambda x: x * statistics.fmean([1.0, 2.0]),
+)
+setting(
+    "method that the standard library calls",
+    lambda n: setattr(json.JSONEncoder, "default", lambda self, one: "a" * n),
+    lambda x: x * len(json.dumps(Settings)),
+)
+
+# --- files that libraries read
+
+FOLDER = tempfile.mkdtemp()
+sys.path.append(FOLDER)
+
+
+def file(name, text=""):
+    path = Path(FOLDER, name)
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(text)
+    return str(path)
+
+
+def texts(name, form="{}"):
+    """Another text in a file each time, as long as it is."""
+    return lambda n: file(name, form.format("a" * (n + 1)))
+
+
+file("stale_package/__init__.py")
+IN_PACKAGE = "stale_package/text.txt"
+TEXT = file("stale.txt")
+for title, name, use in (
+    (
+        "resource of a package",
+        IN_PACKAGE,
+        lambda: importlib.resources.read_text("stale_package", "text.txt"),
+    ),
+    ("data of a package", IN_PACKAGE, lambda: pkgutil.get_data("stale_package", "text.txt")),
+    ("source file", "stale.txt", lambda: tokenize.open(TEXT).read()),  # noqa: SIM115
+):
+    setting(title, texts(name), lambda x, use=use: x * len(use()))
+setting(
+    "program that is run",
+    texts("stale.txt", "text = '{}'"),
+    lambda x: x * len(runpy.run_path(TEXT)["text"]),
+)
+if importlib.util.find_spec("safetensors"):
+    SAVED = f"{FOLDER}/stale.safetensors"
+    files, reader = import_module("safetensors.torch"), import_module("safetensors")
+    for title, use in {
+        "file": lambda: files.load_file(SAVED)["scale"],
+        "tensor in a file": lambda: reader.safe_open(SAVED, "pt").get_tensor("scale"),
+    }.items():
+        setting(
+            f"{title} of safetensors",
+            lambda n: files.save_file({"scale": torch.full((4,), n + 1.0)}, SAVED),
+            lambda x, use=use: x * use(),
+        )
+
+# --- names of libraries
+
+CODE = """
+TABLE = {"scale": 2.0}
+class Own:
+    factor = 2.0
+    def times(self, x):
+        return x * self.factor
+def scaled(x):
+    return x * TABLE["scale"]
+def of_box(x, box):
+    return x * box.factor
+"""
+
+
+def module_at(path, name):
+    """A module of the user's in some file, with a name as it is imported by."""
+    found = types.ModuleType(name)
+    found.__file__ = path
+    exec(compile(CODE, path, "exec"), vars(found))
+    return found
+
+
+def taking(name, path):
+    """A module in place of one of the standard library that has its name."""
+    package, module = types.ModuleType(name), module_at(path, f"{name}.settings")
+    package.__path__ = [str(Path(path).parent)]
+    sys.modules[name], sys.modules[f"{name}.settings"] = package, module
+    return module
+
+
+# Nobody imports this folder of old modules, and its name is as good as any.
+NAMED = taking("this", f"{FOLDER}/this/settings.py")
+OWN = NAMED.Own
+
+
+def named(value):
+    NAMED.TABLE["scale"], OWN.factor = 2.0, 2.0
+    return value
+
+
+next_in_table = mutated(lambda v: NAMED.TABLE.update(scale=NAMED.TABLE["scale"] + 1))
+next_factor = mutated(lambda v: setattr(v, "factor", v.factor + 1))
+for title, value, change, use in (
+    ("table of", NAMED, next_in_table, lambda x, v: x * v.TABLE["scale"]),
+    ("function of", NAMED, next_in_table, lambda x, v: v.scaled(x)),
+    ("class of", OWN, next_factor, of_attribute),
+):
+    kind(f"{title} a module named as one of Python's", lambda v=value: named(v), change, use)
+kind(
+    "object of a module named as one of Python's",
+    lambda: named(OWN()),
+    next_factor,
+    lambda x, v: v.times(x),
+)
+BESIDE = str(Path(torch.__file__).parent)
+for title, path in {
+    "beside torch": f"{BESIDE}vision/ops.py",
+    "in a folder named numpy": f"{FOLDER}/numpy/exercise.py",
+    "in a folder named as a package of ours": f"{FOLDER}/vescale_rng/exercise.py",
+}.items():
+    code = module_at(path, "stale_exercise")
+    kind(f"code {title}", Settings, next_factor, lambda x, v, code=code: code.of_box(x, v))
+
+# --- other threads
+
+WORKERS = []
+
+
+def workers():
+    """A pool whose thread has started, and queues that a thread answers."""
+    if not WORKERS:
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        pool.submit(int).result()
+        asked, answers = queue.Queue(), queue.Queue()
+
+        def answer():
+            while True:
+                answers.put(asked.get()())
+
+        threading.Thread(target=answer, daemon=True).start()
+        WORKERS.extend((pool, asked, answers))
+    return WORKERS
+
+
+def asked_by_queue(function):
+    _, asked, answers = workers()
+    asked.put(function)
+    return answers.get()
+
+
+def changed_by_a_thread(value):
+    thread = threading.Thread(target=lambda: next_factor(value))
+    thread.start()
+    thread.join()
+
+
+kind("changed by another thread", Settings, mutated(changed_by_a_thread), of_attribute)
+for title, use in {
+    "number of a pool": lambda x, v: x * workers()[0].submit(lambda: v.factor).result(),
+    "tensor of a pool": lambda x, v: workers()[0].submit(lambda: x * v.factor).result(),
+    "map of a pool": lambda x, v: x * sum(workers()[0].map(lambda a: a * v.factor, [1.0])),
+    "answer by a queue": lambda x, v: x * asked_by_queue(lambda: v.factor),
+}.items():
+    kind(title, Settings, next_factor, use)
+
+# --- what is left behind
+
+
+def left(name, act, undo, seen):
+    """A function sets something of the process, and what it has set is undone after each call."""
+
+    def seen_and_undone(value):
+        found = seen()
+        undo()
+        return found
+
+    kind(name, undo, itself, lambda x, v: (act(), x * 2)[1], seen_and_undone)
+
+
+def warning_of_numpy():
+    numpy.seterr(over="warn")
+
+
+left(
+    "threads set inside",
+    lambda: torch.set_num_threads(1),
+    lambda: torch.set_num_threads(2),
+    torch.get_num_threads,
+)
+left(
+    "deterministic set inside",
+    lambda: torch.use_deterministic_algorithms(True),
+    lambda: torch.use_deterministic_algorithms(False),
+    torch.are_deterministic_algorithms_enabled,
+)
+left(
+    "printing set inside",
+    lambda: torch.set_printoptions(precision=2),
+    lambda: torch.set_printoptions(precision=4),
+    lambda: str(torch.tensor(1 / 3)),
+)
+left(
+    "compiler set inside",
+    lambda: setattr(torch._dynamo.config, "recompile_limit", 9),
+    lambda: setattr(torch._dynamo.config, "recompile_limit", 8),
+    lambda: torch._dynamo.config.recompile_limit,
+)
+left(
+    "seed of Python set inside",
+    lambda: random.seed(5),
+    lambda: random.seed(6),
+    lambda: random.getstate()[1][0],
+)
+left(
+    "seed of numpy set inside",
+    lambda: numpy.random.seed(5),
+    lambda: numpy.random.seed(6),
+    lambda: numpy.random.get_state()[1][0],
+)
+left(
+    "errors of numpy set inside",
+    lambda: numpy.seterr(over="raise"),
+    warning_of_numpy,
+    lambda: numpy.geterr()["over"],
+)
+left("collector switched off inside", gc.disable, gc.enable, gc.isenabled)
+left(
+    "filter of warnings set inside",
+    lambda: warnings.simplefilter("ignore"),
+    warnings.resetwarnings,
+    lambda: len(warnings.filters),
+)
+left(
+    "logging disabled inside",
+    lambda: logging.disable(10),
+    lambda: logging.disable(0),
+    lambda: logging.root.manager.disable,
+)
+left(
+    "level of a logger set inside",
+    lambda: logging.getLogger("stale").setLevel(10),
+    lambda: logging.getLogger("stale").setLevel(20),
+    lambda: logging.getLogger("stale").level,
+)
+left(
+    "digits of decimals set inside",
+    lambda: setattr(decimal.getcontext(), "prec", 5),
+    lambda: setattr(decimal.getcontext(), "prec", 28),
+    lambda: decimal.getcontext().prec,
+)
+left(
+    "locale set inside",
+    lambda: locale.setlocale(locale.LC_ALL, "C"),
+    lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8") and None,
+    lambda: locale.setlocale(locale.LC_ALL),
+)
+left(
+    "timeout of sockets set inside",
+    lambda: socket.setdefaulttimeout(1),
+    lambda: socket.setdefaulttimeout(None),
+    socket.getdefaulttimeout,
+)
