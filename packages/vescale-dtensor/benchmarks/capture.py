@@ -4,14 +4,17 @@ Forward and backward, one thread, a world of 8 whose process group is torch's fa
 measured is the work around the arithmetic, so collectives count as free. The captured step is
 compared with the same step written by hand (a module of plain local tensors, with autograd nodes
 that place Megatron's collectives), with eager DTensors, and with one device on as many rows; and
-what the call that records costs, with an eager call. For models of 1, 4, 16 and 64 blocks.
+what the call that records costs, with an eager call. For models of 1, 4, 16 and 64 blocks. And what
+3,000 steps cost whose batches have another length again and again, the recordings among them.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import thread_time
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ ROUNDS, TURNS, LAYERS = 15, 8, 4
 DEPTHS = (1, 16, 64)
 # Of each depth: deep models take long, and differ less from round to round.
 FEWER_ROUNDS, RECORDINGS = 7, 5
+# Fewer lengths than programs that are kept, and more, of which none comes often enough.
+LENGTHS, STEPS = (8, 100), 3000
 Step = Callable[[], object]
 
 
@@ -221,6 +226,9 @@ def measure(rounds: int = ROUNDS, depths: Sequence[int] = DEPTHS) -> Iterator[Ra
         yield Ratio(title, cost["captured"], cost["by hand"], "us", "by hand", 1.05)
         yield Ratio(title, cost["captured"], cost["eager"], "us", "eager")
         yield Ratio(f"recording, {blocks}", cost["recording"], cost["eager"], "us", "eager", 20)
+    for lengths in LENGTHS:
+        captured, eager = of_lengths(lengths, STEPS if rounds == ROUNDS else STEPS // 100)
+        yield Ratio(f"captured step, {lengths} lengths", captured, eager, "us", "eager", 1)
 
 
 @contextmanager
@@ -254,6 +262,37 @@ def of_depth(layers: int, rounds: int) -> dict[str, float]:
         # Each of a captured function of its own: the first call of a kind is the one that records.
         fresh = [training(model, x, vd.capture) for _ in range(min(rounds, RECORDINGS))]
         return cost | microseconds_once({"recording": fresh}, {"recording": eager})
+
+
+def of_lengths(lengths: int, steps: int) -> tuple[float, float]:
+    """What a captured and an eager step of one block cost, where batches have many lengths."""
+    with world(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what changes again and again
+        mesh = vd.init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(Norm(), Mlp())
+        model = vd.distribute_module(model, mesh)
+        batches = [
+            vd.DTensor.from_local(torch.randn(ROWS, length, HIDDEN), mesh, [Shard(0), Replicate()])
+            for length in range(1, lengths + 1)
+        ]
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        captured, cost = vd.capture(step), {True: 0.0, False: 0.0}
+        for x in batches:
+            step(x)  # plans, which both of them find
+        for number in range(steps):
+            # Step by step, so that what else the machine does slows both of them down; in turns, as
+            # the second one finds the batch in the caches.
+            x = batches[number * 7 % lengths]
+            for run in (captured, step)[:: 1 if number % 2 else -1]:
+                begin = thread_time()
+                run(x)
+                cost[run is captured] += thread_time() - begin
+        return cost[True] / steps * 1e6, cost[False] / steps * 1e6
 
 
 def timed(rank: int, rounds: int) -> dict[str, float]:

@@ -21,11 +21,14 @@ from stale_holders import HOLDERS  # noqa: E402
 from test_stale_state import table  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-TITLE = """# State that a captured function reads
+TITLE = """\
+# State that a captured function reads
 
-What becomes of a captured function when state that it reads changes, by the kind of state and where it is held. *right*: the next call is as in eager
-mode, to the bit, and calls between changes are replayed; *refused*: the recording is refused, with words; *runs*: nothing is recorded, and the function
-runs as it is. `tests/capture/stale_table.py` wrote this page, and `tests/capture/test_stale_state.py` fails where anything goes on with old state.
+What becomes of a captured function when state that it reads changes, by the kind of state and where
+it is held. *right*: the next call is as in eager mode, to the bit, and calls between changes are
+replayed; *refused*: the recording is refused, with words; *runs*: nothing is recorded, and the
+function runs as it is. `tests/capture/stale_table.py` wrote this page, and
+`tests/capture/test_stale_state.py` fails where anything goes on with old state.
 
 """
 
