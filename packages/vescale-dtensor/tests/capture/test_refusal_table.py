@@ -5,6 +5,7 @@ of its row.
 """
 
 import ast
+import codecs
 import datetime
 import os
 import random
@@ -38,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate
 
+codecs.register_error("refused", lambda error: ("?", error.end))
 GUIDE = (Path(__file__).parents[2] / "docs" / "capture.md").read_text()
 
 
@@ -241,7 +243,7 @@ ROWS = [
         keep_global,
     ),
     Row(
-        "iterators and generators, `random.Random`, numpy generators, "
+        "iterators, generators, coroutines, frames, storages, `random.Random`, numpy generators, "
         "numpy arrays of more than 64 KiB, objects of C extensions",
         "whose state a replay would not see",
         "pass what is needed of it as an argument: `next(batches)`",
@@ -249,6 +251,12 @@ ROWS = [
         reading(number for number in range(9)),
         lambda x: x * len(str(GENERATOR)),
         lambda x: x * CLOCK(),
+    ),
+    Row(
+        "functions that C calls and no variable holds: a handler of `codecs.register_error`",
+        "called by code in C",
+        "call it by a name",
+        lambda x: x * len("ä".encode("ascii", "refused")),
     ),
     Row(
         "numpy arrays and iterators as arguments",
@@ -259,7 +267,7 @@ ROWS = [
     ),
     Row(
         "clocks, random numbers of Python and numpy, files, `input`, processes, the network, "
-        "callers' frames, counts of references",
+        "callers' frames, counts of references, `pickle.loads`, libraries and memory of `ctypes`",
         "gives another value each time",
         "call it outside, and pass what it gives as a tensor",
         lambda x: x * time.time(),
