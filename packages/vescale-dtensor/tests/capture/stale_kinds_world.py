@@ -39,6 +39,13 @@ from stale_kinds_asked import doubled_if, setting
 from stale_kinds_library_objects import KINDS as KINDS
 from stale_kinds_library_objects import itself
 
+# On one core, on other systems, and where no safetensors are installed.
+MAY_BE_LACKING = {
+    "cores of the process",
+    "file of safetensors",
+    "tensor in a file of safetensors",
+}
+
 # --- the process
 
 setting(

@@ -15,6 +15,7 @@ from capture_guards import rows, spread
 from rotation import rotating
 from stale_holders import HOLDERS
 from stale_kinds_users import KINDS
+from stale_kinds_world import MAY_BE_LACKING
 from torch.utils._pytree import tree_flatten
 from vescale_comm.testing import run
 
@@ -109,4 +110,5 @@ def test_right_or_refused(name):
 def test_the_page_has_every_kind():
     page = (Path(__file__).parents[2] / "STATE.md").read_text()
     listed = [row.split(" | ")[0][2:] for row in page.splitlines() if row.startswith("| ")][1:]
-    assert listed == list(KINDS), "stale_table.py writes the page"
+    assert set(KINDS) <= set(listed), "stale_table.py writes the page"
+    assert set(listed) - set(KINDS) <= MAY_BE_LACKING
