@@ -66,7 +66,10 @@ def kinds_within(values: Any) -> tuple[Any, ...]:
     Which tuple an item is of follows from the values, which are in a key beside their types.
     """
     kinds = tuple(map(type, values))
-    if tuple in kinds:
+    count = kinds.count(tuple)
+    if count == 1:  # a shape among options, as of `layer_norm`
+        return kinds + kinds_within(values[kinds.index(tuple)])
+    if count:
         # A loop, and no comprehension: until 3.12 that is a call of its own.
         for value in values:
             if type(value) is tuple:

@@ -60,7 +60,7 @@ class _Redistribute:
         verb: str,
     ) -> None:
         self.row, self.side, self.mesh, self.verb = row, side, mesh, verb
-        # Asked once: signatures are dear, and this runs at every call.
+        # Asked once: signatures are slow, and this runs at every call.
         self.names = argument_names(module)[0] if isinstance(side, Chosen) else []
         self.back = WrittenBack()
 

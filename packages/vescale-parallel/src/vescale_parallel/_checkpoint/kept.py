@@ -1,4 +1,4 @@
-"""Results of dear operators that are kept from forward to backward, while the rest is recomputed.
+"""Results of expensive operators, kept from forward to backward while the rest is recomputed.
 
 torch's `create_selective_checkpoint_contexts` counts every operator, and recomputation may run
 others than forward did: a redistribution that forward had already made is made again. So only the
@@ -30,7 +30,7 @@ FAMILIES: Final = {
     "convolution": "convolution _convolution",
 }
 """Operators of aten by family. Batched products make the scores of attention, as large as their
-memory is dear, and are a family of their own."""
+memory is scarce, and are a family of their own."""
 
 
 @functools.lru_cache(maxsize=256)
