@@ -14,7 +14,7 @@ distribute_tensor empty explain full gathered gradient_total half_sums init_devi
 joint_stored keep_gradient layout_differences linspace local_leaf local_leaves local_map logspace
 normal note_written ones op_support rand randint randn randperm reduce_gradients register_rule
 release_kept_gradient separate_memory sequence_attention set_gradient_reducer strict sum_whole
-visualize written_unseen zeros
+untraced visualize written_unseen zeros
 """
 # Of DTensor, beyond what every tensor has.
 METHODS = """

@@ -66,6 +66,7 @@ from vescale_dtensor._planning.attention_way import (
 from vescale_dtensor._redistribute.half_sums import half_sums
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import note_written
+from vescale_dtensor._torch.untraced import untraced
 from vescale_dtensor._version import __version__
 from vescale_dtensor.rules._registration import register_rule
 
@@ -138,6 +139,7 @@ __all__ = [
     "set_gradient_reducer",
     "strict",
     "sum_whole",
+    "untraced",
     "visualize",
     "written_unseen",
     "zeros",

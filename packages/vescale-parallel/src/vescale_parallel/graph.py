@@ -23,6 +23,8 @@ from vescale_parallel._cost import Link
 from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.agreed import Agreed, Entry
 from vescale_parallel._graph.joined import train_step
+from vescale_parallel._graph.machine import Machine, calibrate, measured_seconds
+from vescale_parallel._graph.recomputed import Recomputed, recompute
 from vescale_parallel._graph.scheduled import Schedule, schedule
 from vescale_parallel._graph.timeline import Span, Timeline, timeline
 
@@ -32,9 +34,14 @@ __all__ = [
     "Entry",
     "GraphError",
     "Link",
+    "Machine",
+    "Recomputed",
     "Schedule",
     "Span",
     "Timeline",
+    "calibrate",
+    "measured_seconds",
+    "recompute",
     "schedule",
     "timeline",
     "train_step",

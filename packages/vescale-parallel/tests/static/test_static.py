@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
-from vescale_dtensor import DTensor
 from vescale_parallel import CapturedUnit, captured_units, mesh, no_sync, parallelize
-from zero_models import Decoder, adamw, batch, gradients, make, plan_for
+from zero_models import Decoder, adamw, batch, gradients, local, make, plan_for, same
 
 STEPS = 3
 DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
@@ -33,16 +32,6 @@ def both(
     plan = plan_for(sizes, zero, **words)
     eager, static = (parallelize(build(), over, plan, static=how) for how in (False, True))
     return eager, static
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def same(ones: Any, twos: Any) -> None:
-    for one, two in zip(ones, twos, strict=True):
-        assert (one is None) == (two is None)
-        assert one is None or torch.equal(local(one), local(two))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, give: Give) -> list[Any]:

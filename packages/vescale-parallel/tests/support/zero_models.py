@@ -171,6 +171,18 @@ def require_same_values(found: nn.Module, expected: nn.Module, **tolerance: floa
         torch.testing.assert_close(whole(one.detach()), two.detach(), **tolerance, **message)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def same(ones: Any, twos: Any) -> None:
+    """Assert that this rank holds the same bits of both; None beside None."""
+    for one, two in zip(ones, twos, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or torch.equal(local(one), local(two))
+
+
 def schedule_of(model: nn.Module) -> Schedule:
     """The schedule of a parallelised model."""
     found: Schedule = getattr(model, SCHEDULE)

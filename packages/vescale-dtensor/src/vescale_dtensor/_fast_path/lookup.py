@@ -59,15 +59,13 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
-    breaks_graph,
     close_memory,
     dispatch_modes,
     forward_grad_enabled,
     new_wrapper,
 )
+from vescale_dtensor._torch.untraced import breaks_graph, is_compiling
 
-# Tracing by torch.compile; the other tracers are dispatch modes.
-is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 note_call = calls.append
 

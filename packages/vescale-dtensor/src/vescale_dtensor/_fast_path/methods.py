@@ -25,7 +25,6 @@ from vescale_dtensor._errors import MeshError
 from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
 from vescale_dtensor._fast_path.keys import exact_key
 from vescale_dtensor._fast_path.lookup import (
-    is_compiling,
     is_grad_enabled,
     table_for_operand,
     torch_function,
@@ -33,6 +32,7 @@ from vescale_dtensor._fast_path.lookup import (
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes, forward_grad_enabled
+from vescale_dtensor._torch.untraced import is_compiling
 
 # Method -> the function that torch passes to `__torch_function__` for it, which is in the keys.
 _OPERATORS = {

@@ -7,6 +7,7 @@
   half floats run; `bounded_cache` holds results that can be computed again, and lets caches
   subscribe to changes; `worlds` empties those that hold meshes once their process groups were
   destroyed and others made.
+- `untraced` is what torch.compile is to call as it is.
 
 Nothing here imports another part of the package.
 """

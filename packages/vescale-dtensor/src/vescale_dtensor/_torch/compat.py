@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -476,30 +476,3 @@ def name_of_overload(op: Any) -> Any:
     return (
         op.overloadpacket if isinstance(op, _OVERLOAD) else op if isinstance(op, _PACKET) else None
     )
-
-
-def breaks_graph(reason: str) -> Callable[[Function], Function]:
-    """`torch.compiler.disable(reason=...)`, of which importing this package does not pay the price.
-
-    The decorator itself imports torch._dynamo, which sets an environment variable, replaces
-    `torch.manual_seed` and takes a second. It is asked for at the first call, which only the
-    compiler makes; until then, the compiler finds the two marks by which it knows such functions.
-    """
-
-    def decorate(function: Function) -> Function:
-        eager: Function | None = None
-
-        @wraps(function)
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            nonlocal eager  # and no list: torch 2.11's compiler warns that it cannot trace `append`
-            if eager is None:
-                disable: Any = torch.compiler.disable
-                eager = disable(function, reason=reason)
-            assert eager is not None
-            return eager(*args, **kwargs)
-
-        marked: Any = outside
-        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
-        return outside
-
-    return decorate

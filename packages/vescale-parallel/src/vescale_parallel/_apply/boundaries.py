@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.nested import Copied, map_tensors, named_tensors_within
-from vescale_dtensor import DTensor, Placement, Replicate
+from vescale_dtensor import DTensor, Placement, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.written_back import WrittenBack
@@ -64,6 +64,7 @@ class _Redistribute:
         self.names = argument_names(module)[0] if isinstance(side, Chosen) else []
         self.back = WrittenBack()
 
+    @untraced
     def arguments(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,6 +82,7 @@ class _Redistribute:
         self.back.watch(module, copied)
         return found
 
+    @untraced
     def result(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the forward hook."""
         if isinstance(self.side, Chosen):
@@ -127,6 +129,7 @@ class DistributeBatch:
         self._unchecked = _CHECKED_BATCHES if compares else 0
         self.back = WrittenBack()
 
+    @untraced
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

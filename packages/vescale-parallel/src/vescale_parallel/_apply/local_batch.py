@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_gather, group_of
 from vescale_comm.agreement import digest, message_device, named, several_ranks
 from vescale_comm.nested import Copied, map_tensors, named_tensors_within
-from vescale_dtensor import DTensor, RaggedShard, Replicate
+from vescale_dtensor import DTensor, RaggedShard, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.written_back import WrittenBack
@@ -60,6 +60,7 @@ class LocalBatch:
             for at in product(*(range(size) for size in sizes.values()))
         ]
 
+    @untraced
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -32,7 +32,7 @@ from vescale_parallel._invariant.step import InvariantStep
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
-from vescale_parallel._static.units import install_static
+from vescale_parallel._static.units import install_compile_entries, install_static
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.schedule import SCHEDULE
 
@@ -95,6 +95,8 @@ def parallelize(
     install_attention(model, plan.sequence)
     if static:
         install_static(model)
+    else:
+        install_compile_entries(model, captures=report.split is None and invariant is None)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, where.mesh, here)
     install_steps(model, here, mesh, where, plan.prefetch)

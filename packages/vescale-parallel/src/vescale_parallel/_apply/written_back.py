@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 from vescale_comm.nested import Copied, field_names
+from vescale_dtensor import untraced
 
 _Snapshot = tuple[Any, Any, Any]
 """A container, the one that took its place, and what that one held then, by place or key."""
@@ -38,6 +39,7 @@ class WrittenBack:
         if copied or is_hooked:
             self._calls.append((module, [(old, new, _items(new)) for old, new in copied]))
 
+    @untraced
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._calls:
             of, snapshots = self._calls.pop()

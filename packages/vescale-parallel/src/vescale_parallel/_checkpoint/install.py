@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vescale_comm.nested import named_tensors_within
+from vescale_dtensor import untraced
 
 from vescale_parallel._checkpoint.region import Region
 from vescale_parallel._checkpoint.resolve import RegionRow
@@ -40,6 +41,7 @@ class Budget:
         self.regions = list(regions)
         self.needed = functools.lru_cache(maxsize=64)(needed)
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Decide; alike on all ranks, as their batches have one global shape."""
         found = named_tensors_within((args, kwargs)).values()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 from vescale_comm.nested import map_tensors, tensors_within
-from vescale_dtensor import attention_way, sequence_attention
+from vescale_dtensor import attention_way, sequence_attention, untraced
 from vescale_rng import policy, use
 
 from vescale_parallel._checkpoint.kept import Results
@@ -61,6 +61,7 @@ class Region:
         bound: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return bound if self._own is None else self._own
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward, and keep what it takes to run it again."""
         if not (self.is_on and torch.is_grad_enabled()):

@@ -18,17 +18,14 @@ from vescale_parallel._common.torch_compat import FakeTensorMode
 from vescale_parallel._graph.collectives import Collective, collectives, dependencies, ops
 from vescale_parallel._graph.emitted import Memory, Waits, emitted, overlapped
 from vescale_parallel._graph.planned import Buckets
+from vescale_parallel._memory.copied import copied_module
 
 aten: Any = torch.ops.aten
 
 
 def copied(module: fx.GraphModule, waits: Waits) -> tuple[fx.GraphModule, Waits]:
     """A copy whose nodes may be changed, and what those wait for; constants are shared."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    # Of the nodes only: parameters and constants stay those of the module that was given.
-    graph.output(graph.graph_copy(module.graph, copies))
-    made = fx.GraphModule(module, graph)
+    made, copies = copied_module(module)
     return made, {copies[node]: {copies[one] for one in before} for node, before in waits.items()}
 
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_parallel._cost import Link, collective_seconds
 from vescale_parallel._errors import GraphError
 from vescale_parallel._graph.collectives import Collective, collectives, is_wait, schema_name
+from vescale_parallel._graph.machine import Machine
 
 _WIDTH: Final = 1200
 _ROW: Final = 26
@@ -128,24 +129,36 @@ class Timeline:
 def timeline(
     graph: fx.GraphModule,
     *,
-    link: Link,
-    flops: float,
-    memory_bandwidth: float,
+    machine: Machine | None = None,
+    link: Link | None = None,
+    flops: float | None = None,
+    memory_bandwidth: float | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> Timeline:
     """Run a graph on paper. Not collective; nothing is executed.
 
     Args:
         graph: whose nodes say what they make (`meta["val"]`), as traced ones do.
-        link: by which collectives travel.
+        machine: what it runs on, as `calibrate` measured it.
+        link: by which collectives travel; in place of the machine's, as are the next two.
         flops: floating-point operations a second of matrix products, as reached.
         memory_bandwidth: bytes a second that an operation reads and writes.
         seconds: of nodes by name, where they were measured; the others are estimated: the longer of
             what flops and bytes take.
 
     Raises:
-        GraphError: rates that are not positive; nodes that say nothing of what they make.
+        GraphError: rates that are missing or not positive; nodes that say nothing of what they
+            make.
     """
+    if machine is not None:
+        link = machine.link if link is None else link
+        flops = machine.flops if flops is None else flops
+        given = memory_bandwidth
+        memory_bandwidth = machine.memory_bandwidth if given is None else given
+    if link is None or flops is None or memory_bandwidth is None:
+        raise GraphError(
+            "timeline: pass machine=graph.calibrate(), or all of link=, flops=, memory_bandwidth="
+        )
     if flops <= 0 or memory_bandwidth <= 0:
         raise GraphError(f"flops={flops}, memory_bandwidth={memory_bandwidth}: rates are positive")
     known = seconds or {}
@@ -163,13 +176,13 @@ def timeline(
             ends[node] = free
             spans.append(Span(node.name, "communication", one.kind, begin, free))
         elif is_wait(node):
-            given: Any = node.args[0]
-            end = ends[given]
+            awaited: Any = node.args[0]
+            end = ends[awaited]
             if end > now:
                 spans.append(Span(node.name, "computation", "wait", now, end))
             now = max(now, end)
         else:
-            took = known.get(node.name, _computing(node, flops, memory_bandwidth))
+            took = known.get(node.name, computing_seconds(node, flops, memory_bandwidth))
             kind = str(getattr(node.meta.get("label"), "direction", ""))
             if took > 0:
                 spans.append(Span(node.name, "computation", kind, now, now + took))
@@ -182,8 +195,8 @@ def _sending(one: Collective, link: Link) -> float:
     return collective_seconds(one.kind, one.bytes, len(one.ranks), link)
 
 
-def _computing(node: fx.Node, flops: float, memory_bandwidth: float) -> float:
-    """The longer of what its flops and its bytes take; nothing for what only looks."""
+def computing_seconds(node: fx.Node, flops: float, memory_bandwidth: float) -> float:
+    """Return the longer of what its flops and its bytes take; nothing for what only looks."""
     schema: Any = getattr(node.target, "_schema", None)
     if schema is None or all(one.alias_info is not None for one in schema.returns):
         writes = schema is not None and schema.is_mutable

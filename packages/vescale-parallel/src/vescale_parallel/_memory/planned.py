@@ -1,10 +1,8 @@
 """A plan of the memory of a graph: what it says, and what can be done with it."""
 
-import copy
 import itertools
 import json
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +14,7 @@ from vescale_parallel._common.messages import did_you_mean, human_bytes, listed,
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.arena import Arena
 from vescale_parallel._memory.caching import reserved
+from vescale_parallel._memory.copied import copied_module
 from vescale_parallel._memory.highs import by_highs, has_highs
 from vescale_parallel._memory.layout import ArenaLayout, Block, aligned, laid_out, most_at_once
 from vescale_parallel._memory.ordered import Ordered, by_search, ordered
@@ -172,18 +171,12 @@ class MemoryPlan:
 
         It is an ordinary module, for any allocator and any compiler, and computes the same bits.
         """
-        module = self._traced.module
-        with warnings.catch_warnings():  # torch's own copy of how inputs are nested is deprecated
-            warnings.simplefilter("ignore", FutureWarning)
-            graph = copy.deepcopy(module.graph)
-        copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
-        end = graph.output_node()
+        made, copies = copied_module(self._traced.module)
+        end = made.graph.output_node()
         for at in self._ordered.order:
             end.prepend(copies[self._traced.nodes[at]])
-        graph.lint()
-        made = fx.GraphModule(module, graph)
-        made.meta.update(module.meta)
-        made.train(module.training)
+        made.graph.lint()
+        made.recompile()
         return made
 
     def svg(self) -> str:

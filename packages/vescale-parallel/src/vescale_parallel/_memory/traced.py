@@ -59,6 +59,9 @@ class Traced:
         results: the tensors in the value of each node, in the order of its leaves.
         inputs: the value of each placeholder, tensors as `Result`.
         writes: whether some operation writes to an input or a constant.
+        written: for each operation, the keys of the storages that it writes to.
+        plain: for each operation, whether all that it does is to compute its results from its
+            arguments: it draws nothing, sends nothing, has no other effects.
     """
 
     module: fx.GraphModule
@@ -67,6 +70,8 @@ class Traced:
     results: Mapping[fx.Node, tuple[Result, ...]]
     inputs: tuple[Any, ...]
     writes: bool
+    written: tuple[frozenset[int], ...]
+    plain: tuple[bool, ...]
 
 
 @dataclass
@@ -314,13 +319,16 @@ class _Reader:
             operations.append(Operation(node.name, temporary))
         results = {node: self._results(value) for node, value in self.ran.values.items()}
         outside = set(self.users) - set(self.storage)
+        seen = [self.ran.seen[node] for node in self.nodes]
         return Traced(
             self.module,
             tuple(self.nodes),
             program(operations, storages, self._before()),
             results,
             tuple(self._results(one)[0] if isinstance(one, Tensor) else one for one in inputs),
-            any(self.ran.seen[node].written & outside for node in self.nodes),
+            any(one.written & outside for one in seen),
+            tuple(frozenset(one.written) for one in seen),
+            tuple(not (one.draws or one.communicates or one.effects) for one in seen),
         )
 
     def _device(self, key: int, node: fx.Node) -> torch.device:

@@ -4,6 +4,7 @@
 - `forward`: takes the place of a module's `forward`. It hands the parameters that ZeRO has
   gathered to the captured function as arguments, since each call has others; meanwhile the modules
   hold the stored ones, which is what the guards of a program compare.
+- `entry`: what `torch.compile` of a model that is not static finds: it captures the forwards.
 
 Hooks of a unit's module (batches, boundaries, ZeRO) run around its `forward`, as ever.
 """

@@ -8,7 +8,7 @@ from functools import cached_property, update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
-from vescale_dtensor import Captured, capture
+from vescale_dtensor import Captured, capture, untraced
 
 from vescale_parallel._zero.unit import Held, Places, Unit
 from vescale_parallel._zero.unit import put_all as _put_all
@@ -78,6 +78,7 @@ class StaticForward:
         made._hooks = self._hooks  # the copied module may not have its own yet
         return made
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; the modules hold the same parameters before and after."""
         # What the modules hold right now: gathered parameters if another forward of the same unit,

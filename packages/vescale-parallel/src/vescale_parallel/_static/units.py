@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vescale_parallel._static.entry import CompileEntry
 from vescale_parallel._static.forward import StaticForward
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT, unit_names
 
 _HOLDS_UNITS = (
@@ -44,17 +46,10 @@ def install_static(model: nn.Module) -> None:
     Without ZeRO the model is captured as a whole. Where that is refused, its repeated blocks are
     captured one by one: inside of a captured model they just run.
     """
-    schedule = getattr(model, SCHEDULE, None)
-    if isinstance(schedule, Schedule):
-        units = schedule.units
-        # Programs must not hold collectives of ZeRO: gathers start ahead of the unit that needs
-        # them.
-        names = [unit.name for unit in units]
-        # One with others inside communicates in a way that no program does again.
-        names = [name for name in names if not _holds_any(name, names)]
-    else:
-        units, names = [], unit_names(model, ())
+    units, names = _units_of(model)
     for name in names:
+        if _holds_any(name, names) and units:
+            continue
         module = model.get_submodule(name)
         # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
         module.forward = forward = StaticForward(name, module, module.forward, units)
@@ -62,6 +57,40 @@ def install_static(model: nn.Module) -> None:
             # The unit asks its forward whether gathered parameters may be lent to it.
             if unit.name == name:
                 unit.forward = forward
+
+
+def install_compile_entries(model: nn.Module, *, captures: bool) -> None:
+    """Let `torch.compile` of a parallelised model, or of a block, capture instead of tracing it.
+
+    Args:
+        model: the model.
+        captures: False: forwards of it cannot be captured, and just run as they are.
+    """
+    units, names = _units_of(model)
+    entries = []
+    for name in names:
+        module = model.get_submodule(name)
+        may = captures and not (units and _holds_any(name, names))
+        entry = CompileEntry(name, module, module.forward, units, may)
+        module.forward = entry
+        entries.append(entry)
+    blocks = tuple(entries[1:])
+    for entry in entries:
+        # Of blocks that are compiled one by one, the compiler stops to look at more than eight.
+        entry.together = blocks
+
+
+def _units_of(model: nn.Module) -> tuple[list[Unit], list[str]]:
+    """Return the units of ZeRO, and the names of the modules that may be captured one by one.
+
+    With ZeRO, programs must not hold its collectives: gathers start ahead of the unit that needs
+    them. So a unit with others inside is none of those: it communicates in a way that no program
+    does again.
+    """
+    schedule = getattr(model, SCHEDULE, None)
+    if isinstance(schedule, Schedule):
+        return schedule.units, [unit.name for unit in schedule.units]
+    return [], unit_names(model, ())
 
 
 def captured_units(model: nn.Module) -> list[CapturedUnit]:
@@ -94,8 +123,9 @@ def _forwards(model: nn.Module) -> Iterator[tuple[str, StaticForward]]:
         forward = vars(module).get("forward")
         # A module that is computed again has another one around it.
         for one in (forward, getattr(forward, "__wrapped__", None)):
-            if isinstance(one, StaticForward):
-                yield name, one
+            inner = one.forward if isinstance(one, CompileEntry) else one
+            if isinstance(inner, StaticForward):
+                yield name, inner
 
 
 def _holds_any(name: str, names: list[str]) -> bool:

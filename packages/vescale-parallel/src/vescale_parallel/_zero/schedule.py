@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from vescale_comm.nested import named_tensors_within
-from vescale_dtensor import before_backward, reduce_gradients
+from vescale_dtensor import before_backward, reduce_gradients, untraced
 
 from vescale_parallel._common.agreement import require_same
 from vescale_parallel._common.mesh import mesh_ranks
@@ -420,6 +420,7 @@ class _Hook:
 class Before(_Hook):
     """The forward pre-hook of a unit's module."""
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Gather."""
         self.schedule.before_forward(self.unit)
@@ -428,6 +429,7 @@ class Before(_Hook):
 class After(_Hook):
     """The forward hook of a unit's module."""
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Give back."""
         self.schedule.after_forward(self.unit, output)

@@ -1,0 +1,189 @@
+"""What a machine reaches, measured in seconds and kept in a file: the rates that timelines ask for.
+
+Matrix products give flops, a copy gives the bandwidth of memory, all-gathers of a few sizes give
+latency and bandwidth of the link by a straight line. Ranks that are slower decide: all of them get
+the same numbers, so that what is decided from these is alike.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed import ProcessGroup
+from vescale_comm import all_gather
+from vescale_comm.agreement import gather_numbers
+
+from vescale_parallel._cost import Link
+from vescale_parallel._errors import GraphError
+
+_PRODUCT: Final = 512  # rows and columns of the matrices: a size that layers have
+_COPIED: Final = 2**24  # bytes: more than the caches of most processors
+_SENT: Final = (2**10, 2**16, 2**20, 2**22)  # bytes of one rank
+_NO_LINK: Final = Link(latency=0.0, bandwidth=1e12)  # of one rank, which sends nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one rank reaches.
+
+    Attributes:
+        flops: floating-point operations a second, of matrix products in float32.
+        memory_bandwidth: bytes a second that an operation reads and writes.
+        link: latency in seconds and bandwidth in bytes a second of a collective's step.
+    """
+
+    flops: float
+    memory_bandwidth: float
+    link: Link
+
+    def save(self, path: str | Path) -> None:
+        """Write the numbers as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """Read what `save` wrote.
+
+        Raises:
+            GraphError: the file holds something else.
+        """
+        try:
+            held = json.loads(Path(path).read_text())
+            return cls(**{**held, "link": Link(**held["link"])})
+        except (TypeError, ValueError, KeyError) as error:
+            raise GraphError(
+                f"{path}: not what Machine.save writes ({error}). Measure it again: "
+                "graph.calibrate().save(path)"
+            ) from error
+
+
+def calibrate(
+    group: ProcessGroup | None = None, *, device: str = "cpu", seconds: float = 1.0
+) -> Machine:
+    """Measure what this machine reaches. Collective over the group.
+
+    Args:
+        group: whose link is measured; None: the default group, or no link where there is none.
+        device: on which.
+        seconds: for each of about six measurements; the best of the repetitions counts.
+
+    Examples:
+        machine = graph.calibrate(seconds=0.2)
+        machine.save("machine.json")
+        print(graph.timeline(step.graph_module, machine=graph.Machine.load("machine.json")))
+    """
+    square = torch.randn(_PRODUCT, _PRODUCT, device=device)
+    source = torch.zeros(_COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product = _best(lambda: square @ square, device, seconds)
+    copy = _best(lambda: target.copy_(source), device, seconds)
+    found = [2 * _PRODUCT**3 / product, 2 * _COPIED / copy]
+    if not dist.is_initialized():
+        return Machine(flops=found[0], memory_bandwidth=found[1], link=_NO_LINK)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    took = _gathers(group, device, seconds)
+    # As whole nanoseconds and rates: what ranks tell each other are integers.
+    rows = gather_numbers([*map(int, found), *(int(one * 1e9) for one in took)], group)
+    flops, bandwidth = (float(min(row[at] for row in rows)) for at in range(2))
+    slowest = [max(row[2 + at] for row in rows) / 1e9 for at in range(len(_SENT))]
+    link = _fitted(slowest, dist.get_world_size(group))
+    return Machine(flops=flops, memory_bandwidth=bandwidth, link=link)
+
+
+def _gathers(group: ProcessGroup, device: str, seconds: float) -> list[float]:
+    took = []
+    for size in _SENT:
+        sent = torch.zeros(size, dtype=torch.uint8, device=device)
+        # All ranks repeat it equally often, whatever their clocks say.
+        times = 5 + int(seconds / 1e-3 / (1 + size / 2**16))
+
+        def gather(sent: Tensor = sent) -> Tensor:
+            return all_gather(sent, group)
+
+        took.append(min(_timed(gather, device) for _ in range(min(times, 200))))
+    return took
+
+
+def _fitted(took: list[float], members: int) -> Link:
+    """The line `steps * latency + bytes / bandwidth` through what gathers took."""
+    if members == 1:
+        return _NO_LINK
+    # What one rank receives.
+    volumes = [size * (members - 1) for size in _SENT]
+    slope = max((took[-1] - took[0]) / (volumes[-1] - volumes[0]), 1e-15)
+    link = Link(latency=0.0, bandwidth=1 / slope)
+    latency = max(took[0] - volumes[0] * slope, 0.0) / link.steps(members)
+    return Link(latency=latency, bandwidth=1 / slope)
+
+
+def measured_seconds(graph: fx.GraphModule, *inputs: Any, rounds: int = 5) -> dict[str, float]:
+    """Run a graph node by node and return how long each took, the fastest of some rounds.
+
+    What a collective sends is counted where it is started, until it has arrived; so there is no
+    overlap in these numbers, and none in what `timeline(..., seconds=)` is given. Where the graph
+    writes to its inputs, so does each round. Collective if the graph is.
+
+    Args:
+        graph: with torch's functional collectives, if any.
+        *inputs: of the graph, as `Joint.arguments` gives them.
+        rounds: how often it is run.
+
+    Returns:
+        Seconds by the name of the node.
+    """
+    runs = [_Clock(graph) for _ in range(rounds)]
+    for one in runs:
+        with torch.no_grad():
+            one.run(*inputs)
+    return {name: min(one.took[name] for one in runs) for name in runs[0].took}
+
+
+class _Clock(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.took: dict[str, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        made: list[Any] = []
+
+        def run() -> None:
+            made.append(super(_Clock, self).run_node(n))
+            if "_c10d_functional" in str(n.target) and isinstance(made[0], Tensor):
+                torch.ops._c10d_functional.wait_tensor(made[0])
+
+        given = [one for one in self.env.values() if isinstance(one, Tensor)]
+        self.took[n.name] = _timed(run, given[0].device.type if given else "cpu")
+        return made[0]
+
+
+def _best(call: Callable[[], Any], device: str, seconds: float) -> float:
+    until, best = time.perf_counter() + seconds, float("inf")
+    call()  # allocates, compiles
+    while True:
+        best = min(best, _timed(call, device))
+        if time.perf_counter() > until:
+            return best
+
+
+def _timed(call: Callable[[], Any], device: str) -> float:
+    _finish(device)
+    begin = time.perf_counter()
+    call()
+    _finish(device)
+    return time.perf_counter() - begin
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()

@@ -1,0 +1,81 @@
+"""What `torch.compile` of a parallelised model, or of a block of it, runs: captured forwards.
+
+A compiler that looks into operations on DTensors breaks its graph at each of them. So it is shown
+one call, which it makes as it is; from then on the forward is captured and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from vescale_dtensor import untraced
+
+from vescale_parallel._static.forward import StaticForward
+from vescale_parallel._zero.unit import Unit
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+class CompileEntry:
+    """Takes the place of a module's `forward`, as an attribute of the module.
+
+    In eager mode it calls the forward that was there. The first call out of a compiled region
+    captures the forward, as `static=True` does, for that call and all later ones.
+
+    Attributes:
+        name: of the module in the model.
+        module: it.
+        forward: what it computes by: the module's own, or a `StaticForward`.
+        captures: whether this module's forward may be captured; else it just runs.
+        together: entries that are captured when this one is: those of the model's blocks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        units: Sequence[Unit],
+        captures: bool,
+    ) -> None:
+        self.name, self.module, self.forward = name, module, forward
+        self.captures, self.together = captures, tuple[CompileEntry, ...]()
+        self._units = tuple(units)
+        update_wrapper(self, forward)  # so that who looks at its signature sees the model's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute."""
+        if _is_compiling():
+            return self._compiled(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    @untraced
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        for one in (self, *self.together):
+            one.capture()
+        return self.forward(*args, **kwargs)
+
+    def capture(self) -> None:
+        """Capture the forward, if it may be and has not been yet."""
+        if not self.captures or isinstance(self.forward, StaticForward):
+            return
+        self.forward = StaticForward(self.name, self.module, self.forward, self._units)
+        for unit in self._units:
+            # The unit asks its forward whether gathered parameters may be lent to it.
+            if unit.name == self.name:
+                unit.forward = self.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompileEntry:
+        """That of a copied module."""
+        made = CompileEntry.__new__(CompileEntry)
+        memo[id(self)] = made  # first: its module and its units lead back here
+        module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
+        forward = deepcopy(self.forward, memo)  # a method is bound to the copy
+        CompileEntry.__init__(made, self.name, module, forward, units, self.captures)
+        made.together = deepcopy(self.together, memo)
+        return made
