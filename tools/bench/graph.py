@@ -4,6 +4,10 @@ Forward, loss, backward and Adam (in place) of small models on one CPU device. A
 a step makes; parameters, moments and the batch are not counted. `measured` lines are of the
 allocator: they are planned / counted, and 1 is right. `plan seconds` are of this machine.
 
+With `--zoo`, nine models of ROAM's evaluation (arXiv 2310.19295) at their real sizes, on paper:
+what the planned order takes with its arena, against torch's caching allocator (simulated) in
+program order, list scheduling, and the bound below which no order is.
+
 With `--hidden`, whole training steps with ZeRO-3 on four gloo ranks: ours as a graph, as traced,
 with its communication scheduled, and in a planned order, against ours in eager mode, torch's FSDP2,
 and the form of SimpleFSDP (a parametrization, compiled by Inductor: minutes at first). Same model,
@@ -16,6 +20,7 @@ is traced and with its communication scheduled, against eager mode and torch's D
     nox -s bench -- graph --models --ranks 1 --hidden 64 512
     nox -s bench -- graph --models --hidden --ranks 2
     nox -s bench -- graph --models MLP convnet --seconds 5 --solver search
+    nox -s bench -- graph --models --hidden --ranks 1 --zoo AlexNet ViT-B --batches 1 32
 """
 
 from __future__ import annotations
@@ -24,9 +29,11 @@ import argparse
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from vescale_comm.testing import run
 from vescale_parallel import memory
@@ -34,6 +41,7 @@ from vescale_parallel import memory
 from tools.bench import Ratio
 from tools.bench._graph import overlap
 from tools.bench._graph.models import MODELS, train_step
+from tools.bench._graph.zoo import ZOO, traced_step
 from tools.bench._train.cases import GRAPHS, SCHEDULED
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Job, compare, mesh_size
@@ -56,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=20, help="of overlap (default: 20)")
     made.add_argument("--hidden", nargs="*", type=int, default=[64], help="sharded (default: 64)")
     made.add_argument("--turns", type=int, default=9, help="of each sharded step (default: 9)")
+    made.add_argument("--zoo", nargs="*", choices=ZOO, default=[], help="on paper (default: none)")
+    made.add_argument("--batches", nargs="+", type=int, default=[1, 32], help="of the zoo")
     made.add_argument("--only", nargs="+", default=[], help="these sharded steps beside torch's")
     return made
 
@@ -69,12 +79,16 @@ def measure(
     hidden: Sequence[int] = (64,),
     turns: int = 9,
     only: Sequence[str] = (),
+    zoo: Sequence[str] = (),
+    batches: Sequence[int] = (1, 32),
 ) -> Iterator[Ratio]:
     """For each model: peaks of orders, the arena, what allocators count, and seconds."""
     for width in hidden:
         yield from _sharded(width, turns, only)
     if ranks > 1:
         yield from _overlapped(ranks, rounds)
+    for name, batch in product(zoo, batches):
+        yield from _on_paper(f"{name}, batch {batch}", traced_step(name, batch), seconds, solver)
     for name in models:
         graph, inputs = train_step(name)
         workspaces = memory.workspaces(graph, *_copies(inputs))
@@ -83,6 +97,22 @@ def measure(
         _TABLE.append({"model": name, "operations": len(plan.order), **kept})
         yield from _planned(name, plan)
         yield from _counted(name, plan, graph, inputs)
+
+
+def _on_paper(name: str, graph: fx.GraphModule, seconds: float, solver: Any) -> Iterator[Ratio]:
+    """Bytes of a plan that nobody executes, against torch's allocator, a heuristic, the bound."""
+    plan = memory.plan(graph, seconds=seconds, solver=solver)
+    kept = {key: getattr(plan, key) for key in _KEPT}
+    _TABLE.append({"model": name, "operations": len(plan.order), **kept})
+    # What either needs of a device: an arena with what lies outside, or segments of an allocator.
+    ours = plan.executed_peak / 2**20
+    torchs = plan.reserved["program order"] / 2**20
+    yield Ratio(f"{name}, planned", ours, torchs, "MiB", "torch's allocator", goal=0.65)
+    listed = plan.peaks["list scheduling"] / 2**20
+    yield Ratio(f"{name}, planned", ours, listed, "MiB", "list scheduling", goal=0.87)
+    bound = plan.lower_bound / 2**20
+    yield Ratio(f"{name}, planned", ours, bound, "MiB", "lower bound", goal=1.03)
+    yield Ratio(f"{name}, plan seconds", plan.seconds, 1, "s", "a second")
 
 
 def _sharded(hidden: int, turns: int, only: Sequence[str]) -> Iterator[Ratio]:

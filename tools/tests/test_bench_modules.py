@@ -6,7 +6,7 @@ import torch.distributed as dist
 import vescale_comm
 from vescale_comm.testing import run
 
-from tools.bench import ckpt, consistency, dispatch, experts, rng
+from tools.bench import ckpt, consistency, dispatch, experts, graph, rng
 from tools.bench._code_lines import code_lines
 from tools.bench._timing import microseconds
 from tools.bench._wire import Wire
@@ -34,6 +34,14 @@ def test_experts_send_no_more_than_padded_dispatch_does():
     rows = {(row.name.rpartition(": ")[2], row.against): row for row in experts.measure(**options)}
     assert rows["sent", experts.PADDED].ratio < 1
     assert all(row.ours > 0 for row in rows.values())
+
+
+def test_a_real_models_memory_is_planned_on_paper():
+    asked = {"models": (), "hidden": (), "ranks": 1, "seconds": 5}
+    rows = {row.against: row for row in graph.measure(**asked, zoo=["AlexNet"], batches=[1])}
+    assert rows["torch's allocator"].ratio < 0.65  # gradients go at once: they are most of it
+    assert rows["lower bound"].ratio >= 1
+    assert rows["list scheduling"].ours > 0
 
 
 def test_rng_times_every_distribution_against_both_references():

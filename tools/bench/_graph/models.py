@@ -13,23 +13,26 @@ from torch.fx.experimental.proxy_tensor import make_fx
 _WIDTH, _HEADS, _LAYERS, _LENGTH, _VOCABULARY = 64, 4, 4, 64, 512
 
 
-class _Block(nn.Module):
-    def __init__(self, *, causal: bool) -> None:
+class Block(nn.Module):
+    """A transformer block whose attention weights are written out."""
+
+    def __init__(self, width: int = _WIDTH, heads: int = _HEADS, *, causal: bool) -> None:
         super().__init__()
-        self.causal = causal
-        self.norms = nn.ModuleList(nn.LayerNorm(_WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
-        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+        self.heads, self.causal = heads, causal
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, _HEADS, -1)
+        """Mix and transform."""
+        batch, length, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
         scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
         if self.causal:
             past = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             scores = scores.masked_fill(past.logical_not(), float("-inf"))
-        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, _WIDTH)
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width)
         x = x + self.out(attended)
         made: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
         return made
@@ -42,7 +45,7 @@ class _Text(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(_VOCABULARY, _WIDTH)
         self.places = nn.Embedding(_LENGTH, _WIDTH)
-        self.blocks = nn.Sequential(*(_Block(causal=causal) for _ in range(_LAYERS)))
+        self.blocks = nn.Sequential(*(Block(causal=causal) for _ in range(_LAYERS)))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ class _Pictures(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, _WIDTH, 4, 4)
         self.places = nn.Parameter(torch.zeros(1, 64, _WIDTH))
-        self.blocks = nn.Sequential(*(_Block(causal=False) for _ in range(_LAYERS)))
+        self.blocks = nn.Sequential(*(Block(causal=False) for _ in range(_LAYERS)))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,6 +106,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 }
 
 
+def update(parameters: Any, gradients: Any, moments: Any) -> None:
+    """Adam, in place."""
+    with torch.no_grad():
+        for one, gradient, (m, v) in zip(parameters, gradients, moments, strict=True):
+            m.mul_(0.9).add_(gradient, alpha=0.1)
+            v.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+            one.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+
+
 def train_step(name: str) -> tuple[fx.GraphModule, tuple[Any, ...]]:
     """Forward, loss, backward and Adam in place, as a graph, and its inputs.
 
@@ -120,11 +132,7 @@ def train_step(name: str) -> tuple[fx.GraphModule, tuple[Any, ...]]:
         out = torch.func.functional_call(model, given, (x,))
         loss = F.cross_entropy(out.flatten(0, -2), y.flatten())
         gradients = torch.autograd.grad(loss, leaves)
-        with torch.no_grad():
-            for one, gradient, (m, v) in zip(parameters, gradients, moments, strict=True):
-                m.mul_(0.9).add_(gradient, alpha=0.1)
-                v.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-                one.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+        update(parameters, gradients, moments)
         return loss.detach()
 
     parameters = [one.detach().clone() for one in model.parameters()]
