@@ -96,7 +96,7 @@ def parallelize(
     if static:
         install_static(model)
     else:
-        install_compile_entries(model, captures=report.split is None and invariant is None)
+        install_compile_entries(model, captures=report.split is None)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, where.mesh, here)
     install_steps(model, here, mesh, where, plan.prefetch)
