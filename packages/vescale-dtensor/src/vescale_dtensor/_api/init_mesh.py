@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,8 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Make a mesh over all processes: `torch.distributed.device_mesh.init_device_mesh`. Collective.
 
+    As there, the default process group is made where there is none, from torchrun's environment.
+
     Args:
         device_type: `"cpu"` or `"cuda"`.
         mesh_shape: extents of the axes; their product is the number of processes.
@@ -26,12 +29,24 @@ def init_device_mesh(
         options: further ones of torch's, which refuses those that it does not know.
 
     Raises:
-        CommMismatchError: ranks of a process group that exists ask for other meshes. On every rank,
-            where torch's own function waits for its timeout.
+        CommMismatchError: ranks ask for other meshes. On every rank, before a group of an axis is
+            made, where torch's own function waits for its timeout.
     """
-    if dist.is_initialized():
-        log = execution_log(range(dist.get_world_size()))
-        if log is not None:
-            names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-            log.record(("makes a mesh", device_type, tuple(mesh_shape), names), together=True)
+    if not dist.is_initialized():
+        # First, although torch checks the arguments before: whoever raises must have joined the
+        # others, or they wait for it.
+        dist.init_process_group()
+    log = execution_log(range(dist.get_world_size()))
+    if log is not None:
+        shape = tuple(mesh_shape)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        asked = (device_type, shape, names, *_backends(options))
+        log.record(("makes a mesh", *asked), together=True)
     return make_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **options)
+
+
+def _backends(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the backends that axes are to have, without what only one process can compare."""
+    asked = options.get("backend_override") or {}
+    named = [(axis, b[0] if isinstance(b, tuple) else b) for axis, b in asked.items()]
+    return tuple(f"{axis}: {b if isinstance(b, str) else type(b).__name__}" for axis, b in named)

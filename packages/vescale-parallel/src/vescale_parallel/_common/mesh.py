@@ -19,6 +19,9 @@ from vescale_parallel._errors import MeshError
 AXES: Final = ("pp", "dp", "cp", "ep", "tp")
 """The axes the field knows, outermost first: neighbours on `tp` talk most and sit closest."""
 
+# How long a rank whose arguments are wrong waits for others, to tell them.
+_TELL_SECONDS = 30.0
+
 
 def mesh(
     *, device_type: str | None = None, timeout: float | None = None, **sizes: int
@@ -38,22 +41,23 @@ def mesh(
         **sizes: the extent of each axis; one may be -1 and takes what is left.
 
     Raises:
-        MeshError: on every rank, before anything is communicated, when the sizes do not fit, or
-            the timeout is no time.
-        DisagreementError: on every rank, before any group is made: ranks ask for other meshes.
+        MeshError: on every rank that asked for it: the sizes do not fit, the timeout is no time,
+            or there is no such device.
+        DisagreementError: on every rank, before a group of an axis is made: ranks ask for other
+            meshes.
 
     Examples:
         >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
         ('dp', 'tp')
     """
-    ordered, problem = _resolved(sizes or {"dp": -1}, timeout)
-    if problem is not None and not dist.is_initialized():
-        # At once: joining a group first would wait for ranks that have raised already.
-        raise problem
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    ordered, problem = _resolved(sizes or {"dp": -1}, timeout, device)
     bounded = timeout is not None or not dist.is_initialized()
     seconds = DEFAULT_TIMEOUT if timeout is None else timeout
-    _ensure_process_group(device, seconds)
+    if problem is None:
+        _ensure_process_group(device, seconds)
+    else:
+        _join_to_tell(problem)
     _require_same_call(ordered, device, problem)
     made = init_device_mesh(device, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
     if bounded:
@@ -62,11 +66,28 @@ def mesh(
     return made
 
 
+def _join_to_tell(problem: MeshError) -> None:
+    """Join the processes that may ask for a mesh that does fit, and would wait for this one.
+
+    Raises:
+        MeshError: `problem`, at once where there is nobody to tell.
+    """
+    if dist.is_initialized():
+        return
+    if world_size() == 1 or not os.environ.keys() >= {"RANK", "MASTER_ADDR", "MASTER_PORT"}:
+        raise problem
+    try:
+        _ensure_process_group("cpu", _TELL_SECONDS)
+    except Exception as error:  # the others never came, and this is what the user has to mend
+        raise problem from error
+
+
 def _resolved(
-    sizes: Mapping[str, int], timeout: float | None
+    sizes: Mapping[str, int], timeout: float | None, device: str
 ) -> tuple[dict[str, int], MeshError | None]:
     try:
         _check_timeout(timeout)
+        _check_device(device)
         return resolve_sizes(sizes, world_size()), None
     except MeshError as error:
         return {}, error
@@ -122,6 +143,17 @@ def _check_timeout(timeout: object) -> None:
     # Above a thousand years torch's milliseconds overflow; NaN is not between anything.
     if not number or not 0 < timeout < 3e10:  # type: ignore[operator]
         raise MeshError(f"mesh(timeout={timeout!r}): a number of seconds above 0 is needed.")
+
+
+def _check_device(device: str) -> None:
+    if device != "cuda":
+        return
+    at, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if at >= count:
+        raise MeshError(
+            f"mesh(device_type='cuda'): process {at} of this machine has no CUDA device, for there "
+            f"are {count}. Start fewer processes per node, or ask for device_type='cpu'."
+        )
 
 
 def _check_size(axis: str, size: object) -> None:
