@@ -1,10 +1,12 @@
 """A call that took the long road once is answered alike by the short one, also when watched."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Partial, Replicate, Shard
+from vescale_dtensor._fast_path import lookup
 
 
 def look_up(rank, world_size):
@@ -77,3 +79,23 @@ def sized(rank, world_size):
 
 def test_a_plain_tensor_whose_size_is_that_of_a_mesh():
     run(sized, 4)
+
+
+def of_three(rank, world_size):
+    mesh = device_mesh((1,))
+    weight = vd.distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
+    x, other = (vd.distribute_tensor(torch.randn(n, 4), mesh, [Replicate()]) for n in (3, 2))
+    walked = []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
+        for _ in range(3):
+            expected = F.linear(x, weight, None)
+        patched.setattr(lookup, "_general_call", lambda func, *_: walked.append(func))
+        found = F.linear(x, weight, None)
+        assert walked == []
+        F.linear(other, weight, None)
+        assert walked == [F.linear]
+    assert torch.equal(found.to_local(), expected.to_local())
+
+
+def test_a_layer_without_bias_is_looked_up_without_grad():
+    run(of_three, 1)

@@ -34,6 +34,9 @@ class Scaled(Tensor):
             x, weight, *bias = args
             product = torch.mm(x, weight.whole.t().to(x.dtype)) * weight.scale.flatten()
             return product + bias[0] if bias else product
+        if func is Tensor.addcmul:
+            first, second, weight = args
+            return first + second * (weight.whole * weight.scale)
         if func is torch.rsub:
             return args[1] - args[0].whole * args[0].scale
         with torch._C.DisableTorchFunctionSubclass():
@@ -72,6 +75,8 @@ def test_what_holds_dtensors_is_asked_itself(rows, weight):
         other = vd.distribute_tensor(whole.float(), added.device_mesh, [rows])
         first = torch.rsub(quantised, other)
         torch.testing.assert_close(first.full_tensor(), whole - whole * scale)
+        last = other.addcmul(other, quantised)
+        torch.testing.assert_close(last.full_tensor(), whole + whole * (whole * scale))
         with vd.explain() as report:
             watched = F.linear(ours, quantised, added)
         torch.testing.assert_close(watched.full_tensor(), expected)

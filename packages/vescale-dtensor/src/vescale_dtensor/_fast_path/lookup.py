@@ -210,8 +210,9 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
             is_grad_enabled() and (first._may_have_hidden_node or second._may_have_hidden_node)
         ):
             table = table_for_operand(first)
-            if table is not GRAD_RECORDED and table_for_operand(second) is GRAD_RECORDED:
-                table = GRAD_RECORDED
+            if table is not GRAD_RECORDED:
+                other = table_for_operand(second)  # asked in any case: it guards a leaf's gradient
+                table = other if table is GRAD_IDLE else table
     elif last is DTensor:
         table, last = _table_for([first, second, third]), third._spec
     elif last in NUMBERS and func in scalar_agnostic:

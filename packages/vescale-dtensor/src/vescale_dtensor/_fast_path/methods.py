@@ -23,7 +23,7 @@ from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
-from vescale_dtensor._fast_path.keys import exact_key
+from vescale_dtensor._fast_path.keys import NUMBERS, exact_key
 from vescale_dtensor._fast_path.lookup import (
     is_grad_enabled,
     table_for_operand,
@@ -65,6 +65,7 @@ bfloat16 neg __neg__ abs square sqrt rsqrt exp log sin cos tanh sigmoid relu clo
 """
 
 
+_DTENSOR_OR_NUMBER = NUMBERS | {DTensor}
 # A default that no caller passes: None is a value.
 _LEFT_OUT = object()
 
@@ -122,6 +123,8 @@ def _of_three(name: str) -> Callable[..., Any]:
         if (
             len(others) == 2
             and type(others[0]) is DTensor is type(self)
+            # Tensors of other libraries are found by torch's parser, which lists their classes.
+            and type(others[1]) in _DTENSOR_OR_NUMBER
             and not has_torch_function_unary(None)
         ):
             return torch_function(DTensor, func, (), (self, *others), named)
