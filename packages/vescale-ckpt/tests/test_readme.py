@@ -1,4 +1,4 @@
-"""Each block of the README runs when it is copied alone, and prints what the README says.
+"""Each block of the README and its guides runs when copied alone, and prints what is said there.
 
 Each has a namespace of its own. Those for torchrun run on every rank of several, and the first one
 alone prints; in the slow tests torchrun itself starts them.
@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 import vescale_ckpt
 
-README = Path(__file__).parent.parent / "README.md"
-PAIRS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text(), re.DOTALL)
+PACKAGE = Path(__file__).parent.parent
+README = PACKAGE / "README.md"
+PAGES = [page.read_text() for page in (README, *sorted(PACKAGE.glob("docs/*.md")))]
+PAIR = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+PAIRS = [pair for page in PAGES for pair in PAIR.findall(page)]
 ALONE = [pair for pair in PAIRS if not pair[0].startswith("# torchrun")]
 # How many processes each run of a script has; the second finds what the first has saved.
 TORCHRUN = [(*pair, (4, 2)) for pair in PAIRS if pair[0].startswith("# torchrun")]
@@ -29,7 +32,7 @@ def printed_by(code, folder):
 
 
 def test_every_block_says_what_it_prints():
-    assert len(PAIRS) == len(re.findall(r"```py", README.read_text()))
+    assert len(PAIRS) == sum(page.count("```py") for page in PAGES)
     assert (len(ALONE), len(TORCHRUN)) == (9, 2)
 
 

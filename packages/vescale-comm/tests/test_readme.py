@@ -1,4 +1,4 @@
-"""The examples of the README run as scripts and print what the README says."""
+"""The examples of the README and its guides run as scripts and print what is said there."""
 
 import re
 import subprocess
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, flags=re.DOTALL)
+PACKAGE = Path(__file__).parent.parent
+PAGES = [page.read_text() for page in (PACKAGE / "README.md", *sorted(PACKAGE.glob("docs/*.md")))]
+PAIR = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+EXAMPLES = [pair for page in PAGES for pair in PAIR.findall(page)]
 
 
 def test_every_example_has_its_output():
-    assert len(EXAMPLES) == README.count("```python")
+    assert len(EXAMPLES) == sum(page.count("```py") for page in PAGES) == 5
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
