@@ -190,6 +190,10 @@ def replaced(w):
     w.data = w.data * 2
 
 
+def regraded(w):
+    w.grad = None if w.grad is None else w.grad.clone()
+
+
 def filled(w):
     w[0] = 3.0
 
@@ -200,6 +204,7 @@ WRITES = {
     "zeroed": lambda w: w.zero_(),
     "a list": lambda w: torch._foreach_zero_([w]),
     "data": replaced,
+    "gradient": regraded,
     "zeroed data": lambda w: w.data.zero_(),
     "an item": filled,
     "a row": lambda w: w[0].zero_(),

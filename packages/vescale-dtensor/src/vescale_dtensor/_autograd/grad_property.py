@@ -140,7 +140,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
             _keep_alias(local, leaf, value._local_tensor)
             leaf.describe(value)
         return
-    note_assigned(tensor, "grad")
+    note_assigned(tensor, "grad", value)
     layout = cotangent_layout(tensor._spec.layout, 0)
     total, shape = total_to_keep(value, layout), tuple(tensor.shape)
     if leaf.kept is not None:

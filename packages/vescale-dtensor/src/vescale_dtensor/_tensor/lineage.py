@@ -253,14 +253,16 @@ def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> N
     Args:
         tensor: whose.
         name: `"data"` or `"grad"`.
-        value: what a parameter holds from now on, which is noted as other writes to it are.
+        value: what a parameter, or its gradient, is from now on; noted as other writes to it are.
     """
     if pause.depth:
         return
     _set_written(tensor, tensor._lineage, _ASSIGNED[name])
     mesh = tensor._spec.layout.mesh
     if value is not None and _is_trained(tensor) and sampling_of(mesh).samples:
-        note_numbers(mesh, f"assigning .{name}", {"lineage": value._lineage})
+        # Not what a gradient was computed from: a rank may have forgotten writes to one.
+        told = {"lineage": value._lineage} if name == "data" else {"dims": value.ndim}
+        note_numbers(mesh, f"assigning .{name}", told)
 
 
 def _set_written(tensor: DTensor, before: int, token: int) -> None:
