@@ -260,7 +260,12 @@ def _users_place(depth: int | None) -> tuple[CodeType | None, int, int]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    known = _users.get(frame.f_code)
+    try:
+        known = _users.get(frame.f_code)
+    except TypeError:
+        # Code that torch.compile made may hold a dict among its constants, and then has no hash.
+        # What called it is the user's as well.
+        return False
     if known is None:
         if len(_users) >= _MOST_VALUES:
             _users.clear()

@@ -26,6 +26,7 @@ from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 from vescale_dtensor._tensor.forked import refuse_if_forked
 from vescale_dtensor._tensor.lineage import looked_at, note_origin
+from vescale_dtensor._torch.untraced import untraced
 
 Placements = Sequence[object] | None
 Make = Callable[[Layout, Shape, torch.device], Tensor]
@@ -34,6 +35,7 @@ Make = Callable[[Layout, Shape, torch.device], Tensor]
 _RANGE_BLOCK = 64
 
 
+@untraced
 def born(
     what: str,
     size: tuple[Any, ...],

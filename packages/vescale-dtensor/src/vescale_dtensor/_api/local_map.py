@@ -38,6 +38,7 @@ from vescale_dtensor._layout.placements import Replicate, is_flat
 from vescale_dtensor._layout.spec import strides_of
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.untraced import untraced
 
 PlacementsLike = Sequence[object] | None
 Function = Callable[..., Any]
@@ -127,6 +128,7 @@ def local_map(
     return mapped
 
 
+@untraced
 def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call the function with local tensors, and wrap its results. Collective where inputs are."""
     flat, tree = tree_flatten(args)

@@ -30,6 +30,7 @@ from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.call_site import call_site
 from vescale_dtensor._torch.compat import dispatch_modes, is_transformed
+from vescale_dtensor._torch.untraced import eagerly, is_compiled, untraced
 
 
 def torch_dispatch(
@@ -109,6 +110,10 @@ def from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[object] | None = None,
 ) -> DTensor:
+    if is_compiled():
+        words = {"run_check": run_check, "shape": shape, "stride": stride}
+        given = (local_tensor, device_mesh, placements)
+        return eagerly(conversion.from_local, *given, **words, grad_placements=grad_placements)
     return conversion.from_local(
         local_tensor,
         device_mesh,
@@ -129,6 +134,8 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     Its gradient is taken to have the layout of the tensor itself (`Replicate` where this is
     `Partial`), unless `grad_placements` says otherwise.
     """
+    if is_compiled():
+        return eagerly(to_local, self, grad_placements=grad_placements)
     if observers:
         notify_to_local(self)
     if not torch.is_grad_enabled():
@@ -143,6 +150,7 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     return conversion.to_local(self, grad_placements)
 
 
+@untraced
 def full_tensor(self: DTensor, *, grad_placements: Sequence[object] | None = None) -> Tensor:
     """Return the global tensor, as a plain tensor on every rank; differentiable. Collective."""
     note_plain()
@@ -170,15 +178,13 @@ def redistribute(
         LayoutError: placements that do not fit the tensor or the mesh.
         MeshError: a mesh of other ranks than the tensor's.
     """
-    return redistribute_to(
-        self,
-        device_mesh,
-        placements,
-        forward_dtype=forward_dtype,
-        backward_dtype=backward_dtype,
-    )
+    dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
+    if is_compiled():
+        return eagerly(redistribute_to, self, device_mesh, placements, **dtypes)
+    return redistribute_to(self, device_mesh, placements, **dtypes)
 
 
+@untraced
 def to_torch(self: DTensor) -> torch.distributed.tensor.DTensor:
     """Return the same tensor as torch's own DTensor; shares the local data, differentiable.
 
@@ -191,6 +197,7 @@ def to_torch(self: DTensor) -> torch.distributed.tensor.DTensor:
     return torch_interop.to_torch(self)
 
 
+@untraced
 def from_torch(tensor: Tensor) -> DTensor:
     """Return a DTensor of torch as one of ours; shares the local data, differentiable.
 

@@ -46,6 +46,7 @@ from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._tensor.value_digest import sampled_digests
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import is_traced, is_transformed
+from vescale_dtensor._torch.untraced import untraced
 from vescale_dtensor._torch.worlds import on_world_change
 
 # Elements of a tensor whose values are looked at while it is distributed: of larger ones a digest
@@ -339,6 +340,7 @@ def _replicated_spec(tensor: Tensor, strides: Sequence[int], mesh: DeviceMesh) -
     return spec_of(layout, shape, tensor.dtype)
 
 
+@untraced
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | None = None,

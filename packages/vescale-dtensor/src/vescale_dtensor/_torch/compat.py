@@ -22,6 +22,13 @@ from torch.utils._device import DeviceContext
 
 Function = Callable[..., Any]
 
+compiler_callback: Callable[[], Any] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
+    "get_eval_frame_callback",
+    lambda: None,
+)
+"""What torch.compile has asked Python to call for each new frame; None outside of what it runs."""
+
 _dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
 
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from vescale_dtensor._torch.compat import compiler_callback
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_dynamo_compiling
@@ -41,6 +43,20 @@ def breaks_graph(reason: str) -> Callable[[Function], Function]:
     return decorate
 
 
+def is_compiled() -> bool:
+    """Whether torch.compile traces, or runs, the line that asks.
+
+    It also runs frames that it gave up to trace, and looks into every function that these call.
+    """
+    return is_compiling() or compiler_callback() is not None
+
+
+@breaks_graph("this code works on DTensors themselves, and is run as it is")
+def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that `torch.compile` does not look into, nor into what it calls."""
+    return function(*args, **kwargs)
+
+
 def untraced(function: Function) -> Function:
     """A function, or method, that `torch.compile` calls as it is, with all that it calls.
 
@@ -53,11 +69,10 @@ def untraced(function: Function) -> Function:
         def hook(module, args):
             return tuple(one.redistribute(placements=[Replicate()]) for one in args)
     """
-    eager = breaks_graph("this code works on DTensors themselves, and is run as it is")(function)
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return eager(*args, **kwargs) if is_compiling() else function(*args, **kwargs)
+        return eagerly(function, *args, **kwargs) if is_compiled() else function(*args, **kwargs)
 
     made: Any = called
     return made  # type: ignore[no-any-return]
