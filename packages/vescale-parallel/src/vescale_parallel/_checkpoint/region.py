@@ -86,7 +86,7 @@ class Region:
             # What torch passes are leaves. Results, as they were, are what a captured forward has
             # its program for, and what may be written to.
             pairs = zip(tensors, leaves, strict=True)
-            rest = iter([one if leaf else one.view_as(one) for one, leaf in pairs])
+            rest = iter([one if leaf else one.view(one.shape) for one, leaf in pairs])
             inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow, copies=True)
             return forward(*inner_args, **inner_kwargs)
 
