@@ -111,9 +111,16 @@ def from_local(
     grad_placements: Sequence[object] | None = None,
 ) -> DTensor:
     if is_compiled():
-        words = {"run_check": run_check, "shape": shape, "stride": stride}
-        given = (local_tensor, device_mesh, placements)
-        return eagerly(conversion.from_local, *given, **words, grad_placements=grad_placements)
+        return eagerly(
+            conversion.from_local,
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+            grad_placements=grad_placements,
+        )
     return conversion.from_local(
         local_tensor,
         device_mesh,

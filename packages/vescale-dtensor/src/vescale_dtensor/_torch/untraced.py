@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from vescale_dtensor._torch.compat import compiler_callback
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 is_compiling = torch.compiler.is_dynamo_compiling
 """Whether torch.compile traces the line that asks. The other tracers are dispatch modes."""
@@ -52,7 +54,7 @@ def is_compiled() -> bool:
 
 
 @breaks_graph("this code works on DTensors themselves, and is run as it is")
-def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def eagerly(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function that `torch.compile` does not look into, nor into what it calls."""
     return function(*args, **kwargs)
 
