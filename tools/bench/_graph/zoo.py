@@ -62,7 +62,8 @@ class _Squeeze(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.up(F.silu(self.down(F.adaptive_avg_pool2d(x, 1))))
-        return x * scale.sigmoid()
+        made: Tensor = x * scale.sigmoid()
+        return made
 
 
 class _Inverted(nn.Module):

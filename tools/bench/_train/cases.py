@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from vescale_parallel import Plan
+
 from tools.bench._graph.sharded import OnGraph
 from tools.bench._graph.simple_fsdp import SimpleFSDP
 from tools.bench._train.by_hand import ByHand
-from tools.bench._train.by_hand_context import ByHandContext
+from tools.bench._train.by_hand_context import ByHandContext, Way
 from tools.bench._train.by_hand_zero import ByHandZero3
 from tools.bench._train.by_torch import ByTorch
 from tools.bench._train.ours import PLAN, PLAN_CONTEXT, PLAN_ZERO3, Ours
@@ -73,7 +75,7 @@ STAGED: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
 WHOLE = "whole on each rank"
 
 # A ring is held to keys gathered by hand: what it sends more, and keeps less.
-_WAYS = {
+_WAYS: dict[str, tuple[Way, Plan]] = {
     "exchange": ("exchange", PLAN_CONTEXT.with_(sequence="ulysses")),
     "gather": ("gather", PLAN_CONTEXT.with_(sequence="gather")),
     "ring": ("gather", PLAN_CONTEXT.with_(sequence="ring")),

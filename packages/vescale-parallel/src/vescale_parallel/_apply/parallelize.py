@@ -83,7 +83,6 @@ def parallelize(
     optimizers = optimizers_of(model)
     options = {"bucket_bytes": bucket_bytes, "static": static}
     report = preflight(model, mesh, plan, options, optimizers)
-    invariant = report.invariant
     where = _placements(mesh, report)
     _distribute_parameters(model, where, report, optimizers)
     here = of_stage(report, mesh)
@@ -101,12 +100,7 @@ def parallelize(
     _install_checkpoint(model, where.mesh, here)
     install_steps(model, here, mesh, where, plan.prefetch)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
-    if invariant is not None:
-        schedule = getattr(model, SCHEDULE, None)
-        if isinstance(where, StoredPlacements) and report.buffers:
-            # Norms that anybody takes of stored gradients, as torch's clipping and Adafactor do.
-            sum_whole(where.stored, invariant.axes)
-        setattr(model, STEP, InvariantStep(model, invariant, mesh, schedule, report.over))
+    _install_invariant(model, mesh, where, report)
     return model
 
 
@@ -215,3 +209,16 @@ def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> N
 
         budget = Budget(list(regions.values()), needed)
         model.register_forward_pre_hook(budget, with_kwargs=True)
+
+
+def _install_invariant(
+    model: nn.Module, mesh: DeviceMesh, where: StoredPlacements | StagePlacements, report: Report
+) -> None:
+    invariant = report.invariant
+    if invariant is None:
+        return
+    schedule = getattr(model, SCHEDULE, None)
+    if isinstance(where, StoredPlacements) and report.buffers:
+        # Norms that anybody takes of stored gradients, as torch's clipping and Adafactor do.
+        sum_whole(where.stored, invariant.axes)
+    setattr(model, STEP, InvariantStep(model, invariant, mesh, schedule, report.over))

@@ -1,4 +1,7 @@
-"""The hooks through which a pipeline sees the calls of a model's modules."""
+"""The hooks through which a pipeline sees the calls of a model's modules.
+
+A compiler that looks into them would trace what stages exchange: it calls them as they are.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from vescale_dtensor import untraced
 
 from vescale_parallel._common.torch_compat import in_backward
 from vescale_parallel._errors import PipelineError
@@ -45,12 +49,14 @@ class _OfScene:
 
 
 class _Enter(_OfScene):
+    @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         running = self.scene.running
         return None if running is None else running.enter(self.name, args, kwargs)
 
 
 class _Leave(_OfScene):
+    @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self.scene.running
         if running is not None and not running.is_foreign(self.name):
@@ -62,6 +68,7 @@ class _Forward(_OfScene):
         super().__init__(scene, name)
         self.forward = forward
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = self.scene.running
         if running is not None and running.is_foreign(self.name):
@@ -73,6 +80,7 @@ class _Refuse:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.scene.running is not None or in_backward():
             return
@@ -93,6 +101,7 @@ class _Whole:
         # `generate` looks for the names of arguments.
         self.__wrapped__ = forward
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.scene.running is not None or in_backward():
             return self.__wrapped__(*args, **kwargs)
