@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from vescale_dtensor import untraced
 
-from vescale_parallel._static.forward import StaticForward
+from vescale_parallel._static.forward import StaticForward, static_forward
 from vescale_parallel._zero.unit import Unit
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -64,11 +64,7 @@ class CompileEntry:
         """Capture the forward, if it may be and has not been yet."""
         if not self.captures or isinstance(self.forward, StaticForward):
             return
-        self.forward = StaticForward(self.name, self.module, self.forward, self._units)
-        for unit in self._units:
-            # The unit asks its forward whether gathered parameters may be lent to it.
-            if unit.name == self.name:
-                unit.forward = self.forward
+        self.forward = static_forward(self.name, self.module, self.forward, self._units)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompileEntry:
         """That of a copied module."""

@@ -118,6 +118,18 @@ class StaticForward:
         return outputs
 
 
+def static_forward(
+    name: str, module: nn.Module, forward: Callable[..., Any], units: Sequence[Unit]
+) -> StaticForward:
+    """Return the static form of a module's forward, which the module's unit of ZeRO knows."""
+    made = StaticForward(name, module, forward, units)
+    for unit in units:
+        # The unit asks its forward whether gathered parameters may be lent to it.
+        if unit.name == name:
+            unit.forward = made
+    return made
+
+
 def _with_parameters(
     name: str, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]
 ) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vescale_parallel._static.entry import CompileEntry
-from vescale_parallel._static.forward import StaticForward
+from vescale_parallel._static.forward import StaticForward, static_forward
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT, unit_names
@@ -52,11 +52,7 @@ def install_static(model: nn.Module) -> None:
             continue
         module = model.get_submodule(name)
         # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
-        module.forward = forward = StaticForward(name, module, module.forward, units)
-        for unit in units:
-            # The unit asks its forward whether gathered parameters may be lent to it.
-            if unit.name == name:
-                unit.forward = forward
+        module.forward = static_forward(name, module, module.forward, units)
 
 
 def install_compile_entries(model: nn.Module, *, captures: bool) -> None:
