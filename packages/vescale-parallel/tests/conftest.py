@@ -1,8 +1,6 @@
 """One thread per process: the machine's cores are shared by the ranks of a test."""
 
 import sys
-import zlib
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,31 +11,75 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "support"))
 torch.set_num_threads(1)
 
-# Long tables of like cases: a run takes one in so many, another part each day; `-m slow` the rest.
+# Of long tables of like cases, and of single long tests, a run takes one in so many, another part
+# each day; `-m slow` takes the rest. A key is a file, for its parametrized tests, or one test.
 LONG = {
-    "test_semantics": 4,
-    "test_training": 3,
-    "test_precision": 3,
-    "test_failures": 2,
-    "test_flat_steps": 4,
-    "test_captured": 2,
-    "test_pieces": 4,
-    "test_weights": 3,
-    "test_replaced": 3,
-    "test_mesh": 2,
-    "test_invariant": 5,
-    "test_refused_stages": 3,
-    "test_stages": 6,
-    "test_stages_hf": 2,
+    "apply/test_attention_way": 3,
+    "apply/test_bad_input": 2,
+    "apply/test_captured": 6,
+    "apply/test_local_batch": 3,
+    "apply/test_preflight": 4,
+    "apply/test_replaced": 4,
+    "apply/test_replaced::test_what_would_be_left_behind_is_refused": 2,
+    "apply/test_replaced::test_wherever_modules_keep_parameters_the_new_ones_are_trained": 2,
+    "checkpoint/test_recomputed": 5,
+    "common/test_mesh": 2,
+    "deferred/test_pieces": 4,
+    "experts/test_beside_others": 2,
+    "experts/test_beside_others::test_recordings_do_not_keep_where_tokens_went": 2,
+    "experts/test_beside_others::test_rows_of_each_rank": 2,
+    "experts/test_experts": 4,
+    "experts/test_move": 5,
+    "graph/test_peaks::test_gathers_ahead_are_bounded": 2,
+    "graph/test_recomputed::test_steps_of_a_mesh": 3,
+    "graph/test_steps::test_bits_of_eager_mode": 3,
+    "graph/test_steps::test_bits_of_eager_mode_in_processes": 2,
+    "graph/test_zero_steps": 3,
+    "graph/test_zero_steps::test_bits_of_eager_mode_with_tensor_parallelism": 3,
+    "graph/test_zero_steps::test_gradients_are_set": 2,
+    "graph/test_zero_steps::test_stored_parameters_are_gathered_or_refused": 2,
+    "integrations/test_states": 5,
+    "invariant/test_invariant": 6,
+    "invariant/test_refused": 3,
+    "notation/test_arguments": 3,
+    "pipeline/test_accumulated": 3,
+    "pipeline/test_given_schedules": 2,
+    "pipeline/test_kept": 3,
+    "pipeline/test_outputs": 4,
+    "pipeline/test_refused_stages": 4,
+    "pipeline/test_scaled": 2,
+    "pipeline/test_stages": 8,
+    "pipeline/test_stages::test_checkpoints_move_between_meshes": 2,
+    "pipeline/test_stages_hf": 4,
+    "plan/test_data_parallel": 2,
+    "plan/test_hf": 3,
+    "plan/test_picture::test_segments_are_the_elements_that_ranks_hold": 6,
+    "pretrained/test_weights": 4,
+    "static/test_static": 4,
+    "static/test_static_hf": 3,
+    "train/test_diverged": 2,
+    "zero/test_behind": 10,
+    "zero/test_failures": 3,
+    "zero/test_flat_steps": 10,
+    "zero/test_precision": 4,
+    "zero/test_semantics": 6,
+    "zero/test_training": 5,
 }
+
+
+def share_of(item):
+    """One in how many runs takes a test."""
+    file = item.path.relative_to(HERE).with_suffix("").as_posix()
+    share = LONG.get(f"{file}::{item.originalname}")
+    return share or (LONG.get(file, 1) if hasattr(item, "callspec") else 1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
-    day = f"{datetime.now(UTC):%Y%m%d}"
+    from rotation import is_todays
+
     for item in items:
-        share = LONG.get(item.path.stem, 1) if HERE in item.path.parents else 1
-        if hasattr(item, "callspec") and zlib.crc32(f"{day} {item.name}".encode()) % share:
+        if HERE in item.path.parents and not is_todays(item.name, share_of(item)):
             item.add_marker(pytest.mark.slow)
 
 

@@ -35,7 +35,7 @@ def sample(mesh, share):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_sample_of_all_cases(mesh):
-    judge(MESHES[mesh], sample(mesh, 24))
+    judge(MESHES[mesh], sample(mesh, 48))
 
 
 @pytest.mark.slow

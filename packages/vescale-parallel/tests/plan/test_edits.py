@@ -166,6 +166,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "over": st.sampled_from(["dp", "shard"]),
     "units": GLOBS | st.lists(GLOBS, min_size=1, max_size=2).map(tuple),
     "prefetch": st.integers(0, 3),
+    "behind": st.integers(0, 3),
     "precision": DTYPES | by_glob(DTYPES),
     "owned": GLOBS | st.lists(GLOBS, min_size=1, max_size=2).map(tuple),
     "block": st.integers(1, 512) | st.tuples(st.integers(1, 64), st.integers(1, 64)),
