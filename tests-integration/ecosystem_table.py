@@ -72,7 +72,7 @@ def measured(library: str) -> tuple[list[str], list[str]]:
         limit = getattr(module, "LIMITS", {}).get(case, LIMIT)
         layouts = [one for one in LAYOUTS if (case, one) not in refused]
         try:
-            found = run(compare, 4, library, case, layouts, timeout=280)[0]
+            found = run(compare, 4, library, case, layouts, timeout=600)[0]
             cells = [words(found[one], limit) if one in found else "no" for one in LAYOUTS]
         except WorkerError as error:
             cells = ["-"] * len(LAYOUTS)
@@ -93,32 +93,46 @@ def last_line(error: str) -> str:
 
 
 def written(wanted: list[str]) -> bool:
-    """Write the table; returns whether everything is as it should be."""
+    """Write the table, library by library; returns whether everything is as it should be."""
+    every = sorted(path.stem for path in FOLDER.glob("*.py"))
     old = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
-    rows: list[str] = []
-    failures: list[str] = []
+    known = {library: known_rows(old, load_name(library)) for library in every}
     good = True
-    for library in sorted(path.stem for path in FOLDER.glob("*.py")):
-        name = load_name(library)
-        absent = importlib.util.find_spec(library.replace("-", "_")) is None
-        if (wanted and library not in wanted) or absent:
-            rows += [line for line in old.splitlines() if line.startswith(f"| {name} ")]
-            failures += [line for line in old.splitlines() if line.startswith(f"- {name}, ")]
+    for library in wanted or every:
+        if importlib.util.find_spec(library) is None:
             continue
         try:
-            found = measured(library)
+            known[library] = measured(library)
         except Exception:
             traceback.print_exc()
             good = False
             continue
-        rows += found[0]
-        failures += found[1]
-    good &= not any("**" in row or "| - |" in row for row in rows)
-    said = {"torch": importlib.metadata.version("torch").partition("+")[0], "limit": f"{LIMIT:.0e}"}
-    table = {"layouts": " | ".join(LAYOUTS), "dashes": "---|" * (len(LAYOUTS) - 1) + "---"}
-    ends = {"rows": "\n".join(rows), "failures": "\n".join(failures) or "Nothing of the above."}
-    FILE.write_text(HEAD.format(**said, **table, **ends), encoding="utf-8")
+        # Now, so that an interrupted session keeps what it has found.
+        FILE.write_text(table_of(list(known.values())), encoding="utf-8")
+        good &= not any("**" in row or "| - |" in row for row in known[library][0])
     return good
+
+
+def known_rows(table: str, name: str) -> tuple[list[str], list[str]]:
+    """Rows and failures of a library in a table."""
+    lines = table.splitlines()
+    rows = [line for line in lines if line.startswith(f"| {name} ")]
+    return rows, [line for line in lines if line.startswith(f"- {name}, ")]
+
+
+def table_of(known: list[tuple[list[str], list[str]]]) -> str:
+    """The file, of the rows and failures of each library."""
+    rows = [row for found, _ in known for row in found]
+    failures = [line for _, found in known for line in found]
+    torch = importlib.metadata.version("torch").partition("+")[0]
+    return HEAD.format(
+        torch=torch,
+        limit=f"{LIMIT:.0e}",
+        layouts=" | ".join(LAYOUTS),
+        dashes="---|" * (len(LAYOUTS) - 1) + "---",
+        rows="\n".join(rows),
+        failures="\n".join(failures) or "Nothing of the above.",
+    )
 
 
 def load_name(library: str) -> str:

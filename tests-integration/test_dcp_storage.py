@@ -13,6 +13,7 @@ from vescale_dtensor import Replicate, Shard, distribute_tensor
 from vescale_dtensor.state_dict import as_torch
 
 LAYOUTS = [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Shard(0), Shard(0))]
+WRAPPED = (dict, as_torch)
 
 
 def state(world_size, placements, fill):
@@ -24,17 +25,18 @@ def state(world_size, placements, fill):
 
 def save(rank, world_size, path):
     for number, placements in enumerate(LAYOUTS):
-        found = as_torch(state(world_size, placements, True))
+        # As they are, and as torch's, by turns.
+        found = WRAPPED[number % 2](state(world_size, placements, True))
         dcp.save(found, storage_writer=StorageWriter(f"{path}/{number}"))
 
 
 def load(rank, world_size, path):
     for number, placements in enumerate(reversed(LAYOUTS)):
         ours = state(world_size, placements, False)
-        into = as_torch(ours)
+        into = WRAPPED[number // 2](ours)
         dcp.load(into, storage_reader=StorageReader(f"{path}/{number}"))
         again = vescale_ckpt.load(f"{path}/{number}", state(world_size, placements, False))
-        # `as_torch` is on the memory of ours: what DCP has loaded is there.
+        # `as_torch` is on the memory of ours: what DCP has loaded is there, both ways.
         for tensor in (ours["model"]["0.weight"], again["model"]["0.weight"]):
             assert torch.equal(tensor.full_tensor(), torch.arange(35.0).view(7, 5))
         assert into["model"]["norm"].tolist() == again["model"]["norm"].tolist() == [1, 1, 1]

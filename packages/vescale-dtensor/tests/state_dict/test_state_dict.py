@@ -12,10 +12,21 @@ import torch.distributed.checkpoint as dcp
 import vescale_dtensor as vd
 from named_cases import named_cases
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_dtensor import LayoutError, MeshError, Partial, Replicate, Shard, UnsupportedError
+from vescale_dtensor import (
+    InterleavedShard,
+    LayoutError,
+    MeshError,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    UnsupportedError,
+)
 from vescale_dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from vescale_dtensor.state_dict import (
     as_torch,
@@ -247,23 +258,77 @@ def torch_checkpoints_load_into_the_same_memory(mesh, folder):
     train(model, optimizer)
     state = {"model": model.state_dict(), "step": 3}
     state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    dcp.save(as_torch(state), checkpoint_id=folder)
+    dcp.save(state, checkpoint_id=folder)
     other = distributed_model(mesh, seed=1)
     twin = optimizer_of(other)
-    found = {"model": other.state_dict(), "step": 0}
-    found["optimizer"] = get_optimizer_state_dict(other, twin)
-    loaded = as_torch(found)
-    dcp.load(loaded, checkpoint_id=folder)
-    assert loaded["step"] == 3
+    found = {"model": other, "step": 0, "optimizer": get_optimizer_state_dict(other, twin)}
+    dcp.load(found, checkpoint_id=folder)
+    assert found["step"] == 3
     same(full_state_dict(other), full_state_dict(model))
-    # In another layout, which torch's checkpoint reshards.
-    rows = vd.distribute_module(plain_model(seed=2), mesh)
-    dcp.load(as_torch({"model": rows.state_dict()}), checkpoint_id=folder)
-    same(full_state_dict(rows), full_state_dict(model))
+    set_optimizer_state_dict(other, twin, found["optimizer"])
+    for one, trained in ((other, twin), (model, optimizer)):
+        train(one, trained, steps=1)
+    same(full_state_dict(other), full_state_dict(model))
+    # In another layout, which torch's checkpoint reshards; and through torch's own tensors.
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    for wrapped in (dict, as_torch):
+        rows = vd.distribute_module(plain_model(seed=2), mesh)
+        dcp.load(wrapped({"model": rows.state_dict()}), checkpoint_id=folder)
+        same(full_state_dict(rows), full_state_dict(model))
     assert rows[0].weight.placements == (Replicate(),)
+
+
+LAYOUTS = {
+    "rows": ((7, 4), Shard(0)),
+    "interleaved": ((4, 8), InterleavedShard(1, 2)),
+    "ragged": ((5, 3), RaggedShard((0, 1), (4, 11))),
+    "all on one": ((3, 2), RaggedShard((0,), (0, 1))),
+    "alike": ((3,), Replicate()),
+    "a number": ((), Replicate()),
+    "nothing": ((0, 4), Shard(1)),
+}
+
+
+def state_of(mesh, layouts, fill=None):
+    def made(shape):
+        values = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        return values if fill is None else torch.full_like(values, fill)
+
+    return {
+        name: vd.distribute_tensor(made(shape), mesh, [layouts.get(name, placement)])
+        for name, (shape, placement) in LAYOUTS.items()
+    }
+
+
+@case
+def torch_checkpoints_hold_every_layout(mesh, folder):
+    state = state_of(mesh, {})
+    # Column-major in the memory of one device, and of another storage than its own.
+    state["turned"] = state["rows"].T
+    dcp.save(state, checkpoint_id=folder)
+    wanted = {name: one.full_tensor() for name, one in state.items()}
+    elsewhere = {name: Shard(len(shape) - 1) for name, (shape, _) in LAYOUTS.items() if shape}
+    for layouts in ({}, elsewhere, {name: Replicate() for name in LAYOUTS}):
+        found = state_of(mesh, layouts, fill=-1.0)
+        found["turned"] = vd.zeros(4, 7, device_mesh=mesh, placements=[Shard(1)])
+        # What was gathered before is not what is gathered once the file was read.
+        assert (found["rows"].full_tensor() == -1).all()
+        dcp.load(found, checkpoint_id=folder)
+        same({name: one.full_tensor() for name, one in found.items()}, wanted)
+
+
+@case
+def torch_checkpoints_refuse_what_is_not_there(mesh, folder):
     partial = vd.DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(LayoutError, match="is partial"):
         as_torch({"x": partial})
+    with pytest.raises(CheckpointException, match=r"saving x: .* is partial.*redistribute it"):
+        dcp.save({"x": partial}, checkpoint_id=folder)
+    rows = vd.zeros(4, 2, device_mesh=mesh, placements=[Shard(0)])
+    with pytest.raises(LayoutError, match=r"x: this rank holds no box .* begins at .*\[1, 0\]"):
+        rows.__get_tensor_shard__(MetadataIndex("x", torch.Size([1, 0])))
+    with pytest.raises(UnsupportedError, match=r"async_save takes .*as_torch\(state\)"):
+        dcp.async_save({"x": rows}, checkpoint_id=folder)
 
 
 def program(rank, world_size, name, folder):

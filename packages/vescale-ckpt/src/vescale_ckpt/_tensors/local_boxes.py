@@ -10,6 +10,8 @@ import torch
 
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._tensors.boxes import Box, TensorBoxes
+from vescale_ckpt._tensors.checkpointable import is_checkpointable
+from vescale_ckpt._tensors.checkpointable import local_and_boxes as of_attributes
 
 
 class _ForeignBox(Protocol):
@@ -52,7 +54,8 @@ def local_and_boxes(value: object) -> tuple[torch.Tensor, TensorBoxes]:
             local, layout = of_dtensor(value)
         else:
             assert isinstance(value, torch.Tensor)
-            local, layout = value, _whole(value)
+            told = is_checkpointable(value)
+            local, layout = of_attributes(value) if told else (value, _whole(value))
         _refuse_unreadable(local)
         local = local.detach()
     _check_fits(local, layout)

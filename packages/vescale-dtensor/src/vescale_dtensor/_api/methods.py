@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._api import torch_interop
+from vescale_dtensor._api import checkpointing, torch_interop
 from vescale_dtensor._autograd import conversion, function_bridge, grad_property, set_data
 from vescale_dtensor._autograd.function_results import note_plain
 from vescale_dtensor._autograd.local_use import local_outside_autograd
@@ -267,8 +267,8 @@ def install() -> None:
     for method in _METHODS:
         method.__qualname__ = f"DTensor.{method.__name__}"
         setattr(DTensor, method.__name__, method)
-    for name, prop in _PROPERTIES.items():
-        setattr(DTensor, name, prop)
+    for name, member in [*_PROPERTIES.items(), *checkpointing.METHODS.items()]:
+        setattr(DTensor, name, member)
     from_local.__qualname__ = "DTensor.from_local"
     own: Any = DTensor
     own.from_local = classmethod(from_local)

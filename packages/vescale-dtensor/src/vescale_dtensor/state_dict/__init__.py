@@ -3,11 +3,11 @@
 - `full_state_dict`: a model's state as one device has it, for `torch.save` and `safetensors`.
 - `get_model_state_dict`, `get_optimizer_state_dict`, `get_state_dict` and their `set_…`: the names
   and signatures of `torch.distributed.checkpoint.state_dict`; `full_state_dict=True` gathers.
-- `as_torch`: torch's DTensors on the same memory, which `torch.distributed.checkpoint` saves, and
-  loads into: `dcp.load(as_torch(state), checkpoint_id=path)`.
+- `as_torch`: torch's DTensors on the same memory, for what takes only those.
 - `pickled`, `unpickled_on`: what `torch.save` and `pickle` do with DTensors themselves.
 
-vescale_ckpt needs none of this: it saves DTensors as they are.
+vescale_ckpt and `save` and `load` of `torch.distributed.checkpoint` need none of this: they take
+DTensors as they are.
 """
 
 from vescale_dtensor._ops.tensor.pickling import pickled, unpickled_on

@@ -69,8 +69,8 @@ def full_state_dict(
 def as_torch(state: Any) -> Any:
     """Return a state with torch's DTensors in place of ours, on the same memory.
 
-    For `torch.distributed.checkpoint`: what it loads into the result is in the model. What is no
-    DTensor is the same object.
+    For what takes only those: `async_save` of `torch.distributed.checkpoint`, say. What is loaded
+    into the result is in the model. What is no DTensor is the same object.
 
     Args:
         state: dicts, lists and tuples: `{"model": model.state_dict(), "step": 3}`.

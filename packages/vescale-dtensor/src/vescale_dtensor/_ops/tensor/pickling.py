@@ -90,8 +90,8 @@ def _reduce_ex(self: DTensor, protocol: Any = None) -> Any:
             f"pickling {self!r} (torch.save, copy.copy, multiprocessing): say which part of it, "
             'with vescale_dtensor.state_dict: `with pickled("whole"):` on every rank, or `with '
             'pickled("local"):` for a file of each rank. `torch.save(full_state_dict(model), path)`'
-            " saves a model as one device does; vescale_ckpt.save writes shards, and so does "
-            "torch.distributed.checkpoint: dcp.save(as_torch(state)), dcp.load(as_torch(state))."
+            " saves a model as one device does; vescale_ckpt.save and save and load of "
+            "torch.distributed.checkpoint write shards, and take DTensors as they are."
         )
     detached: Any = self.detach()
     if part == "whole":

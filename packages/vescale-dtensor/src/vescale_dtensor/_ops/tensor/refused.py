@@ -24,8 +24,9 @@ _FORWARD_MODE = (
 )
 _NO_MEMORY = (
     "{} of a DTensor: it has no memory of its own. Use x.to_local() for this rank's piece or "
-    "x.full_tensor() for the whole; vescale_ckpt.save writes sharded tensors, and "
-    "torch.distributed.checkpoint does if it is given vescale_dtensor.state_dict.as_torch(state)."
+    "x.full_tensor() for the whole. vescale_ckpt.save and torch.distributed.checkpoint.save write "
+    "sharded tensors; in the background vescale_ckpt.async_save does, and torch's async_save takes "
+    "vescale_dtensor.state_dict.as_torch(state)."
 )
 _FORWARD_AD = "_make_dual _unpack_dual _fw_primal"
 _DOORS = """
