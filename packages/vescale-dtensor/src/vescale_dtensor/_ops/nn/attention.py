@@ -66,13 +66,14 @@ def _attention(call: OpCall) -> Strategy | None:
     output: Dims = (*result, *heads, "l", "f")
     mask = given.get("attn_mask")
     if mask is not None:
-        # Torch refuses a mask beside `is_causal`: the fallback raises its error on every rank.
-        if mask.ndim > len(output) or given.get("is_causal"):
+        # The fallback raises torch's error on every rank: a ring would not ask torch.
+        if given.get("is_causal") or not 2 <= mask.ndim <= len(output):
             return None
         names = (*output[:-1], "s")[len(output) - mask.ndim :]
         letters.append(tuple(n if mask.shape[i] != 1 else None for i, n in enumerate(names)))
-    # Shapes that broadcast have rows or heads of one, which are nobody's to exchange.
-    plain = query.ndim == 4 and not _broadcasts(call)
+    # Shapes that broadcast have rows or heads of one, which are nobody's to exchange; and without
+    # features there is nothing to send.
+    plain = query.ndim == 4 and not _broadcasts(call) and query.shape[-1] * value.shape[-1] > 0
     way = shared_way(call, letters) if plain else Shared((), in_ring=False)
     # Linear in the value; not declared, since dropout would have to draw one mask for all partials.
     # Grouped heads are sharded by `axis_candidates`, which keep them with their key heads.
@@ -152,7 +153,12 @@ def _in_ring(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     axes = exchanged_axes(context)
     if not axes:
         return _of_heads(context, given)
-    _round_as_autocast(given)
+    own = _round_as_autocast(given)
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, own):
+        # Torch refuses such masks. Asked on every rank, before anything is sent.
+        one = given["query"].new_zeros(1, 1, 1, 1)
+        context.call.func(one, one, one, mask.new_zeros(1, 1))
     return in_ring(context, axes, given, _heads_looked_at(context))
 
 
@@ -272,7 +278,8 @@ def _is_float(value: Any) -> bool:
 def _written_out(context: LocalContext, given: dict[str, Any], rows: Intervals | None) -> Tensor:
     query, key, value = _repeated_heads(given)
     scale = given.get("scale")
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scale = max(1, query.shape[-1]) ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale
     mask = given.get("attn_mask")
     if given.get("is_causal"):
         mask = causal_mask(rows or ((0, scores.shape[-2]),), scores.shape[-1], scores.device)
