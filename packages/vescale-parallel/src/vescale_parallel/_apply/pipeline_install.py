@@ -20,6 +20,7 @@ from vescale_parallel._apply.zero_install import (
 )
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.held import HeldParameters, is_plain
 from vescale_parallel._pipeline.messages import Lines
@@ -169,17 +170,16 @@ def install_steps(
         where: of the parameters.
         ahead: how many units of `zero` are gathered ahead.
     """
-    dims = [dim for _, dim in (here.batch.dims if here.batch else ()) if dim is not None]
-    dim = dims[0] if dims else 0
     if isinstance(where, StagePlacements):
         scene = _scene(model, here, mesh, where, ahead)
         forward, backward = group_of(mesh, AXIS), group_of(_second(mesh), AXIS)
         lines = Lines(forward, backward, mesh.device_type)
-        step = StagedStep(scene, lines, mesh, dim)
+        step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
         setattr(model, STEP, step)
         install_units(scene, step)
     elif here.microbatches > 1:
-        setattr(model, STEP, MicrobatchStep(model, here.microbatches, dim))
+        rows = dim_of_rows(here.batch, here.over)
+        setattr(model, STEP, MicrobatchStep(model, here.microbatches, rows))
 
 
 def _second(mesh: DeviceMesh) -> DeviceMesh:

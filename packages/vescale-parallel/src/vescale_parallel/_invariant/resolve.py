@@ -11,6 +11,7 @@ from torch import nn
 from vescale_parallel._common.messages import count, human_bytes, listed
 from vescale_parallel._errors import PlanError
 from vescale_parallel._invariant.tree import nodes_within, shares
+from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import ParameterRow
 
@@ -143,7 +144,7 @@ def resolve_invariant(
 def _problems(said: InvariantWords, model: nn.Module, report: Resolved) -> list[str]:
     batch = report.batch
     dims = {dim for _, dim in batch.dims} if batch is not None else set()
-    if batch is None or len(dims) != 1 or None in dims:
+    if batch is None or dims != {dim_of_rows(batch, report.over)}:
         return ["the batch has no rows to cut: say batch='dp:0'."]
     sizes = dict(report.mesh)
     problems = []

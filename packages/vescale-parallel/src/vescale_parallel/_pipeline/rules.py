@@ -6,7 +6,9 @@ from typing import Any, Final, Protocol
 
 from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._errors import PlanError
+from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.glob import expand_braces
+from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._pipeline.given import Own, parse_schedule
 from vescale_parallel._schedules.actions import Schedule
 
@@ -97,6 +99,14 @@ class Resolved(Protocol):
     def microbatches(self) -> int:
         """How many."""
 
+    @property
+    def batch(self) -> RuleLayout | None:
+        """The layout of the batch."""
+
+    @property
+    def over(self) -> str:
+        """The axis of `zero`."""
+
 
 def require_together(report: Resolved, batch_is: str, deterministic: object) -> None:
     """Refuse other words of a plan that do not go with stages, or with microbatches.
@@ -121,6 +131,8 @@ def require_together(report: Resolved, batch_is: str, deterministic: object) -> 
             f"plan: {asked} with batch_is='local': microbatches are rows of the whole batch. Pass "
             "it on every rank, with batch_is='global'."
         )
+    if asked:
+        dim_of_rows(report.batch, report.over)
 
 
 def _count(microbatches: object) -> int:
