@@ -81,10 +81,6 @@ def embeddings() -> Any:
     return lora(target_modules=["wte", "c_attn"], fan_in_fan_out=True)()
 
 
-REFUSED = {
-    ("LoRA, tied embeddings", "dp=4, zero=3"): "merge_and_unload() compares the data_ptr() of both "
-    "names, which ranks that store nothing of the matrix cannot tell; merge on a mesh without zero",
-}
 CASES = {
     "LoRA": with_(lora(), merges=True),
     "LoRA, tied embeddings": with_(embeddings, gpt2, merges=True),

@@ -18,7 +18,6 @@ import vescale_dtensor as vd
 from one_device import Place, check
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -370,13 +369,3 @@ def open_door(rank, world, name):
 @pytest.mark.parametrize("name", OPEN)
 def test_open(name):
     run(open_door, 4, name)
-
-
-def save_with_torch(rank, world):
-    x = Place(device_mesh((2, 2), ("dp", "tp")))(WHOLE)
-    with pytest.raises(CheckpointException, match="vescale_ckpt"):
-        dcp.save({"x": {"nested": [x]}}, checkpoint_id=tempfile.mkdtemp())
-
-
-def test_torch_checkpoints_refuse_a_wrapper():
-    run(save_with_torch, 4)

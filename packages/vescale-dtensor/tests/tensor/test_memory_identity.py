@@ -1,7 +1,7 @@
 """`data_ptr()` tells which tensors share memory, the same on every rank; it is no number of a rank.
 
 Of a replicated tensor it is the address of the whole. Used as a number, that of a shard is refused,
-and so is that of a tensor of which a rank holds nothing.
+and so is a comparison of two tensors of which a rank holds nothing.
 """
 
 import pytest
@@ -59,11 +59,22 @@ def used_as_a_number(rank, world):
 
 
 def empty_somewhere(rank, world):
-    """What a rank holds nothing of looks there like any other slice."""
+    """What a rank holds nothing of looks there like any other slice, but is itself."""
     x = place((Shard(0), Replicate()))
-    for view in (x[:1], x[1:2], x[:0], place((Shard(0), Shard(0)))[:3]):
+    views = [x[:1], x[1:2], x[:0], place((Shard(0), Shard(0)))[:3]]
+    for view in views:
+        assert view.data_ptr() == view.data_ptr()
+        assert view.data_ptr() != 0
+        # Of another shape or layout it is another part of the memory, or other memory.
+        assert view.data_ptr() != x.data_ptr() != views[3].data_ptr()
         with pytest.raises(UnsupportedError, match="by `is`"):
-            view.data_ptr()
+            _ = view.data_ptr() == view.detach().data_ptr()
+    with pytest.raises(UnsupportedError, match="by `is`"):
+        _ = {x[:1].data_ptr(), x[1:2].data_ptr()}
+    before = views[0].data_ptr()
+    views[0].data = x[1:2].clone()
+    with pytest.raises(UnsupportedError, match="by `is`"):
+        _ = before == views[0].data_ptr()
 
 
 @pytest.mark.parametrize("case", [compared, used_as_a_number, empty_somewhere])
@@ -76,16 +87,22 @@ def told_to_be_separate(rank, world):
     lies = [RaggedShard((0, 1), (0, 1)), Replicate()]
     first, second = (nn.Parameter(vd.distribute_tensor(WHOLE, mesh, lies)) for _ in range(2))
     with pytest.raises(UnsupportedError, match="hold nothing"):
-        first.data_ptr()
+        _ = first.data_ptr() == second.data_ptr()
     vd.separate_memory([first, second, torch.ones(2)])
     assert first.data_ptr() == first.data_ptr() != second.data_ptr()
     assert len({p.data_ptr() for p in (first, second, first)}) == 2
     for view in (first.data, first.detach(), nn.Parameter(first.data)):
         with pytest.raises(UnsupportedError, match="hold nothing"):
-            view.data_ptr()
-    second.data = first.data
-    with pytest.raises(UnsupportedError, match="hold nothing"):
-        second.data_ptr()
+            _ = view.data_ptr() == first.data_ptr()
+    for takes in (lambda p: setattr(p, "data", first.data), lambda p: p.set_(first.data)):
+        vd.separate_memory([second])
+        with torch.no_grad():
+            takes(second)
+        with pytest.raises(UnsupportedError, match="hold nothing"):
+            _ = second.data_ptr() == first.data_ptr()
+    even = [vd.distribute_tensor(WHOLE, mesh, [Shard(0), Replicate()]) for _ in range(2)]
+    vd.separate_memory(even)
+    assert even[0].data_ptr() == even[0].data.data_ptr() != even[1].data_ptr()
 
 
 def test_parameters_that_share_no_memory_have_an_identity():

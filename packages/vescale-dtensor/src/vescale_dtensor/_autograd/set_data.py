@@ -58,7 +58,7 @@ def set_data(tensor: DTensor, value: Any) -> None:
         # Into the local tensor's `.data`, not a new local: it stays the same leaf, and keeps its
         # `.grad` and hooks. torch does not count this in the version, hence `data_written`.
         tensor._local_tensor.data = value._local_tensor.detach()
-        tensor._is_separate = False
+        tensor._memory = None
     _take_spec(tensor, value._spec)
     data_written(tensor)
     note_assigned(tensor, "data", given)
@@ -126,6 +126,7 @@ def set_(tensor: DTensor, other: DTensor) -> DTensor:
     with torch.no_grad():
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
+        tensor._memory = None
     _take_spec(tensor, other._spec)
     local_replaced(tensor)
     if kept is not None:

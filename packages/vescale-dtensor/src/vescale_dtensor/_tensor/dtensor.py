@@ -73,9 +73,9 @@ class DTensor(torch.Tensor):
     # Of such a copy that may be written: its base, and what puts values back. See
     # `_dispatch/written_views.py`.
     _way_back: Any = None
-    # Whether no other tensor has memory of this one, which its maker says: then `data_ptr()` needs
-    # no look at it. See `separate_memory`.
-    _is_separate: bool = False
+    # What stands for its memory where a rank has no address to compare: a
+    # `_ops.tensor.memory_identity.Memory`.
+    _memory: Any = None
     # Raises if a gradient arrives at the wrapper itself: a
     # `_autograd.local_use.StrayGradientGuard`.
     _stray_grad_guard: Any = None

@@ -2,6 +2,8 @@
 
 Libraries ask for the address to find tensors that share memory: tied embeddings, seen parameters.
 Of a shard the number would be this rank's, so what is given can be compared and hashed, no more.
+A rank that holds nothing of a tensor has no address either: there a wrapper is equal to itself, and
+different from others where it is known that they share nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +28,52 @@ from vescale_dtensor._torch.compat import storage_identity
 from vescale_dtensor._torch.worlds import cached
 
 
+class Memory:
+    """Stands for the memory of one wrapper, until it is given other memory.
+
+    Attributes:
+        is_separate: whether it is known that no other tensor has this memory.
+    """
+
+    __slots__ = ("is_separate",)
+
+    def __init__(self, is_separate: bool) -> None:
+        self.is_separate = is_separate
+
+
 class MemoryIdentity:
-    """Where the shards of a DTensor are: equal for two that share them, and equal on every rank."""
+    """Where the shards of a DTensor are: equal for two that share them, and equal on every rank.
+
+    Raises:
+        UnsupportedError: when compared, if a rank holds nothing of either and so cannot tell.
+    """
 
     __slots__ = ("_place", "_spec")
 
-    def __init__(self, place: tuple[int, int], spec: Spec) -> None:
+    def __init__(self, place: tuple[int, int] | Memory, spec: Spec) -> None:
         self._place, self._spec = place, spec
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MemoryIdentity):
             return NotImplemented
-        return self._place == other._place and self._spec == other._spec
+        if self._spec != other._spec:
+            return False
+        if self._place == other._place:
+            return True
+        # By layouts and by what is said of tensors, so all ranks raise, or none.
+        both = [one for one in (self._place, other._place) if isinstance(one, Memory)]
+        if not all(one.is_separate for one in both):
+            spec = self._spec
+            raise UnsupportedError(
+                f"data_ptr() of two DTensors of {spec.layout} and shape {list(spec.shape)} were "
+                "compared: ranks that hold nothing of them cannot tell whether they share memory. "
+                "Compare tensors by `is`, or use x.to_local() for this rank's part."
+            )
+        return False
 
     def __hash__(self) -> int:
-        return hash(self._place)
+        # Tensors that may be equal have to meet in a set, if only to be refused.
+        return hash(tuple(self._spec.shape) if isinstance(self._place, Memory) else self._place)
 
     def __repr__(self) -> str:
         return f"<memory of a DTensor{list(self._spec.shape)}>"
@@ -63,15 +96,15 @@ def separate_memory(parameters: Iterable[Tensor]) -> None:
     """Say that no two of these, and nothing else, share memory: each has a `data_ptr()` then.
 
     For whoever lays out the memory of parameters, so that they can be told apart also where a rank
-    holds nothing of them. It holds until `.data` is assigned. What is made of one (`p.data`) is
-    identified by its memory, as ever.
+    holds nothing of them. It holds until they are given other memory (`p.data = x`, `p.set_(x)`).
+    What is made of one (`p.data`) is identified by its memory, as ever.
 
     Args:
         parameters: DTensors; plain tensors are left out.
     """
     for parameter in parameters:
         if isinstance(parameter, DTensor):
-            parameter._is_separate = True
+            parameter._memory = Memory(is_separate=True)
 
 
 def _data_ptr(name: str) -> Callable[[DTensor], Any]:
@@ -82,14 +115,11 @@ def _data_ptr(name: str) -> Callable[[DTensor], Any]:
         if spec.layout.replicated == spec.layout.active:
             note_plain()
             return getattr(self._local_tensor, name)()
-        if self._is_separate:
-            return MemoryIdentity((id(self._local_tensor), -1), spec.base)
-        # Asked of all coordinates and not of this rank's shard, so that all ranks raise, or none.
+        # Asked of all coordinates and not of this rank's shard, so that all ranks go by the same.
         if _some_rank_is_empty(spec.layout, tuple(spec.shape)):
-            raise UnsupportedError(
-                f"{name}() of {self!r}: ranks that hold nothing of it cannot tell it from others. "
-                "Compare tensors by `is`, or use x.to_local() for this rank's part."
-            )
+            if self._memory is None:
+                self._memory = Memory(is_separate=False)
+            return MemoryIdentity(self._memory, spec.base)
         local = self._local_tensor
         # With the spec: two shards at one address may still be parts of different global tensors.
         return MemoryIdentity((storage_identity(local), int(local.storage_offset())), spec.base)
