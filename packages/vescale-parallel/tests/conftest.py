@@ -76,7 +76,7 @@ def share_of(item):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
-    from rotation import is_todays
+    from daily import is_todays
 
     for item in items:
         if HERE in item.path.parents and not is_todays(item.name, share_of(item)):
