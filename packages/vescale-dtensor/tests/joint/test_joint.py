@@ -59,6 +59,10 @@ def on_a_rank(rank, world_size, axes):
         labels = [n.meta["label"] for n in nodes if n.op == "call_function"]
         assert {one.direction for one in labels} >= {"forward", "backward"}
         assert any(re.search(r"joint_models.py:\d+", one.line) for one in labels)
+        modules = {(one.module, one.direction) for one in labels if one.module}
+        assert {
+            (name, way) for name in ("up", "down") for way in ("forward", "backward")
+        } <= modules
         assert {"embed.weight", "down.bias"} <= {n.meta.get("parameter") for n in nodes}
     return said
 

@@ -31,6 +31,7 @@ from vescale_dtensor._capture.global_state import (
 )
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.live_calls import Kept, call_again
+from vescale_dtensor._capture.module_names import ModuleNames
 from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
@@ -117,6 +118,7 @@ class Recorder(TorchFunctionMode):
         self._surroundings = Surroundings(start)
         # The public op being dispatched, and the user's line: nodes are named after these.
         self._call: tuple[str, str] | None = None
+        self._modules = ModuleNames()
         self._hooks: list[Any] = []
         self._constants = Constants(self.trace.known_node)
 
@@ -373,8 +375,7 @@ class Recorder(TorchFunctionMode):
         node.args = tuple(args)
         if kwargs:
             node.kwargs = kwargs
-        call = self._call or (public_name(func), user_line())
-        node.meta["op"], node.meta["line"] = call
+        self._describe(node, self._call or (public_name(func), user_line()))
         return node
 
     def step(self, func: Any, first: Any, arguments: list[Any], call: tuple[str, str]) -> fx.Node:
@@ -382,8 +383,13 @@ class Recorder(TorchFunctionMode):
         rest = [a if isinstance(a, fx.Node) else self.trace.argument(a) for a in arguments]
         given = self.trace.constant(first), *rest
         node = self.trace.graph.call_function(func, given)
-        node.meta["op"], node.meta["line"] = call
+        self._describe(node, call)
         return node
+
+    def _describe(self, node: fx.Node, call: tuple[str, str]) -> None:
+        """Note which call a step is of, the user's line, and the module that it runs in."""
+        node.meta["op"], node.meta["line"] = call
+        node.meta["module"] = self._modules.now()
 
     def function_ended(self, node: fx.Node, outputs: Any, modes: GlobalState) -> None:
         """Note what a step gives that is a custom Function."""

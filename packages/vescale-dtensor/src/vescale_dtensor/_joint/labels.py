@@ -24,12 +24,14 @@ class Label:
         op: the public function that was called.
         line: of the user's code.
         parameter: of which the gradient is summed.
+        module: that called the function, by its name in the model; "" outside of its parts.
     """
 
     direction: str
     op: str = ""
     line: str = ""
     parameter: str = ""
+    module: str = ""
 
 
 class Labels:
@@ -63,7 +65,8 @@ class LabelledRun(fx.Interpreter):
         """Run one step."""
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
-        label = Label("forward", str(n.meta.get("op", "")), str(n.meta.get("line", "")))
+        op, line, module = (str(n.meta.get(key, "")) for key in ("op", "line", "module"))
+        label = Label("forward", op, line, module=module)
         self._labels.enter(label)
         value = super().run_node(n)
         self._labels.enter(None)

@@ -43,7 +43,7 @@ class Joint:
     Attributes:
         graph_module: operators of torch on local tensors. It takes `arguments`, and returns the
             results of the program and then a gradient for each of `parameters` (None: unused). On
-            nodes, `meta["label"]` says where it comes from (direction, op, the user's line,
+            nodes, `meta["label"]` says where it comes from (direction, op, the user's line, module,
             parameter), `meta["parameter"]` which parameter an input is, `meta["bytes"]` its size,
             and nodes with the same `meta["storage"]` share memory.
         parameters: names of the parameters, in the order of their gradients.

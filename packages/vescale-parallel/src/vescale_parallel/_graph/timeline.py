@@ -41,6 +41,8 @@ class Span:
         line: "computation" or "communication".
         kind: the direction of an operation, "wait", or the kind of a collective.
         start, end: seconds from the beginning.
+        module: that the operation is of, by its name in the model; "" if it is of none.
+        source: the user's line that the operation comes from, or the parameter that is sent.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Span:
     kind: str
     start: float
     end: float
+    module: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class Timeline:
                 {
                     **{"ph": "X", "pid": 0, "tid": lines.index(one.line), "name": one.name},
                     **{"ts": one.start * 1e6, "dur": (one.end - one.start) * 1e6, "cat": one.kind},
+                    "args": {"module": one.module, "source": one.source},
                 }
             )
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
@@ -116,7 +121,8 @@ class Timeline:
                 if one.line == line:
                     colour = _COLOURS.get(one.kind, _COLOURS["communication"])
                     wide = max((one.end - one.start) * scale, 0.2)
-                    told = f"{one.name}: {(one.end - one.start) * 1e6:.1f} us"
+                    took = f"{one.name}: {(one.end - one.start) * 1e6:.1f} us"
+                    told = "\n".join(filter(None, (took, one.module, one.source)))
                     drawn.append(
                         f'<rect x="{_LEFT + one.start * scale:.2f}" y="{top}" width="{wide:.2f}" '
                         f'height="{_ROW}" fill="{colour}"><title>{escape(told)}</title></rect>'
@@ -174,7 +180,7 @@ def timeline(
             begin = max(now, free)
             free = begin + known.get(node.name, _sending(one, link))
             ends[node] = free
-            spans.append(Span(node.name, "communication", one.kind, begin, free))
+            spans.append(Span(node.name, "communication", one.kind, begin, free, *_origin(node)))
         elif is_wait(node):
             awaited: Any = node.args[0]
             end = ends[awaited]
@@ -185,9 +191,16 @@ def timeline(
             took = known.get(node.name, computing_seconds(node, flops, memory_bandwidth))
             kind = str(getattr(node.meta.get("label"), "direction", ""))
             if took > 0:
-                spans.append(Span(node.name, "computation", kind, now, now + took))
+                spans.append(Span(node.name, "computation", kind, now, now + took, *_origin(node)))
             now += took
     return Timeline(tuple(sorted(spans, key=lambda one: (one.start, one.line))))
+
+
+def _origin(node: fx.Node) -> tuple[str, str]:
+    """The module that a node is of, and the user's line or the parameter."""
+    label = node.meta.get("label")
+    source = getattr(label, "line", "") or getattr(label, "parameter", "")
+    return str(getattr(label, "module", "")), str(source)
 
 
 def _sending(one: Collective, link: Link) -> float:
