@@ -75,6 +75,7 @@ PUBLIC = {
     "captured_units": ["model"],
     "clip_grad_norm_": ["max_norm", "model", "norm_type"],
     "deferred": [],
+    "distribute_batch": ["model", "values"],
     "forward_backward": ["args", "kwargs", "loss", "model"],
     "load_pretrained": ["cast", "folder", "model"],
     "materialize": ["model"],

@@ -59,6 +59,7 @@ from vescale_parallel._plan.plan import Plan
 from vescale_parallel._pretrained.load import load_pretrained
 from vescale_parallel._pretrained.save import save_pretrained
 from vescale_parallel._static.units import CapturedUnit, captured_units
+from vescale_parallel._step.distribute_batch import distribute_batch
 from vescale_parallel._step.forward_backward import forward_backward
 from vescale_parallel._version import __version__
 from vescale_parallel._zero.resolve import BufferRow
@@ -92,6 +93,7 @@ __all__ = [
     "captured_units",
     "clip_grad_norm_",
     "deferred",
+    "distribute_batch",
     "forward_backward",
     "load_pretrained",
     "loader",

@@ -1,16 +1,27 @@
 """Ranks that pass their own rows, however many, train as one device does on all of them."""
 
+import copy
 import random
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate, trace
 from vescale_dtensor import CaptureError, capture
-from vescale_parallel import DisagreementError, ParallelError, Plan, PlanError, parallelize
+from vescale_parallel import (
+    DisagreementError,
+    ParallelError,
+    Plan,
+    PlanError,
+    distribute_batch,
+    forward_backward,
+    parallelize,
+)
 from vescale_parallel import mesh as make_mesh
 from zero_models import batch, distributed, make, require_same_gradients
 
@@ -56,6 +67,63 @@ def test_any_rows_are_one_batch(sizes: dict[str, int], zero: int):
             require_same_gradients(model, plain)
 
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"), [({"dp": 3}, 0), ({"dp": 4}, 3), (HALF, 3), (HYBRID, 2)], ids=str
+)
+def test_labels_of_a_loss_outside_of_the_model(sizes: dict[str, int], zero: int):
+    def step(model: nn.Module, x: Tensor, y: Tensor, inside: bool) -> float:
+        if inside:
+            return forward_backward(model, x, loss=(F.cross_entropy, y)).item()
+        x, y = distribute_batch(model, x, y)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+        x, y = torch.randn(7, 5), torch.arange(7) % 3
+        batch = ", ".join(f"{axis}:0" for axis in sizes if axis != "tp")
+        for is_local in (True, False):
+            plan = Plan(batch=batch, batch_is="local" if is_local else "global", zero=zero)
+            mesh = make_mesh(device_type="cpu", **sizes)
+            model = parallelize(copy.deepcopy(made), mesh, plan)
+            for seed, inside in product(range(3), (False, True)):
+                plain = copy.deepcopy(made)
+                model.zero_grad()
+                expected = step(plain, x, y, inside)
+                mine = (x, y)
+                if is_local:
+                    counts = cut(7, sharers(sizes), seed)
+                    at = my_shard(sizes, rank)
+                    mine = x.split(counts)[at], y.split(counts)[at]
+                assert step(model, *mine, inside) == pytest.approx(expected, rel=1e-6)
+                require_same_gradients(model, plain)
+
+    simulate(torch.Size(sizes.values()).numel())(on_a_rank)
+
+
+def test_what_distribute_batch_gives_back():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        mesh = make_mesh(device_type="cpu", dp=2)
+        model = parallelize(nn.Linear(5, 3), mesh, Plan(batch_is="local"))
+        x = torch.randn(rank + 1, 5)
+        one = distribute_batch(model, x)
+        assert one.shape == (3, 5)
+        assert torch.equal(one.full_tensor()[rank : 2 * rank + 1], x)
+        both = distribute_batch(model, {"x": x, "scale": torch.tensor(2.0)}, [x, "text"])
+        assert both[0]["x"].shape == both[1][0].shape == (3, 5)
+        assert both[1][1] == "text"
+        assert type(both[0]["scale"]) is torch.Tensor
+        assert distribute_batch(model, one) is one
+        assert distribute_batch(nn.Linear(5, 3), x) is x
+        assert distribute_batch(model) == ()
+        with pytest.raises(DisagreementError, match="differ in their form"):
+            distribute_batch(model, x.double() if rank else x)
+
+    simulate(2)(on_a_rank)
 
 
 class Many(nn.Module):

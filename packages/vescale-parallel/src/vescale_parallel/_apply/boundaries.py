@@ -134,14 +134,21 @@ class DistributeBatch:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Distribute arguments and keyword arguments."""
+        copied: Copied = []
+        placed = self.distributed(args, kwargs, copied)
+        self.back.watch(module, copied)
+        return placed
+
+    def distributed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with their tensors distributed; `copied` as of `map_tensors`."""
         if self._unchecked > 0:
             self._unchecked -= 1
             with no_torch_function():  # not a part of what a recording repeats
                 self._require_same(args, kwargs)
-        copied: Copied = []
         placed = map_tensors(self._tensor, args, copied=copied)
         named = {k: map_tensors(self._tensor, one, copied=copied) for k, one in kwargs.items()}
-        self.back.watch(module, copied)
         return placed, named
 
     def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -65,6 +65,15 @@ class LocalBatch:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Distribute arguments and keyword arguments."""
+        copied: Copied = []
+        placed = self.distributed(args, kwargs, copied)
+        self._back.watch(module, copied)
+        return placed
+
+    def distributed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with their tensors distributed; `copied` as of `map_tensors`."""
         named = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
         plain = {name: one for name, one in named.items() if not isinstance(one, DTensor)}
         counts = iter(self._counts(plain))
@@ -78,11 +87,8 @@ class LocalBatch:
                 return tensor
             return self._placed(tensor, next(counts))
 
-        copied: Copied = []
         placed = map_tensors(place, args, copied=copied)
-        named_too = {key: map_tensors(place, one, copied=copied) for key, one in kwargs.items()}
-        self._back.watch(module, copied)
-        return placed, named_too
+        return placed, {key: map_tensors(place, one, copied=copied) for key, one in kwargs.items()}
 
     def _has_rows(self, tensor: Tensor) -> bool:
         # One without the batch dim (a scale, a table) is the same everywhere, and stays plain.

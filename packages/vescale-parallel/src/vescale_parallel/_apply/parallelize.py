@@ -33,6 +33,7 @@ from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._static.units import install_compile_entries, install_static
+from vescale_parallel._step.distribute_batch import BATCH
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.schedule import SCHEDULE
 
@@ -193,6 +194,7 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is:
         else:
             distribute = DistributeBatch(report.batch, mesh, compares=report.split is None)
         model.register_forward_pre_hook(distribute, with_kwargs=True)
+        setattr(model, BATCH, distribute)
     modules = dict(model.named_modules(remove_duplicate=False))
     for row in report.boundaries:
         install_boundary(modules[row.module], row, mesh)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._step.distribute_batch import distribute_batch
 from vescale_parallel._step.parts import Part, loss_of
 
 STEP: Final = "_vescale_step"
@@ -39,7 +41,7 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
 
     Args:
         model: what `parallelize` returned; any other model runs once, on the whole batch.
-        *args: of the model: the whole batch, on every rank.
+        *args: of the model: the whole batch, on every rank; with `batch_is="local"` its rows.
         loss: what makes a scalar of the model's output. None: the output is the loss, or has it as
             `.loss` or `["loss"]`, as models of Hugging Face have. A function: `loss(output)`. A
             tuple of a function and more arguments, cut as the batch is: `(function, targets)` is
@@ -59,7 +61,8 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
     step = getattr(model, STEP, None)
     if isinstance(step, Step):
         return step.forward_backward(part)
-    found = loss_of(part, model(*part.args, **part.kwargs))
+    targets = tuple(distribute_batch(model, one) for one in part.targets)
+    found = loss_of(replace(part, targets=targets), model(*part.args, **part.kwargs))
     if torch.is_grad_enabled():
         found.backward()  # type: ignore[no-untyped-call]
     return found.detach()

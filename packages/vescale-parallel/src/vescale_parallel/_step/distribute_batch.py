@@ -1,0 +1,48 @@
+"""Tensors of a batch that the model does not see (labels of a loss outside of it), distributed."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+from torch import nn
+from vescale_comm.nested import Copied
+from vescale_dtensor import untraced
+
+BATCH: Final = "_vescale_batch"
+"""The attribute of a parallelised model that holds what distributes its batches, if it has any."""
+
+
+class Distribution(Protocol):
+    """How batches of a model are distributed."""
+
+    def distributed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with their tensors distributed; `copied` as of `map_tensors`."""
+
+
+@untraced
+def distribute_batch(model: nn.Module, *values: Any) -> Any:
+    """Distribute tensors of a batch as calls of the model do, for what is outside of it.
+
+    `x, y = distribute_batch(model, x, y)`: labels that only a loss sees then fit the output.
+    With `Plan(batch_is="local")` each rank gives its own rows, any number of them; else each gives
+    the whole batch. The model takes the result as it takes plain tensors, and so does a loop that
+    was written for one device. Collective.
+
+    Args:
+        model: what `parallelize` returned. Any other model, or a plan without a batch: the values
+            come back as they are.
+        *values: tensors, or what has some: lists, tuples, dicts, dataclasses. Each has the batch
+            where the plan says (`batch="dp:0"`: in dim 0); tensors without that dim stay plain.
+
+    Returns:
+        The value, or a tuple if there are several, with a DTensor of the global batch in the place
+        of each plain tensor.
+
+    Raises:
+        DisagreementError: ranks pass other forms, or other values where they should be the same.
+    """
+    distribution: Distribution | None = getattr(model, BATCH, None)
+    placed = values if distribution is None else distribution.distributed(values, {}, [])[0]
+    return placed if len(values) != 1 else placed[0]
