@@ -32,7 +32,7 @@ small model with dropout for a few steps, once on one device and once on each me
   integration, with its import. The rest is what runs on one device.
 - **difference**: the largest of all losses, metrics, predictions and trained parameters, relative
   to the largest element of their tensor (of numbers: to 1 at least). A case passes below {limit};
-  one that computes in bfloat16, or orthogonalises matrices in it, below the limit in brackets.
+  one that computes in bfloat16, or that rounding alone moves further, below the limit in brackets.
 
 | library | what | lines | {layouts} |
 |---|---|---|{dashes}|

@@ -138,7 +138,8 @@ def own_loss_in_parts(run: Run) -> Found:
     return {**logged(made), **parameters(made.model)}
 
 
-LIMITS = {"Trainer, bf16": 1e-2}
+# In parts: one device is 2e-5 from itself if its gradients are moved by their rounding.
+LIMITS = {"Trainer, bf16": 1e-2, "Trainer, microbatches": 5e-5}
 CASES = {
     "Trainer": training,
     "Trainer, evaluation": evaluating,
