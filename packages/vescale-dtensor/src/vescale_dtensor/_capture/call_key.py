@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._capture.code_files import is_library_class
 from vescale_dtensor._capture.equality import exactly, same
 from vescale_dtensor._capture.global_state import global_state
 from vescale_dtensor._capture.kinds import kind_of_class
@@ -208,14 +209,16 @@ def check_arguments(flat: list[Any]) -> None:
             )
 
 
-def outside_arguments(flat: list[Any]) -> list[Any]:
-    """The arguments, and classes of arguments, that lead to state which the key does not have."""
+def met_in(flat: list[Any]) -> list[Any]:
+    """What of the arguments leads to state that the key does not have: values, and classes."""
     tensors = [value for value in flat if isinstance(value, Tensor)]
     # Attributes set on tensors are in the key, compared by `same`; what they lead to is not.
     given = [one.value for tensor in tensors for one in (_attributes(tensor) or {}).values()]
     # Sets and buffers are in the key as a whole.
     others = [value for value in flat if not isinstance(value, Tensor | set | bytearray)]
-    return [*given, *(type(value) if is_record(value) else value for value in others)]
+    found = [*given, *(type(value) if is_record(value) else value for value in others)]
+    # Of tensors their classes, which may be the user's.
+    return [*found, *(one for one in set(map(type, tensors)) if not is_library_class(one))]
 
 
 def difference(one: tuple[Any, ...], two: tuple[Any, ...]) -> str | None:

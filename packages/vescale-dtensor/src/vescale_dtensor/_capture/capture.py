@@ -17,18 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vescale_comm import trace as traced
 
-from vescale_dtensor._capture.call_key import (
-    KeyedCall,
-    check_arguments,
-    kind_of,
-    outside_arguments,
-)
-from vescale_dtensor._capture.code_files import is_library_class
+from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, kind_of, met_in
 from vescale_dtensor._capture.global_state import GlobalState
 from vescale_dtensor._capture.handed_on import check_handed_on
-from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
+from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses, is_sampled
 from vescale_dtensor._capture.module_guards import ModuleGuard
-from vescale_dtensor._capture.nesting import is_alone, is_inside, running_alone, running_inside
+from vescale_dtensor._capture.nesting import is_alone, is_inside, run_uncompared, running_inside
 from vescale_dtensor._capture.noting import Watch, can_watch
 from vescale_dtensor._capture.outputs import drop_lineage, plan_outputs
 from vescale_dtensor._capture.outsiders import Given, Outsiders
@@ -45,6 +39,7 @@ from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.executed import all_say
 from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
@@ -57,9 +52,6 @@ from vescale_dtensor._torch.worlds import on_world_change
 Check = bool | Literal["sampled"]
 Refused = Literal["raise", "run"]
 is_compiling = torch.compiler.is_compiling
-
-# When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
-_EARLY, _RARELY = 3, 1024
 
 _making = Lock()
 _MAIN = main_thread().ident
@@ -134,6 +126,10 @@ class Captured:
         self._keep_programs([])
         # Whether every rank has refused it, and nothing of it will ever be replayed.
         self._is_eager = False
+        # How many calls are not looked up, as hardly any was replayed of late; but for those with
+        # one of these layouts of the first argument.
+        self._resting = 0
+        self._waking: frozenset[Hashable] = frozenset()
         self._made = self._calls = 0
         # Whether there was a call that is not `_alone`: all ranks make the first one together,
         # whatever they make of it.
@@ -210,10 +206,14 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
-        if is_inside() or is_compiling():
+        if is_inside() or is_compiling() or self._is_eager:
             return self._function(*args, **kwargs)
-        if self._is_eager:
-            return self._function(*args, **kwargs)
+        if self._resting and not (
+            args and type(args[0]) is DTensor and args[0]._spec in self._waking
+        ):
+            self._resting -= 1
+            self._made += not is_alone()
+            return self._run(args, kwargs)
         if self._check and (own := self._of_this_rank()) is not self:
             return own(*args, **kwargs)
         alone = is_alone()
@@ -255,8 +255,7 @@ class Captured:
         self._calls += 1
         if self._layouts is None:  # the first call, which is recorded or run
             return False
-        calls = self._calls
-        return self._check is True or calls == _EARLY or calls & (min(calls, _RARELY) - 1) == 0
+        return self._check is True or is_sampled(self._calls)
 
     @contextmanager
     def _noting_layouts(self) -> Iterator[None]:
@@ -273,12 +272,13 @@ class Captured:
 
         `inside`: captured functions that it calls just run as well.
         """
-        first = not self._started and self._begins()
-        # What the first call executes is compared over ranks, also where some of them record it:
-        # then captured functions that it calls just run.
-        seen = self._noting_layouts() if first else uncompared()
-        with running_inside() if inside or first else running_alone(), seen:
-            outputs = self._function(*args, **kwargs)
+        if not self._started and self._begins():
+            # What the first call executes is compared over ranks, also where some of them record
+            # it: then captured functions that it calls just run.
+            with running_inside(), self._noting_layouts():
+                outputs = self._function(*args, **kwargs)
+        else:
+            outputs = run_uncompared(self._function, args, kwargs, inside)
         drop_lineage(outputs, (*args, *kwargs.values()))
         return outputs
 
@@ -291,9 +291,18 @@ class Captured:
         with self._lock:
             if self._programs and self._misses.wants_reason():
                 self._misses.explain(self._programs[0].why_not(call))
-            if not can_watch() or not self._misses.may_record(call.kind()):
-                return self._run(call.args, call.kwargs)
-            return self._record(call)
+            if can_watch() and self._misses.may_record(call.kind()):
+                return self._record(call)
+            if not self._check:  # where ranks vote at calls that all of them count
+                self._rest(call)
+        return self._run(call.args, call.kwargs)
+
+    def _rest(self, call: KeyedCall) -> None:
+        """Look up no calls for a while after one that just runs, if few are replayed."""
+        self._resting = self._misses.rest()
+        # Where programs are of such calls and of another state, none of them wakes it up.
+        known: Any = () if call.kind() in self._of_kind else self._of_kind
+        self._waking = frozenset([kind[1] for kind in known if len(kind) > 1])
 
     def _begins(self) -> bool:
         """Whether this is the first call, which all ranks make together."""
@@ -320,7 +329,8 @@ class Captured:
             self._refuse(error, call)
             return self._run(call.args, call.kwargs, inside=False)
         # All that the call begins with is remembered before the function can change any of it.
-        reads.start([(self._function, None), *_arguments(call)])
+        argument = Origin(None, "an argument", "")
+        reads.start([(self._function, None), *((value, argument) for value in met_in(call.flat))])
         watch = Watch(reads, self._unguarded)
         # Ranks may differ in when they record again, and comparing plain operands is collective.
         first = self._begins()
@@ -429,15 +439,6 @@ class Captured:
             raise changed_error(found, reads)
         self._changing = call.key
         return True
-
-
-def _arguments(call: KeyedCall) -> list[tuple[Any, Origin | None]]:
-    """What the arguments of a call lead to, for the walk."""
-    origin = Origin(None, "an argument", "")
-    # Of tensors their classes, which may be the user's.
-    classes = {type(value) for value in call.flat if isinstance(value, Tensor)}
-    found = [*outside_arguments(call.flat), *(one for one in classes if not is_library_class(one))]
-    return [(value, origin) for value in found]
 
 
 def capture(

@@ -19,8 +19,8 @@ MOST_PROGRAMS = 32
 _FREE_KINDS = 2
 # Of one kind: gradients and states of optimizers that are there later, arguments that are numbers.
 _FREE_OF_KIND = 16
-# A recording takes as long as 9 to 14 calls that run, a replay half as long as one.
-_REPLAYS_FOR_ONE = 32
+# A recording takes as long as 9 to 14 calls that run, a replay half as long as one or more.
+_REPLAYS_FOR_ONE = 64
 # For the first one; each further one takes twice as many. The first kinds may never come again.
 _RUNS_FOR_ONE = 256
 # A kind comes often if it makes such a part of the calls that miss, or has come so many times:
@@ -29,6 +29,18 @@ _OFTEN_PART, _OFTEN_COUNT = MOST_PROGRAMS, MOST_PROGRAMS
 _MOST_KINDS = 1024
 _NAMED_AT = 8
 _MOST_REASONS = 256
+# Looking for a program takes a twentieth of a small step, and a replay saves up to half of one: so
+# where fewer than one call in ten is replayed, most are not looked up. What a replay is worth, in
+# calls that are not replayed; and how many of these in a row it takes at most until calls rest.
+_WORTH, _MOST_WORTH = 10, 64
+_SHORTEST_REST, _RESTS = 8, 17
+# When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
+_EARLY, _RARELY = 3, 1024
+
+
+def is_sampled(calls: int) -> bool:
+    """Whether a call of this number is one of those that `check="sampled"` compares."""
+    return calls == _EARLY or calls & (min(calls, _RARELY) - 1) == 0
 
 
 class Misses:
@@ -44,6 +56,10 @@ class Misses:
         self.replays = 0
         self._runs = 0
         self._spent = 0
+        # Replays at the last miss, and what looking has brought since, see `_WORTH`.
+        self._seen = 0
+        self._worth = _MOST_WORTH
+        self._rest = self._turn = 0
         self._name = name
         self._reasons: Counter[str] = Counter()
         # By kind of call: how many missed, and how many were recorded.
@@ -84,6 +100,22 @@ class Misses:
         count = self._missed[kind]
         often = count * _OFTEN_PART >= self._total or count >= _OFTEN_COUNT
         return self._spent < paid and often
+
+    def rest(self) -> int:
+        """How many calls just run, after one that was not worth a recording, and are not looked up.
+
+        None while replays are as common as they have to be.
+        """
+        found, self._seen = self.replays - self._seen, self.replays
+        self._worth = min(self._worth + found * _WORTH, _MOST_WORTH) - 1 - self._rest
+        self._rest = 0
+        if self._worth <= 0:
+            self._worth = 0
+            # Another number each time: lengths of batches may come in turn.
+            self._turn = (self._turn + 7) % _RESTS
+            self._rest = _SHORTEST_REST + self._turn
+            self._runs += self._rest
+        return self._rest
 
     def wants_reason(self) -> bool:
         """Whether it matters why a call was not replayed, which takes a while to find out."""

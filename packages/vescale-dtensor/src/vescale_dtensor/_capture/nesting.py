@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import ClassVar
+from typing import Any
 
+from vescale_dtensor._layout.executed import silent
 from vescale_dtensor._tensor.lineage import pause
 
 # Context variables, as ranks of a simulation are threads of one process.
@@ -22,34 +24,42 @@ is_alone = _alone.get
 """Whether what runs may run on this rank alone."""
 
 
-class _Running:
-    """A block in which a variable is set, and no lineage of writes is noted.
+class running_inside:
+    """A block in which captured functions run as they are, and no lineage of writes is noted.
 
-    Other ranks may replay what runs in it, and a replay notes none. Two Python calls, as every call
-    that no program stands for comes here.
+    Other ranks may replay what runs in it, and a replay notes none.
     """
 
     __slots__ = ("_token",)
-    _variable: ClassVar[ContextVar[bool]]
 
     def __enter__(self) -> None:
-        self._token = self._variable.set(True)
+        self._token = _inside.set(True)
         pause.depth += 1
 
     def __exit__(self, *_: object) -> None:
         pause.depth -= 1
-        self._variable.reset(self._token)
+        _inside.reset(self._token)
 
 
-class running_inside(_Running):
-    """Run captured functions as they are in the block."""
+def run_uncompared(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], inside: bool = True
+) -> Any:
+    """Run a function where nothing is compared over ranks, as some of them replay what it does.
 
-    __slots__ = ()
-    _variable = _inside
+    No context manager: calls that no program stands for come here, and each Python call shows.
 
-
-class running_alone(_Running):
-    """Run a refused function in the block, which other ranks may replay."""
-
-    __slots__ = ()
-    _variable = _alone
+    Args:
+        function: it.
+        args: its arguments by position.
+        kwargs: and by name.
+        inside: whether captured functions in it run as they are; else they are replayed.
+    """
+    variable = _inside if inside else _alone
+    token, compared = variable.set(True), silent.set(True)
+    pause.depth += 1
+    try:
+        return function(*args, **kwargs)
+    finally:
+        pause.depth -= 1
+        silent.reset(compared)
+        variable.reset(token)

@@ -84,10 +84,17 @@ def tensors_in(outputs: Any) -> list[Tensor]:
 
 def drop_lineage(outputs: Any, given: Sequence[Any]) -> None:
     """Leave outputs as a replay does: ranks may differ in when they record again."""
+    plain = LEAVES.issuperset(map(type, given))
+    if plain and type(outputs) is DTensor:  # most often, and every call that just runs comes here
+        for one in given:
+            if one is outputs:
+                return
+        outputs._lineage = 0
+        return
     found = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
     made = [one for one in found if isinstance(one, DTensor) and one._lineage]
     # An argument that is returned keeps its own: it is the caller's.
-    kept = set(map(id, given if LEAVES.issuperset(map(type, given)) else tensors_in(list(given))))
+    kept = set(map(id, given if plain else tensors_in(list(given))))
     for value in made:
         if id(value) not in kept:
             value._lineage = 0
