@@ -29,7 +29,7 @@ def used_programs_stay(rank, world_size):
             captured(often)
             captured(spread(rows(size, 5), Replicate()))
     # The first two kinds; 71 replays would pay for two more, and no other kind comes again.
-    assert recordings(captured) <= 2 + 71 // 64
+    assert recordings(captured) <= 2 + 71 // 32
     known = captured.programs
     captured(often)
     assert captured.programs[0] in known
@@ -92,7 +92,7 @@ def changing_shapes_hold_no_memory(rank, world_size):
     assert more <= objects * 1.01 + 300 * (after - programs)
     # Of a hundred shapes in turn, programs of a few are kept, and paid for by what they save.
     misses = captured._misses
-    assert recordings(captured) <= 2 + misses.replays // 64 + 3
+    assert recordings(captured) <= 2 + misses.replays // 32 + 3
     assert recordings(captured) + misses.replays < 3000
 
 
@@ -134,7 +134,7 @@ def state_that_changes_for_good_is_recorded_anew(rank, world_size):
             x = batches[step % len(batches)]
             assert torch.equal(captured(x).to_local(), x.to_local() * settings["rate"])
     assert captured._misses.replays > before
-    assert recordings(captured) <= 2 * 2 + 3 + captured._misses.replays // 64
+    assert recordings(captured) <= 2 * 2 + 3 + captured._misses.replays // 32
 
 
 def sampled_checks_compare_some_calls(rank, world_size):

@@ -19,8 +19,8 @@ MOST_PROGRAMS = 32
 _FREE_KINDS = 2
 # Of one kind: gradients and states of optimizers that are there later, arguments that are numbers.
 _FREE_OF_KIND = 16
-# A recording takes as long as 9 to 14 calls that run, a replay half as long as one or more.
-_REPLAYS_FOR_ONE = 64
+# A recording takes as long as 9 to 14 calls that run, a replay half as long as one.
+_REPLAYS_FOR_ONE = 32
 # For the first one; each further one takes twice as many. The first kinds may never come again.
 _RUNS_FOR_ONE = 256
 # A kind comes often if it makes such a part of the calls that miss, or has come so many times:
@@ -30,9 +30,9 @@ _MOST_KINDS = 1024
 _NAMED_AT = 8
 _MOST_REASONS = 256
 # Looking for a program takes a twentieth of a small step, and a replay saves up to half of one: so
-# where fewer than one call in ten is replayed, most are not looked up. What a replay is worth, in
+# where fewer than one call in seven is replayed, most are not looked up. What a replay is worth, in
 # calls that are not replayed; and how many of these in a row it takes at most until calls rest.
-_WORTH, _MOST_WORTH = 10, 64
+_WORTH, _MOST_WORTH = 6, 64
 _SHORTEST_REST, _RESTS = 8, 17
 # When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
 _EARLY, _RARELY = 3, 1024
