@@ -24,6 +24,7 @@ FEW = [
     ("transformers", "Trainer, microbatches, smoothed labels", "pp=2, dp=2"),
     ("transformers", "Trainer, microbatches, own loss", "dp=2, tp=2"),
     ("accelerate", "Accelerator, resumed", "dp=2, tp=2"),
+    ("accelerate", "Accelerator, rank by rank", "dp=2, tp=2"),
     ("lightning", "Trainer", "dp=4, zero=3"),
     ("peft", "LoRA", "dp=2, tp=2"),
 ]

@@ -1,11 +1,13 @@
-"""accelerate: accumulation, clipping, metrics, checkpoints."""
+"""accelerate: accumulation, clipping, metrics, checkpoints, what single ranks do."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from ecosystem_models import classifier, points
 from ecosystem_runs import Found, Run, parameters
 from torch.nn import functional as F
@@ -91,10 +93,37 @@ def with_bf16(run: Run) -> Found:
     return {"losses": epoch(here, model, *rest)}
 
 
+def by_ranks(run: Run) -> Found:
+    """What one rank does for all others, and what one rank decides for all."""
+    here, *_ = made(run)
+    last = run.mesh is None or dist.get_rank() == dist.get_world_size() - 1
+    calls, data = run.folder / "calls", run.folder / "data"
+
+    @here.on_main_process
+    def note(word: str) -> None:
+        with calls.open("a") as file:
+            file.write(word)
+
+    note("a")
+    PartialState().on_main_process(note)("b")
+    with here.main_process_first():
+        if here.is_main_process:
+            time.sleep(0.2)
+            data.write_text("made")
+        read = data.read_text()
+    told = [here.check_trigger()]
+    if last:
+        here.set_trigger()
+    told += [here.check_trigger(), here.check_trigger()]
+    here.wait_for_everyone()
+    return {"calls": calls.read_text(), "read": read, "told": told}
+
+
 LIMITS = {"Accelerator, bf16": 1e-2}
 CASES = {
     "Accelerator": training,
     "Accelerator, resumed": resuming,
     "Accelerator, a stream": streaming,
+    "Accelerator, rank by rank": by_ranks,
     "Accelerator, bf16": with_bf16,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ecosystem_models import classifier, points
 from ecosystem_runs import Found, Run, parameters
 from lightning import Fabric, LightningModule, Trainer
@@ -58,6 +59,9 @@ def with_fabric(run: Run) -> Found:
     here.load(path, {"model": model, "optimizer": optimizer, "epoch": 0})
     torch.manual_seed(4)
     epoch()
+    # As early stopping asks: what one rank finds counts for all.
+    first = run.mesh is None or dist.get_rank() == 0
+    found["stop"] = here.strategy.reduce_boolean_decision(first, all=False)
     return {**found, **parameters(model)}
 
 

@@ -37,6 +37,15 @@ def barrier() -> None:
         dist.barrier()
 
 
+def decided(decision: bool, *, every: bool) -> bool:
+    """Return what the ranks decide together: whether all do, or any. Collective."""
+    if not dist.is_initialized():
+        return decision
+    told: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, decision)
+    return all(told) if every else any(told)
+
+
 def is_parallel(model: nn.Module) -> bool:
     """Return whether a model has distributed parameters."""
     return any(isinstance(one, DTensor) for one in model.parameters())

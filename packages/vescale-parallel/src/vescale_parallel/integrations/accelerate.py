@@ -12,7 +12,7 @@ device, and are read on any mesh.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from vescale_parallel._errors import ParallelError
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
+    decided,
     is_parallel,
     loading_whole,
     local_rank,
@@ -54,7 +55,45 @@ def one_process(**options: Any) -> Any:
     state.distributed_type, state.num_processes = DistributedType.NO, 1
     state.process_index = rank()
     state.local_process_index = local_rank()
+    # One process is the main one for accelerate, and waits for nobody. There are more, which go by
+    # what all its states share: so trackers and `main_process_first` do, too.
+    vars(state).update(_AS_RANKS)
     return state
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What ranks call in place of a function of another rank."""
+
+
+def _on_first(function: Any) -> Any:
+    return function if rank() == 0 else _nothing
+
+
+def _on_local_first(function: Any) -> Any:
+    return function if local_rank() == 0 else _nothing
+
+
+def _on_process(function: Any = None, process_index: int | None = None) -> Any:
+    if function is None:
+        return partial(_on_process, process_index=process_index)
+    return function if rank() == process_index else _nothing
+
+
+def _on_local_process(function: Any = None, local_process_index: int | None = None) -> Any:
+    if function is None:
+        return partial(_on_local_process, local_process_index=local_process_index)
+    return function if local_rank() == local_process_index else _nothing
+
+
+_AS_RANKS = {
+    "on_main_process": _on_first,
+    # The last of one process is the first.
+    "on_last_process": _on_first,
+    "on_local_main_process": _on_local_first,
+    "on_process": _on_process,
+    "on_local_process": _on_local_process,
+    "wait_for_everyone": barrier,
+}
 
 
 class OneProcess:
@@ -99,6 +138,13 @@ class OneProcess:
         """Wait until all ranks are here."""
         barrier()
 
+    def check_trigger(self) -> bool:
+        """Return whether any rank has called `set_trigger` since this was last true. Collective."""
+        found = decided(self.flag_tensor is not None and bool(self.flag_tensor), every=False)
+        if found:
+            self.flag_tensor = None
+        return found
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the state of one device, on the CPU of rank 0; elsewhere empty. Collective."""
         base: Any = super()
@@ -134,6 +180,7 @@ class OneProcess:
             state.process_index = index
 
     if TYPE_CHECKING:
+        flag_tensor: Any
         state: Any
         _optimizers: list[Any]
         register_load_state_pre_hook: Any

@@ -29,6 +29,7 @@ from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
+    decided,
     inner,
     is_parallel,
     loading_whole,
@@ -89,6 +90,10 @@ class OneProcess:
         box = [obj]
         torch.distributed.broadcast_object_list(box, src)
         return box[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks decide so, or any: whether to stop early, say. Collective."""
+        return decided(bool(decision), every=all)
 
     def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Return global plain tensors."""
