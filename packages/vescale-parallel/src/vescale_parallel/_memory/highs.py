@@ -22,7 +22,7 @@ def has_highs() -> bool:
     return found and importlib.util.find_spec("scipy.optimize") is not None
 
 
-class _Model:
+class Model:
     """Rows and bounds of a mixed integer program, put together one by one."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def highs_layout(
     Each such pair has a binary: which of the two lies below.
     """
     unit = min((one for one in sizes if one), default=1)
-    model = _Model()
+    model = Model()
     top = model.variable(0, upper / unit, cost=1)
     places = [model.variable(0, (upper - one) / unit) for one in sizes]
     for place, size in zip(places, sizes, strict=True):
@@ -116,7 +116,7 @@ def by_highs(items: Items, upper: int, floor: int, deadline: float) -> Found:
     count = len(items.groups)
     if count > _ITEMS or any(len(group) > 1 for group in items.groups):
         return Found(None, upper, proven=False)
-    model = _Model()
+    model = Model()
     unit = max(1, upper)
     peak = model.variable(max(floor, items.live) / unit, 1, cost=1)
     ran = [[model.variable(0, 1, whole=True) for _ in range(count)] for _ in range(count)]
@@ -143,9 +143,7 @@ def by_highs(items: Items, upper: int, floor: int, deadline: float) -> Found:
     return Found(tuple(order), reached, proven=False)
 
 
-def _levels(
-    model: _Model, items: Items, ran: Sequence[Sequence[int]], peak: int, unit: int
-) -> None:
+def _levels(model: Model, items: Items, ran: Sequence[Sequence[int]], peak: int, unit: int) -> None:
     """Rows that hold the peak above what lives at each step."""
     count = len(ran)
     for step in range(count):

@@ -17,6 +17,7 @@ from vescale_parallel._memory.program import Program, checked_order
 from vescale_parallel._memory.reach import Reach, segments
 from vescale_parallel._memory.search import Found, Items, searched
 from vescale_parallel._memory.simulated import Profile, Running, profile
+from vescale_parallel._memory.whole import whole_order
 
 _BOUNDS: Final = 10  # bounds that are tried between the lower bound and the best peak
 _WINDOWS: Final = (12, 24, 48, 96)  # operations of a ring
@@ -62,6 +63,15 @@ def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) ->
     complete = planner.complete or proven
     checked_order(of, planner.order)
     return Ordered(planner.order, planner.best, bound, planner.peaks, complete)
+
+
+def ordered_whole(of: Program, *, deadline: float) -> Ordered:
+    """Find an order by one integer program; program order if that finds no better one in time."""
+    reach = Reach(of)
+    planner = _Planner(of, reach.lower_bound(), deadline)
+    planner.offer("integer program", whole_order(of, reach, deadline))
+    complete = planner.complete and not planner.late
+    return Ordered(planner.order, planner.best, planner.floor, planner.peaks, complete)
 
 
 class _Planner:
