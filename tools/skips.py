@@ -31,6 +31,7 @@ FEWER = (r"needs \d+ (GPUs|CUDA devices).*", r"needs 7 GB of free memory on the 
 NATURE = (
     r"`Function\.apply` is Python in this torch",
     r"this torch has no Muon",
+    r"torch knows no \w+ before \d+\.\d+",
     r"the interpreter rounds to fp8 in numpy, which has no such dtype",
     r"an interpreted kernel is not compiled",
     r"nobody wrote this layout by hand",
