@@ -25,7 +25,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
 from vescale_dtensor._tensor.copied_views import mark_alias
-from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
 from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.call_site import call_site
@@ -149,7 +149,7 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
         layout = self._spec.layout
         note_plain(shard=layout.replicated != layout.active)
     elif grad_placements is None and not (
-        self._may_have_hidden_node or self._local_tensor.requires_grad
+        self._local_tensor.requires_grad or may_have_hidden_node(self)
     ):
         # `conversion.to_local` written out where autograd has nothing to type.
         local_escaped(self)
@@ -218,7 +218,7 @@ def from_torch(tensor: Tensor) -> DTensor:
 def _get_requires_grad(self: DTensor) -> bool:
     # C++ may know better than the local tensor: a custom Function's output is not joined to the
     # local graph before its first use.
-    if self._may_have_hidden_node:
+    if may_have_hidden_node(self):
         return function_bridge.wants_gradient(self)
     return self._local_tensor.requires_grad
 

@@ -34,7 +34,7 @@ from vescale_dtensor._autograd.reentrant_checkpoint import (
 from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import Spec
-from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
 from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import (
     apply_code,
@@ -78,7 +78,7 @@ _running: list[None] = []
 
 def node_of(tensor: DTensor) -> Any:
     """See `DTensor.grad_fn`: a Function's own node, or a stand-in for the local tensor's."""
-    if tensor._may_have_hidden_node:
+    if may_have_hidden_node(tensor):
         node = hidden_node(tensor)
         if node is not None:
             # Code that reads `grad_fn` may hook the node (modules do), and a hook has to get the
@@ -98,7 +98,7 @@ def node_of(tensor: DTensor) -> Any:
 def is_leaf(tensor: DTensor) -> bool:
     """See `DTensor.is_leaf`: false also for a Function's output that is not bridged yet."""
     leaf: bool = tensor._local_tensor.is_leaf
-    return leaf and not (tensor._may_have_hidden_node and hidden_node(tensor) is not None)
+    return leaf and not (may_have_hidden_node(tensor) and hidden_node(tensor) is not None)
 
 
 def wants_gradient(tensor: DTensor) -> bool:
@@ -207,13 +207,18 @@ def _released(output: Tensor) -> Tensor:
     If the bridge referred to the output itself, there would be a cycle: the output owns its new
     local tensor, whose node is the bridge. As it is, graph -> holder -> hidden node is one chain,
     and output -> local tensor -> graph another.
+
+    Where C++ had saved the output, it hands out the holder from then on (a checkpoint that runs its
+    part again), and that may be used, too. It keeps its node, which two bridges then lead to.
     """
+    if getattr(output, "_holds_node", False):
+        return output
     with torch.no_grad():
         if isinstance(output, DTensor):
             holder: Any = wrap(output._local_tensor.detach(), output._spec)
             # While `apply` has not returned, it is the holder that the caller gets of a tensor that
             # the Function has written to.
-            holder._may_have_hidden_node = True
+            holder._may_have_hidden_node = holder._holds_node = True
         else:
             holder = output.detach()
     # Where C++ refuses the swap (it holds one of the two), a cycle is the lesser evil: the garbage

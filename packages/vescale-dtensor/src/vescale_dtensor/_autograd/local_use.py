@@ -16,7 +16,7 @@ from vescale_dtensor._autograd.uses import (
     fork_local,
 )
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node
 from vescale_dtensor._torch.compat import hook_own_gradient
 
 
@@ -93,9 +93,7 @@ def join_hidden_node(tensor: DTensor) -> None:
     Raises:
         UnsupportedError: the Function had inputs to which no gradient can be led back.
     """
-    # True of every wrapper made without grad, since the forward of a Function runs so; false after
-    # the first look at what C++ knows of the wrapper, which costs about as much as an op.
-    if tensor._may_have_hidden_node:
+    if may_have_hidden_node(tensor):
         tensor._attach_function_node()
 
 

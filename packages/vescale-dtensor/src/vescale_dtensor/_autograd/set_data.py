@@ -17,7 +17,7 @@ from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
-from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
 from vescale_dtensor._tensor.lineage import note_assigned
 from vescale_dtensor._tensor.state import data_written, local_escaped, local_replaced
 from vescale_dtensor._torch.compat import (
@@ -164,7 +164,7 @@ def set_requires_grad(tensor: DTensor, requires_grad: bool = True) -> DTensor:
     Raises:
         RuntimeError: False, for a tensor that an op or a custom autograd.Function made.
     """
-    if tensor._may_have_hidden_node and hidden_node(tensor) is not None:
+    if may_have_hidden_node(tensor) and hidden_node(tensor) is not None:
         # No leaf, although its local tensor is one until the first use: torch answers.
         mirror_requires_grad(tensor, requires_grad)
         return tensor

@@ -13,7 +13,7 @@ for equal calls, or find nothing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -59,6 +59,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
+    any_requires_grad,
     close_memory,
     dispatch_modes,
     forward_grad_enabled,
@@ -89,14 +90,17 @@ def torch_function(
     if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
         first, second = args
         local, other = first._local_tensor, second._local_tensor
-        if (
-            not forward_grad_enabled()
-            or first._may_have_hidden_node
-            or second._may_have_hidden_node
-        ):
-            table = _NO_TABLE if is_grad_enabled() else _table_outside_autograd(args)
-        elif local.requires_grad or other.requires_grad:
-            table = GRAD_RECORDED if is_grad_enabled() else _table_outside_autograd(args)
+        if local.requires_grad or other.requires_grad:
+            # `_table_for` written out, where both of them do.
+            usual = (
+                is_grad_enabled()
+                and (local.requires_grad and other.requires_grad)
+                and not (first._may_have_hidden_node or second._may_have_hidden_node)
+                and forward_grad_enabled()
+            )
+            table = GRAD_RECORDED if usual else _table_for(args)
+        elif is_grad_enabled() and any_requires_grad(first, second):
+            table = _NO_TABLE  # a custom Function has returned one of them
         else:
             known = binary_cache.get((func, first._spec, second._spec))
             if known is not None:
@@ -123,16 +127,12 @@ def torch_function(
     if len(args) == 1 and not kwargs:
         (first,) = args
         # `table_for_operand` written out.
-        if first._may_have_hidden_node or not forward_grad_enabled():
-            table = table_for_operand(first)
-        elif not first._local_tensor.requires_grad:
-            table = GRAD_IDLE
-        elif is_grad_enabled():
-            table = GRAD_RECORDED
+        if first._local_tensor.requires_grad:
+            usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
+            table = GRAD_RECORDED if usual else table_for_operand(first)
         else:
-            if first._stray_grad_guard is None:
-                local_outside_autograd(first)
-            table = NO_GRAD
+            hidden = is_grad_enabled() and any_requires_grad(first)
+            table = _NO_TABLE if hidden else GRAD_IDLE
         compiled = table.get((func, first._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first)
     return _call_with_other(func, args, kwargs or {})
@@ -205,14 +205,10 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     last: Any = type(third)
     if third is None:
         # `_table_for` of two operands without its loop: a linear layer without bias.
-        table, last = _NO_TABLE, None
-        if not (
-            is_grad_enabled() and (first._may_have_hidden_node or second._may_have_hidden_node)
-        ):
-            table = table_for_operand(first)
-            if table is not GRAD_RECORDED:
-                other = table_for_operand(second)  # asked in any case: it guards a leaf's gradient
-                table = other if table is GRAD_IDLE else table
+        table, last = table_for_operand(first), None
+        other = table_for_operand(second)  # asked in any case: it guards a leaf's gradient
+        if table is GRAD_IDLE or other is _NO_TABLE:
+            table = other
     elif last is DTensor:
         table, last = _table_for([first, second, third]), third._spec
     elif last in NUMBERS and func in scalar_agnostic:
@@ -255,12 +251,11 @@ def call_with_values(
         named: the named ones.
     """
     # `table_for_operand` written out.
-    if first._may_have_hidden_node or not forward_grad_enabled():
-        table = table_for_operand(first)
-    elif not first._local_tensor.requires_grad:
-        table = GRAD_IDLE
+    if first._local_tensor.requires_grad:
+        usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
+        table = GRAD_RECORDED if usual else table_for_operand(first)
     else:
-        table = GRAD_RECORDED if is_grad_enabled() else table_for_operand(first)
+        table = _NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
     try:
         compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash
@@ -272,14 +267,15 @@ def call_with_values(
 
 def table_for_operand(first: DTensor) -> CallTable:
     """The table for a call of one DTensor; an empty one if it may have a hidden node."""
-    usual = not first._may_have_hidden_node and forward_grad_enabled()
-    wanted = first._local_tensor.requires_grad
-    if usual and not wanted:
-        return GRAD_IDLE
+    if not first._local_tensor.requires_grad:
+        # What autograd does not record gives what it knows nothing of. A custom Function may return
+        # any tensor, also one that was never touched in its forward: C++ has marked it then.
+        return _NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
     if is_grad_enabled():
+        usual = not first._may_have_hidden_node and forward_grad_enabled()
         return GRAD_RECORDED if usual else _NO_TABLE
     # `_table_outside_autograd` written out: optimizers ask each parameter for its dtype.
-    if wanted and first._stray_grad_guard is None:
+    if first._stray_grad_guard is None:
         local_outside_autograd(first)
     return NO_GRAD
 
@@ -383,24 +379,24 @@ def _known_totals(value: Any) -> Any:
     return value
 
 
-def _table_for(operands: list[DTensor]) -> CallTable:
+def _table_for(operands: Sequence[DTensor]) -> CallTable:
     """The table for the autograd state of a call. Joins hidden nodes of its operands.
 
     Raises:
         UnsupportedError: see `join_hidden_node`.
     """
     if not is_grad_enabled():
-        # As where grad mode is on: what requires no grad, and is in no Function's forward, gives
-        # what autograd knows nothing of.
-        idle = forward_grad_enabled() and not any(
-            [o._may_have_hidden_node or o._local_tensor.requires_grad for o in operands]
-        )
+        # As where grad mode is on: what requires no grad gives what autograd knows nothing of.
+        idle = not any([operand._local_tensor.requires_grad for operand in operands])
         return GRAD_IDLE if idle else _table_outside_autograd(operands)
     if not forward_grad_enabled():
         return _NO_TABLE
     found = GRAD_IDLE
     for operand in operands:
-        if operand._may_have_hidden_node:
+        # `may_have_hidden_node` written out.
+        if operand._may_have_hidden_node or (
+            not operand._local_tensor.requires_grad and any_requires_grad(operand)
+        ):
             join_hidden_node(operand)
         if operand._local_tensor.requires_grad:
             found = GRAD_RECORDED

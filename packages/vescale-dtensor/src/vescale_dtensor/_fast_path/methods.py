@@ -31,7 +31,11 @@ from vescale_dtensor._fast_path.lookup import (
 )
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import dispatch_modes, forward_grad_enabled
+from vescale_dtensor._torch.compat import (
+    any_requires_grad,
+    dispatch_modes,
+    forward_grad_enabled,
+)
 from vescale_dtensor._torch.untraced import is_compiling
 
 # Method -> the function that torch passes to `__torch_function__` for it, which is in the keys.
@@ -151,12 +155,13 @@ def _with_values(name: str) -> Callable[..., Any]:
         ):
             return func(self, *values, **named)
         # `table_for_operand` written out.
-        if self._may_have_hidden_node or not forward_grad_enabled():
+        if self._local_tensor.requires_grad:
+            usual = is_grad_enabled() and not self._may_have_hidden_node and forward_grad_enabled()
+            table = GRAD_RECORDED if usual else table_for_operand(self)
+        elif is_grad_enabled() and any_requires_grad(self):
             table = table_for_operand(self)
-        elif not self._local_tensor.requires_grad:
-            table = GRAD_IDLE
         else:
-            table = GRAD_RECORDED if is_grad_enabled() else table_for_operand(self)
+            table = GRAD_IDLE
         if not (values or named):
             compiled = table.get((func, self._spec))
             if compiled is not None:

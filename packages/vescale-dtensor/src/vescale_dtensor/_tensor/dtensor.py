@@ -24,6 +24,7 @@ from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.protocol import ShardLayout, shard_layout
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._torch.compat import (
+    any_requires_grad,
     close_memory,
     forward_grad_enabled,
     join_foreach,
@@ -84,8 +85,11 @@ class DTensor(torch.Tensor):
     # Whether a checkpoint stored this as its input and has handed it out again; see
     # `answer_below_overrides` in `_autograd/function_bridge.py`.
     _from_checkpoint: bool = False
+    # Whether a bridge keeps this for its hidden node; see `_released` there.
+    _holds_node: bool = False
     # Whether this was made or changed in the forward of a custom autograd.Function, after which C++
-    # may have given the wrapper a node that the local tensor lacks.
+    # may have given the wrapper a node that the local tensor lacks. Not the only such tensors: see
+    # `may_have_hidden_node`.
     _may_have_hidden_node: bool
 
     __new__ = new_wrapper
@@ -196,6 +200,18 @@ class DTensor(torch.Tensor):
 
         @staticmethod
         def from_torch(tensor: Tensor) -> DTensor: ...
+
+
+def may_have_hidden_node(tensor: DTensor) -> bool:
+    """Whether C++ may have given the wrapper an autograd node that its local tensor lacks.
+
+    A custom autograd.Function may return any tensor, also one that its forward did not touch, and
+    C++ tells nobody. Only its flag shows it, which is else that of the local tensor. It is not
+    looked for where the local tensor has a history: see docs/limits.md.
+    """
+    return tensor._may_have_hidden_node or (
+        not tensor._local_tensor.requires_grad and any_requires_grad(tensor)
+    )
 
 
 def wrap(local: Tensor, spec: Spec) -> DTensor:

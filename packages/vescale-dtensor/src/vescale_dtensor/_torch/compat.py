@@ -184,6 +184,12 @@ def marked_to_want_gradients(wrapper: Tensor) -> bool:
         return bool(_requires_grad.__get__(wrapper))
 
 
+any_requires_grad: Any = getattr(
+    torch._C, "_any_requires_grad", lambda *wrappers: any(map(marked_to_want_gradients, wrappers))
+)
+"""`any_requires_grad(*wrappers)`: whether C++ has marked one of them; costs 0.1 us."""
+
+
 _output_number: Any = torch._C.TensorBase.output_nr
 
 

@@ -51,3 +51,8 @@ def both_forms(names: str, rule: Rule) -> dict[Callable[..., Any], Rule]:
 def getter(name: str) -> Any:
     """The getter of a tensor property, as `__torch_function__` sees it."""
     return getattr(torch.Tensor, name).__get__
+
+
+def setter(name: str) -> Any:
+    """The setter of a tensor property, as `__torch_function__` sees it."""
+    return getattr(torch.Tensor, name).__set__

@@ -17,7 +17,7 @@ from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
 from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
 
@@ -54,7 +54,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         note_numbers(mesh, "dropout", {"p": p})
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
     # hidden node has to be joined to the graph.
-    if not (inplace or observers or input._spec.layout.partial or input._may_have_hidden_node):
+    if not (inplace or observers or input._spec.layout.partial or may_have_hidden_node(input)):
         return _dropped_without_plan(input, p, compared)
     result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
     return input.copy_(result) if inplace else result

@@ -13,7 +13,7 @@ from vescale_dtensor._autograd import backward as backward_pass
 from vescale_dtensor._autograd import hooks
 from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of
 from vescale_dtensor._autograd.set_data import set_requires_grad
-from vescale_dtensor._ops.common.functions import entries, functions, getter
+from vescale_dtensor._ops.common.functions import entries, functions, getter, setter
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import detach_own, without_overrides
@@ -58,7 +58,7 @@ def _is_same_size(self: Tensor, other: Tensor) -> bool:
 _OWN = """
 _local_tensor _spec _may_have_hidden_node _use_aliases _leaf_gradient _grad_of _part_of
 _cached_redistribution _local_escaped _stray_grad_guard _function_node _retain_grad_hook
-_retained_grad _view_copy_of _way_back _memory _from_checkpoint
+_retained_grad _view_copy_of _way_back _memory _from_checkpoint _holds_node
 """
 
 
@@ -142,6 +142,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     getter("requires_grad"): lambda self: self.requires_grad,
     getter("retains_grad"): lambda self: self._retain_grad_hook is not None,
     getter("grad_fn"): lambda self: self.grad_fn,
+    # C++ drops the hooks of what a custom Function wrote to (`mark_dirty`), before `apply` returns.
+    setter("_backward_hooks"): _of_wrapper(setter("_backward_hooks")),
     torch.result_type: _result_type,
     torch.Tensor.type: _type,
     torch.Tensor.pin_memory: _pinned,
