@@ -26,7 +26,8 @@ _NO_MEMORY = (
     "{} of a DTensor: it has no memory of its own. Use x.to_local() for this rank's piece or "
     "x.full_tensor() for the whole. vescale_ckpt.save and torch.distributed.checkpoint.save write "
     "sharded tensors; in the background vescale_ckpt.async_save does, and torch's async_save takes "
-    "vescale_dtensor.state_dict.as_torch(state)."
+    "vescale_dtensor.state_dict.as_torch(state). What saves as one device does (save_pretrained) "
+    "takes state_dict=vescale_dtensor.state_dict.full_state_dict(model)."
 )
 _FORWARD_AD = "_make_dual _unpack_dual _fw_primal"
 _DOORS = """
