@@ -49,7 +49,7 @@ def written(found, version):
 
 
 def main():
-    from stale_kinds_users import KINDS
+    from stale_kinds_switches import KINDS
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ import vescale_dtensor as vd
 from capture_guards import rows, spread
 from rotation import rotating
 from stale_holders import HOLDERS
-from stale_kinds_users import KINDS
+from stale_kinds_switches import KINDS
 from stale_kinds_world import MAY_BE_LACKING
 from torch.utils._pytree import tree_flatten
 from vescale_comm.testing import run

@@ -25,7 +25,7 @@ _STDLIB = f"{Path(sysconfig.get_path('stdlib')).as_posix()}/"
 _SITE = ("site-packages", "dist-packages")
 _OURS = tuple(f"vescale_{name}" for name in ("rng", "comm", "dtensor", "parallel", "ckpt"))
 _STATEFUL_TORCH = ("nn/modules/", "nn/utils/", "optim/", "amp/", "distributions/")
-_OF_TORCH = ("nn", "optim", "amp", "cuda.amp", "distributions", "utils.data")
+_OF_TORCH = ("nn", "optim", "amp", "backends", "cuda.amp", "distributions", "utils.data")
 _STATEFUL_MODULES = tuple(f"torch.{n}" for n in _OF_TORCH)
 # What of torch runs ops, finds devices and ranks: instances of its classes count as constant.
 _PARTS_OF_TORCH = (

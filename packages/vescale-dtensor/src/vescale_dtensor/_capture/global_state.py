@@ -9,7 +9,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled
+from torch import (
+    get_autocast_dtype,
+    get_default_dtype,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+)
 from torch.overrides import has_torch_function_unary
 from vescale_rng import policy
 
@@ -22,7 +27,7 @@ _DEVICE_TYPES = ("cpu", "cuda")
 _OFF = (False, torch.bfloat16, False, torch.float16, True)
 
 Autocast = tuple[Any, ...]
-"""Enabled and dtype for each device type, then whether casts are cached."""
+"""Enabled and dtype for each device type, whether casts are cached, whether any is enabled."""
 
 
 class GlobalState(NamedTuple):
@@ -30,7 +35,7 @@ class GlobalState(NamedTuple):
 
     Attributes:
         grad, inference: modes.
-        autocast: see `Autocast`; None where it is off.
+        autocast: see `Autocast`; None where it is off, with the dtypes that torch has.
         dtype: torch's default dtype.
         device: torch's default device, where one was set.
         policy: of vescale_rng.
@@ -55,8 +60,13 @@ def global_state() -> tuple[Any, ...]:
     return (
         is_grad_enabled(),
         is_inference_mode_enabled(),
-        # Asked at every call: one question where autocast is off, in place of five.
-        autocast_state() if any_autocast() else None,
+        # Asked at every call: where autocast is as torch has it, three questions in place of five.
+        # Where it is off, regions without a dtype of their own begin with the one that was set.
+        autocast_state()
+        if any_autocast()
+        or get_autocast_dtype("cpu") is not _OFF[1]
+        or get_autocast_dtype("cuda") is not _OFF[3]
+        else None,
         get_default_dtype(),
         # Asked of no tensor: only a mode answers, and a default device is one.
         torch.get_default_device() if has_torch_function_unary(None) else None,
@@ -73,7 +83,7 @@ def backend_flags() -> tuple[Any, ...]:
     cudnn: Any = torch.backends.cudnn
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _matmul_precision(),
         cuda.math_sdp_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
@@ -84,6 +94,14 @@ def backend_flags() -> tuple[Any, ...]:
     )
 
 
+def _matmul_precision() -> str | None:
+    """The precision of float32 products; None where backends have been given one each."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch does not tell then
+        return None
+
+
 def autocast_state() -> Autocast:
     """The state of autocast."""
     return (
@@ -92,7 +110,13 @@ def autocast_state() -> Autocast:
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.is_autocast_cache_enabled(),
+        any_autocast(),  # of other devices, too
     )
+
+
+def is_off(state: Autocast | None) -> bool:
+    """Whether autocast casts nothing."""
+    return not state or not (state[0] or state[2])
 
 
 def set_autocast(*state: Any) -> None:
@@ -101,7 +125,7 @@ def set_autocast(*state: Any) -> None:
     for index, device_type in enumerate(_DEVICE_TYPES):
         torch.set_autocast_enabled(device_type, state[2 * index])
         torch.set_autocast_dtype(device_type, state[2 * index + 1])
-    torch.set_autocast_cache_enabled(state[-1])
+    torch.set_autocast_cache_enabled(state[2 * len(_DEVICE_TYPES)])
 
 
 def leave_autocast(*state: Any) -> None:

@@ -211,9 +211,17 @@ def slots_of(cls: type) -> dict[str, Any]:
     return found
 
 
+def fields_in_c(value: Any) -> tuple[str, ...]:
+    """What an object has beside its namespace: `errno` of an exception, `encoding` of a stream.
+
+    Not how an exception came by.
+    """
+    cls: Any = type(value)
+    return _fields_in_c(cls)
+
+
 @functools.lru_cache(maxsize=1024)
-def fields_in_c(cls: type) -> tuple[str, ...]:
-    """What an exception has beside its namespace: `errno`, `__cause__`; not what it came by."""
+def _fields_in_c(cls: type) -> tuple[str, ...]:
     found = (n for base in cls.__mro__ for n, v in vars(base).items() if type(v) in _FIELDS_IN_C)
     return tuple(sorted(set(found) - {"__dict__", "__class__", "__traceback__", "__weakref__"}))
 

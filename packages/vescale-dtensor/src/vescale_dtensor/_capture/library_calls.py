@@ -34,7 +34,7 @@ _OF_NUMPY = ("/numpy/_core/arrayprint.py", "/numpy/_core/_ufunc_config.py")
 # Not what these call, which sets some for a while.
 _PRINTING = frozenset(
     {"geterr", "get_printoptions", "_array_str_implementation", "_array_repr_implementation"}
-    | {"array2string", "getbufsize", "seterr", "set_printoptions", "setbufsize"}
+    | {"geterrcall", "array2string", "getbufsize", "seterr", "set_printoptions", "setbufsize"}
 )
 
 
@@ -45,6 +45,7 @@ def _codes(*functions: Any) -> dict[int, str]:
 
 _FAST_PATH = _codes(torch.backends.mha.get_fastpath_enabled)
 _THREAD = _codes(threading.current_thread)
+_MAIN_THREAD = _codes(threading.main_thread)
 _THREADS = _codes(threading.active_count, threading.enumerate)
 _PROCESS = _codes(current_process)
 _IMPORTS = _codes(importlib.import_module)
@@ -75,7 +76,9 @@ def guarded_by_code(code: CodeType) -> Callable[[], Any] | None:
     if key in _FAST_PATH:
         return torch.backends.mha.get_fastpath_enabled
     if key in _THREAD:
-        return _thread_state
+        return partial(_state_of, threading.current_thread)
+    if key in _MAIN_THREAD:
+        return partial(_state_of, threading.main_thread)
     if key in _THREADS:
         return _threads
     if key in _PROCESS:
@@ -121,9 +124,9 @@ def unsteady_call(frame: FrameType) -> str | None:
     return name if caller is not None and kind_of_code(caller.f_code) == USER else None
 
 
-def _thread_state() -> Any:
-    """What code may ask of its thread; not streams and locks."""
-    thread = threading.current_thread()
+def _state_of(which: Callable[[], threading.Thread]) -> Any:
+    """What code may ask of a thread; not streams and locks."""
+    thread = which()
     own = {name: value for name, value in vars(thread).items() if not name.startswith("_")}
     return thread.ident, thread.name, thread.daemon, *own, *own.values()
 
@@ -156,4 +159,5 @@ def _einsum_state() -> Any:
 def _numpy_state() -> Any:
     """How numpy prints arrays, and what it does about errors of floating point."""
     numpy: Any = sys.modules["numpy"]
-    return repr(numpy.get_printoptions()), repr(numpy.geterr()), numpy.getbufsize()
+    errors = repr(numpy.geterr()), numpy.geterrcall()
+    return repr(numpy.get_printoptions()), *errors, numpy.getbufsize()

@@ -34,7 +34,7 @@ import torch
 
 from vescale_dtensor._capture.code_files import LIBRARY, TORCH, USER, kind_of_code
 from vescale_dtensor._capture.library_settings import copying_state, csv_state
-from vescale_dtensor._torch.compat import state_getters
+from vescale_dtensor._torch.settings import setting_of, settings_getters, state_getters
 
 # Those of modules that not every Python has, by name.
 _OPTIONAL = ((sys, "get_int_max_str_digits"), (sys, "getswitchinterval"), (gc, "get_threshold"))
@@ -46,6 +46,11 @@ _GETTERS = frozenset(
 _GETTERS_OF_USERS = frozenset(
     {threading.get_ident, threading.get_native_id, sys.gettrace, faulthandler.is_enabled}
     | {getattr(os, name) for name in ("getpid", "getppid") if hasattr(os, name)}
+)
+# Settings of torch, where the user asks for them, be it through these files of torch.
+_SETTINGS = frozenset(settings_getters()) - _GETTERS
+_THROUGH_TORCH = tuple(
+    f"{TORCH}{name}" for name in ("__init__.py", "backends/", "autograd/", "amp/", "utils/determ")
 )
 # What turns moments into local time, by the zone of the process.
 _ZONED = frozenset({"astimezone", "fromtimestamp", "timestamp", "mktime"})
@@ -87,7 +92,7 @@ _HARMLESS = frozenset(
     for module, _, names in (line.partition(": ") for line in _HARMLESS_NAMES.split("\n"))
     for name in names.split()
 )
-_READS = frozenset({"read", "read1", "readline", "readlines", "readinto", "peek"})
+_READS = frozenset({"read", "read1", "readline", "readlines", "readinto", "peek", "tell"})
 _LOADING = frozenset({"load", "loads"})
 _ADDRESSED = frozenset({"in_dll", "from_address"})  # memory that ctypes finds by itself
 _SEEDS = frozenset({"manual_seed", "seed"})
@@ -112,7 +117,7 @@ _IMPORTS = "<frozen importlib"
 _NOTED_MODULES = _WORLD | {"_locale", "_csv"}
 # Most functions in C that are called are none of these.
 _NAMES = frozenset(
-    {f.__name__ for f in (*_GETTERS, *_GETTERS_OF_USERS, *_CLOCKS, *_INPUTS)}
+    {f.__name__ for f in (*_GETTERS, *_SETTINGS, *_GETTERS_OF_USERS, *_CLOCKS, *_INPUTS)}
     | {
         *_ZONED,
         *_LOOPS,
@@ -174,6 +179,8 @@ def guarded_by(function: Any, frame: FrameType) -> Callable[[], Any] | None:
     """What gives the state that a function in C has been asked for; None if it gives none."""
     if function in _GETTERS:
         return function  # type: ignore[no-any-return]
+    if function in _SETTINGS and _is_for_user(frame, _THROUGH_TORCH):
+        return functools.partial(setting_of, function)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)
     if module == "_locale" and _is_for_user(frame, ()):

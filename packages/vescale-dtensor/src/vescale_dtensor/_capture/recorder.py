@@ -26,6 +26,7 @@ from vescale_dtensor._capture.custom_functions import record_join
 from vescale_dtensor._capture.global_state import (
     GlobalState,
     global_state,
+    is_off,
     leave_autocast,
     set_autocast,
 )
@@ -362,7 +363,7 @@ class Recorder(TorchFunctionMode):
             self._grad = now.grad
         if now.autocast != self._autocast:
             # torch drops its cached casts where the outermost region ends, and only there.
-            leaving = now.autocast is None and self._start.autocast is None
+            leaving = is_off(now.autocast) and is_off(self._start.autocast)
             change = leave_autocast if leaving else set_autocast
             graph.call_function(change, now.autocast or ()).meta["effect"] = True
             self._autocast = now.autocast

@@ -16,7 +16,7 @@ from datetime import date
 from functools import lru_cache, partial
 from operator import methodcaller
 from sys import modules as imported
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,6 +64,8 @@ _UNREAD = frozenset(_OF_CLASSES.split())
 _OF_LOGGERS = frozenset({*vars(logging.Logger("")), "root"})
 # What libraries hold for users to change: `os.environb`, `logging.root`, `sys.argv`.
 _FOLLOWED = frozenset({"python_module", "class", "environment", "logger", "variable"})
+_FOLLOWED |= {"object", "handler"}
+_BACKENDS = "torch.backends"
 _BIGGEST_ARRAY = 1 << 16
 _LRU: Any = type(lru_cache(lambda: None))
 
@@ -115,6 +117,7 @@ class Walk(StandardKinds):
         # named so far. They are followed once some code names it.
         self._pending: defaultdict[str, list[Namespace]] = defaultdict(list)
         self._globals: dict[int, Namespace] = {}
+        self._kept: list[tuple[Any, Origin]] = []  # objects in C that libraries hold
         # What code names there may be replaced, and is not followed.
         self._libraries = Libraries()
         # Its methods are called of arguments, which are tensors of a class of this package.
@@ -126,10 +129,13 @@ class Walk(StandardKinds):
     def _name_attributes(self, names: Iterable[str], optional: Iterable[str]) -> None:
         """Follow these attributes of all objects met so far, and of those met later."""
         self.optional.update(optional)
-        for name in set(names) - self.attributes - self.unguarded:
+        new = set(names) - self.attributes - self.unguarded
+        for name in new:
             self.attributes.add(name)
             for place in self._pending.pop(name, ()):
                 self._follow(place, name)
+        for value, origin in self._kept if new else ():
+            self._ask_kept(value, origin, new)
 
     def _name_globals(
         self, space: Mapping[str, Any], names: Iterable[str], follow: bool = True
@@ -150,6 +156,20 @@ class Walk(StandardKinds):
             self.noted |= is_asked(value)
             if follow or _is_kept_there(value):
                 self._follow(place, name)
+            elif kind_of_class(type(value)) == "opaque" and id(value) not in self._known:
+                self._add_kept(value, place.at(name))
+
+    def _add_kept(self, value: Any, origin: Origin) -> None:
+        """Remember an object in C that a library holds, of which code may ask attributes."""
+        self._known[id(value)] = value
+        self._kept.append((value, origin))
+        self._ask_kept(value, origin, fields_in_c(value) if self.any_attribute else self.attributes)
+
+    def _ask_kept(self, value: Any, origin: Origin, names: Iterable[str]) -> None:
+        """Guard those attributes: `sys.stderr.encoding`. What they lead to is not followed."""
+        for name in set(names) & set(fields_in_c(value)) - self.unguarded:
+            look = partial(getattr, value, name, None)
+            self.places.append(Look(look, look(), Origin(origin, f".{name}", name)))
 
     def _guard_libraries(self, found: Iterable[Names]) -> None:
         for space, names in found:
@@ -157,6 +177,8 @@ class Walk(StandardKinds):
 
     def _follow_all(self) -> None:
         """Follow all attributes of all objects met so far."""
+        for value, origin in () if self.any_attribute else self._kept:
+            self._ask_kept(value, origin, set(fields_in_c(value)) - self.attributes)
         self.any_attribute = True
         for name in list(self._pending):
             for place in self._pending.pop(name):
@@ -368,8 +390,7 @@ class Walk(StandardKinds):
     def _meet_named(self, value: Any, origin: Origin | None) -> None:
         """Take in what users have set on a constant, or on a partial."""
         if isinstance(value, BaseException):  # whose arguments are in no namespace
-            cls: Any = type(value)
-            for name in fields_in_c(cls):
+            for name in fields_in_c(value):
                 self._look(partial(getattr, value, name, None), Origin(origin, f".{name}", name))
         self._meet_object(value, origin)
 
@@ -414,6 +435,8 @@ class Walk(StandardKinds):
             if value is decimal:
                 self._look(Steady(decimals), Origin(origin, " in its context", ""))
             self._guard_libraries(self._libraries.add(value))
+            if type(value) is not ModuleType:  # of which classes have what the module seems to
+                self.meet(type(value), origin)
 
     def _meet_logger(self, value: Any, origin: Origin | None) -> None:
         """Take in which messages a logger lets pass, and what users have set on it."""
@@ -446,7 +469,10 @@ def _is_kept_there(value: Any) -> bool:
         return _is_users(value)
     if isinstance(value, list | dict | set):
         return value is not imported
-    return not is_library_class(type(value))
+    if isinstance(value, MethodType):  # `reprlib.repr`, of an object that users may set up
+        return kind_of_class(type(value.__self__)) == "object"
+    # Objects with the settings of a backend: `torch.backends.mkldnn.conv`.
+    return not is_library_class(type(value)) or type(value).__module__.startswith(_BACKENDS)
 
 
 def _is_users(function: Any) -> bool:

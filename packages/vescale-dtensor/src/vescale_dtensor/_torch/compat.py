@@ -381,25 +381,6 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
         vars(optimizer)["_opt_called"] = True
 
 
-_STATE_GETTERS = """
-_get_deterministic_algorithms _get_deterministic_algorithms_warn_only _get_warnAlways
-_get_deterministic_fill_uninitialized_memory _get_float32_matmul_precision _get_qengine
-_get_cudnn_enabled _get_cudnn_benchmark _get_cudnn_deterministic _get_cudnn_allow_tf32
-_get_cublas_allow_tf32 _get_cublas_allow_fp16_reduced_precision_reduction
-_get_cublas_allow_bf16_reduced_precision_reduction _get_mkldnn_enabled _get_mkldnn_deterministic
-_get_mkldnn_allow_tf32 _get_nnpack_enabled _get_flash_sdp_enabled _get_math_sdp_enabled
-_get_mem_efficient_sdp_enabled _get_cudnn_sdp_enabled _get_overrideable_sdp_enabled
-get_num_threads get_num_interop_threads is_anomaly_enabled is_anomaly_check_nan_enabled
-_is_multithreading_enabled is_autocast_cache_enabled
-"""
-
-
-def state_getters() -> list[Any]:
-    """The functions in C, without arguments, by which torch is asked for its own settings."""
-    names = _STATE_GETTERS.split()
-    return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
-
-
 def config_accessors() -> list[Any]:
     """The functions that give and set settings of torch's `config` modules, where they have any."""
     try:
