@@ -338,9 +338,10 @@ def _rule(name: str, shape_of: Callable[[OpCall], Shape | None]) -> Rule:
     return Rule(name, _to(shape_of), _READS, views=True, shape_class=_shape_class(shape_of))
 
 
+VIEW, RESHAPE = _rule("view", _view), _rule("reshape", _view)
 RULES = {
-    **entries("view view_as", _rule("view", _view)),
-    **entries("reshape reshape_as", _rule("reshape", _view)),
+    **entries("view", VIEW),
+    **entries("reshape", RESHAPE),
     **entries("flatten ravel", _rule("flatten", _flatten)),
     **entries("repeat_interleave", Rule("repeat", _repeat_interleave, _READS)),
     **entries("unflatten", _rule("unflatten", _unflatten)),

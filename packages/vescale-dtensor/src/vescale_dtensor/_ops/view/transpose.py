@@ -132,6 +132,7 @@ def _family(
     return entries(names, Rule("view", strategy, reads, views=True))
 
 
+EXPAND = Rule("view", _expand, Reads.NUMBERS | Reads.SHAPES, views=True)
 RULES = {
     **_family(_transpose, "transpose swapaxes swapdims", Reads.NUMBERS),
     **_family(_matrix_transpose, "t adjoint", Reads.NUMBERS),
@@ -139,7 +140,7 @@ RULES = {
     **_family(_movedim, "movedim moveaxis", Reads.NUMBERS),
     **_family(_unsqueeze, "unsqueeze", Reads.NUMBERS),
     **_family(_squeeze, "squeeze", Reads.NUMBERS | Reads.SHAPES),
-    **_family(_expand, "expand expand_as broadcast_to", Reads.NUMBERS | Reads.SHAPES),
+    **entries("expand broadcast_to", EXPAND),
     getter("mT"): Rule("view", _matrix_transpose, views=True),
     getter("mH"): Rule("view", _matrix_transpose, views=True),
     getter("H"): Rule("view", _reversed, views=True),
