@@ -24,12 +24,6 @@ SWITCH = False, True
 FUNCTIONS = [
     ("set_anomaly_enabled", "is_anomaly_enabled", SWITCH),
     ("set_autocast_cache_enabled", "is_autocast_cache_enabled", SWITCH[::-1]),
-    ("set_autocast_cpu_dtype", "get_autocast_cpu_dtype", DTYPES),
-    ("set_autocast_gpu_dtype", "get_autocast_gpu_dtype", (torch.float16, torch.bfloat16)),
-    ("set_autocast_ipu_dtype", "get_autocast_ipu_dtype", (torch.float16, torch.bfloat16)),
-    ("set_autocast_xla_dtype", "get_autocast_xla_dtype", DTYPES),
-    ("set_autocast_ipu_enabled", "is_autocast_ipu_enabled", SWITCH),
-    ("set_autocast_xla_enabled", "is_autocast_xla_enabled", SWITCH),
     ("set_deterministic_debug_mode", "get_deterministic_debug_mode", (0, 1, 2)),
     ("set_float32_matmul_precision", "get_float32_matmul_precision", ("highest", "high")),
     ("set_num_threads", "get_num_threads", (1, 2)),
@@ -105,6 +99,22 @@ for path, values in ATTRIBUTES.items():
 
 
 WEIGHT = torch.full((4, 4), 1.0 / 3)
+
+
+for device in ("cpu", "cuda", "xpu", "mps"):
+    first = torch.get_autocast_dtype(device)
+    setting(
+        f"dtype of autocast on {device}",
+        lambda n, device=device, values=(first, torch.float64): torch.set_autocast_dtype(
+            device, values[n % 2]
+        ),
+        lambda x, device=device: x * number(torch.get_autocast_dtype(device)),
+    )
+setting(
+    "autocast on another device",
+    lambda n: torch.set_autocast_enabled("xpu", bool(n % 2)),
+    lambda x: x * number(torch.is_autocast_enabled("xpu")),
+)
 
 
 def cast_by_default(x):
