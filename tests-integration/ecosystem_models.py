@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 ROWS = 15  # no multiple of the ranks
 TOKENS = 12
@@ -67,3 +68,23 @@ def points(rows: int = ROWS) -> list[tuple[torch.Tensor, int]]:
     features = torch.randn(rows, 10, generator=source)
     classes = torch.randint(3, (rows,), generator=source).tolist()
     return list(zip(features, classes, strict=True))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """All points, and all their classes."""
+    features, classes = zip(*points(), strict=True)
+    return torch.stack(features), torch.tensor(classes)
+
+
+def steps(
+    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, curved: bool = False
+) -> list[float]:
+    """Losses of three steps on one batch; curved: with gradients to differentiate once more."""
+    losses = []
+    for _ in range(3):
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward(create_graph=curved)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

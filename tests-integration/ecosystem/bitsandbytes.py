@@ -6,9 +6,8 @@ from typing import Any
 
 import bitsandbytes
 import torch
-from ecosystem_models import classifier, points
+from ecosystem_models import batch, classifier, steps
 from ecosystem_runs import Found, Run, parameters
-from torch.nn import functional as F
 
 PACKAGES = ("bitsandbytes",)
 
@@ -19,16 +18,8 @@ def with_optimizer(name: str) -> Any:
         # Left alone, small parameters have states of 32 bits.
         options = {"min_8bit_size": 64} if "8bit" in name else {}
         optimizer = getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-2, **options)
-        features, classes = zip(*points(), strict=True)
-        x, y = torch.stack(features), torch.tensor(classes)
-        losses = []
-        for _ in range(3):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return {"losses": losses, **parameters(model)}
+        torch.manual_seed(6)
+        return {"losses": steps(model, optimizer, *batch()), **parameters(model)}
 
     return case
 

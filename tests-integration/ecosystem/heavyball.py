@@ -6,9 +6,8 @@ from typing import Any
 
 import heavyball
 import torch
-from ecosystem_models import classifier, points
+from ecosystem_models import batch, classifier, steps
 from ecosystem_runs import Found, Run, parameters
-from torch.nn import functional as F
 
 PACKAGES = ("heavyball",)
 
@@ -18,17 +17,8 @@ def with_optimizer(name: str, **options: Any) -> Any:
         heavyball.utils.compile_mode = None
         model = run.parallelize(classifier())
         optimizer = getattr(heavyball, name)(model.parameters(), lr=1e-2, **options)
-        features, classes = zip(*points(), strict=True)
-        x, y = torch.stack(features), torch.tensor(classes)
         torch.manual_seed(6)
-        losses = []
-        for _ in range(3):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return {"losses": losses, **parameters(model)}
+        return {"losses": steps(model, optimizer, *batch()), **parameters(model)}
 
     return case
 

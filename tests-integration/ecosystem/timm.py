@@ -7,26 +7,11 @@ from typing import Any
 
 import timm
 import torch
-from ecosystem_models import classifier, points
+from ecosystem_models import batch, classifier, steps
 from ecosystem_runs import Found, Run, parameters
 from timm.optim import create_optimizer_v2, list_optimizers
-from torch import nn
-from torch.nn import functional as F
 
 PACKAGES = ("timm",)
-
-
-def steps(
-    model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, curved: bool = False
-) -> list[float]:
-    losses = []
-    for _ in range(3):
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward(create_graph=curved)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def images() -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,11 +34,9 @@ def with_optimizer(name: str, **options: Any) -> Any:
     def case(run: Run) -> Found:
         model = run.parallelize(classifier())
         optimizer = create_optimizer_v2(model, name, lr=1e-2, **options)
-        features, classes = zip(*points(), strict=True)
-        x, y = torch.stack(features), torch.tensor(classes)
         torch.manual_seed(6)
         curved = name == "adahessian"  # which looks at second derivatives
-        return {"losses": steps(model, optimizer, x, y, curved), **parameters(model)}
+        return {"losses": steps(model, optimizer, *batch(), curved), **parameters(model)}
 
     return case
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torchao
-from ecosystem_models import classifier, points
+from ecosystem_models import batch, classifier, steps
 from ecosystem_runs import Found, Run, parameters
-from torch.nn import functional as F
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 PACKAGES = ("torchao",)
@@ -19,17 +18,8 @@ def with_optimizer(name: str) -> Any:
         model = run.parallelize(classifier())
         # Smaller parameters than a block have states of 32 bits.
         optimizer = getattr(torchao.optim, name)(model.parameters(), lr=1e-2, block_size=16)
-        features, classes = zip(*points(), strict=True)
-        x, y = torch.stack(features), torch.tensor(classes)
         torch.manual_seed(6)
-        losses = []
-        for _ in range(3):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return {"losses": losses, **parameters(model)}
+        return {"losses": steps(model, optimizer, *batch()), **parameters(model)}
 
     return case
 
@@ -38,7 +28,7 @@ def quantised(run: Run) -> Found:
     model = run.parallelize(classifier()).eval()
     quantize_(model, Int8WeightOnlyConfig())
     with torch.no_grad():
-        return {"logits": model(torch.stack([x for x, _ in points()]))}
+        return {"logits": model(batch()[0])}
 
 
 REFUSED = {

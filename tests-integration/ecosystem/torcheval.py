@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ecosystem_models import classifier, points
+from ecosystem_models import batch, classifier
 from ecosystem_runs import Found, Run, parameters, whole
 from torch.nn import functional as F
 from torcheval import metrics
@@ -16,8 +16,7 @@ def stepped(run: Run) -> Found:
     accuracy, mean = metrics.MulticlassAccuracy(num_classes=3), metrics.Mean()
     errors = metrics.MeanSquaredError()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    features, classes = zip(*points(), strict=True)
-    x, y = torch.stack(features), torch.tensor(classes)
+    x, y = batch()
     for at in range(3):
         rows = slice(5 * at, 5 * at + 5)
         logits = model(x[rows])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torchmetrics
-from ecosystem_models import classifier, points
+from ecosystem_models import batch, classifier
 from ecosystem_runs import Found, Run, parameters
 from torch.nn import functional as F
 from torchmetrics import classification, regression
@@ -34,8 +34,7 @@ def stepped(run: Run) -> Found:
     errors = of_whole_batches(torchmetrics.MetricCollection(both))
     mean = of_whole_batches(torchmetrics.MeanMetric())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    features, classes = zip(*points(), strict=True)
-    x, y = torch.stack(features), torch.tensor(classes)
+    x, y = batch()
     losses, accuracies = [], []
     for at in range(3):
         rows = slice(5 * at, 5 * at + 5)
