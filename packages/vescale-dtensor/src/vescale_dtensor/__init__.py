@@ -31,7 +31,7 @@ from vescale_dtensor._autograd.kept_gradient import (
     release_kept_gradient,
 )
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
-from vescale_dtensor._capture import Captured, Program, capture
+from vescale_dtensor._capture import Captured, Program, capture, checkpoint
 from vescale_dtensor._errors import (
     CaptureError,
     DisagreementError,
@@ -105,6 +105,7 @@ __all__ = [
     "attention_way",
     "before_backward",
     "capture",
+    "checkpoint",
     "distribute_module",
     "distribute_tensor",
     "empty",

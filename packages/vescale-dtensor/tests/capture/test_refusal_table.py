@@ -49,6 +49,14 @@ def with_backward_hook():
     return model
 
 
+COUNTED = torch.zeros(1)
+
+
+def _counted(x):
+    COUNTED.add_(1)
+    return x.sin() + COUNTED
+
+
 class Row:
     """A row of the table: what is refused, the words of the error, and what to write instead."""
 
@@ -334,10 +342,16 @@ ROWS = [
         lambda x: (x * 2, torch.manual_seed(3))[0],
     ),
     Row(
-        "activation checkpointing inside",
+        "torch's activation checkpointing inside",
         "saved-tensor hooks",
-        "`checkpoint(capture(f), x)`",
+        "`vescale_dtensor.checkpoint(f, x)`, a plan's `checkpoint=`, `checkpoint(capture(f), x)`",
         lambda x: checkpoint(torch.sin, x * torch.ones(4, requires_grad=True), use_reentrant=False),
+    ),
+    Row(
+        "writes to tensors from outside, in what backward computes again",
+        "that backward computes again",
+        "write outside of the region",
+        lambda x: vd.checkpoint(_counted, x * torch.ones(4, requires_grad=True)),
     ),
     Row(
         "inference mode, grad mode, default dtype, policy of random numbers, choice of kernels "

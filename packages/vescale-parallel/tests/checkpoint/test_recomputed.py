@@ -166,14 +166,92 @@ def test_a_second_backward_finds_what_was_kept():
     vescale_comm.simulate(1)(on_a_rank)
 
 
-def test_a_recording_refuses_it_with_words():
+def kept_bytes(model: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, int]:
+    """The loss, and bytes of what autograd keeps for backward."""
+    kept: list[Any] = []  # held, so that no address is that of two
+
+    def pack(tensor: Tensor) -> Tensor:
+        local = tensor._local_tensor if isinstance(tensor, vescale_dtensor.DTensor) else tensor
+        kept.append(local.untyped_storage())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(*inputs)
+    return loss, sum({one.data_ptr(): one.nbytes() for one in kept}.values())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ({"dp": 2}, ["selective"]),
+        pytest.param({"dp": 2, "tp": 2}, [None, *KINDS], marks=pytest.mark.slow),
+        pytest.param({"tp": 3}, [None, *KINDS], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_captured_model_computes_regions_again_and_keeps_as_little(
+    sizes: dict[str, int], kinds: list[Any]
+):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        for kind in kinds:
+            models = [distributed(make(), sizes, 0, checkpoint=kind) for _ in range(2)]
+            captured = vescale_dtensor.capture(models[1], unguarded=["kept"])
+            for number in range(3):
+                both = []
+                for model, call in zip(models, (models[0], captured), strict=True):
+                    torch.manual_seed(number)
+                    loss, kept = kept_bytes(call, *batch(number))
+                    loss.backward()
+                    gradients = [whole(one.grad) for one in model.parameters()]
+                    both.append((whole(loss.detach()), *gradients, torch.get_rng_state()))
+                    both[-1] += (torch.tensor(kept),)
+                alike = [torch.equal(one, two) for one, two in zip(*both, strict=True)]
+                assert all(alike), (kind, number, alike, both[0][-1], both[1][-1])
+                for model in models:
+                    with torch.no_grad():
+                        for one in model.parameters():
+                            one.sub_(one.grad, alpha=0.1)
+                    model.zero_grad()
+            assert captured.replays == 2, kind
+
+    vescale_comm.simulate(torch.Size(sizes.values()).numel())(on_a_rank)
+
+
+def test_a_captured_step_computes_its_regions_again():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        found = []
+        for captures in (False, True):
+            torch.manual_seed(1)
+            model = alone(Wide(), "full")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def train(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(x)
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            call = vescale_dtensor.capture(train) if captures else train
+            torch.manual_seed(3)
+            losses = [whole(call(torch.ones(2, 8))) for _ in range(4)]
+            found.append([*losses, *map(whole, model.state_dict().values())])
+            if captures:
+                assert call.replays > 0
+        assert all(map(torch.equal, *found))
+
+    vescale_comm.simulate(1)(on_a_rank)
+
+
+def test_a_captured_region_that_would_write_twice_is_refused():
     def on_a_rank(rank: int, world_size: int) -> str:
-        model = alone(Wide(), "full")
+        counting = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model = alone(nn.Sequential(counting, nn.Linear(8, 1)), {"0": "full"})
         with pytest.raises(vescale_dtensor.CaptureError) as caught:
-            vescale_dtensor.capture(model)(torch.ones(2, 8))
+            vescale_dtensor.capture(model)(torch.randn(4, 8))
         return str(caught.value)
 
-    assert "activation checkpointing" in vescale_comm.simulate(1)(on_a_rank)[0]
+    assert "would a second time" in vescale_comm.simulate(1)(on_a_rank)[0]
 
 
 class Cache:

@@ -11,9 +11,9 @@ How it works, in the order in which it happens:
   give state that has no place. `own_state` refuses what cannot be compared, or done again.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
   cannot record, `constants` which tensors Python may read. `live_calls` and `custom_functions` are
-  calls that replays make again as they are. `running_on` is what runs after a
-  refusal, where that ends the recording and not the function (`refused="run"`), `nesting` which
-  captured functions inside just run, or run on this rank alone.
+  calls that replays make again as they are, `regions` those that backward makes again. `running_on`
+  is what runs after a refusal, where that ends the recording and not the function
+  (`refused="run"`), `nesting` which captured functions inside just run, or run on this rank alone.
 - `graph` is the graph as it grows, and where its arguments come from; `outputs` how to return;
   `passes` removes what is not needed, `fx_compile` makes Python of it.
 - `program` is the finished program: its guards (`free_tensors`, `module_guards`, `state_guard`,
@@ -27,5 +27,6 @@ itself changed is found by comparing again at its end, and such a recording is n
 
 from vescale_dtensor._capture.capture import Captured, capture
 from vescale_dtensor._capture.program import Program
+from vescale_dtensor._capture.regions import checkpoint
 
-__all__ = ["Captured", "Program", "capture"]
+__all__ = ["Captured", "Program", "capture", "checkpoint"]

@@ -348,7 +348,12 @@ class Captured:
                         recorder.trace.add_argument(value, index)
                 # The watch is innermost, so it sees the function alone; the snapshot outermost, so
                 # that wrappers are restored whatever happens.
-                with recorder.trace.snapshot, recorder, watch.running():
+                with (
+                    recorder.trace.snapshot,
+                    recorder,
+                    recorder.regions.recording(),
+                    watch.running(),
+                ):
                     outputs = self._function(*call.args, **call.kwargs)
         except CaptureError as error:
             if self._runs_on or recorder is None:

@@ -6,29 +6,33 @@ from typing import Any
 
 from torch import fx
 
+from vescale_dtensor._capture.regions import every_node
+
 _WIDEST = 88
+_STEPS = ("call_function", "call_method")
 
 
 def listing(graph: fx.Graph) -> str:
     """One line for each step of a graph, and a total."""
-    nodes = list(graph.nodes)
-    rows = [_row(node) for node in nodes if node.op != "get_attr"]
+    # Of a region that backward computes again the steps alone, further to the right.
+    nodes = [node for node in every_node(graph) if node.graph is graph or node.op in _STEPS]
+    rows = [_row(node, node.graph is not graph) for node in nodes if node.op != "get_attr"]
     width = min(_WIDEST, max((len(code) for code, _ in rows), default=0))
     lines = [f"{code:<{width}}  # {note}" if note else code for code, note in rows]
     records = [record for node in nodes for record in node.meta.get("records", ())]
-    steps = sum(node.op in ("call_function", "call_method") for node in nodes)
+    steps = sum(node.op in _STEPS for node in nodes)
     sent = sum(record.bytes for record in records)
     total = f"{steps} steps, {len(records)} collectives, {sent:,} bytes sent by this rank"
     return "\n".join([*lines, total])
 
 
-def _row(node: fx.Node) -> tuple[str, str]:
-    """The code of a node, and the comment on it."""
+def _row(node: fx.Node, again: bool) -> tuple[str, str]:
+    """The code of a node, and the comment on it; `again`: it is inside of a region."""
     if node.op == "output":
         return f"return {_value(node.args[0])}", ""
     if node.op == "placeholder":
         return str(node), _note(node)
-    return f"{node} = {_call(node)}", _note(node)
+    return f"{'    ' * again}{node} = {_call(node)}", _note(node)
 
 
 def _call(node: fx.Node) -> str:

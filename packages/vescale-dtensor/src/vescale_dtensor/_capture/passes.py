@@ -9,6 +9,7 @@ from vescale_dtensor._autograd.hooks import hooked_node
 from vescale_dtensor._autograd.uses import CotangentReduction, alias_for_use, fork_uses
 from vescale_dtensor._capture.graph import InputSource, TracedGraph
 from vescale_dtensor._capture.in_place_sums import remove_read_copies, sum_terms_in_place
+from vescale_dtensor._capture.regions import fold_regions, has_regions
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.overridable import implementation_of
 
@@ -31,10 +32,12 @@ def graph_module(trace: TracedGraph) -> fx.GraphModule:
     _remove_copies(graph)
     remove_read_copies(graph)
     # Second derivatives are taken of what outlives the program, or is differentiated inside.
-    if _is_closed(trace):
+    # And a region's steps save the same tensors when they run again.
+    if _is_closed(trace) and not has_regions(graph):
         _remove_retyping(trace)
         sum_terms_in_place(trace)
     _drop_gradients_together(graph)
+    fold_regions(trace)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     # `Program.arguments` appends these, as the guard has them in a list already. The order among
     # them is that of `Program.sources`, which is made of this graph.

@@ -23,6 +23,7 @@ from vescale_dtensor._capture.outputs import Outputs
 from vescale_dtensor._capture.outsiders import Outsiders
 from vescale_dtensor._capture.passes import differentiates, graph_module, is_free_local
 from vescale_dtensor._capture.pinned_names import pin
+from vescale_dtensor._capture.regions import every_node
 from vescale_dtensor._capture.state_guard import StateGuard
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._dispatch.plain_operands import uncompared
@@ -89,7 +90,7 @@ class Program:
         self._changes_modes, self._state = parts.modes, parts.state
         self.live = [n.meta["live"] for n in self.graph.nodes if "live" in n.meta]
         # Their backward, which may run inside, works on DTensors.
-        self.applies = any(["wrapped" in n.meta for n in self.graph.nodes])
+        self.applies = any(["wrapped" in n.meta for n in every_node(self.graph)])
         self._outsiders = parts.outsiders
         self._outsiders.leave_to(s.holder for s in self.sources if s.holder is not None)
 

@@ -35,6 +35,7 @@ from vescale_dtensor._capture.live_calls import Kept, call_again
 from vescale_dtensor._capture.module_names import ModuleNames
 from vescale_dtensor._capture.noting import Watch
 from vescale_dtensor._capture.reads import StateReads
+from vescale_dtensor._capture.regions import Regions
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
 from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
 from vescale_dtensor._capture.surroundings import HOOKS_OF_SAVED_TENSORS, Surroundings
@@ -90,6 +91,7 @@ class Recorder(TorchFunctionMode):
         offsets: whether code asks where in memory tensors begin.
         failure: the first refusal, in case that user code caught it.
         layouts: one for each mesh of the DTensors that it met, by the id of the mesh.
+        regions: what backward computes again.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Recorder(TorchFunctionMode):
         self._grad = start.grad
         self._autocast = start.autocast
         self._surroundings = Surroundings(start)
+        self.regions = Regions(self, self._surroundings)
         # The public op being dispatched, and the user's line: nodes are named after these.
         self._call: tuple[str, str] | None = None
         self._modules = ModuleNames()
@@ -130,6 +133,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         # A wrapper is asked about itself; or what guards fix, by far the most calls.
         if not overrides_enabled() or (func in FIXED and type(args[0]) is not DTensor):
+            return func(*args, **kwargs)
+        if self.regions.paused:
             return func(*args, **kwargs)
         if self._runs_on and self.failure is not None:
             self._note_meshes((args, kwargs))
@@ -160,7 +165,7 @@ class Recorder(TorchFunctionMode):
         """Run a call and record it."""
         if self._watch.failure is not None:
             raise self._watch.failure
-        if transforms_active() or forward_level() >= 0 or dispatch_modes() or jit_traces():
+        if _is_looked_into() or dispatch_modes() > self.regions.modes:
             raise refused(
                 "a transform (torch.func, vmap, forward_ad), a tracer or a dispatch mode (make_fx, "
                 "FakeTensorMode) is active inside, which a replay would leave out. Call it "
@@ -460,6 +465,11 @@ class Recorder(TorchFunctionMode):
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
         return any([n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes])
+
+
+def _is_looked_into() -> bool:
+    """Whether a transform or a tracer of torch is active."""
+    return bool(transforms_active() or forward_level() >= 0 or jit_traces())
 
 
 def _require_strided(name: str, given: list[Tensor]) -> None:

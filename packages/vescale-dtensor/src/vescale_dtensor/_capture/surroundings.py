@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vescale_dtensor._capture.global_state import GlobalState, backend_flags, global_state
@@ -15,8 +16,9 @@ from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks
 _fixed = operator.attrgetter("inference", "policy", "dtype", "half_sums")
 _RAW = "torch.distributed.distributed_c10d"
 HOOKS_OF_SAVED_TENSORS = (
-    "saved-tensor hooks are active (activation checkpointing, offloading), which a "
-    "replay would leave out. Capture the function inside: checkpoint(capture(f), x)"
+    "saved-tensor hooks are active (torch's activation checkpointing, offloading), which a replay "
+    "would leave out. Checkpoint by a plan, or by vescale_dtensor.checkpoint(f, x); or capture the "
+    "function inside: torch's checkpoint(capture(f), x)"
 )
 
 
@@ -70,6 +72,15 @@ class Surroundings:
                 "set_num_threads, torch.backends) changes inside, which a replay would leave out. "
                 "Change it outside"
             )
+
+    @contextmanager
+    def in_region(self) -> Iterator[None]:
+        """The block of a region that backward computes again: its hooks are a part of it."""
+        before, self._saved_hooks = self._saved_hooks, saved_tensor_hooks()
+        try:
+            yield
+        finally:
+            self._saved_hooks = before
 
     def drew(self) -> bool:
         """Whether the step that just ran moved a random generator; notes where they stand."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
 from vescale_comm.nested import map_tensors, tensors_within
-from vescale_dtensor import attention_way, sequence_attention, untraced
+from vescale_dtensor import attention_way, checkpoint, sequence_attention, untraced
 from vescale_rng import policy, use
 
 from vescale_parallel._checkpoint.kept import Results
@@ -88,18 +88,14 @@ class Region:
             pairs = zip(tensors, leaves, strict=True)
             rest = iter([one if leaf else one.view(one.shape) for one, leaf in pairs])
             inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow, copies=True)
-            return forward(*inner_args, **inner_kwargs)
+            with buffers.as_before():
+                return forward(*inner_args, **inner_kwargs)
 
         buffers = _Buffers(self.name, self.module)
-        results = Results(self.saved) if self.saved else None
-        again = _Again(buffers, results)
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return (nullcontext() if results is None else results.keep()), again
-
         # An argument on the device, whatever the others are: torch asks arguments for devices.
         here = torch.empty(0, device=self.device_type)
-        output = checkpoint(run, here, *tensors, use_reentrant=False, context_fn=contexts)
+        contexts = partial(_contexts, self.saved)  # of no call: what captures this asks it anew
+        output = checkpoint(run, here, *tensors, context_fn=contexts)
         buffers.require_unwritten()
         return output
 
@@ -125,11 +121,19 @@ def _is_same(before: Tensor, now: Tensor | None) -> bool:
     return before.dtype == now.dtype and torch.equal(before, now)
 
 
+def _contexts(
+    saved: Sequence[str],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For a forward, and for its recomputations."""
+    results = Results(saved) if saved else None
+    return (nullcontext() if results is None else results.keep()), _Again(results)
+
+
 class _Again:
     """Entered for each recomputation, which runs in the blocks in which the forward ran."""
 
-    def __init__(self, buffers: _Buffers, results: Results | None) -> None:
-        self._buffers, self._results = buffers, results
+    def __init__(self, results: Results | None) -> None:
+        self._results = results
         # Backward is called outside of them, and perhaps in a thread that knows of none.
         self._policy, self._way = policy(), attention_way()
         self._open: list[ExitStack] = []
@@ -138,7 +142,6 @@ class _Again:
         stack = ExitStack()
         stack.enter_context(use(self._policy))
         stack.enter_context(sequence_attention(self._way))
-        stack.enter_context(self._buffers.as_before())
         if self._results is not None:
             stack.enter_context(self._results.give())
         self._open.append(stack)
