@@ -30,6 +30,8 @@ LONG = {
     "experts/test_beside_others::test_rows_of_each_rank": 2,
     "experts/test_experts": 4,
     "experts/test_move": 5,
+    "graph/test_compiled": 2,
+    "graph/test_compiled::test_traced_ahead_of_time": 3,
     "graph/test_peaks::test_gathers_ahead_are_bounded": 2,
     "graph/test_recomputed::test_steps_of_a_mesh": 3,
     "graph/test_steps::test_bits_of_eager_mode": 3,

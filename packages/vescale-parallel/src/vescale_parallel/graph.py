@@ -22,6 +22,7 @@ graph on paper, computation beside communication.
 from vescale_parallel._cost import Link
 from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.agreed import Agreed, Entry
+from vescale_parallel._graph.compiled import Compiled, Region, compile_regions
 from vescale_parallel._graph.joined import train_step
 from vescale_parallel._graph.machine import Machine, calibrate, measured_seconds
 from vescale_parallel._graph.recomputed import Recomputed, recompute
@@ -30,16 +31,19 @@ from vescale_parallel._graph.timeline import Span, Timeline, timeline
 
 __all__ = [
     "Agreed",
+    "Compiled",
     "DisagreementError",
     "Entry",
     "GraphError",
     "Link",
     "Machine",
     "Recomputed",
+    "Region",
     "Schedule",
     "Span",
     "Timeline",
     "calibrate",
+    "compile_regions",
     "measured_seconds",
     "recompute",
     "schedule",

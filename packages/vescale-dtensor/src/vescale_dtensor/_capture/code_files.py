@@ -35,10 +35,11 @@ _PARTS_OF_TORCH = (
 )
 _CONSTANT_TORCH = ("torch.", *(f"torch.{part}" for part in _PARTS_OF_TORCH))[1:]
 _UNWATCHED = ("typing.", "ast.", "traceback.", "inspect.", "warnings.")
-# Parts of the standard library that look at code and at the process, not at the user's objects.
+# Parts of the standard library that look at code and at the process, not at the user's objects;
+# and arithmetic, which plans of redistributions use, and whose abstract classes note who registers.
 _SILENT = frozenset(
     {"logging", "warnings", "importlib", "inspect", "linecache", "traceback", "re", "tokenize"}
-    | {"typing", "abc", "dis", "ast", "pdb", "site", "runpy"}
+    | {"typing", "abc", "dis", "ast", "pdb", "site", "runpy", "fractions", "numbers"}
 )
 # `__main__` is the script of the user.
 _LIBRARIES = frozenset({"torch", "numpy", "typing_extensions", *stdlib_module_names}) - {"__main__"}

@@ -1,0 +1,200 @@
+"""What lies between the collectives of a graph, compiled; what does not compile runs as it is.
+
+Collectives, waits and random draws stay calls of the graph, in its order, so that what a schedule
+has arranged stays arranged and streams of random numbers move as before. The runs of operators
+between them are regions, each a graph of its own for `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.split_module import split_module
+from vescale_comm.agreement import gather_texts
+
+from vescale_parallel._common.messages import table
+from vescale_parallel._errors import GraphError
+from vescale_parallel._graph.collectives import schema_name
+
+
+@dataclass(frozen=True)
+class Region:
+    """Operators between two nodes that stay.
+
+    Attributes:
+        name: of its module in the graph.
+        operations: how many it has.
+        modules: of the model, that they are of, as far as that is known.
+        why_not: why it runs as it is; empty if it is compiled.
+    """
+
+    name: str
+    operations: int
+    modules: tuple[str, ...]
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A graph whose regions are compiled: `graph_module` is called as the given one.
+
+    Attributes:
+        graph_module: it calls a module for each region.
+        regions: in the order of the graph.
+    """
+
+    graph_module: fx.GraphModule
+    regions: tuple[Region, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            [one.name, str(one.operations), ", ".join(one.modules), one.why_not or "compiled"]
+            for one in self.regions
+        ]
+        header = ["region", "operations", "modules", "how"]
+        done = sum(not one.why_not for one in self.regions)
+        return f"{table(header, rows, right=header[1:2])}\n\n{done} of {len(rows)} regions compiled"
+
+
+def compile_regions(
+    graph: fx.GraphModule,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    least_operations: int = 2,
+) -> Compiled:
+    """Compile what lies between the collectives of a graph. Collective: all ranks call it alike.
+
+    Each region is compiled at once, for the shapes that its nodes have, by running it on zeros:
+    the graph itself does not run, and nothing that it writes to is touched. Ranks tell each other
+    what they could not compile, and that runs as it is on all of them: values that are the same on
+    several ranks stay the same, bit for bit. Compiled code adds and rounds in another order than
+    the graph (which is what makes it fast), so results equal the graph's up to rounding.
+
+    Args:
+        graph: of `vescale_dtensor.joint`, `train_step(...).graph_module`, `schedule`, or of
+            `make_fx` with functional collectives; nodes have fake tensors in `meta["val"]`. It
+            stays as it is.
+        backend: of `torch.compile`. Inductor needs a C++ compiler on CPUs.
+        least_operations: regions with fewer are left as they are.
+
+    Raises:
+        GraphError: on every rank, if the graphs of ranks have other regions.
+    """
+    split = _split(graph)
+    regions, faults = [], {}
+    for name, module in _regions(split):
+        count = sum(_computes(node) for node in module.graph.nodes)
+        why = "" if count >= least_operations else "few operations"
+        regions.append(Region(name, count, _modules(module), why))
+        if not why:
+            compiled, fault = _compiled(module, backend)
+            faults[name] = fault
+            setattr(split, name, compiled)
+    said = _agreed([one.name for one in regions], faults)
+    originals = dict(_regions(_split(graph)))
+    found = []
+    for one in regions:
+        why = said.get(one.name, "") or one.why_not
+        if why and not one.why_not:
+            setattr(split, one.name, originals[one.name])
+        found.append(Region(one.name, one.operations, one.modules, why))
+    split.recompile()
+    return Compiled(split, tuple(found))
+
+
+def _split(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph as calls of modules: runs of operators, and runs of what stays."""
+    numbers: dict[fx.Node, int] = {}
+    now, stays = -1, None
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if stays is not _stays(node):
+            now, stays = now + 1, _stays(node)
+        numbers[node] = now
+    made: fx.GraphModule = split_module(
+        graph, graph, numbers.__getitem__, keep_original_order=True, partition_affix="region"
+    )
+    return made
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a node is no operator of torch: a collective, a draw, or a Python function."""
+    name = schema_name(node)
+    return not name.startswith(("aten::", "prims::")) or _draws(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def _regions(split: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The modules that hold operators only, in the order in which they are called."""
+    for node in split.graph.nodes:
+        if node.op != "call_module":
+            continue
+        module = split.get_submodule(str(node.target))
+        if isinstance(module, fx.GraphModule) and not any(
+            map(_stays, filter(_computes, module.graph.nodes))
+        ):
+            yield str(node.target), module
+
+
+def _modules(module: fx.GraphModule) -> tuple[str, ...]:
+    labels = (node.meta.get("label") for node in module.graph.nodes)
+    names = dict.fromkeys(str(getattr(label, "module", "")) for label in labels)
+    return tuple(name for name in names if name)
+
+
+def _compiled(module: fx.GraphModule, backend: Any) -> tuple[Any, str]:
+    """The module compiled for its shapes, or why it cannot be."""
+    made = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    try:
+        inputs = [_zeros(node) for node in module.graph.nodes if node.op == "placeholder"]
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, about code that is not the user's
+            made(*inputs)
+    except Exception as error:  # whatever a compiler raises: the region runs as it is
+        said = " ".join(str(error).split("\n")[:2])  # the second line is of the backend's error
+        return module, f"{type(error).__name__}: {said[:200]}"
+    return made, ""
+
+
+def _zeros(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        if value is None:
+            raise GraphError(f"node '{node.name}' does not say what it is: it has no meta['val']")
+        return value
+    size = value.untyped_storage().nbytes() // max(1, value.itemsize)
+    flat = torch.zeros(size, dtype=value.dtype, device=value.device)
+    made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
+    # Compiled code is for inputs that ask for gradients, or for those that do not.
+    return made.requires_grad_(value.requires_grad)
+
+
+def _agreed(names: list[str], faults: dict[str, str]) -> dict[str, str]:
+    """What some rank cannot compile, and why: the same on all ranks."""
+    told = [json.loads(one) for one in gather_texts(json.dumps([names, faults]))]
+    if any(one[0] != told[0][0] for one in told):
+        raise GraphError(
+            "compile_regions: ranks have different regions "
+            f"({', '.join(str(len(one[0])) for one in told)} of them, by rank): schedule the graph "
+            "first, which compares collectives, or compile none"
+        )
+    found: dict[str, str] = {}
+    for rank, one in enumerate(told):
+        for name, fault in one[1].items():
+            if fault:
+                found.setdefault(name, f"rank {rank}: {fault}" if len(told) > 1 else fault)
+    return found

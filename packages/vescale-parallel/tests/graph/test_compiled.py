@@ -1,0 +1,127 @@
+"""Regions between collectives are compiled, or run as they are on every rank: the same training.
+
+Masks of dropout and collectives stay those of the graph; numbers equal eager mode's up to rounding,
+and bit for bit where nothing is compiled.
+"""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from vescale_comm.testing import run
+from vescale_parallel import Plan, graph, mesh, parallelize
+from vescale_parallel._graph.collectives import collectives
+
+WORDS, STEPS = 24, 4
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(size), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, size=12):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, size), nn.Linear(size, WORDS, bias=False)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def built(zero):
+    torch.manual_seed(0)
+    plan = Plan(batch="dp:0", zero=zero)
+    model = parallelize(Net(), mesh(dp=torch.distributed.get_world_size()), plan)
+    return model, optim.AdamW(model.parameters(), 0.02)
+
+
+def batch(at):
+    return torch.randint(WORDS, (4, 5), generator=torch.Generator().manual_seed(at))
+
+
+def refusing(rank):
+    """A backend that fails on one rank, for the first region that it is asked about."""
+    asked = []
+
+    def backend(module, inputs):
+        asked.append(module)
+        if rank == 1 and len(asked) == 1:
+            raise ValueError("no kernels today\nand more of it")
+        return module
+
+    return backend
+
+
+def trained(rank, world_size, zero, backend):
+    """Train beside eager mode; the regions of this rank."""
+    (model, adam), (eager, other) = built(zero), built(zero)
+    step = graph.train_step(model, model, batch(0)).with_optimizer(adam, max_norm=0.5)
+    planned = graph.schedule(step.graph_module)
+    found = graph.compile_regions(
+        planned.graph_module, backend=refusing(rank) if backend is None else backend
+    )
+    before = [one.start.target for one in collectives(planned.graph_module.graph)]
+    step = step.running(found.graph_module)
+    exact = backend is None
+    for at in range(STEPS):
+        torch.manual_seed(at)
+        loss, norm = step(batch(at))
+        state = torch.get_rng_state()
+        torch.manual_seed(at)
+        other.zero_grad()
+        expected = eager(batch(at))
+        expected.backward()
+        expected_norm = nn.utils.clip_grad_norm_(eager.parameters(), 0.5)
+        other.step()
+        assert torch.equal(state, torch.get_rng_state())
+        pairs = [(loss, expected), (norm, expected_norm)]
+        pairs += [
+            (one, two) for one, two in zip(model.parameters(), eager.parameters(), strict=True)
+        ]
+        for one, two in pairs:
+            one, two = (
+                getattr(each, "full_tensor", lambda each=each: each)() for each in (one, two)
+            )
+            assert torch.equal(one, two) if exact else torch.allclose(one, two, 1e-4, 1e-6), at
+    assert before  # something is sent
+    return found.regions, str(found)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_region_that_one_rank_cannot_compile_runs_as_it_is_on_all(zero):
+    (one, text), (two, _) = run(trained, 2, zero, None)
+    assert one == two
+    bad = [region for region in one if "no kernels today" in region.why_not]
+    assert len(bad) == 1
+    assert bad[0].why_not.startswith("rank 1: ")
+    done = sum(not region.why_not for region in one)
+    assert done >= 2
+    assert f"{done} of {len(one)} regions compiled" in text
+    assert any("blocks.1" in name for region in one for name in region.modules)
+
+
+def test_traced_ahead_of_time():
+    one, two = run(trained, 2, 3, "aot_eager", timeout=200)
+    assert one == two
+    assert not any(region.why_not for region in one[0] if region.operations > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # nine regions, by a C++ compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: no g++")
+def test_inductor():
+    one, two = run(trained, 2, 3, "inductor", timeout=880)
+    assert one == two
+    assert not any(region.why_not for region in one[0] if region.operations > 1)
