@@ -8,8 +8,12 @@ the same gloo processes of one thread each and take turns; before anything is ti
 the first steps must be those of one plain device within 1e-5. Figures: tokens per second, live
 bytes at the peak of a step on the rank with the most, collectives, bytes sent by rank 0.
 
-    nox -s bench -- context                     # 4 ranks, all ways
+"balance" is one causal layer in a ring: processor time of the busiest rank, by how many stripes
+each rank has of the sequence, beside a zigzag.
+
+    nox -s bench -- context                     # 4 ranks, all ways, and balance
     nox -s bench -- context --ways gather --length 1024
+    nox -s bench -- context --ways balance
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any
 
 from vescale_comm.testing import run
 
-from tools.bench import Ratio
+from tools.bench import Ratio, _ring_balance
 from tools.bench._train.cases import EAGER, HAND, STEP, WHOLE
 from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
@@ -28,6 +32,9 @@ from tools.bench._train.ranks import Found, Job, compare
 
 HEADS = {"exchange": 8, "gather": 6, "ring": 6}
 """Heads by way: four ranks divide the ones and not the others."""
+
+BALANCE = "balance"
+WAYS = (*HEADS, BALANCE)
 
 _details = Details()
 
@@ -40,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--ways", nargs="+", choices=tuple(HEADS), default=list(HEADS), help="default: all")
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     add("--hidden", nargs="+", type=int, default=[96, 384], help="default: 96 384")
     add("--length", type=int, default=512, help="tokens of a sequence (default: 512)")
     add("--batch", type=int, default=1, help="sequences of a batch (default: 1)")
@@ -52,16 +59,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(
-    ways: Sequence[str] = tuple(HEADS),
+    ways: Sequence[str] = WAYS,
     hidden: Sequence[int] = (96, 384),
     rounds: int = 9,
     turn: int = 3,
     profile: int = 0,
     **sizes: int,
 ) -> Iterator[Ratio]:
-    """Ours against code by hand and one device, way by way."""
+    """Ours against code by hand and one device, way by way; stripes against zigzag."""
     _details.clear()
-    for way in ways:
+    if BALANCE in ways:
+        yield from _ring_balance.measure(_ring_balance.Job(rounds=rounds))
+    for way in (one for one in ways if one != BALANCE):
         for width in hidden:
             given = {"length": 512, "batch": 1, **sizes}
             job = Job(

@@ -25,6 +25,8 @@ from vescale_dtensor import (
     init_device_mesh,
     sequence_attention,
 )
+from vescale_dtensor._layout.shard_geometry import owned
+from vescale_dtensor._ops.nn.ring_tiles import Block, Terms, tiles
 
 LAYOUTS = {
     "rows": Shard(2),
@@ -301,6 +303,25 @@ def test_captured_and_recomputed(mask):
         assert len(programs) == 2, "another way is another program"
         for found in others:
             assert all(map(torch.equal, found, eager))
+
+
+def test_stripes_balance_a_causal_mask():
+    """Scores that the busiest of four ranks computes, in those of the mean."""
+    tokens, mine = 4096, torch.zeros(1, 1, 1024, 1)
+
+    def busiest(placement):
+        groups = [owned((placement,), (4,), (1, 1, tokens, 1), (rank,)) for rank in range(4)]
+        rows = [next(g for g in one if g.dims == (2,)).intervals[0] for one in groups]
+        found = []
+        for own in rows:
+            terms = Terms(own, causal=True, scale=1.0)
+            parts = [tiles(mine, Block(mine, mine, one, None, None), terms) for one in rows]
+            found.append(sum((one.end - one.first) * one.keys for each in parts for one in each))
+        assert tokens**2 / 2 <= sum(found) <= 1.1 * tokens**2 / 2
+        return 4 * max(found) / sum(found)
+
+    assert busiest(Shard(2)) > 1.6
+    assert 1 <= busiest(InterleavedShard(2, 16)) < 1.08
 
 
 def test_ways_follow_the_block_and_not_the_call_before():

@@ -110,7 +110,7 @@ def add_block(sums: Sums, query: Tensor, block: Block, terms: Terms) -> None:
         block: in the dtype of the query.
         terms: of the call.
     """
-    for tile in _tiles(query, block, terms):
+    for tile in tiles(query, block, terms):
         rows, keys = slice(tile.first, tile.end), slice(0, tile.keys)
         scores = _scores(query[:, :, rows], block, tile, terms)
         largest, total, weighed = (one[:, :, rows] for one in sums)
@@ -156,7 +156,7 @@ def block_gradients(
     into_mask = None
     if block.mask is not None and block.mask.is_floating_point():
         into_mask = torch.zeros_like(block.mask)
-    for tile in _tiles(query, block, terms):
+    for tile in tiles(query, block, terms):
         rows, keys = slice(tile.first, tile.end), slice(0, tile.keys)
         own, given = query[:, :, rows], cotangent[:, :, rows, :-1]
         key, value = block.key[:, :, keys], block.value[:, :, keys]
@@ -176,7 +176,7 @@ def block_gradients(
     return Gradients(into_key, into_value, into_mask)
 
 
-def _tiles(query: Tensor, block: Block, terms: Terms) -> Iterator[_Tile]:
+def tiles(query: Tensor, block: Block, terms: Terms) -> Iterator[_Tile]:
     """What there is to compute: whole blocks, and parts of them, that no row sees are left out."""
     keys = block.key.shape[-2]
     if not query.numel() or not keys:
