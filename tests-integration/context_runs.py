@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, mesh, parallelize
+from vescale_parallel import Plan, forward_backward, mesh, parallelize
 
 ROWS, TOKENS = 2, 30  # which four ranks do not divide
 
@@ -68,7 +68,13 @@ MESHES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "cp2-tp2-ring": ({"cp": 2, "tp": 2}, "cp:1/2", {"sequence": "ring", "checkpoint": "full"}),
     "cp2-dp2-ring": ({"dp": 2, "cp": 2}, "dp:0, cp:1", {"sequence": "ring"}),
     "cp2-zero3-ring": ({"dp": 2, "cp": 2}, "dp:0, cp:1/3", {"sequence": "ring", "zero": 3}),
-}
+    "cp2-tp2-zero3-ring": (
+        {"dp": 2, "cp": 2, "tp": 2}, "dp:0, cp:1", {"sequence": "ring", "zero": 3},
+    ),
+    "pp2-cp2-ring": (
+        {"pp": 2, "cp": 2}, "cp:1", {"sequence": "ring", "pipeline": {"microbatches": 1}},
+    ),
+}  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -98,8 +104,7 @@ def train(kind: str, where: str | None, steps: int) -> Run:
     found = Run(checksums(model), [], [])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
-        loss = model(**batch(kind), use_cache=False).loss
-        loss.backward()
+        loss = forward_backward(model, **batch(kind), use_cache=False)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -89,6 +89,8 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "ep2-tp2": ({"ep": 2, "tp": 2}, {"batch": "ep:0"}),
     "ep2-dp2": ({"dp": 2, "ep": 2}, {"batch": "dp:0, ep:0"}),
     "ep2-zero3": ({"dp": 2, "ep": 2}, {"batch": "dp:0, ep:0", "zero": 3}),
+    "ep2-tp2-zero3": ({"dp": 2, "ep": 2, "tp": 2}, {"batch": "dp:0, ep:0", "zero": 3}),
+    "cp2-ep2-ring": ({"cp": 2, "ep": 2}, {"batch": "ep:0, cp:1", "sequence": "ring"}),
 }
 STACKS = {"*.gate_up_proj": "tp:1", "*.down_proj": "tp:2", "*": "replicate"}
 

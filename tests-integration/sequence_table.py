@@ -1,9 +1,9 @@
 """Sequences and experts over ranks against one device: run `python sequence_table.py`.
 
-Every model on every layout of four ranks. A cell trains the model over the mesh and asks for:
-parameters after `parallelize` bitwise those of one device; the random generator behind each step
-bitwise where one device leaves it, which every mask of dropout moves; every expert that a token
-chose bitwise the same; losses within 1e-5 of one device's. A cell that fails prints why.
+Every model on every layout of four or eight ranks. A cell trains the model over the mesh and asks
+for: parameters after `parallelize` bitwise those of one device; the random generator behind each
+step bitwise where one device leaves it, which every mask of dropout moves; every expert that a
+token chose bitwise the same; losses within 1e-5 of one device's. A cell that fails prints why.
 
     python sequence_table.py                               # all cells, 20 steps
     python sequence_table.py --models Mixtral --steps 3    # some
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str], Any]] = {
     "Sequences": (SEQUENCES, named(list(context_runs.MESHES)), context_runs.train),
     "Experts": (EXPERTS, named(list(expert_runs.MESHES)), expert_runs.train),
 }
+MESHES: dict[str, Any] = {"Sequences": context_runs.MESHES, "Experts": expert_runs.MESHES}
 
 
 @cache
@@ -63,7 +66,8 @@ def cell(table: str, kind: str, layout: str, steps: int) -> str:
     """The largest relative distance of a loss from one device's, or what went wrong."""
     wanted, train = alone(table, kind, steps), TABLES[table][2]
     try:
-        ranks = simulate(4)(lambda rank, world: train(kind, layout, steps))
+        world = math.prod(MESHES[table][layout][0].values())
+        ranks = simulate(world)(lambda rank, world: train(kind, layout, steps))
     except Exception as error:
         cause = error.__cause__ or error
         return f"{type(cause).__name__}: {cause}".replace("\n", " ")[:300]
@@ -111,8 +115,10 @@ def document(models: Sequence[str], steps: int, cells: Path | None = None) -> st
     lines = [
         "# Sequences and experts over ranks, beside one device",
         "",
-        "Written by `tests-integration/sequence_table.py`. Unmodified models of Hugging Face, "
-        f"AdamW and clipping, {steps} steps on four ranks. In every cell parameters begin bitwise "
+        "Written by `tests-integration/sequence_table.py`, "
+        f"{datetime.now(UTC):%Y-%m-%d}. Unmodified models of Hugging Face, AdamW and clipping, "
+        f"{steps} steps on as many ranks as a layout names (with zero3 on twice as many, as dp2). "
+        "In every cell parameters begin bitwise "
         "as on one device; of sequences, the random generator stands behind each step where one "
         "device leaves it, masks being drawn; of experts, tokens choose the same ones, bit for "
         "bit. Told is the largest relative distance of a loss from one device's. Sequences of 30 "

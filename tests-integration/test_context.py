@@ -7,6 +7,7 @@ dropout follow from global shapes. Losses are compared over steps, and the gener
 from __future__ import annotations
 
 import importlib.util
+import math
 import zlib
 from collections import Counter
 from datetime import UTC, datetime
@@ -41,7 +42,8 @@ CASES = [
 @pytest.mark.parametrize(("kind", "where"), CASES)
 def test_losses_are_those_of_one_device(kind: str, where: str) -> None:
     wanted = train(kind, None, STEPS)
-    for found in simulate(4).run(lambda rank, world_size: train(kind, where, STEPS)):
+    world = math.prod(MESHES[where][0].values())
+    for found in simulate(world).run(lambda rank, world_size: train(kind, where, STEPS)):
         assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
         assert found.made == wanted.made
         assert found.drawn == wanted.drawn

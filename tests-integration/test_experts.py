@@ -7,6 +7,7 @@ compared over steps, and what every token chose is one device's, bit for bit.
 from __future__ import annotations
 
 import importlib.util
+import math
 import zlib
 from datetime import UTC, datetime
 from typing import Any
@@ -78,7 +79,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "where", "how", "steps"), CASES)
 def test_steps_are_those_of_one_device(kind: str, where: str, how: str, steps: int) -> None:
     wanted = train(kind, None, steps, experts_implementation=how)
-    for found in simulate(4).run(
+    for found in simulate(math.prod(MESHES[where][0].values())).run(
         lambda rank, world_size: train(kind, where, steps, experts_implementation=how)
     ):
         assert found.made == wanted.made

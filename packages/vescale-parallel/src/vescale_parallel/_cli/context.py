@@ -1,13 +1,11 @@
 """The command that compares the ways to share attention of a sharded sequence."""
 
 import argparse
-import json
-from dataclasses import asdict
 from typing import Any, Final
 
-from vescale_parallel._common.messages import human_bytes, table
+from vescale_parallel._cli.ways import Shown, add_command, add_ranks, show
+from vescale_parallel._common.messages import human_bytes
 from vescale_parallel._cost.context import Attention, Way, attention_ways, chosen
-from vescale_parallel._cost.links import CLUSTERS
 
 _HELP: Final = """\
 Compare the ways to share attention of a sharded sequence (context parallel), on paper.
@@ -27,12 +25,8 @@ _HEADER: Final = ["ranks", "way", "sends", "collectives", "ms", "keeps", ""]
 
 def add_context_command(commands: Any) -> None:
     """Add the command to the parsers of all commands."""
-    parser = commands.add_parser(
-        "context",
-        help="compare the ways to share attention of a sharded sequence",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "compare the ways to share attention of a sharded sequence"
+    parser = add_command(commands, "context", about, _HELP)
     add = parser.add_argument
     add("--tokens", type=int, required=True, metavar="N", help="of a sequence")
     add("--heads", type=int, required=True, metavar="N", help="of the query")
@@ -40,10 +34,7 @@ def add_context_command(commands: Any) -> None:
     add("--head-dim", type=int, default=128, metavar="N", help="default: 128")
     add("--batch", type=int, default=1, metavar="N", help="sequences (default: 1)")
     add("--itemsize", type=int, default=2, metavar="N", help="bytes of an element (default: 2)")
-    add("--ranks", type=int, nargs="+", required=True, metavar="N", help="of the axis cp")
-    add("--stride", type=int, default=1, metavar="N", help="how far apart they are (default: 1)")
-    add("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
-    add("--json", action="store_true", help="print JSON in place of the table")
+    add_ranks(parser, "cp")
     parser.set_defaults(run=_run)
 
 
@@ -56,35 +47,12 @@ def _run(options: argparse.Namespace) -> int:
         batch=options.batch,
         itemsize=options.itemsize,
     )
-    cluster = CLUSTERS[options.cluster]
-    found = {
-        ranks: attention_ways(attention, ranks, cluster.link(options.stride, ranks))
-        for ranks in options.ranks
-    }
-    print(_as_json(found) if options.json else _as_table(found))
+    shown = Shown(_HEADER, _row, chosen, "chosen")
+    show(options, lambda ranks, link: attention_ways(attention, ranks, link), shown)
     return 0
 
 
-def _as_json(found: dict[int, list[Way]]) -> str:
-    return json.dumps(
-        {
-            ranks: {"chosen": chosen(ways).name, "ways": [asdict(way) for way in ways]}
-            for ranks, ways in found.items()
-        },
-        indent=2,
-    )
-
-
-def _as_table(found: dict[int, list[Way]]) -> str:
-    rows = [
-        _row(ranks, way, is_chosen=way is chosen(ways))
-        for ranks, ways in found.items()
-        for way in ways
-    ]
-    return table(_HEADER, rows, right=_HEADER[2:6])
-
-
-def _row(ranks: int, way: Way, *, is_chosen: bool) -> list[object]:
+def _row(ranks: int, way: Way, is_chosen: bool) -> list[object]:
     said = "*" if is_chosen else way.lacks or ""
     if not way.collectives and way.lacks:
         return [ranks, way.name, "-", "-", "-", "-", said]
