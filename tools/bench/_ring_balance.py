@@ -63,7 +63,9 @@ def seconds(rank: int, world_size: int, job: Job) -> dict[str, float]:
             dist.barrier()
             # Of the process: backward runs on another thread. What ranks wait is not in it.
             start = time.process_time()
-            out = ring_attention(*parts, None, None, ring, job.features**-0.5, 1.0)
+            query, key, value = parts
+            scale = job.features**-0.5
+            out = ring_attention(query, key, value, None, None, ring, scale, 1.0)
             out.sum().backward()  # type: ignore[no-untyped-call]
             taken = time.process_time() - start
             if turn:

@@ -340,3 +340,19 @@ def test_lists_that_a_block_appends_to_are_the_callers():
             assert model.seen == [0, 1, 2]
 
     vescale_comm.simulate(1)(on_a_rank)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_one_row_over_two_axes_is_computed_again_where_it_was(how: str):
+    def gradients(plan: Plan | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(2)))
+        if plan is not None:
+            parallelize(model, make_mesh(a=2, b=2, device_type="cpu"), plan)
+        model(torch.randn(1, 3, 4)).square().mean().backward()
+        return [whole(one.grad) for one in model.parameters()]
+
+    plan = Plan(batch="a:0, b:0", checkpoint=how)
+    wanted = gradients(None)
+    for found in vescale_comm.simulate(4).run(lambda rank, world_size: gradients(plan)):
+        torch.testing.assert_close(found, wanted)

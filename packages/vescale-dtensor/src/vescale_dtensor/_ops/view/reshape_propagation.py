@@ -59,6 +59,8 @@ def reshape_groups(source: Shape, target: Shape) -> list[ReshapeGroup]:
 
 def reshape_placements(layout: Layout, source: Shape, target: Shape) -> tuple[Placement, ...]:
     """For each axis the placement of the reshaped tensor; `Replicate` where a shard cannot stay."""
+    if tuple(source) == tuple(target):
+        return layout.placements
     passages = [
         _GroupPropagation(group, source, target) for group in reshape_groups(source, target)
     ]
