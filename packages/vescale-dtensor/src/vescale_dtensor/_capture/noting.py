@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from vescale_dtensor._autograd.function_results import HandsOn, waits_for_results
+from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.custom_functions import CustomCall, Steps, is_apply, record
 from vescale_dtensor._capture.global_state import GlobalState, global_state
 from vescale_dtensor._capture.library_calls import (
@@ -28,6 +29,7 @@ from vescale_dtensor._capture.live_calls import LiveCall, is_of_scaler, live_cal
 from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.process_state import (
     guarded_by,
+    is_import,
     is_noted,
     is_unsteady,
     moves_generator,
@@ -67,6 +69,8 @@ class Watch(HandsOn):
         self.live: LiveCall | None = None
         self.ended: list[tuple[LiveCall, str, GlobalState]] = []
         self._frame: FrameType | None = None
+        # The code of a library's module that is being imported.
+        self._importing: FrameType | None = None
         self._stopped = False
         # The profile function that this one stands in the place of, if any.
         self._waiting: Any = None
@@ -172,6 +176,13 @@ class Watch(HandsOn):
             self._hand_on(frame, event, argument)
         if self._collects:
             return
+        if self._importing is not None:
+            # A replay does not import again, and neither does eager mode: what a library reads
+            # while it is imported for the first time is read once. And there may be much of it:
+            # torch's compiler is imported by the first checkpoint of a process.
+            if event == "return" and frame is self._importing:
+                self._importing = None
+            return
         if self._custom is not None:
             self._note_custom(frame, event, argument)
         if self._frame is not None:
@@ -183,6 +194,9 @@ class Watch(HandsOn):
         # Resuming a generator is such an event, too.
         if event == "call":
             code = frame.f_code
+            if is_import(frame) and kind_of_code(code) != USER:
+                self._importing = frame
+                return
             if may_be_live(code) and self._begin_live(frame):
                 return
             # Only the first time: what is met later is followed by all names so far.

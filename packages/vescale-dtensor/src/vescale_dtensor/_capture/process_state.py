@@ -26,7 +26,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from datetime import date
-from importlib import import_module
+from importlib import import_module, reload
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
@@ -324,6 +324,19 @@ def _is_importing(frame: FrameType | None) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith(_IMPORTS):
         frame = frame.f_back
     return frame is not None
+
+
+def is_import(frame: FrameType) -> bool:
+    """Whether a frame is the body of a module that is imported for the first time."""
+    if frame.f_code.co_name != "<module>":
+        return False
+    caller = frame.f_back
+    if caller is None or not caller.f_code.co_filename.startswith(_IMPORTS):
+        return False
+    while caller is not None and caller.f_code.co_filename.startswith(_IMPORTS):
+        caller = caller.f_back
+    # `importlib.reload` runs the body at every call.
+    return caller is None or caller.f_code is not reload.__code__
 
 
 def _tells_of_world(function: Any, name: str) -> bool:
