@@ -16,8 +16,8 @@ from vescale_dtensor._autograd.uses import (
     fork_local,
 )
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node
-from vescale_dtensor._torch.compat import hook_own_gradient
+from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import any_requires_grad, hook_own_gradient
 
 
 def leaf_gradient_of(tensor: DTensor) -> LeafGradient:
@@ -93,7 +93,10 @@ def join_hidden_node(tensor: DTensor) -> None:
     Raises:
         UnsupportedError: the Function had inputs to which no gradient can be led back.
     """
-    if may_have_hidden_node(tensor):
+    # `may_have_hidden_node` written out: the first call of every op comes here for each operand.
+    if tensor._may_have_hidden_node or (
+        not tensor._local_tensor.requires_grad and any_requires_grad(tensor)
+    ):
         tensor._attach_function_node()
 
 
