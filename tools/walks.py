@@ -9,6 +9,7 @@ depend on the machine, so that they can be compared between commits:
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,12 +57,16 @@ def walk(operation: Callable[[], Any]) -> Walk:
             files.append(name.removeprefix(root))
 
     # Not `sys.setprofile`: a recording by `capture` sets that for itself.
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    # When Python collects garbage is chance, and the package has a callback there.
+    gc.disable()
     sys.settrace(seen)
     try:
         operation()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return Walk(tuple(files))
 
 
