@@ -91,11 +91,12 @@ def torch_function(
         first, second = args
         local, other = first._local_tensor, second._local_tensor
         if local.requires_grad or other.requires_grad:
-            # `_table_for` written out, where both of them do.
+            # `_table_for` written out, where neither has a hidden node.
             usual = (
                 is_grad_enabled()
-                and (local.requires_grad and other.requires_grad)
                 and not (first._may_have_hidden_node or second._may_have_hidden_node)
+                and (local.requires_grad or not any_requires_grad(first))
+                and (other.requires_grad or not any_requires_grad(second))
                 and forward_grad_enabled()
             )
             table = GRAD_RECORDED if usual else _table_for(args)
