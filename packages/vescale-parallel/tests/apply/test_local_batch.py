@@ -126,6 +126,21 @@ def test_what_distribute_batch_gives_back():
     simulate(2)(on_a_rank)
 
 
+def test_labels_that_are_distributed_leave_the_batches_of_the_model_compared():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model = parallelize(nn.Linear(5, 3), make_mesh(device_type="cpu", dp=2), Plan())
+        x, y = torch.ones(4, 5), torch.arange(4) % 3
+        forward_backward(model, x, loss=(F.cross_entropy, y))
+        with pytest.raises(DisagreementError, match="batches that enter the model differ"):
+            forward_backward(model, x + rank, loss=(F.cross_entropy, y))
+        other = parallelize(nn.Linear(5, 3), make_mesh(device_type="cpu", dp=2), Plan())
+        distribute_batch(other, y)
+        with pytest.raises(DisagreementError, match="batches that enter the model differ"):
+            distribute_batch(other, y + rank)
+
+    simulate(2)(on_a_rank)
+
+
 class Many(nn.Module):
     """Takes many tensors, some with other rows than the rest."""
 

@@ -126,7 +126,9 @@ class DistributeBatch:
 
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh, *, compares: bool = True) -> None:
         self.layout, self.mesh = layout, mesh
-        self._unchecked = _CHECKED_BATCHES if compares else 0
+        checked = _CHECKED_BATCHES if compares else 0
+        # Apart: a loop that distributes labels by itself has the model's own batches compared, too.
+        self._unchecked = {"the model": checked, "outside": checked}
         self.back = WrittenBack()
 
     @untraced
@@ -135,16 +137,16 @@ class DistributeBatch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Distribute arguments and keyword arguments."""
         copied: Copied = []
-        placed = self.distributed(args, kwargs, copied)
+        placed = self.distributed(args, kwargs, copied, "the model")
         self.back.watch(module, copied)
         return placed
 
     def distributed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied, of: str = "outside"
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with their tensors distributed; `copied` as of `map_tensors`."""
-        if self._unchecked > 0:
-            self._unchecked -= 1
+        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
+        if self._unchecked[of] > 0:
+            self._unchecked[of] -= 1
             with no_torch_function():  # not a part of what a recording repeats
                 self._require_same(args, kwargs)
         placed = map_tensors(self._tensor, args, copied=copied)

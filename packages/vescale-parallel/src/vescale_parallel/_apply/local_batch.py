@@ -48,7 +48,8 @@ class LocalBatch:
 
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh) -> None:
         self.layout, self.mesh = layout, mesh
-        self._unchecked = _CHECKED_BATCHES
+        # Apart: a loop that distributes labels by itself has the model's own batches compared, too.
+        self._unchecked = {"the model": _CHECKED_BATCHES, "outside": _CHECKED_BATCHES}
         self._back = WrittenBack()
         sizes = mesh_sizes(mesh)
         self._axes = sharing_axes(mesh, layout.axes)
@@ -66,19 +67,19 @@ class LocalBatch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Distribute arguments and keyword arguments."""
         copied: Copied = []
-        placed = self.distributed(args, kwargs, copied)
+        placed = self.distributed(args, kwargs, copied, "the model")
         self._back.watch(module, copied)
         return placed
 
     def distributed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied, of: str = "outside"
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with their tensors distributed; `copied` as of `map_tensors`."""
+        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
         named = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
         plain = {name: one for name, one in named.items() if not isinstance(one, DTensor)}
         counts = iter(self._counts(plain))
-        if self._unchecked > 0:
-            self._unchecked -= 1
+        if self._unchecked[of] > 0:
+            self._unchecked[of] -= 1
             with no_torch_function():
                 self._require_same_values(plain)
 
