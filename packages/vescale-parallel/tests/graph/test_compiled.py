@@ -8,47 +8,21 @@ import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
+from graph_models import Net, batch
 from torch import nn, optim
+from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_parallel import Plan, graph, mesh, parallelize
+from vescale_parallel import DisagreementError, GraphError, Plan, graph, mesh, parallelize
 from vescale_parallel._graph.collectives import collectives
 
-WORDS, STEPS = 24, 4
-
-
-class Block(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(size), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
-    def __init__(self, size=12):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, size), nn.Linear(size, WORDS, bias=False)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(2))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+STEPS = 3
 
 
 def built(zero):
     torch.manual_seed(0)
     plan = Plan(batch="dp:0", zero=zero)
-    model = parallelize(Net(), mesh(dp=torch.distributed.get_world_size()), plan)
+    model = parallelize(Net(1), mesh(dp=torch.distributed.get_world_size()), plan)
     return model, optim.AdamW(model.parameters(), 0.02)
-
-
-def batch(at):
-    return torch.randint(WORDS, (4, 5), generator=torch.Generator().manual_seed(at))
 
 
 def refusing(rank):
@@ -109,13 +83,28 @@ def test_a_region_that_one_rank_cannot_compile_runs_as_it_is_on_all(zero):
     done = sum(not region.why_not for region in one)
     assert done >= 2
     assert f"{done} of {len(one)} regions compiled" in text
-    assert any("blocks.1" in name for region in one for name in region.modules)
+    assert any("blocks.0" in name for region in one for name in region.modules)
 
 
 def test_traced_ahead_of_time():
     one, two = run(trained, 2, 3, "aot_eager", timeout=200)
     assert one == two
     assert not any(region.why_not for region in one[0] if region.operations > 1)
+
+
+def test_what_ranks_ask_otherwise_is_told_on_all():
+    def on_a_rank(rank, world_size):
+        model, _ = built(2)
+        module = graph.train_step(model, model, batch(0)).graph_module
+        with pytest.raises(GraphError, match=r"rank 0: .*no backend 'none such'"):
+            graph.compile_regions(module, backend="none such")
+        many = 10**6
+        with pytest.raises(DisagreementError, match="'least_operations': '7'"):
+            graph.compile_regions(module, backend="eager", least_operations=7 if rank else many)
+        found = graph.compile_regions(module, least_operations=many)
+        assert {one.why_not.removeprefix("rank 0: ") for one in found.regions} == {"few operations"}
+
+    simulate(2).run(on_a_rank)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ levels 1 to 3, as traced and with collectives merged and moved; what goes on aft
 
 import pytest
 import torch
-import torch.nn.functional as F
+from graph_models import Net, batch
 from torch import nn, optim
 from vescale_comm import simulate
 from vescale_comm.testing import run
@@ -14,35 +14,15 @@ from vescale_dtensor import CaptureError
 from vescale_parallel import Plan, graph, memory, mesh, parallelize
 from vescale_parallel._graph.collectives import collectives
 
-WORDS, STEPS = 24, 10
+STEPS = 10
 
 
-class Block(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(size), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
+def a_net():
     """Three units and the root; a parameter that nothing uses, and one that does not train."""
-
-    def __init__(self, size=12):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, size)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, WORDS, bias=False)
-        self.blocks[1].spare = nn.Parameter(torch.ones(3))
-        self.blocks[2].norm.weight.requires_grad_(False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+    net = Net(3)
+    net.blocks[1].spare = nn.Parameter(torch.ones(3))
+    net.blocks[2].norm.weight.requires_grad_(False)
+    return net
 
 
 TENSOR = {
@@ -57,14 +37,10 @@ def built(sizes, level):
     torch.manual_seed(0)
     rules = TENSOR if "tp" in sizes else {"*": "replicate"}
     plan = Plan(axes=tuple(sizes), batch="dp:0", parameters=rules, zero=level)
-    model = parallelize(Net(), mesh(**sizes), plan)
+    model = parallelize(a_net(), mesh(**sizes), plan)
     adam = optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
     schedule = optim.lr_scheduler.OneCycleLR(adam, 0.05, total_steps=STEPS + 2)
     return model, adam, schedule
-
-
-def batch(at):
-    return torch.randint(WORDS, (4, 5), generator=torch.Generator().manual_seed(at))
 
 
 def eager_step(model, adam, tokens, max_norm):

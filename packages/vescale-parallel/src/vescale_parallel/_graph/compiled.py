@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 from vescale_comm.agreement import gather_texts
 
-from vescale_parallel._common.messages import table
-from vescale_parallel._errors import GraphError
+from vescale_parallel._common.messages import listed, table
+from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.collectives import schema_name
 
 
@@ -72,40 +72,66 @@ def compile_regions(
 
     Each region is compiled at once, for the shapes that its nodes have, by running it on zeros:
     the graph itself does not run, and nothing that it writes to is touched. Ranks tell each other
-    what they could not compile, and that runs as it is on all of them: values that are the same on
-    several ranks stay the same, bit for bit. Compiled code adds and rounds in another order than
-    the graph (which is what makes it fast), so results equal the graph's up to rounding.
+    what they could not compile, and that runs as it is on all of them. Compiled code adds and
+    rounds in another order than the graph (which is what makes it fast), so results equal the
+    graph's up to rounding. A value that several ranks compute for themselves is the same on them
+    as long as their regions are; where graphs of ranks differ (uneven shards), compilers may round
+    it otherwise on each.
 
     Args:
         graph: of `vescale_dtensor.joint`, `train_step(...).graph_module`, `schedule`, or of
             `make_fx` with functional collectives; nodes have fake tensors in `meta["val"]`. It
             stays as it is.
         backend: of `torch.compile`. Inductor needs a C++ compiler on CPUs.
-        least_operations: regions with fewer are left as they are.
+        least_operations: regions with fewer, on any rank, are left as they are.
 
     Raises:
-        GraphError: on every rank, if the graphs of ranks have other regions.
+        DisagreementError: on every rank, if their regions, or these arguments, differ.
+        GraphError: on every rank, if one cannot take its graph apart, or has no such backend.
     """
-    split = _split(graph)
-    regions, faults = [], {}
-    for name, module in _regions(split):
-        count = sum(_computes(node) for node in module.graph.nodes)
-        why = "" if count >= least_operations else "few operations"
-        regions.append(Region(name, count, _modules(module), why))
-        if not why:
-            compiled, fault = _compiled(module, backend)
-            faults[name] = fault
-            setattr(split, name, compiled)
-    said = _agreed([one.name for one in regions], faults)
-    originals = dict(_regions(_split(graph)))
-    found = []
+    fault, split = "", None
+    regions: list[Region] = []
+    modules: dict[str, fx.GraphModule] = {}
+    try:
+        _check_backend(backend)
+        split = _split(graph)
+        modules = dict(_regions(split))
+        regions = [_region(name, one, least_operations) for name, one in modules.items()]
+    except Exception as error:  # raised in `_agreed`, on all ranks: the others are on their way
+        fault = f"{type(error).__name__}: {error}"
+    options = {"backend": _name_of(backend), "least_operations": str(least_operations)}
+    # Before anything is compiled, which may take minutes.
+    regions = _agreed(regions, fault, options)
+    assert split is not None
+    made = {}
+    for at, one in enumerate(regions):
+        if not one.why_not:
+            made[one.name], why = _compiled(modules[one.name], backend)
+            regions[at] = replace(one, why_not=why)
+    regions = _agreed(regions)
     for one in regions:
-        why = said.get(one.name, "") or one.why_not
-        if why and not one.why_not:
-            setattr(split, one.name, originals[one.name])
-        found.append(Region(one.name, one.operations, one.modules, why))
+        if not one.why_not:
+            setattr(split, one.name, made[one.name])
     split.recompile()
-    return Compiled(split, tuple(found))
+    return Compiled(split, tuple(regions))
+
+
+def _region(name: str, module: fx.GraphModule, least_operations: int) -> Region:
+    labels = (node.meta.get("label") for node in module.graph.nodes)
+    modules = dict.fromkeys(str(getattr(label, "module", "")) for label in labels)
+    count = sum(_computes(node) for node in module.graph.nodes)
+    why = "few operations" if count < least_operations else ""
+    return Region(name, count, tuple(filter(None, modules)), why)
+
+
+def _check_backend(backend: str | Callable[..., Any]) -> None:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if isinstance(backend, str) and backend not in known:
+        raise GraphError(f"torch.compile has no backend {backend!r}, but {listed(known, 20)}")
+
+
+def _name_of(backend: str | Callable[..., Any]) -> str:
+    return backend if isinstance(backend, str) else getattr(backend, "__qualname__", "a callable")
 
 
 def _split(graph: fx.GraphModule) -> fx.GraphModule:
@@ -150,19 +176,13 @@ def _regions(split: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
             yield str(node.target), module
 
 
-def _modules(module: fx.GraphModule) -> tuple[str, ...]:
-    labels = (node.meta.get("label") for node in module.graph.nodes)
-    names = dict.fromkeys(str(getattr(label, "module", "")) for label in labels)
-    return tuple(name for name in names if name)
-
-
 def _compiled(module: fx.GraphModule, backend: Any) -> tuple[Any, str]:
-    """The module compiled for its shapes, or why it cannot be."""
-    made = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    """The module compiled for its shapes, or as it is, and why it cannot be."""
     try:
         inputs = [_zeros(node) for node in module.graph.nodes if node.op == "placeholder"]
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, about code that is not the user's
+            made = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
             made(*inputs)
     except Exception as error:  # whatever a compiler raises: the region runs as it is
         said = " ".join(str(error).split("\n")[:2])  # the second line is of the backend's error
@@ -183,18 +203,36 @@ def _zeros(node: fx.Node) -> Any:
     return made.requires_grad_(value.requires_grad)
 
 
-def _agreed(names: list[str], faults: dict[str, str]) -> dict[str, str]:
-    """What some rank cannot compile, and why: the same on all ranks."""
-    told = [json.loads(one) for one in gather_texts(json.dumps([names, faults]))]
-    if any(one[0] != told[0][0] for one in told):
-        raise GraphError(
-            "compile_regions: ranks have different regions "
-            f"({', '.join(str(len(one[0])) for one in told)} of them, by rank): schedule the graph "
-            "first, which compares collectives, or compile none"
-        )
+def _agreed(
+    regions: Sequence[Region], fault: str = "", options: Mapping[str, str] | None = None
+) -> list[Region]:
+    """The regions, with why some rank cannot compile them: that is the same on all ranks.
+
+    Raises:
+        DisagreementError: their regions, or options, differ.
+        GraphError: one has a fault.
+    """
+    mine = {"fault": fault, "options": options, "why": {one.name: one.why_not for one in regions}}
+    told = [json.loads(one) for one in gather_texts(json.dumps(mine))]
     found: dict[str, str] = {}
     for rank, one in enumerate(told):
-        for name, fault in one[1].items():
-            if fault:
-                found.setdefault(name, f"rank {rank}: {fault}" if len(told) > 1 else fault)
-    return found
+        if one["fault"]:
+            raise GraphError(f"compile_regions, rank {rank}: {one['fault']}")
+        if one["options"] != told[0]["options"]:
+            raise DisagreementError(
+                f"compile_regions: {one['options']} on rank {rank}, and {told[0]['options']} on "
+                "rank 0. Pass the same on all ranks"
+            )
+        if [*one["why"]] != [*told[0]["why"]]:
+            raise DisagreementError(
+                f"compile_regions: rank {rank} has {len(one['why'])} regions, and rank 0 "
+                f"{len(told[0]['why'])}: {listed(sorted({*one['why']} ^ {*told[0]['why']}))} are "
+                "not on both. Graphs with other operators between their collectives are not "
+                "compiled; run them as they are"
+            )
+        for name, why in one["why"].items():
+            # What was agreed on before has its rank already.
+            tells = why and len(told) > 1 and not why.startswith("rank ")
+            found.setdefault(name, "")
+            found[name] = found[name] or (f"rank {rank}: {why}" if tells else why)
+    return [replace(one, why_not=found[one.name]) for one in regions]
