@@ -35,8 +35,9 @@ _PARTS_OF_TORCH = (
 )
 _CONSTANT_TORCH = ("torch.", *(f"torch.{part}" for part in _PARTS_OF_TORCH))[1:]
 _UNWATCHED = ("typing.", "ast.", "traceback.", "inspect.", "warnings.")
-# Parts of the standard library that look at code and at the process, not at the user's objects;
-# and arithmetic, which plans of redistributions use, and whose abstract classes note who registers.
+# Parts of the standard library that look at code and at the process, not at the user's objects.
+# And `fractions`: planning a redistribution uses it, and its abstract classes count as changed when
+# a library (sympy, by torch's compiler) registers its own numbers with them.
 _SILENT = frozenset(
     {"logging", "warnings", "importlib", "inspect", "linecache", "traceback", "re", "tokenize"}
     | {"typing", "abc", "dis", "ast", "pdb", "site", "runpy", "fractions", "numbers"}

@@ -39,7 +39,8 @@ def _running() -> list[nn.Module]:
     found = []
     frame: Any = sys._getframe(1)
     while frame is not None:
-        # Only of such frames are the locals asked for: reading them takes a copy.
+        # Only of such frames are the locals asked for: before Python 3.13 that makes a dict, which
+        # holds them until the frame ends.
         if frame.f_code.co_name == "forward":
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module):

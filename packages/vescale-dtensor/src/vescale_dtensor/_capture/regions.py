@@ -8,11 +8,9 @@ makes on its way is freed, and made anew in backward.
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -146,19 +144,8 @@ def checkpoint(
 
     if regions is None:
         return torch_checkpoint(run, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
-    _load_unwatched()
     with regions.pausing():
         return torch_checkpoint(run, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
-
-
-def _load_unwatched() -> None:
-    """Load what torch's checkpointing imports at its first call: no code of the function's."""
-    before = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        import_module("torch._dynamo")
-    finally:
-        sys.setprofile(before)
 
 
 @contextmanager
