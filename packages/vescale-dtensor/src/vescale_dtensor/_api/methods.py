@@ -6,6 +6,7 @@ in the class, because what they call imports the class (see `_tensor/dtensor.py`
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -110,18 +111,10 @@ def from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Sequence[object] | None = None,
 ) -> DTensor:
+    convert: Callable[..., DTensor] = conversion.from_local
     if is_compiled():
-        return eagerly(
-            conversion.from_local,
-            local_tensor,
-            device_mesh,
-            placements,
-            run_check=run_check,
-            shape=shape,
-            stride=stride,
-            grad_placements=grad_placements,
-        )
-    return conversion.from_local(
+        convert = functools.partial(eagerly, convert)
+    return convert(
         local_tensor,
         device_mesh,
         placements,

@@ -294,15 +294,8 @@ class Captured:
             if can_watch() and self._misses.may_record(call.kind()):
                 return self._record(call)
             if not self._check:  # where ranks vote at calls that all of them count
-                self._rest(call)
+                self._resting, self._waking = self._misses.rest(call.kind(), self._of_kind)
         return self._run(call.args, call.kwargs)
-
-    def _rest(self, call: KeyedCall) -> None:
-        """Look up no calls for a while after one that just runs, if few are replayed."""
-        self._resting = self._misses.rest()
-        # Where programs are of such calls and of another state, none of them wakes it up.
-        known: Any = () if call.kind() in self._of_kind else self._of_kind
-        self._waking = frozenset([kind[1] for kind in known if len(kind) > 1])
 
     def _begins(self) -> bool:
         """Whether this is the first call, which all ranks make together."""

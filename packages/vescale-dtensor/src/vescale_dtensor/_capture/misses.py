@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable
+from typing import Any
 
 MOST_PROGRAMS = 32
 """How many programs a captured function keeps."""
@@ -101,10 +102,17 @@ class Misses:
         often = count * _OFTEN_PART >= self._total or count >= _OFTEN_COUNT
         return self._spent < paid and often
 
-    def rest(self) -> int:
+    def rest(self, kind: Hashable, known: Collection[Any]) -> tuple[int, frozenset[Hashable]]:
         """How many calls just run, after one that was not worth a recording, and are not looked up.
 
         None while replays are as common as they have to be.
+
+        Args:
+            kind: of that call.
+            known: the kinds that have programs.
+
+        Returns:
+            The number, and the layouts of first arguments whose calls are looked up all the same.
         """
         found, self._seen = self.replays - self._seen, self.replays
         self._worth = min(self._worth + found * _WORTH, _MOST_WORTH) - 1 - self._rest
@@ -115,7 +123,9 @@ class Misses:
             self._turn = (self._turn + 7) % _RESTS
             self._rest = _SHORTEST_REST + self._turn
             self._runs += self._rest
-        return self._rest
+        # Where programs are of such calls and of another state, none of them wakes it up.
+        kinds: Iterable[Any] = () if kind in known else known
+        return self._rest, frozenset([one[1] for one in kinds if len(one) > 1])
 
     def wants_reason(self) -> bool:
         """Whether it matters why a call was not replayed, which takes a while to find out."""
