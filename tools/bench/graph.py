@@ -8,7 +8,7 @@ With `--zoo`, nine models of ROAM's evaluation (arXiv 2310.19295) at their real 
 what the planned order takes with its arena, against torch's caching allocator (simulated) in
 program order, list scheduling, and the bound below which no order is.
 
-With `--whole SECONDS`, each model is planned a second time by one integer program over the whole
+With `--ilp SECONDS`, each model is planned a second time by one integer program over the whole
 graph (MODeL's form, HiGHS), which is given so much time: the order's seconds and peak against it.
 
 With `--hidden`, whole training steps with ZeRO-3 on four gloo ranks: ours as a graph, as traced,
@@ -24,7 +24,7 @@ is traced and with its communication scheduled, against eager mode and torch's D
     nox -s bench -- graph --models --hidden --ranks 2
     nox -s bench -- graph --models MLP convnet --seconds 5 --solver search
     nox -s bench -- graph --models --hidden --ranks 1 --zoo AlexNet ViT-B --batches 1 32
-    nox -s bench -- graph --models MLP --hidden --ranks 1 --whole 3600
+    nox -s bench -- graph --models MLP --hidden --ranks 1 --ilp 3600
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=20, help="of overlap (default: 20)")
     made.add_argument("--hidden", nargs="*", type=int, default=[64], help="sharded (default: 64)")
     made.add_argument("--turns", type=int, default=9, help="of each sharded step (default: 9)")
-    made.add_argument("--whole", type=float, default=0, help="seconds for it (default: none)")
+    made.add_argument("--ilp", type=float, default=0, help="seconds for it (default: none)")
     made.add_argument("--zoo", nargs="*", choices=ZOO, default=[], help="on paper (default: none)")
     made.add_argument("--batches", nargs="+", type=int, default=[1, 32], help="of the zoo")
     made.add_argument("--only", nargs="+", default=[], help="these sharded steps beside torch's")
@@ -86,7 +86,7 @@ def measure(
     only: Sequence[str] = (),
     zoo: Sequence[str] = (),
     batches: Sequence[int] = (1, 32),
-    whole: float = 0,
+    ilp: float = 0,
 ) -> Iterator[Ratio]:
     """For each model: peaks of orders, the arena, what allocators count, and seconds."""
     for width in hidden:
@@ -103,17 +103,17 @@ def measure(
         _TABLE.append({"model": name, "operations": len(plan.order), **kept})
         yield from _planned(name, plan)
         yield from _counted(name, plan, graph, inputs)
-        if whole:
-            yield from _beside_whole(name, plan, graph, whole, workspaces)
+        if ilp:
+            yield from _beside_ilp(name, plan, graph, ilp, workspaces)
 
 
-def _beside_whole(
+def _beside_ilp(
     name: str, plan: memory.MemoryPlan, graph: fx.GraphModule, seconds: float, workspaces: Any
 ) -> Iterator[Ratio]:
     """Seconds and peak of a plan against those of one integer program over all operations."""
     # A plan keeps a third of its time for the layout, which is the same here.
-    other = memory.plan(graph, solver="whole", seconds=seconds * 3 / 2, workspaces=workspaces)
-    _TABLE.append({"model": name, "whole": {key: getattr(other, key) for key in _KEPT}})
+    other = memory.plan(graph, solver="ilp", seconds=seconds * 3 / 2, workspaces=workspaces)
+    _TABLE.append({"model": name, "ilp": {key: getattr(other, key) for key in _KEPT}})
     against = "integer program" if other.complete else "integer program, cut short"
     yield Ratio(f"{name}, plan seconds", plan.seconds, other.seconds, "s", against, goal=1 / 50)
     peaks = plan.peak / 2**20, other.peak / 2**20

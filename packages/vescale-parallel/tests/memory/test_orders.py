@@ -5,7 +5,7 @@ import time
 
 import pytest
 from vescale_parallel import ParallelError
-from vescale_parallel._memory.ordered import ordered, ordered_whole
+from vescale_parallel._memory.ordered import ordered, ordered_by_ilp
 from vescale_parallel._memory.program import Operation, Program, Storage, checked_order, program
 from vescale_parallel._memory.reach import Reach
 from vescale_parallel._memory.simulated import Running, lifetimes, profile
@@ -67,7 +67,7 @@ def test_small_programs_are_solved(seed: int):
 def test_one_integer_program_finds_the_best_order(seed: int):
     pytest.importorskip("scipy.optimize", reason="scipy is not installed")
     of = random_program(seed, 7)
-    found = ordered_whole(of, deadline=time.monotonic() + 60)
+    found = ordered_by_ilp(of, deadline=time.monotonic() + 60)
     assert found.complete
     assert found.profile.peak == best_of_all(of)
 
@@ -75,7 +75,7 @@ def test_one_integer_program_finds_the_best_order(seed: int):
 def test_an_integer_program_that_cannot_end_leaves_program_order():
     pytest.importorskip("scipy.optimize", reason="scipy is not installed")
     of = random_program(1, 60)
-    found = ordered_whole(of, deadline=time.monotonic())
+    found = ordered_by_ilp(of, deadline=time.monotonic())
     assert found.order == tuple(range(60))
     assert not found.complete
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from vescale_parallel._memory.integer_program import ilp_order
 from vescale_parallel._memory.orders import bounded, delayed, list_scheduled, prompt
 from vescale_parallel._memory.program import Program, checked_order
 from vescale_parallel._memory.reach import Reach, segments
 from vescale_parallel._memory.search import Found, Items, searched
 from vescale_parallel._memory.simulated import Profile, Running, profile
-from vescale_parallel._memory.whole import whole_order
 
 _BOUNDS: Final = 10  # bounds that are tried between the lower bound and the best peak
 _WINDOWS: Final = (12, 24, 48, 96)  # operations of a ring
@@ -65,11 +65,11 @@ def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) ->
     return Ordered(planner.order, planner.best, bound, planner.peaks, complete)
 
 
-def ordered_whole(of: Program, *, deadline: float) -> Ordered:
+def ordered_by_ilp(of: Program, *, deadline: float) -> Ordered:
     """Find an order by one integer program; program order if that finds no better one in time."""
     reach = Reach(of)
     planner = _Planner(of, reach.lower_bound(), deadline)
-    planner.offer("integer program", whole_order(of, reach, deadline))
+    planner.offer("integer program", ilp_order(of, reach, deadline))
     complete = planner.complete and not planner.late
     return Ordered(planner.order, planner.best, planner.floor, planner.peaks, complete)
 

@@ -17,15 +17,15 @@ from vescale_parallel._memory.caching import reserved
 from vescale_parallel._memory.copied import copied_module
 from vescale_parallel._memory.highs import by_highs, has_highs
 from vescale_parallel._memory.layout import ArenaLayout, Block, aligned, laid_out, most_at_once
-from vescale_parallel._memory.ordered import Ordered, by_search, ordered, ordered_whole
+from vescale_parallel._memory.ordered import Ordered, by_search, ordered, ordered_by_ilp
 from vescale_parallel._memory.picture import as_svg
 from vescale_parallel._memory.places import Place, arena_device, places
 from vescale_parallel._memory.simulated import lifetimes
 from vescale_parallel._memory.traced import Traced, traced
 
-Solver = Literal["auto", "search", "highs", "rules", "whole"]
+Solver = Literal["auto", "search", "highs", "rules", "ilp"]
 _HEIGHTS: Final = 60  # of an arena that are compared, at most
-SOLVERS: Final = ("auto", "search", "highs", "rules", "whole")
+SOLVERS: Final = ("auto", "search", "highs", "rules", "ilp")
 _FIRST: Final = "program order"
 ALIGNMENT: Final = 64  # bytes: what vector instructions want, and torch's CPU allocator gives
 
@@ -258,7 +258,7 @@ def plan(
         inputs: examples for it, where its placeholders do not say what they are.
         solver: `"search"`: rules, then branch and bound; `"auto"`: the same, with HiGHS for small
             layouts where scipy is installed; `"highs"`: HiGHS in place of branch and bound;
-            `"rules"`: no search; `"whole"`: one integer program over all operations and steps, in
+            `"rules"`: no search; `"ilp"`: one integer program over all operations and steps, in
             the form of MODeL, to compare with: minutes to hours, and program order if time is over.
         seconds: for all searches together; when they are over, the best so far is the plan.
         alignment: of each storage in the arena, in bytes, a power of two.
@@ -282,8 +282,8 @@ def plan(
     of = _with_workspaces(traced(module, inputs), workspaces or {})
     # Two thirds of the time are for the order, as layouts hardly ever need any.
     deadline = start + seconds * 2 / 3
-    if solver == "whole":
-        found = ordered_whole(of.program, deadline=deadline)
+    if solver == "ilp":
+        found = ordered_by_ilp(of.program, deadline=deadline)
     else:
         solve = {"rules": None, "highs": by_highs}.get(solver, by_search)
         found = ordered(of.program, deadline=deadline, solve=solve)
@@ -363,7 +363,7 @@ def _known(solver: str) -> Any:
         raise MemoryPlanError(
             f"solver {solver!r}: there are {', '.join(SOLVERS)}.{did_you_mean(solver, SOLVERS)}"
         )
-    if solver in ("highs", "whole") and not has_highs():
+    if solver in ("highs", "ilp") and not has_highs():
         raise MemoryPlanError(
             f"solver {solver!r} needs scipy: pip install vescale-parallel[memory], or "
             "solver='search'."

@@ -25,7 +25,7 @@ _ALWAYS: Final = -1
 _NUMBERS: Final = {_NEVER: 0.0, _ALWAYS: 1.0}
 
 
-def whole_order(of: Program, reach: Reach, deadline: float) -> tuple[int, ...] | None:
+def ilp_order(of: Program, reach: Reach, deadline: float) -> tuple[int, ...] | None:
     """The best order that HiGHS finds in time; None if it finds none, or does not begin."""
     if not len(of):
         return ()
