@@ -2,6 +2,8 @@
 
 import json
 import random
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch.distributed.pipelining.schedules as of_torch
@@ -203,6 +205,39 @@ def test_schedules_of_many_ranks_are_made_and_checked():
         schedule = make_schedule(name, 64 if chunks == 1 else 32, 128)
         check_schedule(schedule)
         assert simulate_schedule(schedule).bubble < 0.5
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_an_action_costs_on_paper_does_not_grow(name: str):
+    """64 stages of 512 microbatches are checked and simulated in less than a second."""
+
+    def lines(ranks: int, microbatches: int) -> float:
+        schedule = make_schedule(name, ranks, microbatches)
+        return lines_run(lambda: (check_schedule(schedule), simulate_schedule(schedule))) / sum(
+            map(len, schedule.ranks)
+        )
+
+    small, large = lines(4, 16), lines(8, 64)
+    assert large <= small
+    assert large < 40
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """How many lines of Python a call runs."""
+    count = 0
+
+    def traced(frame: object, event: str, argument: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 # What is shown.

@@ -1,12 +1,21 @@
-"""Whether a schedule computes everything once, and ends."""
+"""Whether a schedule computes everything once, and ends.
+
+Results are numbered, and what actions need and give is worked out for a whole row of a rank at
+once: schedules of hundreds of ranks have millions of actions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules.actions import Action, Schedule
+
+Numbers = NDArray[np.int64]
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -15,32 +24,62 @@ def check_schedule(schedule: Schedule) -> None:
     Raises:
         PlanError: with the first action that is wrong, or, of a deadlock, what each rank waits for.
     """
-    _check_actions(schedule)
-    for _ in in_order(schedule):
+    columns = [columns_of(row) for row in schedule.ranks]
+    _check_actions(schedule, columns)
+    for _ in in_order(schedule, [needs_of(schedule, one) for one in columns]):
         pass
 
 
-def _check_actions(schedule: Schedule) -> None:
+CODES: Final = {"F": 0, "I": 1, "W": 2, "B": 3}
+"""How columns number kinds."""
+
+
+class Columns(NamedTuple):
+    """The actions of one rank as columns.
+
+    Attributes:
+        kinds: 0 a forward, 1 a backward of inputs, 2 of weights, 3 a whole one.
+        stages: of each action.
+        microbatches: of each action.
+    """
+
+    kinds: Numbers
+    stages: Numbers
+    microbatches: Numbers
+
+
+def columns_of(row: tuple[Action, ...]) -> Columns:
+    """Take the actions of a rank apart."""
+    if not row:
+        return Columns(*(np.zeros(0, np.int64) for _ in range(3)))
+    kinds, stages, microbatches = zip(*row, strict=True)
+    codes = [CODES[kind] for kind in kinds]
+    return Columns(*(np.array(one, np.int64) for one in (codes, stages, microbatches)))
+
+
+def _check_actions(schedule: Schedule, columns: list[Columns]) -> None:
     stages, microbatches = schedule.stages, schedule.microbatches
+    places = np.array(schedule.stage_ranks)
     # Of each result how often it is made; whole backwards make both halves.
-    made = [0] * results_of(schedule)
-    weights = 2 * stages * microbatches
-    for rank, row in enumerate(schedule.ranks):
-        for action in row:
-            kind, stage, microbatch = action
-            there = 0 <= stage < stages and 0 <= microbatch < microbatches
-            if not there or schedule.stage_ranks[stage] != rank:
-                raise PlanError(
-                    f"schedule {schedule.name}: {action} is on rank {rank}, where there is no "
-                    f"such stage and microbatch ({stages} stages, {microbatches} microbatches)."
-                )
-            here = stage * microbatches + microbatch
-            made[_RESULTS[kind] * stages * microbatches + here] += 1
-            if kind == "B":
-                made[weights + here] += 1
-    wrong = next((number for number, times in enumerate(made) if times != 1), None)
-    if wrong is not None:
-        stage, microbatch = divmod(wrong % (stages * microbatches), microbatches)
+    made = np.zeros(results_of(schedule), np.int64)
+    for rank, one in enumerate(columns):
+        there = (one.stages >= 0) & (one.stages < stages)
+        there &= (one.microbatches >= 0) & (one.microbatches < microbatches)
+        there[there] = places[one.stages[there]] == rank
+        if not there.all():
+            action = schedule.ranks[rank][int(there.argmin())]
+            raise PlanError(
+                f"schedule {schedule.name}: {action} is on rank {rank}, where there is no "
+                f"such stage and microbatch ({stages} stages, {microbatches} microbatches)."
+            )
+        each = one.stages * microbatches + one.microbatches
+        for code, results in ((0, (0,)), (1, (1,)), (2, (2,)), (3, (1, 2))):
+            for result in results:
+                numbers = result * stages * microbatches + each[one.kinds == code]
+                made += np.bincount(numbers, minlength=len(made))
+    wrong = np.flatnonzero(made != 1)
+    if len(wrong):
+        stage, microbatch = divmod(int(wrong[0]) % (stages * microbatches), microbatches)
         row = schedule.ranks[schedule.stage_ranks[stage]]
         found = ", ".join(a.kind for a in row if a[1:] == (stage, microbatch))
         raise PlanError(
@@ -49,87 +88,89 @@ def _check_actions(schedule: Schedule) -> None:
         )
 
 
-_RESULTS: Final = {"F": 0, "B": 1, "I": 1, "W": 2}
+class Needs(NamedTuple):
+    """What the actions of one rank wait for, and what they give, as numbers of results.
 
-
-class Step(NamedTuple):
-    """An action, and what it waits for, as numbers of results.
+    Lists of numbers of Python: they are read one by one, for which arrays are slow.
 
     Attributes:
-        action: the action.
-        own: number of the result of the same stage that it needs, or -1.
-        other: number of the result of the stage before (of a forward) or after, or -1.
-        result: number of what it gives. Whole backwards and those of inputs give the same.
+        own: the result of the same stage that each needs, or -1.
+        other: the result of the stage before (of a forward) or after, or -1.
+        results: what each gives. Whole backwards and those of inputs give the same.
     """
 
-    action: Action
-    own: int
-    other: int
-    result: int
+    own: list[int]
+    other: list[int]
+    results: list[int]
 
 
-def steps_of(schedule: Schedule) -> list[list[Step]]:
-    """The actions of each rank with what they wait for."""
+def needs_of(schedule: Schedule, columns: Columns) -> Needs:
+    """Return what the actions of a rank need and give."""
     stages, microbatches = schedule.stages, schedule.microbatches
     backward, weights, last = stages * microbatches, 2 * stages * microbatches, stages - 1
-
-    def step(action: Action) -> Step:
-        kind, stage, microbatch = action
-        here = stage * microbatches + microbatch
-        if kind == "F":
-            return Step(action, -1, here - microbatches if stage else -1, here)
-        if kind == "W":
-            return Step(action, backward + here, -1, weights + here)
-        after = backward + here + microbatches if stage != last else -1
-        return Step(action, here, after, backward + here)
-
-    return [[step(action) for action in row] for row in schedule.ranks]
+    kinds, stage, _ = columns
+    here = stage * microbatches + columns.microbatches
+    is_forward, is_weights = kinds == 0, kinds == 2
+    own = np.where(is_forward, -1, np.where(is_weights, backward + here, here))
+    before = np.where(stage > 0, here - microbatches, -1)
+    behind = np.where(stage < last, backward + here + microbatches, -1)
+    other = np.where(is_forward, before, np.where(is_weights, -1, behind))
+    results = here + np.where(is_forward, 0, np.where(is_weights, weights, backward))
+    return Needs(own.tolist(), other.tolist(), results.tolist())
 
 
 def results_of(schedule: Schedule) -> int:
-    """How many results `steps_of` numbers."""
+    """How many results `needs_of` numbers."""
     return 3 * schedule.stages * schedule.microbatches
 
 
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Step]]:
-    """Yield ranks and steps, each when all that it needs has been yielded.
+def in_order(schedule: Schedule, needs: list[Needs]) -> Iterator[tuple[int, int, int]]:
+    """Yield ranks, and from which of their actions to which they can go on, until all are done.
+
+    All that these need has been yielded before, or comes before them among them.
 
     Raises:
         PlanError: ranks wait for each other.
     """
-    rows = steps_of(schedule)
     done = bytearray(results_of(schedule) + 1)
     done[-1] = 1  # what needs nothing needs number -1
     # By the result that they wait for: the ranks that cannot go on.
     waiting: dict[int, list[int]] = {}
-    at = [0] * len(rows)
-    ready = list(range(len(rows)))
+    at = [0] * len(needs)
+    ready = list(range(len(needs)))
     while ready:
         rank = ready.pop()
-        for step in rows[rank][at[rank] :]:
-            missing = step.own if not done[step.own] else step.other
-            if not done[missing]:
+        own, other, results = needs[rank]
+        start = now = at[rank]
+        while now < len(results):
+            if not (done[own[now]] and done[other[now]]):
+                missing = other[now] if done[own[now]] else own[now]
                 waiting.setdefault(missing, []).append(rank)
                 break
-            at[rank] += 1
-            yield rank, step
-            done[step.result] = 1
-            if step.result in waiting:
-                ready += waiting.pop(step.result)
-    stuck = [(rank, rows[rank][n]) for rank, n in enumerate(at) if n < len(rows[rank])]
+            result = results[now]
+            done[result] = 1
+            if result in waiting:
+                ready += waiting.pop(result)
+            now += 1
+        at[rank] = now
+        if now > start:
+            yield rank, start, now
+    stuck = [(rank, n) for rank, n in enumerate(at) if n < len(needs[rank].results)]
     if stuck:
-        raise PlanError(_deadlock(schedule, stuck, done))
+        raise PlanError(_deadlock(schedule, needs, stuck, done))
 
 
-def _deadlock(schedule: Schedule, stuck: list[tuple[int, Step]], done: bytearray) -> str:
+def _deadlock(
+    schedule: Schedule, needs: list[Needs], stuck: list[tuple[int, int]], done: bytearray
+) -> str:
     def told(number: int) -> str:
         kind, place = divmod(number, schedule.stages * schedule.microbatches)
         stage, microbatch = divmod(place, schedule.microbatches)
         return str(Action("FIW"[kind], stage, microbatch))  # type: ignore[arg-type]
 
     lines = "; ".join(
-        f"rank {rank} at {step.action} waits for "
-        + ", ".join(told(n) for n in (step.own, step.other) if not done[n])
-        for rank, step in stuck[:8]
+        f"rank {rank} at {schedule.ranks[rank][at]} waits for "
+        + ", ".join(told(n) for n in (needs[rank].own[at], needs[rank].other[at]) if not done[n])
+        for rank, at in stuck[:8]
     )
     return f"schedule {schedule.name} never ends: {lines}."

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules.actions import Action, Schedule
-from vescale_parallel._schedules.check import in_order, results_of
+from vescale_parallel._schedules.check import (
+    CODES,
+    Columns,
+    columns_of,
+    in_order,
+    needs_of,
+    results_of,
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,9 @@ class StageTimes:
         return 0.0, self.kept_for_weights - self.kept if kind == "I" else -self.kept_for_weights
 
 
+# In the order in which columns number kinds.
+_EACH_KIND: Final = tuple(Action(kind, 0, 0) for kind in CODES)
+
 EQUAL: Final = StageTimes()
 """Forwards and both halves of backwards take 1."""
 
@@ -72,27 +86,37 @@ class Timeline:
 
     Attributes:
         schedule: the schedule.
-        spans: for each rank its actions in time.
+        starts: for each rank when its actions begin.
+        ends: for each rank when they end.
         seconds: when the last one ends, in the unit of the stages' times.
         peaks: for each rank the most that it keeps at once, in the unit of the stages' memory.
         messages: how many activations and gradients pass from rank to rank.
     """
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...] = field(repr=False)
+    starts: tuple[tuple[float, ...], ...] = field(repr=False)
+    ends: tuple[tuple[float, ...], ...] = field(repr=False)
     seconds: float
     peaks: tuple[float, ...]
     messages: int
 
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each rank its actions in time."""
+        # Made when asked for: so many objects take longer than the simulation.
+        rows = zip(self.schedule.ranks, self.starts, self.ends, strict=True)
+        return tuple(tuple(map(Span, *row)) for row in rows)
+
     @property
     def busy(self) -> tuple[float, ...]:
         """For each rank, how long it computes."""
-        return tuple(sum(span.end - span.start for span in row) for row in self.spans)
+        rows = zip(self.starts, self.ends, strict=True)
+        return tuple(sum(map(operator.sub, end, start)) for start, end in rows)
 
     @property
     def bubble(self) -> float:
         """The part of all ranks' time in which they wait, from 0 to 1."""
-        return 1 - sum(self.busy) / (self.seconds * len(self.spans)) if self.seconds else 0.0
+        return 1 - sum(self.busy) / (self.seconds * len(self.ends)) if self.seconds else 0.0
 
     @property
     def peak(self) -> float:
@@ -120,30 +144,51 @@ def simulate_schedule(
     each = (times,) * stages if isinstance(times, StageTimes) else tuple(times)
     if len(each) != stages:
         raise PlanError(f"schedule {schedule.name}: {len(each)} times for {stages} stages.")
-    place, microbatches = schedule.stage_ranks, schedule.microbatches
-    free = [0.0] * len(schedule.ranks)
+    columns = [columns_of(row) for row in schedule.ranks]
+    needs = [needs_of(schedule, one) for one in columns]
+    # What is under way from another rank, for each action.
+    under_way = [_from_elsewhere(schedule, rank, one) for rank, one in enumerate(columns)]
+    late = [(one * send).tolist() for one in under_way]
+    durations = [[one.of(kind) for kind in _EACH_KIND] for one in each]
+    takes = [_looked_up(one, durations).tolist() for one in columns]
+    starts: list[list[float]] = [[] for _ in columns]
+    ends: list[list[float]] = [[] for _ in columns]
+    free = [0.0] * len(columns)
     ended = [0.0] * (results_of(schedule) + 1)  # the last stands for what needs nothing
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    messages = 0
-    for rank, (action, own, other, result) in in_order(schedule):
-        start = max(free[rank], ended[own])
-        if other >= 0:
-            far = place[other // microbatches % stages] != rank
-            messages += far
-            start = max(start, ended[other] + send * far)
-        free[rank] = ended[result] = end = start + each[action.stage].of(action)
-        spans[rank].append(Span(action, start, end))
-    peaks = tuple(_peak(row, each) for row in spans)
-    found = tuple(map(tuple, spans))
-    return Timeline(schedule, found, max(free, default=0.0), peaks, messages)
+    for rank, first, behind in in_order(schedule, needs):
+        own, other, results = needs[rank]
+        start_row, end_row, now = starts[rank], ends[rank], free[rank]
+        for at in range(first, behind):
+            begin = max(now, ended[own[at]], ended[other[at]] + late[rank][at])
+            ended[results[at]] = now = begin + takes[rank][at]
+            start_row.append(begin)
+            end_row.append(now)
+        free[rank] = now
+    messages = int(sum(one.sum() for one in under_way))
+    changes = [[one.keeps(kind) for kind in _EACH_KIND] for one in each]
+    peaks = tuple(_peak(one, changes) for one in columns)
+    spans = tuple(map(tuple, starts)), tuple(map(tuple, ends))
+    return Timeline(schedule, *spans, max(free, default=0.0), peaks, messages)
 
 
-def _peak(row: Sequence[Span], times: Sequence[StageTimes]) -> float:
+def _from_elsewhere(schedule: Schedule, rank: int, columns: Columns) -> np.ndarray[Any, Any]:
+    """For each action of a rank whether another rank sends what it needs."""
+    kinds, stages, _ = columns
+    sender = stages + np.where(kinds == 0, -1, 1)
+    there = (kinds != 2) & (sender >= 0) & (sender < schedule.stages)
+    places = np.array(schedule.stage_ranks)
+    return there & (places[np.where(there, sender, 0)] != rank)
+
+
+def _looked_up(columns: Columns, by_stage: Sequence[Sequence[float]]) -> np.ndarray[Any, Any]:
+    """The number of each action, of those by stage and kind."""
+    return np.array(by_stage, dtype=np.float64)[columns.stages, columns.kinds]
+
+
+def _peak(columns: Columns, changes: Sequence[Sequence[tuple[float, float]]]) -> float:
     """The most that a rank keeps: its actions follow each other, so their order is enough."""
-    kept = most = 0.0
-    for action, _, _ in row:
-        at_start, at_end = times[action.stage].keeps(action)
-        kept += at_start
-        most = max(most, kept)
-        kept += at_end
-    return most
+    at_start = _looked_up(columns, [[start for start, _ in row] for row in changes])
+    at_end = _looked_up(columns, [[end for _, end in row] for row in changes])
+    kept = np.stack([at_start, at_end], 1).ravel().cumsum()
+    # Every second number is that of an action which runs, with all that it needs.
+    return float(kept[::2].max(initial=0.0))
