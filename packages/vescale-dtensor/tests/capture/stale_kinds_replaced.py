@@ -29,6 +29,40 @@ GELU = nn.GELU()
 replacing("function of torch", torch, "relu", lambda x: torch.relu(x - 1))
 replacing("function that a module of torch calls", F, "gelu", lambda x: GELU(x))
 
+# By names that are computed: what users write in configurations.
+ACTIVATIONS = {"function": "silu", "class": "Softsign", "method": "si" + "nh", "new": "added_later"}
+
+
+def replacing_by_name(name, owner, attribute, use):
+    replacing(name + ", by a computed name", owner, attribute, use)
+
+
+replacing_by_name("function of torch", F, "silu", lambda x: getattr(F, ACTIVATIONS["function"])(x))
+replacing_by_name("function of torch in C", torch, "tanh", lambda x: getattr(torch, "ta" + "nh")(x))
+SOFTSIGN = nn.Softsign
+setting(
+    "class of torch, by a computed name",
+    lambda n: setattr(nn, "Softsign", nn.Tanh if n % 2 else SOFTSIGN),
+    lambda x: getattr(nn, ACTIVATIONS["class"])()(x - 1),
+)
+replacing_by_name(
+    "method of tensors", torch.Tensor, "sinh", lambda x: getattr(x, ACTIVATIONS["method"])()
+)
+
+
+def added_or_not(n):
+    if n % 2:
+        F.added_later = torch.sin
+    else:
+        vars(F).pop("added_later", None)
+
+
+setting(
+    "function added to torch",
+    added_or_not,
+    lambda x: getattr(F, ACTIVATIONS["new"], F.relu)(x - 1),
+)
+
 # --- settings behind objects of libraries
 
 setting(

@@ -7,7 +7,7 @@ The code of libraries counts as constant, but not which function a name there st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,9 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 # Beside what code names: what torch and Python call of a class without naming it in user code.
 _CALLED = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
+# What users replace: functions, classes, and settings. Not what a library keeps for itself.
+_REPLACEABLE = (FunctionType, BuiltinFunctionType, type)
+_SETTINGS = (bool, int, float, str)
 # Methods of tensors are those of a class in C, until one is put before it.
 _OF_TENSORS = frozenset(dir(Tensor.__base__)) - {"__dict__"}
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes in C whose attributes cannot be set
@@ -33,6 +36,9 @@ class Libraries:
         self._spaces: dict[int, tuple[Any, Mapping[str, Any]]] = {}
         self._named: set[str] = set(_CALLED)
         self._optional: set[str] = set()
+        # By id: those that users' code reaches, whose names are compared so far as code has them.
+        self._reached: dict[int, Any] = {}
+        self._compared: set[int] = set()  # ids of those of which all names are
 
     def has(self, space: Mapping[str, Any]) -> bool:
         """Whether a namespace is one of a library's."""
@@ -54,6 +60,19 @@ class Libraries:
         self._spaces[id(owner)] = owner, space
         yield space, self._relevant(owner, space, self._named)
 
+    def reach(self, owner: Any) -> Iterator[Names]:
+        """Take in a class, or a Python module, that users' code reaches."""
+        yield from self.add(owner)
+        if id(owner) in self._spaces and id(owner) not in self._compared:
+            self._reached[id(owner)] = owner
+
+    def by_any_name(self) -> Iterator[Names]:
+        """What users' code can read there by names that it computes; each namespace once."""
+        while self._reached:
+            key, owner = self._reached.popitem()
+            self._compared.add(key)
+            yield _replaceable(vars(owner))
+
     def methods(self, names: Iterable[str]) -> Iterator[Names]:
         """Take in methods of tensors that the code of a program names."""
         space = self._spaces[id(Tensor)][1]
@@ -67,3 +86,14 @@ class Libraries:
             return names  # it answers for missing names, so to have one later makes a difference
         inherited = _OF_TENSORS if owner in (Tensor, DTensor) else frozenset()
         return names & (space.keys() | self._optional | inherited)
+
+
+def _replaceable(space: Mapping[str, Any]) -> Names:
+    """The names in a namespace of a library that stand for what users may replace."""
+    names = {
+        name
+        for name, value in tuple(space.items())
+        if isinstance(value, _REPLACEABLE)
+        or (isinstance(value, _SETTINGS) and not name.startswith("_"))
+    }
+    return space, names

@@ -162,6 +162,9 @@ class StateReads(Walk):
             self._name_globals(known, names.globals - space.keys(), follow=known is not _BUILTINS)
             self._guard_libraries(self._libraries.name(names.attributes, names.optional))
             self.any_attribute |= names.any_attribute
+            if names.any_attribute and not self.computes_names:
+                self.computes_names = True
+                self._guard_any_names()
             self.identity |= names.identity
             self.values |= names.values
             self.parts_taken |= names.parts

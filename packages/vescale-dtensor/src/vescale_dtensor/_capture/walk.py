@@ -85,6 +85,7 @@ class Walk(StandardKinds):
         hidden: what was met whose state cannot be seen, with how code reaches it.
         attributes: all names of attributes in code that ran.
         any_attribute: whether it may use others.
+        computes_names: whether it is code of the user's that may.
         optional: those of attributes that may be missing: given to `hasattr`, say.
         unguarded: names that are not followed.
         parts: the parameters, buffers and submodules of modules, as they were.
@@ -101,6 +102,7 @@ class Walk(StandardKinds):
         self.hidden: list[tuple[Any, Origin | None]] = []
         self.attributes: set[str] = {"forward"}  # which modules call without a name of the user's
         self.any_attribute = False
+        self.computes_names = False
         self.optional: set[str] = set()
         self.unguarded = unguarded
         self.parts: list[Contents] = []
@@ -174,6 +176,19 @@ class Walk(StandardKinds):
     def _guard_libraries(self, found: Iterable[Names]) -> None:
         for space, names in found:
             self._name_globals(space, names, follow=False)
+
+    def _reach_library(self, owner: Any) -> None:
+        """Guard what users' code names of a library's class or Python module that it reaches."""
+        self._guard_libraries(self._libraries.reach(owner))
+        if self.computes_names:
+            self._guard_any_names()
+
+    def _guard_any_names(self) -> None:
+        """Guard all that users' code may read of libraries by names that it computes."""
+        for space, names in self._libraries.by_any_name():
+            self._guard_libraries([(space, names)])
+            # A name that is new there may be one that was missing.
+            self.places.append(Look(partial(len, space), len(space), Origin(None, "a library", "")))
 
     def _follow_all(self) -> None:
         """Follow all attributes of all objects met so far."""
@@ -402,7 +417,7 @@ class Walk(StandardKinds):
         self.meet(type(value), origin)  # whose attributes and special methods are the class's own
         for base in value.__mro__:
             if is_library_class(base):
-                self._guard_libraries(self._libraries.add(base))
+                self._reach_library(base)
                 continue
             if base is not value and id(base) in self._known:
                 continue
@@ -434,7 +449,7 @@ class Walk(StandardKinds):
                 self._add_namespace(Namespace(space, dict(space), Origin(None, "os", "os")))
             if value is decimal:
                 self._look(Steady(decimals), Origin(origin, " in its context", ""))
-            self._guard_libraries(self._libraries.add(value))
+            self._reach_library(value)
             if type(value) is not ModuleType:  # of which classes have what the module seems to
                 self.meet(type(value), origin)
 
