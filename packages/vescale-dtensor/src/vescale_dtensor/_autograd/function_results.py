@@ -43,8 +43,8 @@ on_world_change(_noted.clear)  # layouts hold meshes
 class HandsOn:
     """What watches a thread by a profile function of its own, and hands events on to another."""
 
-    def waiting_for(self, make: Callable[[], Any]) -> Any:
-        """The profile function that gets the events; made if there is none."""
+    def wait(self, make: Callable[[], Any], frames: list[FrameType], shard: bool) -> None:
+        """Let a profile function, made if there is none, wait for these calls (`note`)."""
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ def note_plain(shard: bool = False) -> None:
         return
     known = sys.getprofile()
     if isinstance(getattr(known, "__self__", None), HandsOn):
-        known.__self__.waiting_for(_waiter).note(frames, shard)  # type: ignore[union-attr]
+        known.__self__.wait(_waiter, frames, shard)  # type: ignore[union-attr]
         return
     watch: Any = known or _waiter()
     if isinstance(watch, Forwards | _Returns):  # somebody else's stays; backward is an error then

@@ -158,10 +158,13 @@ class Watch(HandsOn):
         if sys.getprofile() == self._event:
             sys.setprofile(self._waiting)
 
-    def waiting_for(self, make: Callable[[], Any]) -> Any:
+    def wait(self, make: Callable[[], Any], frames: list[FrameType], shard: bool) -> None:
         """See `HandsOn`: results of custom Functions are waited for while this watches."""
-        self._waiting = self._waiting or make()
-        return self._waiting
+        waiting = self._waiting or make()
+        # First, without events: one that waits for nothing leaves at its first, and this method
+        # returns.
+        waiting.note(frames, shard)
+        self._waiting = waiting
 
     def _hand_on(self, frame: FrameType, event: str, argument: Any) -> None:
         """Let whoever waits for the results of a custom Function see an event."""

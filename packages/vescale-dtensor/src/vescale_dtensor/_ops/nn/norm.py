@@ -68,7 +68,7 @@ def _group_norm(call: OpCall) -> Strategy | None:
         ),
     ).strategy()
     rows = group_candidates(call, channels, (1, operand.shape[1]), groups)
-    return replace(strategy, axis_candidates=rows)
+    return in_format_of_operand(call, replace(strategy, axis_candidates=rows))
 
 
 def _in_groups(each: int) -> Callable[..., Tensor]:
