@@ -359,37 +359,6 @@ def test_auto_takes_a_ring_where_gathered_keys_would_keep_a_large_mask():
     assert simulate(4).run(program) == [[{"all_gather"}, {"permute"}, {"all_to_all"}]] * 4
 
 
-REFUSED_MASKS = {
-    "whole numbers": torch.ones(8, 8, dtype=torch.int64),
-    "another precision": torch.ones(8, 8, dtype=torch.bfloat16),
-    "no rows": torch.ones(8, dtype=torch.bool),
-    "heads that there are not": torch.ones(2, 8, 8, dtype=torch.bool),
-    "too many rows": torch.ones(16, 8, dtype=torch.bool),
-}
-
-
-def test_masks_that_torch_refuses():
-    """A ring computes without torch's kernel: what that refuses has to be asked for."""
-
-    def refused(mask, parts):
-        try:
-            F.scaled_dot_product_attention(*parts, mask)
-        except Exception as error:
-            return type(error), str(error)[:40]
-
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
-        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
-        with trace() as sent:
-            found = [refused(mask, parts) for mask in REFUSED_MASKS.values()]
-        # The fallback gathers what it asks torch about, alike on every rank.
-        return found, {one.op for one in sent.records}
-
-    wanted = [refused(mask, tensors(8, (3, 3))) for mask in REFUSED_MASKS.values()]
-    assert None not in wanted
-    assert in_ring(program) == [(wanted, {"all_gather"})] * 4
-
-
 @pytest.mark.parametrize(("widths", "dropout"), [((0, 4), 0.0), ((0, 4), 0.5), ((4, 0), 0.0)])
 def test_without_features(widths, dropout):
     """Each row is the mean of the values then, and not nothing."""

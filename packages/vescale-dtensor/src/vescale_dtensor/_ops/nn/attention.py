@@ -21,6 +21,7 @@ from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.nn.attention_exchange import exchanged, exchanged_axes
+from vescale_dtensor._ops.nn.attention_refused import require_accepted
 from vescale_dtensor._ops.nn.attention_ring import in_ring
 from vescale_dtensor._ops.nn.attention_rows import causal, causal_mask, rows_of
 from vescale_dtensor._ops.nn.attention_ways import Shared, shared_way
@@ -50,6 +51,10 @@ def _arguments(call: OpCall) -> dict[str, Any]:
 def _attention(call: OpCall) -> Strategy | None:
     given = _arguments(call)
     query, key, value = (given[name] for name in _NAMES[:3])
+    require_accepted(call, given)
+    mask = given.get("attn_mask")
+    if len(call.operands) != 3 + (mask is not None):
+        return None  # the scale may be a tensor
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
         return None
     grouped = query.ndim == 4 and 1 < key.shape[1] == value.shape[1] != query.shape[1]
@@ -64,16 +69,15 @@ def _attention(call: OpCall) -> Strategy | None:
         (*lead[2], *groups, "s", "f"),
     ]
     output: Dims = (*result, *heads, "l", "f")
-    mask = given.get("attn_mask")
     if mask is not None:
-        # The fallback raises torch's error on every rank: a ring would not ask torch.
         if given.get("is_causal") or not 2 <= mask.ndim <= len(output):
             return None
         names = (*output[:-1], "s")[len(output) - mask.ndim :]
         letters.append(tuple(n if mask.shape[i] != 1 else None for i, n in enumerate(names)))
     # Shapes that broadcast have rows or heads of one, which are nobody's to exchange; and without
-    # features there is nothing to send.
-    plain = query.ndim == 4 and not _broadcasts(call) and query.shape[-1] * value.shape[-1] > 0
+    # heads or features there is nothing to send.
+    sizes = query.shape[1] * query.shape[-1] * value.shape[-1]
+    plain = query.ndim == 4 and not _broadcasts(call) and sizes > 0
     way = shared_way(call, letters) if plain else Shared((), in_ring=False)
     # Linear in the value; not declared, since dropout would have to draw one mask for all partials.
     # Grouped heads are sharded by `axis_candidates`, which keep them with their key heads.
@@ -153,12 +157,7 @@ def _in_ring(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     axes = exchanged_axes(context)
     if not axes:
         return _of_heads(context, given)
-    own = _round_as_autocast(given)
-    mask = given.get("attn_mask")
-    if mask is not None and mask.dtype not in (torch.bool, torch.float32, own):
-        # Torch refuses such masks. Asked on every rank, before anything is sent.
-        one = given["query"].new_zeros(1, 1, 1, 1)
-        context.call.func(one, one, one, mask.new_zeros(1, 1))
+    _round_as_autocast(given)
     return in_ring(context, axes, given, _heads_looked_at(context))
 
 
