@@ -12,7 +12,8 @@ import vescale_parallel
 PUBLIC = {
     "BoundaryRow": ["boundary", "module", "rule"],
     "BufferRow": [
-        *("compute", "dtype", "gather_bytes", "gathered_bytes", "gradient_bytes", "owned"),
+        *("compute", "dtype", "gather_bytes", "gathered_bytes", "gradient_bytes", "host_bytes"),
+        *("offload", "owned"),
         *("plan", "reduce", "reduce_bytes", "shard_bytes", "stored_bytes", "stored_on"),
         *("trainable", "unit", "zero"),
     ],
@@ -28,7 +29,7 @@ PUBLIC = {
     "ParallelError": [],
     "ParameterRow": [
         *("compute", "dtype", "global_shape", "layout", "local_bytes", "local_shape", "name"),
-        *("names", "owned", "reduce", "rule", "uneven", "unit", "zero"),
+        *("names", "offload", "owned", "reduce", "rule", "uneven", "unit", "zero"),
     ],
     "PipelineError": [],
     "Plan": [
@@ -44,7 +45,16 @@ PUBLIC = {
             "from_json",
             "from_toml",
         ),
-        *("microbatches", "over", "owned", "parameters", "pipeline", "precision", "prefetch"),
+        *(
+            "microbatches",
+            "offload",
+            "over",
+            "owned",
+            "parameters",
+            "pipeline",
+            "precision",
+            "prefetch",
+        ),
         *("redistribute", "search", "sequence"),
         *("shard", "shards", "to_json", "to_toml", "units", "with_", "zero"),
     ],

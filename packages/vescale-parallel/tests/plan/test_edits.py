@@ -168,6 +168,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "prefetch": st.integers(0, 3),
     "behind": st.integers(0, 3),
     "precision": DTYPES | by_glob(DTYPES),
+    "offload": st.sampled_from([True, False, "optimizer"])
+    | by_glob(st.sampled_from([True, False, "optimizer", "parameters", "none"])),
     "owned": GLOBS | st.lists(GLOBS, min_size=1, max_size=2).map(tuple),
     "block": st.integers(1, 512) | st.tuples(st.integers(1, 64), st.integers(1, 64)),
     "checkpoint": st.sampled_from(["full", "24GB", 2])

@@ -35,6 +35,7 @@ from vescale_parallel._plan.plan import Plan
 from vescale_parallel._static.units import install_compile_entries, install_static
 from vescale_parallel._step.distribute_batch import BATCH
 from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._zero.host import HOST
 from vescale_parallel._zero.schedule import SCHEDULE
 
 
@@ -167,7 +168,9 @@ def _distribution(
         # No source rank: that all ranks hold the same values has been checked, nothing is sent.
         return distribute_tensor(given.to(dtype), mesh, where, src_data_rank=None)
 
-    return distribute
+    # At once, and not when buffers are made: of all parameters the device would hold too much.
+    device = HOST.type if row.offload else mesh.device_type
+    return lambda tensor: distribute(tensor).to(device)
 
 
 def _make(plain: nn.Parameter, distribute: Distribute) -> nn.Parameter:

@@ -25,6 +25,7 @@ from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._invariant.resolve import BATCH_NORMS
 from vescale_parallel._plan.plan import Plan
+from vescale_parallel._zero import host
 
 _HEAD = "parallelize was not given the same on all ranks, and has changed nothing:"
 
@@ -54,7 +55,7 @@ def preflight(
             raise PlanError("static=True with a pipeline: a stage is not recorded; leave it out.")
         if plan.deterministic is not None and options.get("static"):
             _require_no_statistics(model)
-        _require_fresh(model, mesh)
+        _require_fresh(model, mesh, on_host=any(row.offload for row in report.parameters))
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
     if report is not None and report.split is not None:
@@ -135,8 +136,11 @@ def _require_plain(model: nn.Module) -> None:
         )
 
 
-def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse models whose tensors have no values here, and what would be left behind."""
+def _require_fresh(model: nn.Module, mesh: DeviceMesh, *, on_host: bool) -> None:
+    """Refuse models whose tensors have no values here, and what would be left behind.
+
+    `on_host`: something is offloaded, so that the model may be on the host.
+    """
     parameters = dict(model.named_parameters())
     tensors = parameters | dict(model.named_buffers())
     empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
@@ -145,7 +149,9 @@ def _require_fresh(model: nn.Module, mesh: DeviceMesh) -> None:
             f"tensors without values cannot be distributed: {listed(empty)} are on the meta "
             "device. Build the model on a real device, or load its weights first."
         )
-    elsewhere = [name for name, p in parameters.items() if p.device.type != mesh.device_type]
+    # On the device there may be no room for all of a model that is offloaded.
+    known = (mesh.device_type, host.HOST.type) if on_host else (mesh.device_type,)
+    elsewhere = [name for name, p in parameters.items() if p.device.type not in known]
     if elsewhere:
         raise PlanError(
             f"the mesh is of {mesh.device_type} devices, and {listed(elsewhere)} are elsewhere. "

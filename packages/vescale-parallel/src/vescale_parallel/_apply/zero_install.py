@@ -15,7 +15,9 @@ from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._notation.layout import RuleLayout, block_sizes
 from vescale_parallel._notation.rows import ParameterRow
+from vescale_parallel._zero import host
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.offload import OPTIMIZER
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.told import Told
@@ -112,6 +114,10 @@ def install_zero(
     rows = {row.name: row for row in report.parameters}
     names = dict.fromkeys([ROOT, *(one.unit for one in report.buffers), *(r.unit for r in kept)])
     told = Told(where.whole)
+    moves = any(one.offload for one in report.buffers)
+    link = host.host_link(where.mesh.device_type) if moves else None
+    if link is not None:
+        host.move_buffers(model, link.device)
     units = [
         _make_unit(
             model,
@@ -121,6 +127,7 @@ def install_zero(
             rows,
             where,
             told,
+            link,
         )
         for name in names
     ]
@@ -137,6 +144,7 @@ def _make_unit(
     rows: Mapping[str, ParameterRow],
     where: StoredPlacements,
     told: Told,
+    link: host.HostLink | None,
 ) -> Unit:
     made = []
     for buffer in buffers:
@@ -144,7 +152,11 @@ def _make_unit(
         parameters = [model.get_parameter(row.name) for row in own]
         shapes = [own_shape(row.layout, row.global_shape, where.mesh) for row in own]
         group = group_of(where.whole, where.over)
-        made.append(FlatBuffer(buffer, group, parameters, shapes, told))
+        shard = None
+        if link is not None and buffer.offload:
+            keeps = buffer.offload == OPTIMIZER and buffer.zero == 3
+            shard = host.HostShard(link, keeps=keeps)
+        made.append(FlatBuffer(buffer, group, parameters, shapes, told, shard))
     held_rows = [rows[slot.names[0]] for buffer in buffers for slot in buffer.plan.slots] + kept
     held = [held_of(model, row, where.mesh) for row in held_rows]
     return Unit(name, made, held, where.mesh)

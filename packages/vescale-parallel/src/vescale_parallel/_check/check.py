@@ -33,7 +33,9 @@ from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._pipeline.rules import AXIS
 from vescale_parallel._pipeline.split import Split, split_model
 from vescale_parallel._static.units import captured_units
+from vescale_parallel._zero import host
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
+from vescale_parallel._zero.offload import offload_notes, wanted_offload, with_offload
 from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
 
 
@@ -47,7 +49,12 @@ def check_rules(
     parameters, parameter_problems = _parameter_rows(rules, model, sizes, experts)
     boundaries, boundary_problems = _boundary_rows(rules, model)
     problems += expert_problems + parameter_problems + boundary_problems
-    parameters, zero_problems = _with_levels(rules, model, parameters, sizes, stacks_of(experts))
+    host_only = isinstance(mesh_shape, DeviceMesh) and host.is_host(mesh_shape.device_type)
+    offload, offload_problems = wanted_offload(rules.zero, parameters, host_only=host_only)
+    parameters, zero_problems = _with_levels(
+        rules, model, parameters, sizes, stacks_of(experts), offload
+    )
+    zero_problems += offload_problems
     regions, region_problems = _regions(rules, model)
     split, split_problems = _split(rules, model, sizes)
     if split is not None:
@@ -68,6 +75,7 @@ def check_rules(
             _notes(rules, parameters, sizes)
             + notes_of(parameters, rules.zero)
             + dtype_notes(parameters, rules.zero)
+            + offload_notes(rules.zero, offload, parameters, sizes, host_only=host_only)
         ),
         buffers=(
             buffers_of(rules.zero, model, parameters, sizes)
@@ -91,20 +99,23 @@ def _with_levels(
     rows: list[ParameterRow],
     sizes: Mapping[str, int],
     stacks: Mapping[str, ExpertsRow],
+    offload: Mapping[str, str],
 ) -> tuple[list[ParameterRow], list[str]]:
     """Return the rows with their ZeRO levels, and what is wrong with the rules about those."""
-    levels, problems = levels_of(rules.zero, rows, sizes, stacks)
+    levels, problems = levels_of(rules.zero, rows, sizes, stacks, offload)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if rules.zero.is_used:
         problems += _dead_rules("parameter", rules.zero.levels, names)
         problems += _dead_rules("parameter", dict.fromkeys(rules.zero.owned), names)
+        problems += _dead_rules("parameter", rules.zero.offload, names)
         units = dict.fromkeys(rules.zero.units, None)
         problems += _dead_rules("module", units, [name for name, _ in model.named_modules()])
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     problems += _dead_rules("parameter or buffer", rules.zero.precision, [*names, *buffers])
     levelled = [replace(row, zero=levels.get(row.name, 0)) for row in rows]
     cast, dtype_problems = with_dtypes(rules.zero, levelled)
-    return with_units(rules.zero, model, cast), problems + dtype_problems
+    moved, offload_problems = with_offload(offload, cast)
+    return with_units(rules.zero, model, moved), problems + dtype_problems + offload_problems
 
 
 def _regions(rules: Rules, model: nn.Module) -> tuple[list[RegionRow], list[str]]:
@@ -134,6 +145,8 @@ def _split(
     others = [rules.batch, *rules.parameters.values(), *rules.activations.values()]
     if any(AXIS in one.axes for one in others if one is not None):
         problems.append(f"pipeline: its stages lie over '{AXIS}', so no layout can name that axis.")
+    if rules.zero.offload:
+        problems.append("pipeline with offload: stages keep what they hold on the device.")
     if rules.checkpoint.budget is not None:
         problems.append("pipeline with a budget of activations: name blocks in checkpoint=.")
     try:

@@ -34,6 +34,7 @@ from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._pipeline.split import Split
 from vescale_parallel._static.units import CapturedUnit
+from vescale_parallel._zero.offload import memory_table
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
 
@@ -191,6 +192,8 @@ class Report:
         parts = [f"plan on mesh({sizes}), batch {batch}", self._parameters()]
         if self.buffers:
             parts.append(buffer_table(self.buffers, self.over))
+        if any(one.offload for one in self.buffers):
+            parts.append(memory_table(self.buffers))
         if self.cast_buffers:
             parts.append(_buffers(self.cast_buffers))
         if self.boundaries:
@@ -230,7 +233,15 @@ def _piece(row: ParameterRow, mesh: Iterable[str], zero: int | None, work: Workl
     where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis in mesh)
     dims = tuple((axis, dim) for axis, dim in where if dim is not None)
     level = row.zero if zero is None else zero
-    return piece_of(row.names, row.global_shape, row.local_shape, dims, zero=level, work=work)
+    return piece_of(
+        row.names,
+        row.global_shape,
+        row.local_shape,
+        dims,
+        zero=level,
+        offload=row.offload if level == row.zero else "",
+        work=work,
+    )
 
 
 def _boundaries(rows: Sequence[BoundaryRow]) -> str:

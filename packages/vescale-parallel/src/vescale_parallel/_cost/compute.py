@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from vescale_parallel._cost.memory import Memory
 from vescale_parallel._cost.pieces import Piece
 from vescale_parallel._cost.recomputed import region_of, regions_of
-from vescale_parallel._cost.settings import Workload
+from vescale_parallel._cost.settings import Precision, Workload
 
 
 def forward_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float:
@@ -41,3 +41,9 @@ def update_bytes(memory: Memory, dp: int, zero: int) -> float:
     """Return what an optimizer reads and writes: parameters and states twice, gradients once."""
     share = dp if zero in (1, 2) else 1  # states say what is updated here
     return 2 * memory.states + 2 * memory.parameters / share + memory.gradients
+
+
+def host_update_bytes(pieces: Sequence[Piece], dp: int, precision: Precision) -> float:
+    """Return what the host reads and writes to update what lies there."""
+    each = 2 * precision.state + 2 * precision.stored + precision.gradient
+    return sum(one.elements for one in pieces if one.offload) * each / dp

@@ -41,6 +41,9 @@ class Cluster:
         memory_bandwidth: bytes per second that an optimizer's update reads and writes.
         overlap: the part of the computation behind which gathers and reductions over data-parallel
             axes can hide; 0 where collectives are waited for one by one.
+        host: the link between a device and the memory of its host.
+        host_bandwidth: bytes per second of that memory in which the update of one device's shards
+            reads and writes.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Cluster:
     memory: float
     memory_bandwidth: float
     overlap: float
+    host: Link = Link(latency=1e-5, bandwidth=20e9)
+    host_bandwidth: float = 20e9
 
     def link(self, stride: int, members: int) -> Link:
         """Return the link of a group of ranks that are `stride` apart.
@@ -85,7 +90,8 @@ def collective_seconds(kind: str, size: float, members: int, link: Link) -> floa
 # Peaks are the vendors' (dense bf16; H100 SXM and A100 data sheets: NVLink 450 and 300 GB/s each
 # way, one network card a device of 400 and 200 Gbit/s). Links and efficiency are what large
 # collectives and matrix products commonly reach of them: assumptions, to be replaced by
-# measurements of the cluster at hand.
+# measurements of the cluster at hand. So are those of the host: PCIe 5 and 4 with 16 lanes (64 and
+# 32 GB/s on paper) for each device, and an eighth of what two processors' memory carries.
 CLUSTERS: Final = {
     "h100": Cluster(
         name="h100",
@@ -97,6 +103,8 @@ CLUSTERS: Final = {
         memory=80e9,
         memory_bandwidth=2.5e12,
         overlap=0.8,
+        host=Link(latency=1e-5, bandwidth=50e9),
+        host_bandwidth=50e9,
     ),
     "a100": Cluster(
         name="a100",
@@ -108,6 +116,8 @@ CLUSTERS: Final = {
         memory=80e9,
         memory_bandwidth=1.5e12,
         overlap=0.8,
+        host=Link(latency=1e-5, bandwidth=24e9),
+        host_bandwidth=35e9,
     ),
 }
 

@@ -17,6 +17,7 @@ class Memory:
         gathered: parameters in the compute dtype where those that are stored do not serve: with
             ZeRO-3 those of the unit that computes, of the next one, and of the root.
         activations: what forward keeps for backward.
+        host: of parameters, gradients and states, on the host.
     """
 
     parameters: float
@@ -24,12 +25,13 @@ class Memory:
     states: float
     gathered: float
     activations: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of them: an upper bound, as activations are gone when the last gradient is there."""
+        """On the device: an upper bound, as activations are gone when the last gradient comes."""
         total: float = sum(vars(self).values())
-        return total
+        return total - self.host
 
 
 def memory_of(
@@ -48,16 +50,33 @@ def memory_of(
 
     def held(least: int, size: int) -> float:
         """Return the bytes of all pieces; those with at least that ZeRO level are sharded."""
-        return sum(one.elements * size / (dp if one.zero >= least else 1) for one in pieces)
+        # What is sharded and offloaded is on the host.
+        return sum(
+            one.elements * size / (dp if one.zero >= least else 1)
+            for one in pieces
+            if not (one.offload and one.zero >= least)
+        )
 
+    offloaded = [one for one in pieces if one.offload]
+    each = precision.stored + precision.gradient + precision.state
     return Memory(
-        parameters=held(3, precision.stored),
+        parameters=sum(_kept(one, dp, precision) for one in pieces),
         # Those of several turns are added up before they are reduced.
         gradients=held(2 if work.turns == 1 else 4, precision.gradient),
         states=held(1, precision.state),
+        host=sum(one.elements * each / dp for one in offloaded),
         gathered=gathered_bytes(pieces, precision),
         activations=activation_bytes(pieces, tokens / work.turns, tp, precision, work),
     )
+
+
+def _kept(piece: Piece, dp: int, precision: Precision) -> float:
+    """Return the bytes of a parameter on the device between steps."""
+    shards = dp if piece.zero >= 3 else 1
+    if not piece.offload:
+        return piece.elements * precision.stored / shards
+    # The device keeps what it computes with, or nothing.
+    return piece.elements * precision.compute / shards * (piece.offload == "optimizer")
 
 
 def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
@@ -71,7 +90,7 @@ def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
     root = units.pop("", 0)
     sharded = root + sum(sorted(units.values())[-2:])
     # What is stored whole, in another dtype, is cast for as long as the step takes.
-    whole = sum(one.elements for one in pieces if one.zero < 3)
+    whole = sum(one.elements for one in pieces if one.zero < 3 and not one.offload)
     cast = whole if precision.compute != precision.stored else 0
     return (sharded + cast) * precision.compute
 

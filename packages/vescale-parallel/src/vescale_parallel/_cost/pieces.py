@@ -24,6 +24,7 @@ class Piece:
         looked_up: whether rows of it are looked up, as of an embedding.
         multiplied: whether activations are multiplied with it. Tied weights are both.
         attends: whether its outputs are queries.
+        offload: "optimizer" or "parameters", where its shard lies on the host.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Piece:
     looked_up: bool = False
     multiplied: bool = True
     attends: bool = False
+    offload: str = ""
 
     @property
     def elements(self) -> int:
@@ -63,6 +65,7 @@ def piece_of(
     dims: tuple[tuple[str, int], ...] = (),
     *,
     zero: int = 0,
+    offload: str = "",
     work: Workload,
 ) -> Piece:
     """Return a parameter under all its names, with its uses as the globs of `work` tell them."""
@@ -73,6 +76,7 @@ def piece_of(
         looked_up=matrix and bool(looked_up),
         multiplied=matrix and len(looked_up) < len(names),
         attends=any(matches(work.queries, name) for name in names),
+        offload=offload,
     )
 
 

@@ -5,14 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vescale_parallel._common.messages import human_bytes, table
-from vescale_parallel._cost.compute import hardware_flops, model_flops, update_bytes
+from vescale_parallel._cost.compute import (
+    hardware_flops,
+    host_update_bytes,
+    model_flops,
+    update_bytes,
+)
 from vescale_parallel._cost.links import Cluster, collective_seconds
 from vescale_parallel._cost.memory import Memory, activation_bytes, memory_of
 from vescale_parallel._cost.pieces import Piece
 from vescale_parallel._cost.settings import Precision, Workload
 from vescale_parallel._cost.traffic import (
+    HOST_LINK,
     Transfer,
     activation_transfers,
+    host_transfers,
     parameter_transfers,
     replica_transfers,
 )
@@ -41,6 +48,9 @@ class Scene:
 
     def seconds(self, transfer: Transfer) -> float:
         """Of all collectives of this transfer."""
+        if transfer.axis == HOST_LINK:
+            host = self.cluster.host
+            return transfer.count * (host.latency + transfer.size / host.bandwidth)
         axes = list(self.mesh)
         # Neighbours along an axis are as far apart as the axes inside of it are large together;
         # beyond a node, their link is slower.
@@ -166,10 +176,11 @@ def estimate(
     for axis in scene.batch:
         if axis != scene.over:
             found += replica_transfers(pieces, axis, dp, precision)
+    found += host_transfers(pieces, dp, precision, work.turns)
     transfers = tuple(
-        (one, one.sent(scene.mesh[one.axis]), scene.seconds(one))
+        (one, one.sent(scene.mesh.get(one.axis, 1)), scene.seconds(one))
         for one in found
-        if scene.mesh.get(one.axis, 1) > 1
+        if one.axis == HOST_LINK or scene.mesh.get(one.axis, 1) > 1
     )
     cluster = scene.cluster
     flops = hardware_flops(pieces, tokens, work)
@@ -185,7 +196,8 @@ def estimate(
         memory=memory,
         flops=model_flops(pieces, tokens, work),
         compute=compute,
-        update=update_bytes(memory, dp, level) / cluster.memory_bandwidth,
+        update=update_bytes(memory, dp, level) / cluster.memory_bandwidth
+        + host_update_bytes(pieces, dp, precision) / cluster.host_bandwidth,
         transfers=transfers,
         exposed=waited(transfers, compute * cluster.overlap),
         cluster=cluster,
@@ -195,7 +207,10 @@ def estimate(
 def waited(transfers: Sequence[tuple[Transfer, float, float]], cover: float) -> float:
     """Return the seconds waited: what cannot hide, and of the rest what outlasts its cover."""
     waiting = sum(seconds for one, _, seconds in transfers if not one.hides)
-    hidden = sum(seconds for one, _, seconds in transfers if one.hides)
+    hidden = sum(s for one, _, s in transfers if one.hides and one.axis != HOST_LINK)
+    # Over a link of their own, beside collectives.
+    copied = sum(s for one, _, s in transfers if one.hides and one.axis == HOST_LINK)
     # However long the computation is, it cannot begin before the first gather has ended.
-    first = next((s / one.count for one, _, s in transfers if one.kind == "all_gather"), 0.0)
-    return waiting + max(min(first, hidden), hidden - cover)
+    kinds = ("all_gather", "to_device")
+    firsts = (next((s / o.count for o, _, s in transfers if o.kind == k), 0.0) for k in kinds)
+    return waiting + max(min(sum(firsts), hidden + copied), max(hidden, copied) - cover)

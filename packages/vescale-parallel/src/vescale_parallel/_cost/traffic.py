@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from vescale_parallel._cost.pieces import Piece, by_unit
 from vescale_parallel._cost.recomputed import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
+
+HOST_LINK: Final = "host"
+"""Stands for an axis: the link between a device and the memory of its host."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,8 @@ class Transfer:
 
     Attributes:
         axis: the mesh axis whose ranks take part.
-        kind: all_reduce, all_gather, reduce_scatter, or send, of a message to one other rank.
+        kind: all_reduce, all_gather, reduce_scatter, or send, of a message to one other rank;
+            to_device and to_host, over `HOST_LINK` in place of an axis, are copies.
         size: bytes of the whole tensor that is reduced, gathered or sent, on one rank of other
             axes.
         count: how many of them.
@@ -29,7 +34,7 @@ class Transfer:
 
     def sent(self, members: int) -> float:
         """Return the bytes that one of `members` ranks sends in all of them."""
-        if self.kind == "send":
+        if self.kind in ("send", "to_device", "to_host"):
             return self.count * self.size
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * self.count * self.size * (members - 1) / members
@@ -91,3 +96,20 @@ def parameter_transfers(
             axis, "all_gather", elements * precision.compute, gathers * turns, hides=True
         )
         yield Transfer(axis, "reduce_scatter", elements * precision.wire, hides=True)
+
+
+def host_transfers(
+    pieces: Sequence[Piece], dp: int, precision: Precision, turns: int
+) -> Iterator[Transfer]:
+    """Copies of what lies on the host: shards to the device, and their gradients back."""
+    kept = [one for one in pieces if one.offload == "optimizer"]
+    # Once after each step; else before each gather.
+    for unit, some in by_unit(kept).items():
+        size = sum(one.elements for one in some) * precision.stored / dp
+        yield Transfer(HOST_LINK, "to_device", size, hides=bool(unit) and some[0].zero >= 3)
+    for unit, some in by_unit(one for one in pieces if one.offload == "parameters").items():
+        size = sum(one.elements for one in some) * precision.stored / dp
+        yield Transfer(HOST_LINK, "to_device", size, turns * (2 if unit else 1), hides=True)
+    moved = sum(one.elements for one in pieces if one.offload)
+    if moved:
+        yield Transfer(HOST_LINK, "to_host", moved * precision.gradient / dp, hides=True)

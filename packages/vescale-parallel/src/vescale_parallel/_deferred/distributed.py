@@ -38,5 +38,7 @@ def distributed(
         whole = replay(value).contiguous() if row_major else replay(value)
         return distribute_tensor(whole.to(dtype), mesh, placements, src_data_rank=None)
     made = empty(meta.shape, dtype=meta.dtype, device_mesh=mesh, placements=placements)
+    # A model that was built on the host may be for a mesh of other devices.
+    made = made.to(tensor.device.type) if tensor.device.type != mesh.device_type else made
     piece(value, as_layout(made.__vescale_layout__()), local_leaf(made))
     return made.to(dtype)

@@ -51,6 +51,11 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
                 "train_step: gradients of the model are not reduced in its backward (logical "
                 "shards, no_sync): no graph is made of such a step"
             )
+        if any(buffer.host is not None for buffer in unit.buffers):
+            raise GraphError(
+                "train_step: parameters of the model lie on the host by offload=, and a graph is "
+                "of one device: parallelize without it"
+            )
         if unit.forward is not None:
             raise GraphError("train_step: the model is static=True; parallelize it without")
     # The root's comes first, though it may have nothing.

@@ -171,6 +171,8 @@ def _problems(said: InvariantWords, model: nn.Module, report: Resolved) -> list[
             "shard is computed by itself, with whole parameters; to store shards of them say "
             "zero=3."
         )
+    if any(row.offload for row in report.parameters):
+        problems.append("offload: sums of logical shards are added up on the device. Leave it out.")
     if any(row.zero for row in report.parameters) and report.over not in batch.axes:
         problems.append(
             f"zero is over '{report.over}', which does not share the batch ('{batch}')."

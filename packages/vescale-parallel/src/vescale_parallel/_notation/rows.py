@@ -25,6 +25,7 @@ class ParameterRow:
         zero: what is sharded over the plan's axis `over` besides; 0 is nothing.
         unit: name of the module with which it is gathered, or cast; "" is the model itself.
         owned: whether one rank of the axis `over` stores all of it, for its optimizer.
+        offload: the word for what of it lies on the host, see `_zero.offload`; "" is nothing.
     """
 
     names: tuple[str, ...]
@@ -40,6 +41,7 @@ class ParameterRow:
     zero: int = 0
     unit: str = ""
     owned: bool = False
+    offload: str = ""
 
     @property
     def name(self) -> str:

@@ -41,6 +41,7 @@ from vescale_parallel._plan.words import (
     require_batch,
     require_sequence,
 )
+from vescale_parallel._zero.offload import spelled_offload
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
 
@@ -89,6 +90,9 @@ class Plan:
             needs. Owners are balanced by what such a step costs, over all units.
         block: so many elements in a row of a local parameter stay on one rank, as the blocks of an
             optimizer with quantised states; or the extents of tiles of its matrices, as (128, 128).
+        offload: what lies on the host of what `zero` shards: True, all; "optimizer": parameters as
+            an optimizer steps them, their gradients and states, and the device keeps the values
+            that it computes with; "parameters" (at level 3): those as well. Or glob to such a word.
         checkpoint: what is computed again in backward, in place of being kept from forward: "full":
             each repeated block; a number n: every n-th of them; "selective": each, but results of
             matrix products, attention and convolutions are kept; "save: matmul, aten::topk": as
@@ -109,8 +113,7 @@ class Plan:
             modules that do not say by themselves that they hold experts. The batch is sharded
             over such an axis as over any other, by `batch`.
         sequence: how attention runs where `batch` shards sequences: "ring", "ulysses" (rows are
-            exchanged for heads), "gather" (of all keys), or "auto", the cheapest; see
-            `vescale_dtensor.sequence_attention`.
+            exchanged for heads), "gather" (of all keys), or "auto", the cheapest.
 
     Raises:
         PlanError: a glob or layout cannot be read; the message quotes the part that is wrong.
@@ -134,6 +137,7 @@ class Plan:
     precision: Mapping[str, Any] | None = None
     owned: str | tuple[str, ...] | None = None
     block: int | tuple[int, int] = 1
+    offload: bool | str | Mapping[str, bool | str] | None = None
     checkpoint: str | int | Mapping[str, str] | None = None
     deterministic: Literal["dp-invariant"] | None = None
     shards: int = 8
@@ -156,8 +160,8 @@ class Plan:
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "pipeline", read_schedule(self.pipeline))
-        object.__setattr__(self, "precision", spelled(self.precision))
-        # As for `axes`: JSON has lists, and a list makes the same plan.
+        for name, spell in (("precision", spelled), ("offload", spelled_offload)):
+            object.__setattr__(self, name, spell(getattr(self, name)))
         for name in ("units", "owned", "block"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))

@@ -30,6 +30,8 @@ def report_json(report: Report) -> str:
                 "stored_bytes": row.stored_bytes,
                 "gathered_bytes": row.gathered_bytes,
                 "gradient_bytes": row.gradient_bytes,
+                "offload": row.offload,
+                "host_bytes": row.host_bytes,
             }
             for row in report.buffers
         ],

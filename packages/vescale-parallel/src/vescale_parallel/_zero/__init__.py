@@ -3,8 +3,11 @@
 - `rules`: the words of a plan; `resolve`: what they mean for a model, in rows and bytes. Pure.
 - `flat_plan`: where the parameters of a unit are in its flat buffer, and who owns what. Pure.
 - `units`: which modules are gathered as one, from names alone. Pure.
+- `offload`: what a plan says of the host's memory, and what that means. Pure.
 - `precision`: the dtypes that a plan says; `dtypes`: those of each parameter. Pure.
 - `flat_buffer`: one flat buffer in memory: this rank's shard, all gathered values, the gradients.
+- `packed`: gradients as what is concatenated to send them. Pure.
+- `host`: shards that lie on the host, and the one way between it and the device.
 - `gather`: the two nodes of autograd; `unit`: the buffers of a module, and whether its modules
   hold stored or gathered parameters at the moment.
 - `addresses`: whose view a tensor is, by its address.

@@ -3,7 +3,8 @@
 The stored parameters are views of the shard, so an optimizer that steps them steps the buffer, and
 a gather sends it without a copy. At level 3 `full` exists only between `start` and `release`;
 each gather makes a new one, so that nothing that autograd saved of the former is written over. At
-levels 1 and 2 it stays, and the shard is a slice of it.
+levels 1 and 2 it stays, and the shard is a slice of it. With `offload` the shard lies on the host,
+and the rest on the device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from vescale_dtensor import (
 )
 
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._zero.flat_plan import Place, place_of
+from vescale_parallel._zero.flat_plan import Place, owned_places, place_of
+from vescale_parallel._zero.host import HOST, HostShard
+from vescale_parallel._zero.packed import packed_pieces
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.told import Told
 
@@ -43,6 +46,7 @@ class FlatBuffer:
         parameters: the stored parameters, one per slot.
         shapes: for each slot the local shape of its gathered values on this rank.
         told: who is told of gathers and reductions.
+        host: how the shard is reached where it lies on the host; None: it lies on the device.
         shard: this rank's elements.
         full: all ranks' elements, while they are gathered.
         unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
@@ -56,10 +60,10 @@ class FlatBuffer:
         parameters: list[nn.Parameter],
         shapes: list[tuple[int, ...]],
         told: Told,
+        host: HostShard | None = None,
     ) -> None:
-        self.told = told
+        self.told, self.host = told, host
         self.row, self.group, self.parameters, self.shapes = row, group, parameters, shapes
-        self.ranges = row.plan.ranges(group.rank)
         self.full: Tensor | None = None
         self.unreduced: Tensor | None = None
         self.reduced_next = False
@@ -78,7 +82,7 @@ class FlatBuffer:
         self._packed: Tensor | None = None
         self._slots = list(map(place_of, row.plan.slots, shapes))
         self._starts = [slot.offset for slot in row.plan.slots]
-        self._owned = self._owned_places()
+        self._owned = owned_places(row.plan, group.rank, shapes)
         self._events = {verb: f"{verb} {_words(row)}" for verb in ("gathers", "reduces")}
         self._allocate()
 
@@ -86,12 +90,18 @@ class FlatBuffer:
         """A buffer of the copied parameters; groups of processes cannot be copied."""
         # Leaves of their own, with values of their own: `_adopt` moves these into the new shard.
         copied = [deepcopy(one, memo) for one in self.parameters]
-        return FlatBuffer(self.row, self.group, copied, self.shapes, self.told)
+        host = None if self.host is None else HostShard(self.host.link, keeps=self.host.keeps)
+        return FlatBuffer(self.row, self.group, copied, self.shapes, self.told, host)
 
     @property
     def is_kept(self) -> bool:
         """Whether `full` stays between steps."""
         return self.row.zero < 3
+
+    @property
+    def device(self) -> torch.device:
+        """Where gathered values and packed gradients are."""
+        return self.shard.device if self.host is None else self.host.link.device
 
     @property
     def locals(self) -> list[Tensor]:
@@ -138,6 +148,7 @@ class FlatBuffer:
         self.told.record(self._events["gathers"])
         # First of all: what is sent is the shard, and not the parameters.
         leaves = self._ensure_views(self.locals)
+        is_old = self._is_old()
         # Where a write came from outside of the version counter, it is gathered at each use.
         self._gathered_at = tuple([one._version for one in leaves])
         if self.is_kept:
@@ -151,10 +162,15 @@ class FlatBuffer:
             # before.
             target = self._new_full()
         with torch.no_grad():
-            # Cast before it is sent: half of the bytes, and the values that casting after has.
-            sent = self.shard.to(target.dtype)
             sizes = self._sizes
-            pending = all_gather_into(target, sent, self.group, sizes=sizes, async_op=True)
+            if self.host is not None:
+                start = self.row.plan.start(self.group.rank)
+                shard, group = self.shard, self.group
+                pending = self.host.gather(shard, target, group, start, sizes, is_old=is_old)
+            else:
+                # Cast before it is sent: half of the bytes, and the values that casting after has.
+                sent = self.shard.to(target.dtype)
+                pending = all_gather_into(target, sent, self.group, sizes=sizes, async_op=True)
         self._pending = (pending, target)
 
     @property
@@ -163,12 +179,12 @@ class FlatBuffer:
         return None if plan.is_even else plan.sizes
 
     def _new_full(self) -> Tensor:
-        total = self.row.plan.total
+        total, device = self.row.plan.total, self.device
         if not torch.is_inference_mode_enabled():
-            return self.shard.new_empty(total, dtype=self.compute)
+            return self.shard.new_empty(total, dtype=self.compute, device=device)
         # What is kept outlives a forward in inference mode, whose tensors no backward may have.
         with torch.inference_mode(not self.is_kept):
-            return self.shard.new_empty(total, dtype=self.compute)
+            return self.shard.new_empty(total, dtype=self.compute, device=device)
 
     @property
     def compute(self) -> torch.dtype:
@@ -253,23 +269,9 @@ class FlatBuffer:
 
     def _pack_at_once(self, gradients: Sequence[Tensor | None]) -> bool:
         """Pack gradients of all parameters, if they are there, dense and in the dtype of sums."""
-        pieces: list[Tensor] = []
-        at = 0
-        for (_, _, offset), gradient in zip(self._slots, gradients, strict=True):
-            # `cat` would give them a common dtype, by rules that have nothing to do with the
-            # plan's.
-            if gradient is None or gradient.dtype is not self.reduce:
-                return False
-            if gradient.layout is not torch.strided:
-                return False
-            if offset > at:
-                # Padding between slots, which are aligned for kernels.
-                pieces.append(gradient.new_zeros(offset - at))
-            pieces.append(gradient.reshape(-1))
-            at = offset + gradient.numel()
-        total = self.row.plan.total
-        if total > at:
-            pieces.append(pieces[-1].new_zeros(total - at))
+        pieces = packed_pieces(self._slots, gradients, self.reduce, self.row.plan.total)
+        if pieces is None:
+            return False
         if self._packed is not None and self._packed.dtype == self.reduce:
             # Into memory that the step before has left: at level 1 nothing else holds it.
             self.unreduced = torch.cat(pieces, out=self._packed)
@@ -283,7 +285,7 @@ class FlatBuffer:
     def _pack_memory(self) -> Tensor:
         if self._packed is not None and self._packed.dtype == self.reduce:
             return self._packed.zero_()
-        packed = self.shard.new_zeros(self.row.plan.total, dtype=self.reduce)
+        packed = self.shard.new_zeros(self.row.plan.total, dtype=self.reduce, device=self.device)
         if self.row.zero == 1:
             self._packed = packed
         return packed
@@ -312,7 +314,7 @@ class FlatBuffer:
         assert self.unreduced is not None
         at, end = self._owned[slot]
         start = self.row.plan.start(self.group.rank)
-        self.unreduced[start + at : start + end].add_(shard)
+        self.unreduced[start + at : start + end].add_(shard.to(self.device))
 
     def drop_slot(self, slot: int) -> None:
         """Forget what is kept of the gradient of a parameter."""
@@ -336,6 +338,8 @@ class FlatBuffer:
 
     def reduced(self) -> list[Tensor | None]:
         """Return the totals of all contributions' shards; None for what got none. Collective."""
+        if self.host is not None:
+            return self.finish_reduce(self.start_reduce())
         packed, arrived = self._take_to_reduce()
         if packed is None:
             return [None] * len(self.parameters)
@@ -363,7 +367,8 @@ class FlatBuffer:
         pending, arrived, kept = started
         self._under_way.remove(pending)
         with torch.no_grad():
-            total = pending.wait()
+            host, dtype = self.host, self.shard.dtype
+            total = pending.wait() if host is None else host.total(pending, dtype)
         if self._packed is None:
             self._packed = kept
         return self._gradients(total, arrived)
@@ -395,22 +400,6 @@ class FlatBuffer:
         """For each slot what this rank owns of it, as views of a shard-sized tensor."""
         return [shard[at:end] for at, end in self._owned]
 
-    def _owned_places(self) -> list[tuple[int, int]]:
-        """For each slot where in the shard this rank's part of it begins and ends."""
-        found = []
-        start = self.row.plan.start(self.group.rank)
-        shapes = zip(self.row.plan.slots, self.ranges, self.shapes, strict=True)
-        for slot, (low, high), shape in shapes:
-            # A slot that is longer than this rank's values is on one rank in full.
-            numel = torch.Size(shape).numel()
-            # The slot is as long as the longest of all ranks' values, where another axis shards
-            # unevenly.
-            low, high = min(low, numel), min(high, numel)
-            # Where nothing is owned, any place does; one inside of the shard has an address.
-            at = slot.offset + low - start if high > low else 0
-            found.append((at, at + high - low))
-        return found
-
     def _allocate(self) -> None:
         # Also at the first forward after `model.double()`, which may be one in inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -419,7 +408,11 @@ class FlatBuffer:
     def _allocate_kept(self) -> None:
         first = local_leaf(self.parameters[0])
         self.full = None
-        if self.is_kept and self.row.compute == self.row.dtype:
+        if self.host is not None:
+            self.host.forget()
+            size = self.row.plan.sizes[self.group.rank]
+            self.shard = self.host.link.zeros(size, first.dtype)
+        elif self.is_kept and self.row.compute == self.row.dtype:
             self.full = first.detach().new_zeros(self.row.plan.total)
             start = self.row.plan.start(self.group.rank)
             self.shard = self.full[start : start + self.row.plan.sizes[self.group.rank]]
@@ -457,7 +450,7 @@ class FlatBuffer:
         Returns their local tensors, of which some may be others then.
 
         Raises:
-            ParallelError: they have several dtypes now.
+            ParallelError: they have several dtypes now, or lie on a device and not on the host.
         """
         if self._are_views(leaves):
             return leaves
@@ -467,6 +460,12 @@ class FlatBuffer:
             raise ParallelError(
                 f"the parameters {names} are gathered in one buffer, and have several dtypes now: "
                 f"{sorted(map(str, dtypes))}. Convert all of them, or give them units of their own."
+            )
+        if self.host is not None and any(one.device != HOST for one in leaves):
+            raise ParallelError(
+                f"parameters as '{self.row.plan.slots[0].names[0]}' lie on the host by offload=, "
+                f"and were moved to {leaves[0].device} since: leave out model.to(...) after "
+                "parallelize. Each gather brings them to the device."
             )
         # `nn.Module.to` has moved all of them: the shard follows, and what was gathered is
         # dropped.

@@ -127,6 +127,27 @@ def place_of(slot: FlatSlot, shape: tuple[int, ...]) -> Place:
     return shape, tuple(strides), slot.offset
 
 
+def owned_places(plan: FlatPlan, rank: int, shapes: Sequence[tuple[int, ...]]) -> list[Range]:
+    """For each slot where in a rank's shard its part of it begins and ends.
+
+    Args:
+        plan: of the buffer.
+        rank: whose shard.
+        shapes: for each slot the local shape of its gathered values on that rank.
+    """
+    found = []
+    start = plan.start(rank)
+    for slot, (low, high), shape in zip(plan.slots, plan.ranges(rank), shapes, strict=True):
+        # The slot is as long as the longest of all ranks' values, where another axis shards
+        # unevenly; one that is longer than this rank's values is on one rank in full.
+        numel = math.prod(shape)
+        low, high = min(low, numel), min(high, numel)
+        # Where nothing is owned, any place does; one inside of the shard has an address.
+        at = slot.offset + low - start if high > low else 0
+        found.append((at, at + high - low))
+    return found
+
+
 def plan_flat(wanted: Sequence[Wanted], shards: int, alignment: int = 1) -> FlatPlan:
     """Lay tensors into the smallest buffer found that shards none of their granules.
 

@@ -66,6 +66,10 @@ class Early:
 class Gathers(Protocol):
     """What the nodes need of a unit."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
     def aliases(self) -> tuple[list[Tensor], list[int]]:
         """Return the gathered values by use, without a history, and which get no gradient."""
 
@@ -90,7 +94,9 @@ class StoredUnit(torch.autograd.Function):
     def forward(ctx: Any, unit: Gathers, passed: Passed, *leaves: Tensor) -> Tensor:
         """Return an empty tensor."""
         ctx.unit, ctx.passed = unit, passed
-        return torch.empty(0, device=leaves[0].device)
+        # Not that of the leaves, which may lie on the host: the engine would run the node in
+        # another thread, beside those of other units, and ranks reduce in different orders.
+        return torch.empty(0, device=unit.device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:

@@ -15,6 +15,7 @@ from vescale_parallel._common.messages import count, dtype_name, human_bytes, li
 from vescale_parallel._notation.glob import matches, named_matches
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero.flat_plan import FlatPlan, Wanted, plan_flat
+from vescale_parallel._zero.offload import OPTIMIZER
 from vescale_parallel._zero.owners import balanced_owners, plan_owned
 from vescale_parallel._zero.rules import LEVELS, ZeroRules
 from vescale_parallel._zero.units import ROOT, unit_names, unit_of
@@ -36,6 +37,7 @@ class BufferRow:
         compute: dtype of the gathered values.
         reduce: dtype in which gradients are summed.
         owned: whether one rank stores each parameter in full.
+        offload: whether its shards lie on the host, and how, see `_zero.offload`.
     """
 
     unit: str
@@ -46,6 +48,7 @@ class BufferRow:
     compute: torch.dtype
     reduce: torch.dtype
     owned: bool = False
+    offload: str = ""
 
     @property
     def gathered_bytes(self) -> int:
@@ -70,25 +73,34 @@ class BufferRow:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that stay between steps on the rank with most."""
+        """Bytes that stay on the device between steps on the rank with most."""
         return max(self.stored_on(rank) for rank in range(self.plan.shards))
 
     def stored_on(self, rank: int) -> int:
-        """Return the bytes that stay between steps on one rank of the axis that shards."""
+        """Return the bytes that stay on the device of one rank of the axis that shards."""
         shard = self.plan.sizes[rank] * self.dtype.itemsize
+        if self.offload:
+            kept = self.plan.sizes[rank] * self.compute.itemsize
+            return self.gathered_bytes if self.zero < 3 else kept * (self.offload == OPTIMIZER)
         if self.zero == 3:
             return shard
         # In one dtype the shard is a slice of what is gathered.
         return self.gathered_bytes + (shard if self.compute != self.dtype else 0)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of parameters on the host of the rank with most; of gradients and states, too."""
+        return self.shard_bytes if self.offload else 0
+
+    @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that stay until they are set to None."""
+        """Bytes of gradients that stay on the device until they are set to None."""
         if not self.trainable:
             return 0
         # At level 1 the buffer that the reduce-scatter reads is kept beside its result.
         packed = self.plan.total * self.reduce.itemsize
-        return self.shard_bytes + (packed if self.zero == 1 else 0)
+        shard = 0 if self.offload else self.shard_bytes
+        return shard + (packed if self.zero == 1 else 0)
 
 
 def levels_of(
@@ -96,10 +108,12 @@ def levels_of(
     rows: Sequence[ParameterRow],
     sizes: Mapping[str, int],
     stacks: Container[str] = (),
+    offload: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, int], list[str]]:
     """Return the level of each parameter by its first name, and what is wrong with the rules.
 
     `stacks`: names of parameters that experts shard; over the same axis they need no more of it.
+    `offload`: for names of parameters, whether anything of them shall lie on the host.
     """
     if not rules.is_used:
         return {}, []
@@ -124,8 +138,12 @@ def levels_of(
                 f"('{row.layout}'), and zero={level} would shard it over '{rules.over}' again. "
                 f"Shard over another axis, or give it zero level 0."
             )
-        # A scalar has no dim to shard, and an axis of one rank has nothing to share with.
-        shards = sizes.get(rules.over, 1) > 1 and math.prod(row.global_shape) > 0
+        # A scalar has no dim to shard, and an axis of one rank has nothing to share with; but the
+        # host of one rank has memory, too.
+        several = sizes.get(rules.over, 1) > 1 or bool(
+            rules.over in sizes and offload and offload.get(row.name)
+        )
+        shards = several and math.prod(row.global_shape) > 0
         found[row.name] = level if shards and row.global_shape else 0
     if any(found.values()):
         problems += [text for row in rows if (text := _stored_otherwise(row, rules.over, sizes))]
@@ -165,9 +183,10 @@ def buffers_of(
         if row.zero:
             trainable = model.get_parameter(row.name).requires_grad
             # What one collective shares. Frozen parameters apart: zeros would be sent for them.
-            kind = (row.unit, row.zero, trainable, row.dtype, row.compute, row.reduce, row.owned)
+            dtypes = (row.dtype, row.compute, row.reduce)
+            kind = (row.unit, row.zero, trainable, *dtypes, row.owned, row.offload)
             groups.setdefault(kind, []).append(_wanted(row, rules.tile_rows))
-    owned = [one for kind, wanted in groups.items() if kind[-1] for one in wanted]
+    owned = [one for kind, wanted in groups.items() if kind[-2] for one in wanted]
     # Over all units at once: a rank that owns the large matrix of one has less of the next.
     owners = balanced_owners([one.shape for one in owned], sizes[rules.over])
     owner_of = dict(zip([one.names for one in owned], owners, strict=True))
@@ -186,14 +205,14 @@ def _buffer(
     block: int,
     owner_of: Mapping[tuple[str, ...], int],
 ) -> BufferRow:
-    unit, zero, trainable, dtype, compute, reduce, owned = kind
+    unit, zero, trainable, dtype, compute, reduce, owned, offload = kind
     # Aligned in each of the dtypes in which it is ever allocated.
     alignment = max(1, _ALIGNMENT_BYTES // min(one.itemsize for one in (dtype, compute, reduce)))
     if owned:
         plan = plan_owned(wanted, [owner_of[one.names] for one in wanted], shards, alignment)
     else:
         plan = plan_flat(wanted, shards, math.lcm(alignment, block))
-    return BufferRow(unit, zero, trainable, plan, dtype, compute, reduce, owned)
+    return BufferRow(unit, zero, trainable, plan, dtype, compute, reduce, owned, offload)
 
 
 def with_units(
@@ -246,6 +265,7 @@ def _dtypes(row: BufferRow) -> str:
         *([f"gathered as {compute}"] if compute != stored else []),
         *([f"reduced in {reduce}"] if reduce != compute else []),
         *([] if row.trainable else ["frozen"]),
+        *(["on the host"] if row.offload else []),
     ]
     return ", ".join(parts)
 
@@ -261,7 +281,7 @@ def buffer_table(rows: Iterable[BufferRow], over: str) -> str:
             f"{row.zero} ({LEVELS[row.zero].rpartition(' ')[2]})",
             _dtypes(row),
             count(len(row.plan.slots), "parameter") + (", each on one rank" if row.owned else ""),
-            human_bytes(row.stored_bytes),
+            human_bytes(max(row.stored_bytes, row.host_bytes) if row.offload else row.stored_bytes),
             human_bytes(row.gathered_bytes),
             human_bytes(row.gradient_bytes),
             human_bytes(row.shard_bytes if row.trainable else 0),

@@ -2,11 +2,12 @@
 
 import keyword
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import expand_braces
+from vescale_parallel._zero.offload import parse_offload
 from vescale_parallel._zero.precision import Dtypes, parse_precision
 
 LEVELS: Final = {
@@ -34,6 +35,7 @@ class ZeroRules:
         block: so many elements in a row of a parameter stay on one rank.
         tile_rows: so many rows of a matrix stay on one rank.
         precision: glob over names of parameters and buffers to dtypes; the first match wins.
+        offload: glob over names of parameters to what of them lies on the host; the first wins.
     """
 
     levels: Mapping[str, int]
@@ -45,6 +47,7 @@ class ZeroRules:
     owned: tuple[str, ...]
     block: int
     tile_rows: int
+    offload: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_used(self) -> bool:
@@ -71,6 +74,8 @@ class ZeroWords(Protocol):
     def owned(self) -> Any: ...
     @property
     def block(self) -> Any: ...
+    @property
+    def offload(self) -> Any: ...
 
 
 def parse_zero(said: ZeroWords) -> ZeroRules:
@@ -97,6 +102,7 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
         owned=_globs("owned", said.owned),
         block=block,
         tile_rows=tile_rows,
+        offload=parse_offload(said.offload),
     )
     # Ignored in silence, they would let a user believe that an optimizer sees full matrices.
     if (rules.owned or max(block, tile_rows) > 1) and not rules.is_used:
@@ -104,6 +110,11 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
         raise PlanError(
             f"plan {word}: it says how zero shards parameters, and zero=0 shards none. Say zero=1, "
             "2 or 3."
+        )
+    if rules.offload and not rules.is_used:
+        raise PlanError(
+            "plan offload: what lies on the host is what zero stores as shards, and zero=0 stores "
+            f"none. Say zero=1, 2 or 3; one rank has shards, too, as mesh({over}=1)."
         )
     return rules
 

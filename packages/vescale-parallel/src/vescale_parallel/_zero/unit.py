@@ -129,6 +129,13 @@ class Unit:
             buffer.release()
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        if self.buffers:
+            return self.buffers[0].device
+        return local_leaf(self.held[0].stored).device
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of gathered values that `release` would give back."""
         fulls = [one.full for one in self.buffers if not one.is_kept]
