@@ -63,6 +63,7 @@ LONG = {
     "train/test_diverged": 2,
     "zero/test_behind": 10,
     "zero/test_failures": 3,
+    "zero/test_offload::test_the_bits_of_a_model_on_the_device": 5,
     "zero/test_flat_steps": 10,
     "zero/test_precision": 4,
     "zero/test_semantics": 6,

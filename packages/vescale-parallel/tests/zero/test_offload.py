@@ -160,7 +160,8 @@ def test_a_step_is_priced_with_its_copies():
     sent = {one.kind: size for one, size, _ in moved.transfers if one.axis == "host"}
     assert set(sent) == {"to_device", "to_host"}
     assert moved.seconds > plain.seconds
-    assert cost(2, offload=True).memory.parameters == cost(2).memory.parameters / 2  # bf16
+    # In bf16, but for the scalars.
+    assert cost(2, offload=True).memory.parameters < 0.51 * cost(2).memory.parameters
 
 
 def test_where_the_device_is_the_host_nothing_moves():
