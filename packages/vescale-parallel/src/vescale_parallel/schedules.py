@@ -21,7 +21,8 @@ from vescale_parallel._schedules.choice import (
     compare_schedules,
     make_schedule,
 )
-from vescale_parallel._schedules.shown import as_json, as_svg, as_table, as_trace
+from vescale_parallel._schedules.pictures import as_svg, as_text
+from vescale_parallel._schedules.shown import as_json, as_table, as_trace
 from vescale_parallel._schedules.timeline import (
     Span,
     StageTimes,
@@ -39,6 +40,7 @@ __all__ = [
     "as_json",
     "as_svg",
     "as_table",
+    "as_text",
     "as_trace",
     "best_schedule",
     "check_schedule",

@@ -1,7 +1,9 @@
 """`python -m vescale_parallel schedule`: tables, pictures, and words for what is wrong."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from vescale_parallel._cli.arguments import main
@@ -12,8 +14,12 @@ ASKED = ["schedule", "--stages", "4", "--microbatches", "8"]
 
 def test_every_schedule_is_in_the_table(capsys: pytest.CaptureFixture[str]):
     assert main(ASKED) == 0
-    printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()[1:]] == [*SCHEDULES]
+    tables, *drawn = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in tables.splitlines()[1:]] == [*SCHEDULES]
+    # And each of them is drawn.
+    assert [one.split(":")[0] for one in drawn[:-1]] == [*SCHEDULES]
+    assert all(len(one.splitlines()) == 1 + 4 for one in drawn[:-1])
+    assert "dots: it waits" in drawn[-1]
     assert main([*ASKED, "--json", "--times", "1,2,0.5", "--send", "0.1"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == SCHEDULES.keys()
 
@@ -22,16 +28,38 @@ def test_one_of_them_is_drawn_and_written(tmp_path: Path, capsys: pytest.Capture
     files = [tmp_path / name for name in ("zbv.svg", "zbv.json", "zbv.csv")]
     options = zip(("--svg", "--trace", "--csv"), map(str, files), strict=True)
     assert main([*ASKED, "--only", "zbv", *(o for pair in options for o in pair)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2
     assert files[0].read_text().startswith("<svg")
     assert len(json.loads(files[1].read_text())["traceEvents"]) == 4 * 2 * 3 * 8
     assert from_csv(files[2].read_text(), "zbv") == make_schedule("zbv", 4, 8)
 
 
+def test_all_of_them_are_drawn_to_one_scale(tmp_path: Path):
+    file = tmp_path / "all.svg"
+    assert main([*ASKED, "--svg", str(file)]) == 0
+    shapes = ElementTree.fromstring(file.read_text())
+    titles = [one.text for one in shapes.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[0] is not None
+    assert [one.split(":")[0] for one in titles[0].split("; ")] == [*SCHEDULES]
+    frames = [one.attrib for one in shapes.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    actions = sum(len(row) for n in SCHEDULES for row in make_schedule(n, 4, 8).ranks)
+    assert len(frames) == actions
+    # Nothing lies on anything else, and the shortest is wide enough for its number.
+    places = [tuple(float(one[k]) for k in ("x", "y", "width")) for one in frames]
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for x, y, width in places:
+        rows.setdefault(y, []).append((x, x + width))
+    assert len(rows) == 4 * len(SCHEDULES)
+    assert all(
+        end <= start + 0.02 for row in rows.values() for (_, end), (start, _) in pairwise(row)
+    )
+    assert min(width for _, _, width in places) >= 14
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--svg", "x.svg"], "name it by --only"),
+        (["--trace", "x.json"], "name it by --only"),
         (["--times", "1,2"], "write three numbers"),
         (["--times", "1,2,-1"], "no time is negative"),
         (["--microbatches", "0"], "microbatches is 0"),

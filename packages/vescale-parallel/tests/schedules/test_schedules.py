@@ -17,6 +17,7 @@ from vescale_parallel.schedules import (
     as_json,
     as_svg,
     as_table,
+    as_text,
     as_trace,
     best_schedule,
     check_schedule,
@@ -256,6 +257,25 @@ def test_tables_pictures_and_traces():
     events = json.loads(as_trace(timeline))["traceEvents"]
     assert {event["tid"] for event in events} == {0, 1, 2}
     assert sum(event["dur"] for event in events) == pytest.approx(3 * 12 * 1e6)
+
+
+def test_letters_tell_who_does_what_and_who_waits():
+    timeline = simulate_schedule(make_schedule("1f1b", 3, 3))
+    assert as_text(timeline) == (
+        "1f1b: time 15, bubble 40.0%\n"
+        "rank 0 FFF....BB.BB.BB\n"
+        "rank 1 .FF..BBFBB.BB..\n"
+        "rank 2 ..FBBFBBFBB...."
+    )
+    # Two stages of a rank: a letter is each action, in order, where there is room.
+    folded = simulate_schedule(make_schedule("zbv", 2, 4), HALF)
+    for line, row in zip(as_text(folded).splitlines()[1:], folded.schedule.ranks, strict=True):
+        letters = "".join(a.kind.lower() if a.stage > 1 else a.kind for a in row)
+        assert line.split()[2].replace(".", "") == letters
+    narrow = as_text(folded, 17).splitlines()
+    assert narrow[0].endswith("a letter for 1.25")
+    assert [len(line) for line in narrow[1:]] == [17, 17]
+    assert as_text(simulate_schedule(make_schedule("gpipe", 1, 1), StageTimes(0, 0, 0)), 10)
 
 
 # What is refused.

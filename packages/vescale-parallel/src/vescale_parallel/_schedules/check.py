@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._schedules.actions import Action, Schedule
+from vescale_parallel._schedules.actions import Action, Kind, Schedule
 
 Numbers = NDArray[np.int64]
 
@@ -30,15 +30,17 @@ def check_schedule(schedule: Schedule) -> None:
         pass
 
 
-CODES: Final = {"F": 0, "I": 1, "W": 2, "B": 3}
+ORDER: Final[tuple[Kind, ...]] = ("F", "I", "W", "B")
 """How columns number kinds."""
+
+_CODES: Final = {kind: code for code, kind in enumerate(ORDER)}
 
 
 class Columns(NamedTuple):
     """The actions of one rank as columns.
 
     Attributes:
-        kinds: 0 a forward, 1 a backward of inputs, 2 of weights, 3 a whole one.
+        kinds: each as its place in `ORDER`.
         stages: of each action.
         microbatches: of each action.
     """
@@ -53,7 +55,7 @@ def columns_of(row: tuple[Action, ...]) -> Columns:
     if not row:
         return Columns(*(np.zeros(0, np.int64) for _ in range(3)))
     kinds, stages, microbatches = zip(*row, strict=True)
-    codes = [CODES[kind] for kind in kinds]
+    codes = [_CODES[kind] for kind in kinds]
     return Columns(*(np.array(one, np.int64) for one in (codes, stages, microbatches)))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._schedules.check import (
-    CODES,
+    ORDER,
     Columns,
     columns_of,
     in_order,
@@ -60,7 +60,7 @@ class StageTimes:
 
 
 # In the order in which columns number kinds.
-_EACH_KIND: Final = tuple(Action(kind, 0, 0) for kind in CODES)
+_EACH_KIND: Final = tuple(Action(kind, 0, 0) for kind in ORDER)
 
 EQUAL: Final = StageTimes()
 """Forwards and both halves of backwards take 1."""
@@ -177,12 +177,14 @@ def _from_elsewhere(schedule: Schedule, rank: int, columns: Columns) -> np.ndarr
     sender = stages + np.where(kinds == 0, -1, 1)
     there = (kinds != 2) & (sender >= 0) & (sender < schedule.stages)
     places = np.array(schedule.stage_ranks)
-    return there & (places[np.where(there, sender, 0)] != rank)
+    found: np.ndarray[Any, Any] = there & (places[np.where(there, sender, 0)] != rank)
+    return found
 
 
 def _looked_up(columns: Columns, by_stage: Sequence[Sequence[float]]) -> np.ndarray[Any, Any]:
     """The number of each action, of those by stage and kind."""
-    return np.array(by_stage, dtype=np.float64)[columns.stages, columns.kinds]
+    found: np.ndarray[Any, Any] = np.array(by_stage, np.float64)[columns.stages, columns.kinds]
+    return found
 
 
 def _peak(columns: Columns, changes: Sequence[Sequence[tuple[float, float]]]) -> float:
