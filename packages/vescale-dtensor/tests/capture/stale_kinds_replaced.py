@@ -1,9 +1,11 @@
 """Kinds of state behind names of libraries, in the order of sets, and beside namespaces."""
 
+import asyncio
 import decimal
 import logging
 import os
 import threading
+import types
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +67,18 @@ setting(
 
 # --- settings behind objects of libraries
 
+POLICY = asyncio.DefaultEventLoopPolicy()
+
+
+def native_kernels():
+    """Those that are written in Triton; anything with such an attribute where torch has none."""
+    return getattr(
+        getattr(torch.backends, "python_native", None),
+        "triton",
+        types.SimpleNamespace(enabled=True),
+    )
+
+
 setting(
     "all messages off",
     lambda n: logging.disable(10 * (n % 2)),
@@ -79,6 +93,16 @@ setting(
     "digits of decimals",
     lambda n: setattr(decimal.getcontext(), "prec", 28 - n),
     lambda x: x * float(decimal.Decimal(1) / decimal.Decimal(7)),
+)
+setting(
+    "policy of event loops",
+    lambda n: asyncio.set_event_loop_policy(POLICY if n % 2 else None),
+    doubled_if(lambda: asyncio.get_event_loop_policy() is POLICY),
+)
+setting(
+    "kernels of torch in Python",
+    lambda n: setattr(native_kernels(), "enabled", n % 2 == 0),
+    doubled_if(lambda: native_kernels().enabled),
 )
 setting(
     "name of the thread",

@@ -1,5 +1,7 @@
 """Attention whose sequences are sharded: each rank computes its rows, as one device does."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -240,3 +242,24 @@ def test_leading_dims_that_broadcast_over_ranks_that_hold_nothing(dim):
     for found in simulate(4).run(lambda rank, world_size: attend(init_device_mesh("cpu", (4,)))):
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("lead", [(4,), (2, 4), (3, 2, 4)], ids=str)
+@pytest.mark.parametrize("heads", [4, 2])
+def test_heads_are_grouped_in_the_third_dim_from_the_end(lead, heads, dropout):
+    torch.manual_seed(2)
+    query = torch.randn(*lead, 3, 8)
+    key, value = torch.randn(2, *lead[:-1], heads, 6, 8)
+    call = partial(F.scaled_dot_product_attention, dropout_p=dropout, enable_gqa=True)
+    torch.manual_seed(5)
+    expected = call(query, key, value)
+
+    def program(rank, world_size):
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Replicate(), Shard(0), Shard(len(lead) - 1)):
+            laid = [distribute_tensor(x, mesh, [placement]) for x in (query, key, value)]
+            torch.manual_seed(5)
+            torch.testing.assert_close(call(*laid).full_tensor(), expected)
+
+    simulate(2)(program)

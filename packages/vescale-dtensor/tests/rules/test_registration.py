@@ -7,6 +7,7 @@ from taught_rules import COLUMNS, ELEMENTS, GATE, ROWS, Asked, fill, gate, lette
 from vescale_dtensor import Replicate, Shard
 from vescale_dtensor._dispatch import registry
 from vescale_dtensor._ops import families
+from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor.rules import (
     AxisStrategy,
     Rule,
@@ -132,3 +133,15 @@ def test_a_strategy_that_does_not_fit_the_call_says_so(name):
     with pytest.raises(Exception, match=words) as caught:
         on_two_ranks(lambda x: gate(x, COLUMNS))
     assert isinstance(caught.value.__cause__, RuleError)
+
+
+def test_a_name_that_means_something_else_in_another_module_has_no_rule_by_it(monkeypatch):
+    """As `torch.linalg.polar`, a decomposition since torch 2.14, beside `torch.polar`."""
+
+    def relu(A):
+        raise AssertionError("only looked up")
+
+    monkeypatch.setattr(torch.linalg, "relu", relu, raising=False)
+    assert torch.relu in functions("relu")
+    assert relu not in functions("relu")
+    assert torch.linalg.det in functions("det")

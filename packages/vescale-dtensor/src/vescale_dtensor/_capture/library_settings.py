@@ -1,4 +1,4 @@
-"""What modules of the standard library keep for users to set: asked again by the guard.
+"""What modules of libraries keep for users to set: asked again by the guard.
 
 Their code counts as constant, and what they keep for themselves (caches) is not compared.
 """
@@ -49,6 +49,23 @@ def _xml_state() -> Any:
     return tuple(getattr(sys.modules["xml.etree.ElementTree"], "_namespace_map", {}).items())
 
 
+def _loop_policy() -> Any:
+    # Asking by `get_event_loop_policy` would make one, and warns from Python 3.14 on.
+    return getattr(sys.modules["asyncio.events"], "_event_loop_policy", None)
+
+
+def _native_kernels() -> Any:
+    """Which kernels that are written in Python torch uses for its operators."""
+    module = sys.modules["torch.backends.python_native"]
+    names = module.all_dsls  # as `python_native.triton.enabled` does, for each
+    return tuple([(n, module.is_dsl_disabled(n)) for n in names]), _switched_off(module)
+
+
+def _switched_off(module: Any) -> Any:
+    operations = {one for n in module.all_dsls for one in module.get_dsl_operations(n)}
+    return tuple(sorted(one for one in operations if module.is_operation_disabled(one)))
+
+
 _BY_FILE: dict[str, Callable[[], Any]] = {
     "/calendar.py": _calendar_state,
     "/mimetypes.py": _mime_state,
@@ -56,10 +73,12 @@ _BY_FILE: dict[str, Callable[[], Any]] = {
     "/xml/etree/ElementTree.py": _xml_state,
     "/copy.py": copying_state,
     "/copyreg.py": copying_state,
+    "/asyncio/events.py": _loop_policy,
+    "/torch/backends/python_native/__init__.py": _native_kernels,
 }
 
 
 def settings_read_by(code: CodeType) -> Callable[[], Any] | None:
-    """What gives the settings that a file of the standard library reads; None if it has none."""
+    """What gives the settings that a file of a library reads; None if it has none."""
     name = code.co_filename
     return next((look for end, look in _BY_FILE.items() if name.endswith(end)), None)

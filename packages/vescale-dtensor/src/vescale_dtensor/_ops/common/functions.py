@@ -13,6 +13,18 @@ from vescale_dtensor._planning import Rule
 Entry = TypeVar("Entry")
 _PLACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.special, torch.linalg, torch.functional)
 
+# Names that these modules share with torch's own functions, and mean the same by. What a later
+# torch adds under a name that stands elsewhere for something else (`torch.polar` is elementwise,
+# `torch.linalg.polar` a decomposition of matrices) has no rule by its name, and is replicated.
+_APART = (torch.linalg, torch.special, torch.fft)
+_NAMES_ALIKE = """
+cholesky cond cross det diagonal eig lstsq lu lu_solve matmul matrix_exp matrix_power matrix_rank
+norm qr slogdet solve svd vander
+digamma erf erfc erfinv exp2 expm1 i0 log1p log_softmax logit logsumexp polygamma round sinc softmax
+xlogy
+"""
+_ALIKE = frozenset(_NAMES_ALIKE.split())
+
 
 def functions(
     names: str | Iterable[str], places: Iterable[Any] = _PLACES
@@ -25,9 +37,16 @@ def functions(
             if name.startswith("__") and place is not torch.Tensor:
                 continue  # every module has an `__eq__` of its own, which compares modules
             func = getattr(place, name, None)
-            if callable(func):
+            if callable(func) and not _means_another(place, name):
                 found[func] = None
     return list(found)
+
+
+def _means_another(place: Any, name: str) -> bool:
+    """Whether a function may be another operator than torch's of that name."""
+    if name in _ALIKE or not any(place is one for one in _APART):
+        return False
+    return hasattr(torch, name) or hasattr(torch.Tensor, name)
 
 
 def entries(

@@ -306,8 +306,8 @@ def _repeated_heads(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, of which the latter two have a head for each of the first."""
     query, key, value = given["query"], given["key"], given["value"]
     if given.get("enable_gqa"):
-        repeats = query.shape[1] // max(1, key.shape[1])
-        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+        repeats = query.shape[-3] // max(1, key.shape[-3])
+        key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
     return query, key, value
 
 
