@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._capture.code_files import USER, is_of_python, kind_of_code
+from vescale_dtensor._capture.code_files import TORCH, USER, is_of_python, kind_of_code
 from vescale_dtensor._capture.library_settings import settings_read_by
 from vescale_dtensor._capture.looks import level_of
 from vescale_dtensor._capture.process_state import running_loop, warning_filters
@@ -97,7 +97,8 @@ def guarded_by_code(code: CodeType) -> Callable[[], Any] | None:
         return _numpy_state
     if code.co_filename.endswith(_EINSUM):
         return _einsum_state
-    return settings_read_by(code) if is_of_python(code) else None
+    known = is_of_python(code) or code.co_filename.startswith(TORCH)
+    return settings_read_by(code) if known else None
 
 
 def guarded_by_call(frame: FrameType) -> Callable[[], Any] | None:
