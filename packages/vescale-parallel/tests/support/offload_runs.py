@@ -17,6 +17,9 @@ def built(mesh: DeviceMesh, zero: Any, **words: Any) -> Any:
     """The decoder on a mesh. With `offload` it is built on the host, else on the device."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
     model = make()
+    if mesh.device_type not in ("cpu", "cuda"):
+        for block in model.blocks:
+            block.dropout = nn.Identity()  # random numbers are drawn on those two
     if not words.get("offload"):
         model = model.to(mesh.device_type)
         # Moving to some devices makes new parameters.

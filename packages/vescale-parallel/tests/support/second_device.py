@@ -35,8 +35,13 @@ def compiled(folder: Path) -> Any:
     made = load("second_device", [str(source)], build_directory=str(folder), extra_cflags=["-O0"])
     torch.utils.rename_privateuse1_backend(NAME)
     module = types.ModuleType(f"torch.{NAME}")
-    answers = {"is_available": True, "is_initialized": True, "_is_in_bad_fork": False}
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "_is_in_bad_fork": False,
+    }
     answers |= {"device_count": 1, "current_device": 0}
+    answers |= {"get_amp_supported_dtype": [torch.bfloat16]}
     for name, answer in answers.items():
         setattr(module, name, lambda answer=answer: answer)
     for name in ("manual_seed_all", "set_device"):

@@ -12,7 +12,7 @@ import torch
 from offload_runs import HALF, RUNS, alike, backward, built
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import GraphError, Plan, PlanError, graph
+from vescale_parallel import GraphError, ParallelError, Plan, PlanError, graph
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._zero import host
 from zero_models import batch, distributed, make, plan_for, schedule_of
@@ -253,3 +253,6 @@ def test_on_a_gpu(run: str, zero: int, words: dict[str, Any]):
             assert one.to_local().is_pinned(), name
         own, other = one.full_tensor().detach().cpu(), two.full_tensor().detach().cpu()
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    models[0].to("cuda")
+    with pytest.raises(ParallelError, match="lie on the host by offload=, and were moved to"):
+        backward(models[0], 0)
