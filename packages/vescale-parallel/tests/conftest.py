@@ -25,6 +25,7 @@ LONG = {
     "checkpoint/test_recomputed": 5,
     "common/test_mesh": 2,
     "deferred/test_pieces": 4,
+    "experts/test_bad_input": 4,
     "experts/test_beside_others": 2,
     "experts/test_beside_others::test_recordings_do_not_keep_where_tokens_went": 2,
     "experts/test_beside_others::test_rows_of_each_rank": 2,

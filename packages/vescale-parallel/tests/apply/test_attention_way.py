@@ -1,6 +1,7 @@
 """`Plan(sequence=)`: what a plan asks of attention holds in every call of it, and nowhere else."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -37,14 +38,14 @@ class Again(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def step(block, plan=None, static=False, policy="native"):
+def step(block, plan=None, static=False, policy="native", tokens=9):
     """The loss and a gradient of one step, and the collectives of both."""
     torch.manual_seed(0)
     model = nn.Sequential(block(), block())
     if plan is not None:
         parallelize(model, mesh(cp=4, device_type="cpu"), plan, static=static)
     torch.manual_seed(1)
-    x = torch.randn(2, 9, 12)
+    x = torch.randn(2, tokens, 12)
     with trace() as sent:
         with vescale_rng.use(policy):
             loss = model(x).square().mean()
@@ -78,6 +79,18 @@ def test_it_holds_in_forward_and_where_that_is_computed_again(way, block, words,
         torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-6)
         assert WAYS[way] in ops
         assert not ops & (set(WAYS.values()) | {"all_to_all"}) - {WAYS[way]}
+
+
+@pytest.mark.parametrize("way", ["auto", *WAYS])
+def test_fewer_tokens_than_ranks(way):
+    """Ranks without rows take part, and every rank has one device's numbers."""
+    plan = Plan(batch="cp:1", sequence=way)
+    for tokens in (3, 1):
+        loss, gradient, _ = step(Attention, tokens=tokens)
+        run = partial(step, Attention, plan, tokens=tokens)
+        for found, other, _ in simulate(4).run(lambda rank, n, run=run: run()):
+            assert found == pytest.approx(loss, rel=1e-5)
+            torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_around_the_model_is_captured():

@@ -20,6 +20,7 @@ from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, local
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._experts.exchange import Shares, exchanged
 from vescale_parallel._experts.kinds import Kind
+from vescale_parallel._experts.moe import Experts
 from vescale_parallel._experts.untouched import untouched
 
 Placements = tuple[Any, ...]
@@ -100,7 +101,39 @@ class ExpertsForward:
                 "take hidden states (tokens, width), the experts that tokens chose (tokens, k) and "
                 "their weights (tokens, k), and nothing else."
             )
+        self._require_fitting(*given)
         return given
+
+    def _require_fitting(self, hidden: Tensor, *choices: Tensor) -> None:
+        """Refuse what would fail only on ranks that get rows, when others wait for them.
+
+        Raises:
+            ParallelError: alike on every rank, before anything is sent.
+        """
+        name, tokens = type(self.module).__name__, hidden.shape[0]
+        counts = [tuple(one.shape) for one in choices]
+        if any(rows != tokens or k < 1 for rows, k in counts):
+            raise ParallelError(
+                f"{name} was called with {tokens} tokens, and choices and weights of shapes "
+                f"{counts[0]} and {counts[1]}: each token has at least one of both."
+            )
+        if not self.kind.up:
+            return  # how its products lie is not known here
+        stack, outputs = self.kind.up[0]
+        weight = getattr(self.module, stack)
+        if weight.shape[3 - outputs] != hidden.shape[1]:
+            raise ParallelError(
+                f"{name} was called with tokens of width {hidden.shape[1]}, and its experts take "
+                f"{weight.shape[3 - outputs]} ({stack}: {tuple(weight.shape)})."
+            )
+        casts = not isinstance(self.module, Experts) or torch.is_autocast_enabled(
+            hidden.device.type
+        )
+        if not casts and weight.dtype != hidden.dtype:
+            raise ParallelError(
+                f"{name} was called with tokens of {hidden.dtype}, and its experts are of "
+                f"{weight.dtype}: convert one, or call it in torch.autocast."
+            )
 
     def _parameters(self) -> tuple[list[str], list[Tensor]]:
         # At each call: units of `zero` let the module hold gathered ones while it runs.

@@ -69,7 +69,7 @@ class Router(nn.Module):
             raise ValueError(f"top_k={top_k} of {experts} experts: choose 1 to {experts}.")
         if scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores={scores!r}: 'softmax' or 'sigmoid'.")
-        if capacity is not None and not capacity > 0:
+        if capacity is not None and not 0 < capacity < math.inf:
             raise ValueError(f"capacity={capacity}: a positive multiple, or None.")
         self.top_k, self.experts, self.scores = top_k, experts, scores
         self.normalize, self.scale, self.capacity = normalize, scale, capacity
