@@ -59,7 +59,9 @@ def consistent(
     have: all data ranks draw the same ops in the same order. Parameters, and tensors made like one,
     are replicated; a tensor that is neither a batch nor a parameter is drawn under a nested
     `consistent(data=None)`. A plain tensor that is a shard of an activation along another axis (the
-    hidden units of one tp rank, say) is not supported: keep it a DTensor.
+    hidden units of one tp rank, as `ColwiseParallel` hands on by default) has no place that could
+    be known: a draw of what `to_local` gave, or of what was computed of it, is refused. Keep it a
+    DTensor. A shard that a library cut by itself looks like rows, and is not supported.
 
     What `torch.utils.checkpoint` recomputes is drawn as in the forward, also after the block. Every
     rank must start with the same seed: draws of a batch compare it; `check_in_step` does, too. The
@@ -70,7 +72,8 @@ def consistent(
         data: the axes that shard the batch: a `DeviceMesh` of one dim or of several
             (`mesh["replicate", "shard"]`: the rows of the last are neighbours), a process group, or
             several of these from slow to fast. None: there are none, and plain tensors are
-            replicated. Not given: with several ranks, draws of plain tensors are refused.
+            replicated (also local shards: that is not checked). Not given: with several ranks,
+            draws of plain tensors are refused.
         batch_dim: the dim of such tensors that is sharded, alone or merged with faster ones, or a
             function that returns it for a shape: `lambda shape: 1 if len(shape) == 3 else 0`.
         rows: how many rows each data rank has, as one number or one for each; sizes must be

@@ -9,6 +9,7 @@ Reading guide:
     data_axes: the ranks among which the batch is divided, and their messages.
     modes: every random op of the block's thread and its backwards, sent to the rule.
     empty_rows: what functions draw that return early where a rank has no rows.
+    local_shards: plain tensors that are shards of more than a batch.
     parameters: which plain tensors are parameters, or made like one.
     ops: what each random op of ATen does on a part of a tensor.
     hooks: replaces torch's functions by ours, and restores them.

@@ -12,7 +12,13 @@ from vescale_rng._torch_dtensor.data_axes import data_axes
 from vescale_rng._torch_dtensor.hooks import installed
 from vescale_rng._torch_dtensor.in_force import depth, in_force, placing
 from vescale_rng._torch_dtensor.modes import ruled, watched_for_data
-from vescale_rng._torch_dtensor.rules import BatchRule, BlockRule, PassRule, UnsaidRule
+from vescale_rng._torch_dtensor.rules import (
+    BatchRule,
+    BlockRule,
+    OneDataRankRule,
+    PassRule,
+    UnsaidRule,
+)
 
 
 @contextmanager
@@ -55,8 +61,9 @@ def with_data(data: Any, batch_dim: Any, rows: Any, factories: str | None) -> It
         raise LayoutError(f'factories is "rows", "whole" or None, got {factories!r}')
     axes = data_axes(data)
     if len(axes.ranks) == 1:
-        # One rank has all rows.
-        with without_data():
+        # One rank has all rows. Of several, others may have other parts of them.
+        watched = depth() > 0 or _ranks() > 1
+        with _opened(OneDataRankRule(axes), modes=watched):
             yield
         return
     batch = BatchRows(axes, batch_dim, rows)

@@ -53,9 +53,19 @@ class DataAxes:
             known[self.ranks] = _includes(mesh, self.ranks)
         return known[self.ranks]
 
+    def others(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """Return the dims of a mesh along which the batch is not divided."""
+        known = _others.setdefault(mesh, {})
+        if self.ranks not in known:
+            known[self.ranks] = _not_among(mesh, self.ranks)
+        return known[self.ranks]
+
 
 # Weakly: a mesh that is kept keeps its process groups, also after they were destroyed.
 _included: "weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]]" = (
+    weakref.WeakKeyDictionary()
+)
+_others: "weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], tuple[int, ...]]]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -74,6 +84,15 @@ def _includes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> bool:
         "whether its rows are those of the global batch cannot be known. Name in `data` the axes "
         "that divide the batch, all of them and no others"
     )
+
+
+def _not_among(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    here = mesh.get_coordinate()
+    if here is None:
+        return ()
+    dims = range(mesh.ndim)
+    lines = [tuple(slice(None) if dim == d else here[d] for d in dims) for dim in dims]
+    return tuple(d for d in dims if not set(mesh.mesh[lines[d]].tolist()) <= set(ranks))
 
 
 def data_axes(data: Any) -> DataAxes:

@@ -1,11 +1,12 @@
 """The private hooks of torch that `consistent` needs: here and in `probes`, and nowhere else.
 
-There are four. `DTensor._op_dispatcher._custom_op_handlers` maps an ATen overload to a function
+There are five. `DTensor._op_dispatcher._custom_op_handlers` maps an ATen overload to a function
 that runs in its place, below autograd: torch's own loss-parallel and context-parallel modes use
 it. `torch.distributed.tensor._api._dtensor_init_helper` makes what `rand` and `randn` return.
 `torch.nn.init._no_grad_trunc_normal_`, which asks each rank for itself whether its elements are
-within bounds, goes out of step on a `DTensor`. And what `torch.utils.checkpoint.checkpoint` calls,
-so that a region which is recomputed after the block has ended is drawn as inside of it.
+within bounds, goes out of step on a `DTensor`. What `torch.utils.checkpoint.checkpoint` calls,
+so that a region which is recomputed after the block has ended is drawn as inside of it. And
+`DTensor.to_local`, which is public: what it gives does not tell that it is a shard.
 
 Each is asked for before it is installed (`probes`): a torch that calls something else is refused.
 """
@@ -13,6 +14,7 @@ Each is asked for before it is installed (`probes`): a torch that calls somethin
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -92,13 +94,16 @@ def _install(handlers: dict[Any, Any]) -> Callable[[], None]:
     ours = {op: _handler(run) for op, run in _overloads()}
     before = {op: handlers.get(op) for op in ours}
     helper, truncated = getattr(api, BORN), getattr(init, TRUNCATED)
+    to_local = torch_tensor.DTensor.to_local
     handlers.update(ours)
     setattr(api, BORN, _born(helper))
     setattr(init, TRUNCATED, _truncating(truncated))
+    _replace_to_local(_telling(to_local))
 
     def undo() -> None:
         setattr(api, BORN, helper)
         setattr(init, TRUNCATED, truncated)
+        _replace_to_local(to_local)
         for op, handler in before.items():
             if handler is None:
                 handlers.pop(op, None)
@@ -156,6 +161,20 @@ def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
         return made.requires_grad_() if requires_grad else made
 
     return make
+
+
+def _replace_to_local(function: Callable[..., Any]) -> None:
+    torch_tensor.DTensor.to_local = function  # type: ignore[method-assign]
+
+
+def _telling(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def to_local(self: Any, *args: Any, **kwargs: Any) -> Any:
+        local = stock(self, *args, **kwargs)
+        placing().local_taken(self, local)
+        return local
+
+    return to_local
 
 
 def _truncating(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from vescale_rng._torch_dtensor.in_force import (
     deciding,
     in_force,
 )
+from vescale_rng._torch_dtensor.local_shards import follow
 from vescale_rng._torch_dtensor.parameters import MAKES_ALIKE, marked
 from vescale_rng._torch_dtensor.rules import BlockRule, UnsaidRule, is_random
 
@@ -77,7 +78,12 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        result = self._run(func, types, args, kwargs or {})
+        if self._rule.shards_met:
+            follow(func, args, kwargs or {}, result)
+        return result
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not is_random(func):
             if any(issubclass(kind, DTensor) for kind in types):
                 # DTensor may decompose a composition by itself, where no mode is asked.

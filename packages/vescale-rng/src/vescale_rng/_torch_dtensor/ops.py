@@ -59,6 +59,9 @@ class Placing:
         """Return the layout of a tensor that a factory has made of a shape alone."""
         return held_by_placements(op, tensor)
 
+    def local_taken(self, source: DTensor, local: torch.Tensor) -> None:
+        """Learn that `local` is what `to_local` gave of a DTensor."""
+
 
 def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call by the names of its schema, defaults included."""

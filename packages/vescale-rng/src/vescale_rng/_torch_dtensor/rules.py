@@ -10,8 +10,10 @@ from vescale_rng._errors import LayoutError
 from vescale_rng._layout.layout import ShardLayout
 from vescale_rng._policy import policy
 from vescale_rng._torch_dtensor.batch_rows import BatchRows, part_of
+from vescale_rng._torch_dtensor.data_axes import DataAxes
 from vescale_rng._torch_dtensor.empty_rows import Cannot
 from vescale_rng._torch_dtensor.known_draws import KNOWN_OP, KnownDraws, can_be_known
+from vescale_rng._torch_dtensor.local_shards import is_local_shard, note_local
 from vescale_rng._torch_dtensor.ops import (
     DATA_DEPENDENT,
     HANDLERS,
@@ -44,9 +46,11 @@ class BlockRule(Placing):
 
     Attributes:
         asks_nobody: whether a rank without rows may continue as if no rank drew.
+        shards_met: whether there may be plain tensors that are shards of more than a batch.
     """
 
     asks_nobody = False
+    shards_met = False
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what is done in the place of a random op of ATen."""
@@ -54,7 +58,11 @@ class BlockRule(Placing):
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
         """See `Placing.is_whole`."""
-        return not isinstance(tensor, DTensor) and is_parameter(tensor)
+        whole = not isinstance(tensor, DTensor) and is_parameter(tensor)
+        return whole and not self._is_shard(tensor)
+
+    def _is_shard(self, tensor: torch.Tensor) -> bool:
+        return self.shards_met and is_local_shard(tensor)
 
     def refuse_empty(self, cannot: Cannot) -> None:
         """Refuse a function that cannot be followed where this rank has no rows."""
@@ -77,6 +85,36 @@ class PassRule(BlockRule):
     def is_whole(self, tensor: torch.Tensor) -> bool:
         """See `Placing.is_whole`."""
         return not isinstance(tensor, DTensor)
+
+
+class OneDataRankRule(PassRule):
+    """Let pass what is drawn where one of several ranks has the whole batch, but into shards."""
+
+    def __init__(self, axes: DataAxes) -> None:
+        self._axes = axes
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `BlockRule.draw`."""
+        if self.shards_met:
+            named = named_arguments(func, args, kwargs)
+            target = _target(named)
+            if is_local_shard(target) and not _draws_nothing(named):
+                raise _of_a_shard(func, _said(named, target))
+        return func(*args, **kwargs)
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """See `Placing.is_whole`."""
+        return super().is_whole(tensor) and not self._is_shard(tensor)
+
+    def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
+        """See `Placing.held`."""
+        if self._is_shard(tensor):
+            raise _of_a_shard(op, _said({}, tensor))
+        return super().held(op, tensor, generator)
+
+    def local_taken(self, source: DTensor, local: torch.Tensor) -> None:
+        """See `Placing.local_taken`."""
+        self.shards_met |= note_local(source, local, self._axes)
 
 
 class UnsaidRule(BlockRule):
@@ -125,7 +163,7 @@ class BatchRule(BlockRule):
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `BlockRule.draw`."""
         # Only where nobody is asked: else the other ranks would wait for this one's message.
-        if func is KNOWN_OP and self._rows.asks_nobody:
+        if func is KNOWN_OP and self._rows.asks_nobody and not self._is_shard(args[0]):
             drawn = self._known.draw(args, kwargs)
             if drawn is None:
                 drawn = self._draw(func, args, kwargs)
@@ -139,6 +177,8 @@ class BatchRule(BlockRule):
         target = _target(named)
         if target is None:
             return self._make(func, args, kwargs, named)
+        if self._is_shard(target) and not _draws_nothing(named):
+            self._refuse(str(func), target, _of_a_shard(func, _said(named, target)))
         # What a parameter, or a DTensor that is global already, draws is known without a question;
         # 0 dims have no rows.
         if not self._of_rows(target) or target.ndim == 0 or _draws_nothing(named):
@@ -154,6 +194,8 @@ class BatchRule(BlockRule):
 
     def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
         """See `Placing.held`; every data rank must call it."""
+        if self._is_shard(tensor):
+            self._refuse(str(op), tensor, _of_a_shard(op, _said({}, tensor)))
         if not isinstance(tensor, DTensor):
             part, held = part_of(str(op), tensor)
             return self._rows.layout(part, held, generator or _default_generator(tensor))
@@ -175,6 +217,10 @@ class BatchRule(BlockRule):
         if self._factories == "rows":
             return self.held(op, tensor)
         raise _unknown_factory(op, _said({}, tensor))
+
+    def local_taken(self, source: DTensor, local: torch.Tensor) -> None:
+        """See `Placing.local_taken`."""
+        self.shards_met |= note_local(source, local, self._rows.axes)
 
     def refuse_empty(self, cannot: Cannot) -> None:
         """Refuse on every rank: the others hear of it at their next draw."""
@@ -278,6 +324,15 @@ def _unsaid(op: Any, what: str) -> LayoutError:
         "part of the batch, as under FSDP2 and DDP, or the same everywhere cannot be known. Write "
         'consistent(data=mesh["dp"]) with the axis (or axes) over which the batch is divided, or '
         "consistent(data=None) where none is"
+    )
+
+
+def _of_a_shard(op: Any, what: str) -> LayoutError:
+    return LayoutError(
+        f"{op} draws {what} that was computed of a DTensor's local shard: which part of one "
+        "device's tensor it is, nothing in it says. Keep it a DTensor where it is drawn: "
+        "`use_local_output=False` in ColwiseParallel, SequenceParallel or PrepareModuleOutput, "
+        "and no `to_local()` before"
     )
 
 
