@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from _entries import Sample
-from _spellings import spellings
+from _spellings import Spelled, spellings
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -30,6 +30,11 @@ class Form:
     call: Callable[..., Any]
     writes: bool = False
     out: bool = False
+
+    @property
+    def spelled(self) -> bool:
+        """Whether all its arguments are named."""
+        return isinstance(self.call, Spelled)
 
 
 def forms(entry: Any) -> list[Form]:

@@ -82,11 +82,19 @@ class Verdict:
 
 @dataclass
 class Effort:
-    """How much is tried: samples an entry, whether to stop at the first failure, and the seed."""
+    """How much is tried.
+
+    Attributes:
+        samples: of an entry, at most.
+        seed: of all that is drawn.
+        first_only: whether to stop at the first failure.
+        spelled_only: whether to try no other forms than those that name all arguments.
+    """
 
     samples: int
     seed: int
     first_only: bool = False
+    spelled_only: bool = False
 
 
 class _Noted(CallObserver):
@@ -185,6 +193,8 @@ def _made(name: str, found: list[Sample], effort: Effort, ours: bool) -> Iterato
     chosen = random.Random(zlib.crc32(f"{name} {effort.seed}".encode()))
     others = random.Random(effort.seed)
     for index, form, everywhere in trials(entry, found, chosen):
+        if effort.spelled_only and not form.spelled:
+            continue
         sample = found[index]
         tensors = sample.tensors()
         places = list(scenarios(tensors, chosen)) if tensors else []
