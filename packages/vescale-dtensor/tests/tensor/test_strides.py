@@ -115,6 +115,38 @@ def test_from_local_takes_the_order_of_the_local_tensors():
     simulate(4).run(program)
 
 
+@pytest.mark.parametrize("given", ["transposed", "channels_last", "permuted", "empty"])
+def test_from_local_finds_the_order_out_where_ranks_hold_little_or_nothing(given):
+    def program(rank, world_size, whole):
+        line = device_mesh((4,))
+        for dim in range(whole.ndim):
+            held = vd.distribute_tensor(whole, line, [Shard(dim)], src_data_rank=None).to_local()
+            view = whole.clone().narrow(dim, 0, held.shape[dim]).copy_(held)
+            for local in (held, view):
+                x = DTensor.from_local(local, line, [Shard(dim)])
+                assert not lying(x, whole), dim
+                torch.manual_seed(4)
+                expected = F.dropout(whole)
+                torch.manual_seed(4)
+                assert (F.dropout(x).full_tensor() != 0).equal(expected != 0)
+
+    torch.manual_seed(0)
+    simulate(4).run(program, GIVEN[given]())
+
+
+@pytest.mark.parametrize("shape", [None, (3, 4, 5, 5)])
+def test_from_local_refuses_pieces_that_lie_otherwise(shape):
+    """Each rank believed its own order, and drew the masks that go with it."""
+
+    def program(rank, world_size):
+        images = torch.randn(3, 4, 5, 5)
+        local = (images.to(memory_format=torch.channels_last)[:2], images[2:])[rank]
+        with pytest.raises(vd.DisagreementError, match=r"memory order \[0, 2, 3, 1\].*rank 1"):
+            DTensor.from_local(local, device_mesh((2,)), [Shard(0)], shape=shape)
+
+    simulate(2).run(program)
+
+
 def test_local_map_keeps_the_order_of_even_shards_only():
     """Uneven ones are row-major on every rank: kernels may choose another order on each."""
 

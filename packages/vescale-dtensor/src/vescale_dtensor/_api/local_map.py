@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from vescale_dtensor._autograd.conversion import even_shape, from_agreed_local
 from vescale_dtensor._autograd.local_agreement import (
     Asked,
-    agreed_shape,
+    agreed,
     can_exchange,
     is_asked_for,
 )
@@ -306,9 +306,9 @@ def _layout_and_shape(
             "the global shape. Pass out_shapes="
         )
     # Before anything that depends on this rank's result and may raise, or the others would wait.
-    asked = Asked(result, wanted, given, None, mapping.name, "out_shapes=")
+    asked = Asked(result, wanted, given, None, mapping.name, "out_shapes=", computed=True)
     compared = is_asked_for(mesh, asked, False) and can_exchange(mesh, result)
-    found = agreed_shape(mesh, asked) if compared else None
+    found = agreed(mesh, asked).shape if compared else None
     known = given if given is not None else found
     layout = Layout.of(mesh, normalized(wanted, result.ndim if known is None else len(known)))
     if known is not None:

@@ -19,8 +19,9 @@ from vescale_comm import broadcast, explained_failures, group_of
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.local_agreement import (
+    Agreed,
     Asked,
-    agreed_shape,
+    agreed,
     is_asked_for,
     is_settled,
     take_over_replicated,
@@ -37,7 +38,7 @@ from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import current_mesh, describe
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._layout.placements import Partial, Replicate, is_flat
-from vescale_dtensor._layout.spec import Spec, order_of, spec_of, with_strides
+from vescale_dtensor._layout.spec import Spec, order_of, spec_of, strides_of, with_strides
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.forked import refuse_if_forked
 from vescale_dtensor._tensor.lineage import note_origin
@@ -89,9 +90,10 @@ def from_local(
             about two hundred bytes at every call with a sharded dim, and one more exchange if the
             shards are uneven. With `shape`, and with nothing sharded, only the first two calls
             compare what ranks pass. Placements that shard several dims as one need it.
-        stride: global strides. Default: the memory order of the local tensors, as far as all ranks
-            can know it: a dim keeps its row-major place if some rank holds only one index of it,
-            and the tensor is row-major if a rank may hold nothing.
+        stride: global strides. Default: the memory order of the local tensors, that of the one
+            which tells most of it. With `shape`, only as far as all ranks can know it: a dim keeps
+            its row-major place if some rank holds only one index of it, and the tensor is row-major
+            if a rank may hold nothing.
         grad_placements: placements of the gradient that `local_tensor` receives. Default: those of
             the tensor, with `Replicate` for `Partial`. `Partial()` for a `Replicate()` gives the
             gradient on coordinate 0 of the axis and zeros elsewhere.
@@ -124,7 +126,10 @@ def from_local(
     given = None if shape is None else tuple(shape)
     order = None if stride is None else tuple(stride)
     asked = Asked(local_tensor, wanted, given, order, rest=_rest(run_check, grad_placements))
-    given = _compared_shape(mesh, asked, run_check is True)
+    found = _compared(mesh, asked, run_check is True)
+    if shape is None:
+        given, order = _found(found, local_tensor, mesh, wanted)
+        stride = order if stride is None else stride
     made = from_agreed_local(
         local_tensor, mesh, wanted, shape=given, stride=stride, grad_placements=grad_placements
     )
@@ -136,14 +141,29 @@ def from_local(
     return made
 
 
-def _compared_shape(mesh: DeviceMesh, asked: Asked, check: bool) -> Shape | None:
-    """The global shape as far as it was passed or found; collective where ranks compare."""
-    found = None
+def _compared(mesh: DeviceMesh, asked: Asked, check: bool) -> Agreed:
+    """What was found of the global tensor; collective where ranks compare."""
+    found = Agreed()
     if is_asked_for(mesh, asked, check):
-        found = agreed_shape(mesh, asked)
+        found = agreed(mesh, asked)
         if check:
             take_over_replicated(asked.local, mesh, asked.placements)
-    return found if asked.shape is None else asked.shape
+    return found
+
+
+def _found(
+    found: Agreed, local: Tensor, mesh: DeviceMesh, wanted: Sequence[object]
+) -> tuple[Shape | None, Shape | None]:
+    """Shape and strides (without gaps) of the global tensor, as far as the ranks found them."""
+    shape = found.shape
+    if found.strides is None:
+        return shape, None
+    if shape is None:
+        # Even shards: `told_order` tells the rest, and is the same wherever a spec is cached.
+        if 1 not in local.shape or order_of(tuple(local.shape), found.strides) is None:
+            return None, None
+        shape = even_shape(local, Layout.of(mesh, normalized(wanted, local.ndim)))
+    return shape, strides_of(shape, order_of(shape, found.strides))
 
 
 @lru_cache(maxsize=1024)

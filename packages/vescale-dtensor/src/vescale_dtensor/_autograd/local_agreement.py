@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import Shard
 from vescale_dtensor._layout.shard_geometry import owned
+from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 
 Shape = tuple[int, ...]
@@ -63,6 +65,7 @@ class Asked(NamedTuple):
         by: the function that was called, for errors.
         option: its argument that gives the global shape, likewise.
         rest: other arguments that have to be the same on every rank, in words.
+        computed: whether a kernel made the local tensor, and chose its memory order by its size.
     """
 
     local: Tensor
@@ -72,6 +75,7 @@ class Asked(NamedTuple):
     by: str = "from_local"
     option: str = "shape="
     rest: tuple[str, ...] = ()
+    computed: bool = False
 
     @property
     def text(self) -> str:
@@ -95,6 +99,27 @@ class Asked(NamedTuple):
         strides = self.local.stride()
         dims = [dim for dim, extent in enumerate(self.local.shape) if extent > 1]
         return tuple(sorted(dims, key=lambda dim: -strides[dim]))
+
+
+class Agreed(NamedTuple):
+    """What the ranks found out together; None for what each knows by itself.
+
+    Attributes:
+        shape: global shape.
+        strides: of the local tensor that says most of the memory order.
+    """
+
+    shape: Shape | None = None
+    strides: Shape | None = None
+
+
+class Told(NamedTuple):
+    """What one rank told all others: see `Asked`."""
+
+    text: str
+    order: Shape
+    shape: Shape
+    strides: Shape
 
 
 def is_asked_for(mesh: DeviceMesh, asked: Asked, always: bool) -> bool:
@@ -147,12 +172,12 @@ def _cuts(placements: tuple[object, ...]) -> bool:
     return any(isinstance(as_placement(p), Sharded) for p in placements)
 
 
-def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
-    """Compare what the ranks pass, and find the global shape. Collective.
+def agreed(mesh: DeviceMesh, asked: Asked) -> Agreed:
+    """Compare what the ranks pass, and find the global shape and memory order. Collective.
 
     Returns:
-        The global shape; None if all passed the same and the shards are even, so that each rank
-        can compute it, and where nothing can be exchanged (see `can_exchange`).
+        No shape if all passed the same and the shards are even, so that each rank can compute it;
+        nothing where nothing can be exchanged (see `can_exchange`).
 
     Raises:
         DisagreementError: ranks pass different dtypes, numbers of dims, placements, global shapes
@@ -161,25 +186,36 @@ def agreed_shape(mesh: DeviceMesh, asked: Asked) -> Shape | None:
     """
     group = group_of(mesh, tuple(range(mesh.ndim)))
     if not can_exchange(mesh, asked.local):
-        return None
+        return Agreed()
     # A call that one rank makes alone would pair with whatever the others send.
     record(mesh, f"compares what ranks pass to {asked.by}")
     with torch.no_grad(), no_torch_function():
         if _all_same(asked, group) and _is_even(asked):
-            return None
-        texts, orders, shapes = _told(asked, group)
-    # Memory orders are compared only between equal local shapes: `Asked.order` leaves out dims of
-    # one index, so ranks of other shapes may differ in it without disagreeing.
-    if len(set(shapes)) == 1 and len(set(orders)) > 1:
-        pairs = zip(texts, orders, strict=True)
-        texts = [f"{text}, memory order {list(order)}" for text, order in pairs]
+            return Agreed(strides=asked.local.stride())
+        told = _told(asked, group)
+    texts, shapes = [one.text for one in told], [one.shape for one in told]
+    if _orders_differ(told, asked.computed):
+        texts = [f"{one.text}, memory order {list(one.order)}" for one in told]
     if len(set(texts)) > 1:
-        told = by_ranks(map(_quoted, texts), group.ranks)
+        words = by_ranks(map(_quoted, texts), group.ranks)
         raise DisagreementError(
-            f"{asked.by} on {describe(mesh)}: the ranks disagree ({told}). All need the same "
+            f"{asked.by} on {describe(mesh)}: the ranks disagree ({words}). All need the same "
             f"dtype, dims, placements, {asked.option}, requires_grad, memory order and options."
         )
-    return _joined(mesh, asked, shapes, group)
+    # Of a dim of which it holds one index, a rank cannot tell the place, and of nothing no order.
+    most = max(told, key=lambda one: (len(one.order), prod(one.shape)))
+    return Agreed(_joined(mesh, asked, shapes, group), most.strides)
+
+
+def _orders_differ(told: list[Told], computed: bool) -> bool:
+    """Whether ranks order dims otherwise of which each of them has several indices."""
+    if len({one.shape for one in told}) == 1:
+        return len({one.order for one in told}) > 1
+    if computed:
+        return False
+    holding = [one for one in told if 0 not in one.shape]
+    common = set.intersection(*(set(one.order) for one in holding)) if holding else set()
+    return len({tuple(d for d in one.order if d in common) for one in holding}) > 1
 
 
 def _is_even(asked: Asked) -> bool:
@@ -199,7 +235,9 @@ def _all_same(asked: Asked, group: Group) -> bool:
     shape = tuple(asked.local.shape)
     # Padded with -1, which is no extent, to one length on every rank, whatever its number of dims.
     extents = (*shape, *[-1] * _TOLD)[:_TOLD]
-    rest = digest(f"{asked.text} {asked.order} {shape[_TOLD:]}")
+    # Of a dim of one index the stride says where it lies, if all ranks say the same.
+    whole = order_of(shape, asked.local.stride()) if 1 in shape else None
+    rest = digest(f"{asked.text} {asked.order} {whole} {shape[_TOLD:]}")
     own = torch.tensor([rest, *extents], dtype=torch.int64)
     # The minimum is the negative of the maximum of the negatives: one collective for both.
     both = torch.cat([own, -own]).to(message_device(group))
@@ -209,17 +247,15 @@ def _all_same(asked: Asked, group: Group) -> bool:
     return torch.equal(greatest, -least)
 
 
-def _told(asked: Asked, group: Group) -> tuple[list[str], list[Shape], list[Shape]]:
-    """Gather what every rank passes. Collective.
+def _told(asked: Asked, group: Group) -> list[Told]:
+    """Gather what every rank passes, in the order of the group. Collective.
 
-    Returns:
-        Texts, memory orders and local shapes, each in the order of the group. Texts are equal where
-        the ranks passed the same, and only there.
+    Texts are equal where the ranks passed the same, and only there.
     """
-    mine = [asked.text, asked.order, tuple(asked.local.shape)]
+    local = asked.local
+    mine = Told(asked.text, asked.order, tuple(local.shape), tuple(local.stride()))
     rows = [json.loads(row) for row in gather_texts(json.dumps(mine), group)]
-    texts, orders, shapes = zip(*rows, strict=True)
-    return [*texts], [*map(tuple, orders)], [*map(tuple, shapes)]
+    return [Told(text, *map(tuple, numbers)) for text, *numbers in rows]
 
 
 def _quoted(text: str) -> str:
