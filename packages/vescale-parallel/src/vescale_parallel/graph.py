@@ -25,6 +25,7 @@ from vescale_parallel._graph.agreed import Agreed, Entry
 from vescale_parallel._graph.compiled import Compiled, Region, compile_regions
 from vescale_parallel._graph.joined import train_step
 from vescale_parallel._graph.machine import Machine, calibrate, measured_seconds
+from vescale_parallel._graph.offloaded import Offloaded, offload
 from vescale_parallel._graph.recomputed import Recomputed, recompute
 from vescale_parallel._graph.scheduled import Schedule, schedule
 from vescale_parallel._graph.timeline import Span, Timeline, timeline
@@ -37,6 +38,7 @@ __all__ = [
     "GraphError",
     "Link",
     "Machine",
+    "Offloaded",
     "Recomputed",
     "Region",
     "Schedule",
@@ -45,6 +47,7 @@ __all__ = [
     "calibrate",
     "compile_regions",
     "measured_seconds",
+    "offload",
     "recompute",
     "schedule",
     "timeline",

@@ -4,58 +4,16 @@ Random functions with views, writes and draws; a decoder's step with dropout, wh
 lives between forward and backward goes; a parallelised model's joint graph on several ranks.
 """
 
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from graph_steps import Net, bits, random_step
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import simulate
 from vescale_dtensor import capture, joint
 from vescale_parallel import Plan, graph, memory, mesh, parallelize
-
-
-def random_step(seed: int) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """Values that are made early and used late, beside views, writes and draws."""
-
-    def step(x: Tensor, y: Tensor) -> list[Tensor]:
-        draw = random.Random(seed)
-        pool, buffer = [x, y, x @ y], torch.zeros_like(x)
-        for _ in range(24):
-            one, other = draw.choice(pool), draw.choice(pool[-4:])
-            calls = [
-                lambda a, b: a + b,
-                lambda a, b: a @ b / 16,
-                lambda a, b: a.t() * 2,
-                lambda a, b: F.dropout(a, 0.5),
-                lambda a, b: (a * 1).mul_(b),
-                lambda a, b: F.gelu(a),
-                lambda a, b: a.softmax(0),
-                lambda a, b: torch.cat(a.split(8, 1)[::-1], 1),
-                lambda a, b: a.view(-1).view_as(b) - b,
-            ]
-            made = draw.choice(calls)(one, other)
-            if draw.random() < 0.2:
-                made = made.clone()
-                made[1:].add_(1)
-            if draw.random() < 0.1:
-                buffer += made.detach()
-            pool.append(made)
-        # As a backward does: the last values first.
-        total = pool[-1]
-        for one in reversed(pool[:-1]):
-            total = torch.tanh(total * 0.5 + one)
-        return [total, buffer]
-
-    return step
-
-
-def bits(call: Callable[..., Any], *given: Tensor) -> list[Tensor]:
-    torch.manual_seed(3)
-    return [*call(*(one.clone() for one in given)), torch.get_rng_state()]
 
 
 def least(made: Any) -> int:
@@ -79,25 +37,6 @@ def test_random_graphs_keep_their_bits(seed: int):
         assert all(map(torch.equal, bits(made, x, y), bits(found.graph_module, x, y)))
         planned = memory.plan(found.graph_module, solver="rules", seconds=0)
         assert planned.program_peak == found.peak
-
-
-class Block(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(size), nn.Linear(size, 64), nn.Linear(64, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
-
-
-class Net(nn.Module):
-    def __init__(self, size: int = 16, blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(size) for _ in range(blocks)))
-        self.head = nn.Linear(size, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.blocks(x)), y)
 
 
 def test_half_of_a_models_activations_go():

@@ -10,6 +10,8 @@ How a graph goes through the files:
 - `planned`: which collectives travel together, and in which order: a pure function of what is
   agreed, so ranks whose graphs differ (where a gradient is masked, say) decide alike.
 - `rearranged`: the plan carried out on this rank's graph.
+- `recomputed`: activations computed a second time; `offloaded`: or kept on the host meanwhile;
+  `host_ops`: the copies, as operators.
 - `compiled`: what lies between the collectives handed to a compiler, region by region.
 - `machine`: rates that are measured, and kept in a file; what each node took.
 - `timeline`: the graph run on paper, computation beside communication.

@@ -1,8 +1,9 @@
 """What a machine reaches, measured in seconds and kept in a file: the rates that timelines ask for.
 
-Matrix products give flops, a copy gives the bandwidth of memory, all-gathers of a few sizes give
-latency and bandwidth of the link by a straight line. Ranks that are slower decide: all of them get
-the same numbers, so that what is decided from these is alike.
+Matrix products give flops, a copy gives the bandwidth of memory, one from the host that of its
+link, all-gathers of a few sizes give latency and bandwidth of the link by a straight line. Ranks
+that are slower decide: all of them get the same numbers, so that what is decided from these is
+alike.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vescale_parallel._errors import GraphError
 _PRODUCT: Final = 512  # rows and columns of the matrices: a size that layers have
 _COPIED: Final = 2**24  # bytes: more than the caches of most processors
 _SENT: Final = (2**10, 2**16, 2**20, 2**22)  # bytes of one rank
+HOST_LINK: Final = Link(latency=1e-5, bandwidth=2e10)  # where nobody has measured it
 _NO_LINK: Final = Link(latency=0.0, bandwidth=1e12)  # of one rank, which sends nothing
 
 
@@ -38,11 +40,13 @@ class Machine:
         flops: floating-point operations a second, of matrix products in float32.
         memory_bandwidth: bytes a second that an operation reads and writes.
         link: latency in seconds and bandwidth in bytes a second of a collective's step.
+        host: the same of a copy between the device and memory of its host.
     """
 
     flops: float
     memory_bandwidth: float
     link: Link
+    host: Link = HOST_LINK
 
     def save(self, path: str | Path) -> None:
         """Write the numbers as JSON."""
@@ -57,7 +61,8 @@ class Machine:
         """
         try:
             held = json.loads(Path(path).read_text())
-            return cls(**{**held, "link": Link(**held["link"])})
+            links = {name: Link(**held[name]) for name in ("link", "host") if name in held}
+            return cls(**(held | links))
         except (TypeError, ValueError, KeyError) as error:
             raise GraphError(
                 f"{path}: not what Machine.save writes ({error}). Measure it again: "
@@ -73,7 +78,7 @@ def calibrate(
     Args:
         group: whose link is measured; None: the default group, or no link where there is none.
         device: on which.
-        seconds: for each of about six measurements; the best of the repetitions counts.
+        seconds: for each of about seven measurements; the best of the repetitions counts.
 
     Examples:
         machine = graph.calibrate(seconds=0.2)
@@ -85,18 +90,22 @@ def calibrate(
     target = torch.empty_like(source)
     product = _best(lambda: square @ square, device, seconds)
     copy = _best(lambda: target.copy_(source), device, seconds)
-    found = [2 * _PRODUCT**3 / product, 2 * _COPIED / copy]
+    pinned = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device != "cpu")
+    down = _best(lambda: target.copy_(pinned, non_blocking=True), device, seconds)
+    found = [2 * _PRODUCT**3 / product, 2 * _COPIED / copy, _COPIED / down]
     if not dist.is_initialized():
-        return Machine(flops=found[0], memory_bandwidth=found[1], link=_NO_LINK)
+        host = Link(latency=1e-5, bandwidth=found[2])
+        return Machine(flops=found[0], memory_bandwidth=found[1], link=_NO_LINK, host=host)
     group = dist.group.WORLD if group is None else group
     assert group is not None
     took = _gathers(group, device, seconds)
     # As whole nanoseconds and rates: what ranks tell each other are integers.
     rows = gather_numbers([*map(int, found), *(int(one * 1e9) for one in took)], group)
-    flops, bandwidth = (float(min(row[at] for row in rows)) for at in range(2))
-    slowest = [max(row[2 + at] for row in rows) / 1e9 for at in range(len(_SENT))]
+    flops, bandwidth, down = (float(min(row[at] for row in rows)) for at in range(3))
+    slowest = [max(row[3 + at] for row in rows) / 1e9 for at in range(len(_SENT))]
     link = _fitted(slowest, dist.get_world_size(group))
-    return Machine(flops=flops, memory_bandwidth=bandwidth, link=link)
+    host = Link(latency=1e-5, bandwidth=down)
+    return Machine(flops=flops, memory_bandwidth=bandwidth, link=link, host=host)
 
 
 def _gathers(group: ProcessGroup, device: str, seconds: float) -> list[float]:

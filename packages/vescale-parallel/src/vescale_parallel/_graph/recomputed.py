@@ -56,7 +56,7 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class Choice:
     """A storage that is made again: which of its nodes, by which repeated ones, in front of whom.
 
     `reads` are storages that live on, and have to, as the repeated operators read them.
@@ -129,17 +129,17 @@ def _attempt(
         stuck = len(peaks) > _PATIENCE and min(peaks[-_PATIENCE:]) >= min(peaks[:-_PATIENCE])
         chosen = []
         if peaks[-1] > goal and not stuck and len(peaks) < _ROUNDS:
-            chosen = _Chooser(of, rates).choose(0 if at_once else goal)
+            chosen = Chooser(of, rates).choose(0 if at_once else goal)
         if not chosen:
             module.recompile()
             best = peaks[-1] if peaks[-1] <= goal else min(peaks)
             return Recomputed(module, peaks[0], best, tuple(seconds), sum(seconds.values()))
         for one in chosen:
-            for node, source in _repeat(module.graph, one, of):
+            for node, source in repeat(module.graph, one, of):
                 seconds[node.name] = computing_seconds(source, *rates)
 
 
-class _Chooser:
+class Chooser:
     """Which values to make again, of a graph in program order."""
 
     def __init__(self, of: Traced, rates: tuple[float, float]) -> None:
@@ -154,16 +154,16 @@ class _Chooser:
         self.gone: set[int] = set()
         self.needed: set[int] = set()
 
-    def choose(self, memory_bytes: int) -> list[_Choice]:
+    def choose(self, memory_bytes: int) -> list[Choice]:
         """Return choices that bring the peak below, or all that there are at it."""
         peak = self.profile.step
-        found = [one for one in self._candidates(peak) if one is not None]
+        found = list(self.candidates(peak))
         found.sort(key=lambda one: (one.seconds / one.bytes, -one.bytes))
         left = self.profile.peak - memory_bytes
-        chosen: list[_Choice] = []
+        chosen: list[Choice] = []
         for first in found:
             # Asked again: what it would read may be gone by now.
-            one = self._choice(first.storage, peak) if self.gone else first
+            one = self.choice(first.storage, peak) if self.gone else first
             if left <= 0 or one is None or one.storage in self.needed:
                 continue
             chosen.append(one)
@@ -172,13 +172,17 @@ class _Chooser:
             left -= one.bytes
         return chosen
 
-    def _candidates(self, peak: int) -> Iterator[_Choice | None]:
+    def candidates(self, peak: int) -> Iterator[Choice]:
+        """What lives across a step without being used there, and can be made again."""
         for at, storage in enumerate(self.of.program.storages):
             idle = storage.maker < peak < storage.users[-1] and peak not in storage.users
             if idle and storage.bytes and not storage.kept:
-                yield self._choice(at, peak)
+                found = self.choice(at, peak)
+                if found is not None:
+                    yield found
 
-    def _choice(self, at: int, peak: int) -> _Choice | None:
+    def choice(self, at: int, peak: int) -> Choice | None:
+        """Return how a storage is made again behind a step; None: it cannot be."""
         storage = self.of.program.storages[at]
         later = [one for one in storage.users if one > peak]
         before = self.of.nodes[later[0]]
@@ -196,7 +200,7 @@ class _Chooser:
             return None
         nodes = tuple(sorted(found, key=self.step.__getitem__))
         seconds = sum(computing_seconds(node, *self.rates) for node in nodes)
-        return _Choice(at, storage.bytes, nodes, before, frozenset(reads), seconds)
+        return Choice(at, storage.bytes, nodes, before, frozenset(reads), seconds)
 
     def _lies_in(self, node: fx.Node, storage: int) -> bool:
         return any(one.storage == storage for one in self.of.results[node])
@@ -247,7 +251,7 @@ class _Chooser:
         )
 
 
-def _repeat(graph: fx.Graph, choice: _Choice, of: Traced) -> Iterator[tuple[fx.Node, fx.Node]]:
+def repeat(graph: fx.Graph, choice: Choice, of: Traced) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Repeat the nodes of a choice, and let who comes later read the repetition."""
     step = {node: at for at, node in enumerate(of.nodes)}
     made: dict[fx.Node, fx.Node] = {}

@@ -1,7 +1,8 @@
-"""The graph run on paper: computation on one line, communication beside it.
+"""The graph run on paper: computation on one line, communication and copies beside it.
 
 A collective begins when it was started and the one before it has ended (one stream of collectives,
 as backends have); its wait ends when it has. What computation waits for is exposed communication.
+Copies to and from the host have a stream of their own, too, in which they follow each other.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from vescale_parallel._cost import Link, collective_seconds
 from vescale_parallel._errors import GraphError
 from vescale_parallel._graph.collectives import Collective, collectives, is_wait, schema_name
-from vescale_parallel._graph.machine import Machine
+from vescale_parallel._graph.host_ops import copy_kind
+from vescale_parallel._graph.machine import HOST_LINK, Machine
 
 _WIDTH: Final = 1200
 _ROW: Final = 26
 _LEFT: Final = 110
+_LINES: Final = ("computation", "communication", "copies")
 _COLOURS: Final = {
     "forward": "#8ecae6", "backward": "#ffb703", "total": "#90be6d", "update": "#cdb4db",
     "": "#84a59d", "wait": "#e63946", "communication": "#6d597a",
@@ -38,7 +41,7 @@ class Span:
 
     Attributes:
         name: of the node.
-        line: "computation" or "communication".
+        line: "computation", "communication" or "copies".
         kind: the direction of an operation, "wait", or the kind of a collective.
         start, end: seconds from the beginning.
         module: that the operation is of, by its name in the model; "" if it is of none.
@@ -80,22 +83,33 @@ class Timeline:
         return self._sum(lambda one: one.line == "communication")
 
     @property
+    def copying(self) -> float:
+        """Seconds in which something is copied to or from the host."""
+        return self._sum(lambda one: one.line == "copies")
+
+    @property
     def exposed(self) -> float:
-        """Seconds in which computation waits for communication."""
+        """Seconds in which computation waits for communication, or for copies."""
         return self._sum(lambda one: one.kind == "wait")
+
+    @property
+    def _lines(self) -> tuple[str, ...]:
+        return (*_LINES[:2], *(["copies"] if self.copying else []))
 
     def _sum(self, of: Callable[[Span], bool]) -> float:
         return sum(one.end - one.start for one in self.spans if of(one))
 
     def __str__(self) -> str:
+        copying = f", copying {self.copying * 1e3:.3f}" if self.copying else ""
         return (
             f"{self.seconds * 1e3:.3f} ms: computing {self.computing * 1e3:.3f}, communicating "
-            f"{self.communicating * 1e3:.3f}, of which {self.exposed * 1e3:.3f} are waited for"
+            f"{self.communicating * 1e3:.3f}{copying}, of which {self.exposed * 1e3:.3f} are "
+            "waited for"
         )
 
     def to_perfetto(self) -> str:
         """As JSON for https://ui.perfetto.dev."""
-        lines = ("computation", "communication")
+        lines = self._lines
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": at, "args": {"name": line}}
             for at, line in enumerate(lines)
@@ -114,7 +128,7 @@ class Timeline:
         """As a picture: time from left to right, computation above communication."""
         scale = _WIDTH / max(self.seconds, 1e-12)
         drawn = [f'<text x="4" y="14">{escape(str(self))}</text>']
-        for row, line in enumerate(("computation", "communication")):
+        for row, line in enumerate(self._lines):
             top = 24 + row * (_ROW + 8)
             drawn.append(f'<text x="4" y="{top + 17}">{line}</text>')
             for one in self.spans:
@@ -127,7 +141,7 @@ class Timeline:
                         f'<rect x="{_LEFT + one.start * scale:.2f}" y="{top}" width="{wide:.2f}" '
                         f'height="{_ROW}" fill="{colour}"><title>{escape(told)}</title></rect>'
                     )
-        size = f'width="{_WIDTH + _LEFT + 20}" height="{2 * _ROW + 50}"'
+        size = f'width="{_WIDTH + _LEFT + 20}" height="{len(self._lines) * (_ROW + 8) + 34}"'
         style = 'font-family="sans-serif" font-size="12"'
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(drawn)}</svg>'
 
@@ -140,6 +154,7 @@ def timeline(
     flops: float | None = None,
     memory_bandwidth: float | None = None,
     seconds: Mapping[str, float] | None = None,
+    host: Link | None = None,
 ) -> Timeline:
     """Run a graph on paper. Not collective; nothing is executed.
 
@@ -151,6 +166,7 @@ def timeline(
         memory_bandwidth: bytes a second that an operation reads and writes.
         seconds: of nodes by name, where they were measured; the others are estimated: the longer of
             what flops and bytes take.
+        host: the link to memory of the host, if the graph copies to it.
 
     Raises:
         GraphError: rates that are missing or not positive; nodes that say nothing of what they
@@ -158,6 +174,7 @@ def timeline(
     """
     if machine is not None:
         link = machine.link if link is None else link
+        host = machine.host if host is None else host
         flops = machine.flops if flops is None else flops
         given = memory_bandwidth
         memory_bandwidth = machine.memory_bandwidth if given is None else given
@@ -168,31 +185,41 @@ def timeline(
     if flops <= 0 or memory_bandwidth <= 0:
         raise GraphError(f"flops={flops}, memory_bandwidth={memory_bandwidth}: rates are positive")
     known = seconds or {}
+
+    def took(node: fx.Node) -> float:
+        one = found.get(node)
+        if one is not None:
+            return known.get(node.name, _sending(one, link))
+        if copy_kind(node):
+            return known.get(node.name, _copying(node, host or HOST_LINK))
+        return known.get(node.name, computing_seconds(node, flops, memory_bandwidth))
+
     found = {one.start: one for one in collectives(graph.graph)}
     spans: list[Span] = []
-    now, free = 0.0, 0.0  # of computation, and when the last collective ends
+    now = 0.0  # of computation
+    free = {"communication": 0.0, "copies": 0.0}  # when the last one of each ends
     ends: dict[fx.Node, float] = {}
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        if node in found:
-            one = found[node]
-            begin = max(now, free)
-            free = begin + known.get(node.name, _sending(one, link))
-            ends[node] = free
-            spans.append(Span(node.name, "communication", one.kind, begin, free, *_origin(node)))
-        elif is_wait(node):
+        copy = copy_kind(node)
+        if node in found or copy in ("to_host", "to_device"):
+            kind, line = (copy, "copies") if copy else (found[node].kind, "communication")
+            begin = max(now, free[line])
+            free[line] = ends[node] = begin + took(node)
+            spans.append(Span(node.name, line, kind, begin, free[line], *_origin(node)))
+        elif is_wait(node) or copy:
             awaited: Any = node.args[0]
             end = ends[awaited]
             if end > now:
                 spans.append(Span(node.name, "computation", "wait", now, end))
             now = max(now, end)
         else:
-            took = known.get(node.name, computing_seconds(node, flops, memory_bandwidth))
             kind = str(getattr(node.meta.get("label"), "direction", ""))
-            if took > 0:
-                spans.append(Span(node.name, "computation", kind, now, now + took, *_origin(node)))
-            now += took
+            each = took(node)
+            if each > 0:
+                spans.append(Span(node.name, "computation", kind, now, now + each, *_origin(node)))
+            now += each
     return Timeline(tuple(sorted(spans, key=lambda one: (one.start, one.line))))
 
 
@@ -206,6 +233,12 @@ def _origin(node: fx.Node) -> tuple[str, str]:
 def _sending(one: Collective, link: Link) -> float:
     # An all-to-all and a broadcast count as an all-gather of what is given.
     return collective_seconds(one.kind, one.bytes, len(one.ranks), link)
+
+
+def _copying(node: fx.Node, host: Link) -> float:
+    given: Any = node.args[0]
+    value = given.meta.get("val") if copy_kind(node) == "to_host" else node.meta.get("val")
+    return host.latency + _bytes([value]) / host.bandwidth
 
 
 def computing_seconds(node: fx.Node, flops: float, memory_bandwidth: float) -> float:
