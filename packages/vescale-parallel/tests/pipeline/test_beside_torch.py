@@ -86,4 +86,6 @@ def on_a_rank(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_losses_and_parameters_are_those_of_torchs_pipelining(name: str):
+    if name in ("zbv", "dualpipev") and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11's own schedule sends from a rank to itself, which gloo cannot")
     run(on_a_rank, 2, name, timeout=100)
