@@ -8,6 +8,7 @@ step.
 import pytest
 import torch
 from captured_training import (
+    STEPS,
     Training,
     adam,
     losses,
@@ -321,7 +322,8 @@ ONLY_ONCE = {"an_optimizer_with_hooks"}
 
 
 def combination(rank, world_size, name):
-    trains(CASES[name])
+    captured = trains(CASES[name])
+    assert captured.replays >= STEPS - 3  # two recordings, and a new rate
     if name not in ONLY_ONCE:
         trains(CASES[name], check="sampled")
 
