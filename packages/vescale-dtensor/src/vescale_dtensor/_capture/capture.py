@@ -319,7 +319,9 @@ class Captured:
             # Before anything runs, so that a refusal leaves no side effects.
             check_arguments(call.flat)
         except CaptureError as error:
-            self._refuse(error, call)
+            if not self._runs_on:
+                tell_others(error, self._place, call.flat, {})
+            self._refuse(str(error))
             return self._run(call.args, call.kwargs, inside=False)
         # All that the call begins with is remembered before the function can change any of it.
         argument = Origin(None, "an argument", "")
@@ -358,21 +360,19 @@ class Captured:
             self._keep(call, reads, recorder, given, outputs)
         except CaptureError as error:
             # The function has run: its outputs are those of this call.
-            self._refuse(error, call, recorder)
+            if not self._runs_on:
+                tell_others(error, self._place, call.flat, recorder.layouts)
+            self._refuse(str(error))
             drop_lineage(outputs, call.flat)
         return outputs
 
-    def _refuse(
-        self, error: CaptureError, call: KeyedCall, recorder: Recorder | None = None
-    ) -> None:
-        """Record nothing from now on, if the function is to run then; else raise.
+    def _refuse(self, words: str) -> None:
+        """Record nothing from now on, and run the function.
 
         What some ranks refuse and others replay is not compared over ranks. Where all of them have
         refused it, in one call, it is a function like any other.
         """
-        if not self._runs_on:
-            tell_others(error, self._place, call.flat, recorder.layouts if recorder else {})
-        self._refusal = str(error)
+        self._refusal = words
         # From the next call on, which is the same one on all ranks: drift inside shows then.
         if not self._programs and not is_alone() and not is_inside():
             self._is_eager = all_say(

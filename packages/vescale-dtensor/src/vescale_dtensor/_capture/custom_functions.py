@@ -41,7 +41,7 @@ class Steps(Protocol):
     """What of a recorder is needed here; see `Recorder`."""
 
     trace: TracedGraph
-    failure: CaptureError | None
+    failure: str | None
 
     def follow(self, now: GlobalState, sensitive: bool) -> None: ...
     def step(

@@ -52,7 +52,7 @@ class Watch(HandsOn):
     """Calls `StateReads.runs` before any function runs for the first time.
 
     Attributes:
-        failure: the first refusal.
+        failure: the words of the first refusal.
         live: the call in progress that programs make again, see `live_calls`.
         finishes: whether torch finishes the call of a custom Function, whose forward has ended.
         printing: how many calls of `print` are in progress.
@@ -63,7 +63,7 @@ class Watch(HandsOn):
     def __init__(self, reads: StateReads, unguarded: frozenset[str]) -> None:
         self._reads = reads
         self._unguarded = unguarded
-        self.failure: CaptureError | None = None
+        self.failure: str | None = None
         # The call that runs now and that programs make again; those that have ended since the
         # recorder took them.
         self.live: LiveCall | None = None
@@ -105,7 +105,7 @@ class Watch(HandsOn):
                 sys.setprofile(self._waiting)
             elif not self._stopped:
                 # Another one that is on stays on: it is the user's.
-                self.failure = self.failure or _displaced()
+                self.failure = self.failure or str(_displaced())
 
     @contextmanager
     def _deaf_to_collections(self) -> Iterator[None]:
@@ -240,7 +240,7 @@ class Watch(HandsOn):
                 with no_torch_function():
                     call.begins(frame, recorder.trace)
             except CaptureError as error:  # kept, not raised: see `_hear`
-                self.failure = self.failure or error
+                self.failure = self.failure or str(error)
         elif event == "return" and frame is self._forward:
             self._outputs, self.finishes = argument, True
         elif event in ("c_return", "c_exception") and call.is_of(frame, argument):
@@ -251,7 +251,7 @@ class Watch(HandsOn):
                     with no_torch_function():  # the recorder is a mode, which need not see itself
                         record(call, outputs, recorder)
                 except CaptureError as error:  # kept, not raised: see `_hear`
-                    self.failure = error
+                    self.failure = str(error)
 
     def _hear(self, frame: FrameType, function: Any) -> None:
         """Take in that a function in C is called: it may give state, or what no guard has."""
@@ -266,12 +266,12 @@ class Watch(HandsOn):
         # Kept, not raised: an exception in here would switch off the watching, and code of the
         # user's might catch it. `Recorder.finish` raises it.
         elif self.failure is None and moves_generator(function):
-            self.failure = refused(
+            self._fail(
                 "a random generator was moved by something other than a torch function "
                 "(manual_seed), which a replay would leave out. Do it outside"
             )
         elif self.failure is None and starts_thread(function, frame):
-            self.failure = refused(
+            self._fail(
                 "a thread is started inside, whose reads and steps a recording does not see. Let "
                 "it do its work outside"
             )
@@ -297,7 +297,7 @@ class Watch(HandsOn):
         if names_optimizer:
             self._scalers.setdefault(id(scaler), (scaler, before))
             if before != (call is not None) and self.failure is None:
-                self.failure = refused(
+                self._fail(
                     "a GradScaler steps optimizers of which some read values (a step count in "
                     "Python) and others do not. Make all of them fused, or call the scaler outside"
                 )
@@ -312,10 +312,14 @@ class Watch(HandsOn):
         self.ended.append((self.live, self._line, state))
         self.live = self._frame = None
 
+    def _fail(self, words: str) -> None:
+        """Note a refusal, with the line of the user's that runs."""
+        self.failure = str(refused(words))
+
     def _refuse(self, title: str, name: str) -> None:
         """Note that code of the user's asked a clock, a generator or the outside world."""
         if self.failure is None and name not in self._unguarded:
-            self.failure = refused(unsteady(title, name))
+            self._fail(unsteady(title, name))
 
 
 def _displaced() -> CaptureError:

@@ -89,7 +89,9 @@ class Recorder(TorchFunctionMode):
         trace: the graph.
         gradients: whether gradients are read, set or accumulated.
         offsets: whether code asks where in memory tensors begin.
-        failure: the first refusal, in case that user code caught it.
+        failure: the words of the first refusal, in case that user code caught it. Not the error,
+            whose traceback leads back here: such a cycle keeps all tensors of a refused call, and
+            hooks of a checkpoint that it left, until garbage is collected.
         layouts: one for each mesh of the DTensors that it met, by the id of the mesh.
         regions: what backward computes again.
     """
@@ -110,7 +112,7 @@ class Recorder(TorchFunctionMode):
         watch.recorder = self
         self.gradients = False
         self.offsets = False
-        self.failure: CaptureError | None = None
+        self.failure: str | None = None
         self.layouts: dict[int, Layout] = {}
         self._start = start
         self._collectives = collectives
@@ -149,11 +151,11 @@ class Recorder(TorchFunctionMode):
         except CaptureError as error:
             # One that the call itself raises is the function's own.
             if done.started and not done.results:
-                self.failure = self.failure or (None if self._runs_on else error)
+                self.failure = self.failure or (None if self._runs_on else str(error))
                 raise
             # Remembered: a `try` in the function may swallow the error, and the run then continues
             # with a program that lacks this step.
-            self.failure = self.failure or error
+            self.failure = self.failure or str(error)
             if not self._runs_on:
                 raise
             self._watch.stop()
@@ -164,7 +166,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a call and record it."""
         if self._watch.failure is not None:
-            raise self._watch.failure
+            raise CaptureError(self._watch.failure)
         if _is_looked_into() or dispatch_modes() > self.regions.modes:
             raise refused(
                 "a transform (torch.func, vmap, forward_ad), a tracer or a dispatch mode (make_fx, "
@@ -447,7 +449,7 @@ class Recorder(TorchFunctionMode):
         # First, since a function that swallowed the error may have left anything behind.
         failure = self.failure or self._watch.failure
         if failure is not None:
-            raise failure
+            raise CaptureError(failure)
         self._note_live_calls()
         # What changed after the last step shows here: eager would leave it so, a replay does not.
         self._surroundings.check(None, "")

@@ -41,11 +41,13 @@ def tell_others(
     # One mesh: ranks that refuse at different lines may have met different further ones.
     given = (value._spec.layout for value in flat if isinstance(value, DTensor))
     layout = next(given, next(iter(met.values()), None))
-    if layout is None:
-        raise error
     try:
-        # By the name alone, since words may hold what differs from rank to rank.
-        record(layout.mesh, f"cannot capture {place}, as the error there says")
+        if layout is not None:
+            # By the name alone, since words may hold what differs from rank to rank.
+            record(layout.mesh, f"cannot capture {place}, as the error there says")
     except CommMismatchError as mismatch:
         raise CaptureError(f"{error}\nOther ranks do not refuse this call: {mismatch}") from error
-    raise error
+    else:
+        raise error
+    finally:
+        del error  # whose traceback holds this frame: a cycle, which would keep all that was made
