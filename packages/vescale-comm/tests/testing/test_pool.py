@@ -14,6 +14,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from vescale_comm import all_reduce
 from vescale_comm.testing import Failed, Ok, WorkerError, device_mesh, outcomes, run, shutdown
+from vescale_comm.testing._pool import Pool
 
 
 @dataclass
@@ -184,6 +186,14 @@ def test_a_worker_that_dies_is_named_and_replaced(short_grace, how, code, words)
     assert caught.value.died == {1: code}
     assert f"rank 1 died ({words})" in str(caught.value)
     assert run(reduce_after_failure, 2) == [2.0, 2.0]
+
+
+def test_a_worker_that_dies_before_it_has_a_log_is_named(tmp_path):
+    """As where a script calls `run` outside of `if __name__ == "__main__"`."""
+    pool = object.__new__(Pool)
+    pool._folder = tmp_path
+    pool._processes = [SimpleNamespace(join=lambda seconds: None, exitcode=1)]
+    assert pool._death(0) == (1, "")
 
 
 def make_a_mess(rank, world_size):

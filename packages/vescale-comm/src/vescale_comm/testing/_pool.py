@@ -144,7 +144,10 @@ class Pool:
 
     def _death(self, rank: int) -> tuple[int | None, str]:
         self._processes[rank].join(5)
-        return self._processes[rank].exitcode, self._log(rank).read_text(errors="replace")[-4000:]
+        log = self._log(rank)
+        # A worker opens it when it has loaded the caller's file, which may raise before.
+        text = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+        return self._processes[rank].exitcode, text
 
     def _stack(self, rank: int) -> str:
         """Ask a worker where it is; its signal handler answers even while C++ code blocks."""
