@@ -62,6 +62,11 @@ _defined(
 )
 
 
+# Torch calls these, and only its compiler believes the schema.
+_defined("untold(Tensor p, Tensor g) -> ()", _bump)
+_defined("untold_result(Tensor p, Tensor g) -> Tensor", lambda p, g: (_bump(p, g), g * 2)[1])
+
+
 _defined("flat(Tensor(a) x) -> Tensor(a)", lambda x: x.view(-1))
 
 
@@ -104,6 +109,9 @@ CASES = {
     "two outs": lambda p, g: OPS.two(p, first=g, second=p * 1)[1],
     "a custom op": lambda p, g: custom(p, g),
     "itself": lambda p, g: OPS.bump(p, p),
+    "an untold write": lambda p, g: OPS.untold(p, g),
+    "an untold write of an overload": lambda p, g: OPS.untold.default(p=p, g=g),
+    "an untold write beside a result": lambda p, g: OPS.untold_result(p, g),
     "a Python function": python_function,
     "an autograd.Function": Function.apply,
     "torch's overload with out": lambda p, g: torch.ops.aten.add.out(g, g, out=p),
@@ -139,6 +147,44 @@ def _case(rank, world_size, name):
 @pytest.mark.parametrize("name", CASES)
 def test_writes_arrive(name):
     simulate(2)(_case, name)
+
+
+def _recorded(rank, world_size, name, refused):
+    logging.disable(logging.WARNING)
+    mesh, run = device_mesh((2,)), CASES[name]
+    step = _placed(torch.full((5, 2), 0.5), mesh, [Shard(0)])
+
+    def twice(p, g):
+        q = p * 2
+        run(q, g)
+        return q
+
+    whole, captured = torch.arange(10.0).reshape(5, 2), vd.capture(twice)
+    for _ in range(3):
+        if refused:
+            with pytest.raises(vd.CaptureError):
+                captured(_placed(whole, mesh, [Shard(1)]), step)
+            continue
+        found = captured(_placed(whole, mesh, [Shard(1)]), step)
+        assert torch.equal(found.full_tensor(), whole * 2 - 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("a tensor", False), ("an untold write beside a result", True)]
+)
+def test_writes_arrive_in_replays_or_are_refused(name, refused):
+    """A replay would leave out an operator whose result nobody needs and that states no write."""
+    simulate(2)(_recorded, name, refused)
+
+
+def test_a_shape_without_values_is_not_compared():
+    def program(rank, world_size):
+        logging.disable(logging.WARNING)
+        p = _placed(torch.ones(4, 2, device="meta"), device_mesh((2,)), [Shard(0)])
+        assert OPS.untold_result(p, p).shape == (4, 2)
+
+    LIBRARY.impl("untold_result", lambda p, g: torch.empty_like(g), "Meta")
+    simulate(2)(program)
 
 
 def _refused(rank, world_size):

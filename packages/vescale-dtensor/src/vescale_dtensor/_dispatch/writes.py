@@ -3,11 +3,13 @@
 The fallback runs a call on gathered copies, so a write that it does not know of is lost. Autograd's
 version counters show most writes, but not those that third-party kernels do below them
 (`p.data.sub_`, C++ with `data_ptr()`). Registered operators state what they write. For a function
-that states nothing, the copies are compared with what they were before the call.
+that states nothing, the copies are compared with what they were before the call; so they are for
+operators of other libraries that state no write, as torch would not notice if that were untrue.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import no_torch_function, overloads_of
 from vescale_dtensor._torch.schemas import signatures, written_operands
 
 
@@ -36,14 +39,21 @@ class WriteWatch:
             locals_: the local tensor of each operand. Copies need their memory once more.
         """
         self._locals = locals_
+        self._registered = bool(overloads_of(call.func))
         self._versions = [_version(local) for local in locals_]
         self._copies: dict[int, Tensor] = {}
         if not _is_described(call.func):
             # Not of operands that the call gets themselves: a write to them needs no copying back.
             pairs = zip(call.operands, locals_, strict=True)
-            self._copies = {
-                i: _bits(x).clone() for i, (o, x) in enumerate(pairs) if _gathered(o, x)
-            }
+            with self._unseen():
+                self._copies = {
+                    i: _bits(x).clone() for i, (o, x) in enumerate(pairs) if _gathered(o, x)
+                }
+
+    def _unseen(self) -> AbstractContextManager[Any]:
+        # A recording refuses what reads values. An operator mostly writes nothing; then nothing of
+        # the comparison concerns it. A Python function may write another time.
+        return no_torch_function() if self._registered else nullcontext()
 
     def changed(self) -> set[int]:
         """Indices of the operands that have changed.
@@ -52,21 +62,37 @@ class WriteWatch:
         back communicates, so it must be.
         """
         counted = {i for i, x in enumerate(self._locals) if _version(x) != self._versions[i]}
-        different = {
-            i for i, bits in self._copies.items() if not torch.equal(bits, _bits(self._locals[i]))
-        }
+        with self._unseen():
+            pairs = [(i, bits, _bits(self._locals[i])) for i, bits in self._copies.items()]
+            different = {i for i, before, after in pairs if not torch.equal(before, after)}
+        if different:
+            # Seen: a replay would leave out a call whose schema states no write.
+            different = {i for i, before, after in pairs if not torch.equal(before, after)}
         return counted | different
 
 
 def _is_described(func: Any) -> bool:
-    """Whether a function's writes are known or counted: it has a schema, or is torch's own."""
+    """Whether a function's writes are known or counted: its schema states some, or it is torch's.
+
+    Torch calls an operator of another library whose schema states no write, although it writes.
+    """
+    if registered := overloads_of(func):
+        ours = all(schema.name.split("::", 1)[0] in _OF_TORCH for schema in registered)
+        return ours or any(signature.written for signature in signatures(func))
     module = str(getattr(func, "__module__", "") or "torch")
     return bool(signatures(func)) or module.split(".", 1)[0] == "torch"
+
+
+# Namespaces whose schemas are tested by torch.
+_OF_TORCH = frozenset({"aten", "prims", "quantized"})
 
 
 def _gathered(operand: Tensor, local: Tensor) -> bool:
     """Whether the call gets a copy of the operand, so that a write to it has to be copied back."""
     if not isinstance(operand, DTensor) or local.layout is not torch.strided:
+        return False
+    # What has no values cannot be compared: meta and fake tensors.
+    if local.is_meta or type(local) not in (Tensor, torch.nn.Parameter):
         return False
     return not same_memory(operand._local_tensor, local)
 
