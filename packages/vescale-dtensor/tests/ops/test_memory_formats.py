@@ -107,6 +107,32 @@ def test_an_expanded_image_has_no_named_format(format):
     simulate(2)(program)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, vd.capture], ids=["eager", "captured"])
+def test_expanded_operands_are_so_where_they_are_gathered(wrap):
+    """What has no rule lays its result out as on one device; each element has its own gradient."""
+    values, weights = torch.randn(1, 6, 8), torch.arange(5.0).view(5, 1, 1)
+
+    def transformed(x):
+        return torch.fft.fft(x, norm="ortho")
+
+    def step(x, call):
+        found = call(x)
+        (found.abs().square() * weights).sum().backward()
+        return found, x.grad
+
+    def program(rank, world_size):
+        call = wrap(transformed)
+        for _ in range(3):
+            one = values.expand(5, 6, 8).requires_grad_()
+            laid = vd.distribute_tensor(values, device_mesh((2,)), [Shard(2)], src_data_rank=None)
+            ours = step(laid.expand(5, 6, 8).requires_grad_(), call)
+            for mine, expected in zip(ours, step(one, transformed), strict=True):
+                assert mine.stride() == expected.stride()
+                torch.testing.assert_close(mine.full_tensor(), expected)
+
+    simulate(2)(program)
+
+
 @pytest.mark.parametrize("sharded", [0, None])
 @pytest.mark.parametrize("lies", ["images", "weights", "both"])
 def test_dropout_behind_images_draws_the_masks_of_one_device(lies, sharded):

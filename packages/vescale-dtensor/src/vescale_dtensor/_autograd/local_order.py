@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.placement_base import Sharded
 from vescale_dtensor._layout.placements import Shard
 from vescale_dtensor._layout.spec import order_of, strides_of
+from vescale_dtensor._torch.overridable import overridable
 from vescale_dtensor._torch.worlds import cached
 
 
@@ -24,6 +27,28 @@ def in_memory_order(local: Tensor, order: Order | None) -> Tensor:
     # A clone: it also gives dims of extent one the strides of their place, which `contiguous`
     # leaves as they are.
     return local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+@overridable
+def expanded_again(local: Tensor, order: Order | None, dims: tuple[int, ...]) -> Tensor:
+    """A tensor that was gathered in full, with stride 0 in the dims that are expanded."""
+    result: Tensor = _Expanded.apply(local, order, dims)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Expanded(torch.autograd.Function):
+    """The same values: each element has its own gradient, as on one device."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, order: Order | None, dims: tuple[int, ...]) -> Tensor:
+        one = local
+        for dim in dims:  # one index of each, which stands for all of them
+            one = one.narrow(dim, 0, 1)
+        return in_memory_order(one.contiguous(), order).expand(local.shape).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
 
 
 def told_order(local: Tensor, layout: Layout, shape: Shape) -> Order | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor._autograd.local_order import in_memory_order
+from vescale_dtensor._autograd.local_order import expanded_again, in_memory_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like
@@ -27,7 +27,7 @@ from vescale_dtensor._layout.executed import generator_in, record_if_drawn, stat
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import order_of, spec_of, with_strides
-from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided
+from vescale_dtensor._planning.op_call import OpCall, Reads, expanded_dims, is_strided
 from vescale_dtensor._planning.plan import function_name, mesh_of
 from vescale_dtensor._tensor.copied_views import (
     any_copies,
@@ -104,15 +104,21 @@ def _locals(call: OpCall, mesh: DeviceMesh) -> list[Tensor]:
     for operand in call.operands:
         if id(operand) not in found:
             replicated_local = _replicated_local(operand, mesh, call)
-            # In the memory order of one device, as the op may take views or look at strides.
             found[id(operand)] = (
-                in_memory_order(
-                    local_for_use(replicated_local, 0), replicated_local._spec.layout.order
-                )
+                _as_on_one_device(replicated_local, operand)
                 if isinstance(operand, DTensor)
                 else operand
             )
     return [found[id(operand)] for operand in call.operands]
+
+
+def _as_on_one_device(replicated: DTensor, operand: DTensor) -> Tensor:
+    """The local data, in the memory order that one device has: the op may look at strides."""
+    local, order = local_for_use(replicated, 0), replicated._spec.layout.order
+    expanded = expanded_dims(operand)
+    if not expanded or expanded == expanded_dims(local):
+        return in_memory_order(local, order)
+    return expanded_again(local, order, expanded)
 
 
 def _replicated_local(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> Any:
