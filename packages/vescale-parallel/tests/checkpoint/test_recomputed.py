@@ -63,7 +63,8 @@ class Mixed(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         p = 0.3 if self.seen < 2 else 0.0
         y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        y = self.out(y.transpose(1, 2).flatten(2)).relu_()
+        # Written to twice, this would be another number.
+        y = self.out(y.transpose(1, 2).flatten(2)).add_(1).relu_()
         y = self.norm(y.transpose(1, 2)).transpose(1, 2) * gain["by"]
         return x + nn.functional.dropout(y, 0.2)
 

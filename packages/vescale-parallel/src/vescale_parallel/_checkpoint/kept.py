@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_comm.nested import map_tensors, tensors_within
 
-from vescale_parallel._common.torch_compat import schema_of
+from vescale_parallel._common.torch_compat import alias_below_autograd, schema_of
 from vescale_parallel._errors import ParallelError
 
 FAMILIES: Final = {
@@ -93,7 +93,7 @@ class Results:
 
     def add(self, operator: Any, args: Any, outputs: Any) -> None:
         """Keep one."""
-        kept = map_tensors(Tensor.detach, outputs)
+        kept = map_tensors(alias_below_autograd, outputs)
         versions = tuple(one._version for one in tensors_within(kept))
         self._found.append(_Result(operator, _looks(args), kept, versions))
 

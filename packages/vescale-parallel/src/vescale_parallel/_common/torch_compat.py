@@ -19,6 +19,8 @@
   torch's notes on extending it show. `wrapper_of`: a tensor of a subclass that has no storage.
   `schema_of`: arguments and results of an operator, and which of them are written to. Without one
   of these (`missing_for_deferred`) `deferred()` raises an error that names it.
+- `alias_below_autograd`: a tensor of the same memory that knows when that is written to, made in a
+  dispatch mode, where `detach` gives one that does not. Without it it is a copy.
 - `FakeTensor`, `FakeTensorMode`: tensors without values, by which memory plans see what a graph
   makes. Documented as torch.compiler's fake tensors, imported from where torch itself has them.
 """
@@ -36,6 +38,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "after_backward",
+    "alias_below_autograd",
     "has_step_hooks",
     "hooks_of",
     "in_backward",
@@ -85,6 +88,20 @@ def saved_tensors_hooks_now() -> tuple[Any, Any] | None:
     """Return the innermost pair of hooks on tensors that autograd saves; None if none is set."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
+
+
+_excluded: Any = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+
+
+def alias_below_autograd(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory and version, for use in `__torch_dispatch__`.
+
+    Modes run below the key that has views share a version, so that it is let in again.
+    """
+    if _excluded is None:
+        return tensor.clone()
+    with _excluded(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 plain_functions: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
