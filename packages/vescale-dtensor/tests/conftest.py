@@ -50,6 +50,7 @@ LONG = {
     "layout/test_layouts::test_ops_are_right_on_every_layout": 2,
     "ops/test_attention_ring": 3,
     "ops/test_attention_rows": 2,
+    "ops/test_flex_rows": 3,
     "ops/test_memory_formats": 3,
     "ops/test_optimizers": 3,
     "ops/test_programs": 3,

@@ -429,7 +429,8 @@ def _any_known_total(values: Iterable[Any]) -> bool:
 
 @breaks_graph(
     "functions of DTensors run eagerly: call what is compiled with fullgraph=True (flex_attention "
-    "is) in local_map, on x.to_local(), or under torch.compiler.set_stance('force_eager')"
+    "is: take vescale_dtensor.experimental.flex_attention) in local_map, on x.to_local(), or under "
+    "torch.compiler.set_stance('force_eager')"
 )
 def _graph_break(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Break the graph that torch.compile builds: the call runs eagerly, as without it."""
