@@ -20,6 +20,7 @@ preload("vescale_dtensor")
 LONG = {
     "autograd/test_anywhere_gradients": 4,
     "autograd/test_function_results": 3,
+    "autograd/test_outliving_gradients": 5,
     "autograd/test_reentrant_checkpoint": 4,
     "capture/test_amp": 3,
     "capture/test_combinations": 3,

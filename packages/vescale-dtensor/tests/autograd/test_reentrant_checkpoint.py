@@ -42,7 +42,39 @@ def several(x, w, used):
     return sum(found[i].square().sum() for i in used)
 
 
+class Product(torch.autograd.Function):
+    """Two results of several inputs, one of which wants no gradient and one is no tensor."""
+
+    @staticmethod
+    def forward(ctx, scale, x, fixed, y):
+        ctx.save_for_backward(x, fixed, y)
+        ctx.scale = scale
+        return x * y * fixed * scale, x + y
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, fixed, y = ctx.saved_tensors
+        first = first * fixed * ctx.scale
+        return None, first * y + second, None, first * x + second
+
+
+def product(x, y):
+    return Product.apply(2.0, x, x.detach().cos(), y)
+
+
+def mixed(x, w):
+    first, second = product(x, x * 2)
+    found = again(lambda a, b: block(w)(a) + b.sin(), first, second)
+    return product(again(torch.sin, found), found)[0]
+
+
 PROGRAMS = {
+    "behind a Function": lambda x, w: again(block(w), product(x, x.cos())[0]),
+    "behind a Function of a Function": lambda x, w: again(
+        block(w), product(*product(x, x.cos()))[1]
+    ),
+    "before a Function": lambda x, w: product(again(block(w), x), x)[1],
+    "between Functions": mixed,
     "one": lambda x, w: again(block(w), x),
     "before another op": lambda x, w: again(block(w), x) * x,
     "a chain": lambda x, w: again(block(w), again(block(w), again(block(w), x))),
@@ -109,6 +141,10 @@ def refused(rank, world):
     with warnings.catch_warnings(action="ignore"):
         with pytest.raises(RuntimeError, match="use_reentrant=True"):
             torch.autograd.grad(again(block(w), x).sum(), x)
+        first, _ = product(x * 1, x)
+        first.grad_fn.register_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="use_reentrant=True"):
+            again(block(w), first).sum().backward()
         hooked = again(block(w), x * 1)
         hooked.grad_fn.register_hook(lambda *_: None)
         with pytest.raises(RuntimeError, match="use_reentrant=True"):

@@ -7,7 +7,6 @@ in the class, because what they call imports the class (see `_tensor/dtensor.py`
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
 from vescale_dtensor._tensor.copied_views import mark_alias
 from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
+from vescale_dtensor._tensor.lineage import note_part
 from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.call_site import call_site
@@ -228,7 +228,7 @@ def _get_data(self: DTensor) -> DTensor:
     # it may be cached from now on.
     local_escaped(self)
     data = wrap(self._local_tensor.data, self._spec.base)
-    data._part_of = weakref.ref(self)
+    note_part(data, self)
     if self._view_copy_of is not None:
         mark_alias(data, self)
     return grad_property.track_gradient_view(self, data)

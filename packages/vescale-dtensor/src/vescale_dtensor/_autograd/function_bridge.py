@@ -28,7 +28,7 @@ from vescale_dtensor._autograd.grad_fn import LocalNode
 from vescale_dtensor._autograd.local_use import local_for_use, local_outside_autograd
 from vescale_dtensor._autograd.reentrant_checkpoint import (
     SHOWN,
-    all_reentrant,
+    has_reentrant,
     reentrant_gradients,
 )
 from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
@@ -362,7 +362,7 @@ class _Bridge(torch.autograd.Function):
                     else as_gradient(cotangent, spec.layout, 0, spec.shape)
                 )
         with _expect_gradients(sources):
-            if all_reentrant(nodes):
+            if has_reentrant(nodes):
                 found = reentrant_gradients(nodes, roots, starts, sources)
             else:
                 found = engine_gradients(roots, starts, sources)

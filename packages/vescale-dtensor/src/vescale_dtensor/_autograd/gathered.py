@@ -28,6 +28,26 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap, wrap_each
 from vescale_dtensor._torch.worlds import cached
 
 
+def keep_alive(parameter: Tensor, value: object) -> None:
+    """Let a value live as long as a parameter does; copies of the parameter do not hold it.
+
+    For what decides which collectives a use of the parameter takes: whether Python has freed that,
+    while the parameter lives, is chance on each rank.
+
+    Args:
+        parameter: a leaf DTensor.
+        value: what to keep. It may refer to the parameter.
+
+    Raises:
+        DTensorError: the parameter is no leaf DTensor.
+    """
+    local_leaf(parameter)
+    leaf_gradient_of(parameter)
+    holds = parameter._leaf_holds  # type: ignore[attr-defined]
+    if all(one is not value for one in holds.others):
+        holds.others = (*holds.others, value)
+
+
 def local_leaf(parameter: Tensor) -> Tensor:
     """The local tensor of a leaf, to which torch accumulates this rank's gradient.
 
@@ -240,7 +260,7 @@ def _note_partial(parameter: Any) -> None:
     replicated = parameter._spec.layout.replicated
     leaf = parameter._leaf_gradient
     # Noted once: what is partial stays so, for as long as the leaf is the same.
-    known = leaf is not None and leaf.local() is parameter._local_tensor
+    known = leaf is not None and leaf.local is parameter._local_tensor
     if not known or replicated & ~leaf.partial:
         leaf_gradient_of(parameter).note_use(replicated)
 

@@ -6,7 +6,6 @@ tensor. It is partial where the leaf's contributions are (`leaf_gradient`).
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap, wrap_as
-from vescale_dtensor._tensor.lineage import note_assigned, pause
+from vescale_dtensor._tensor.lineage import note_assigned, note_part, pause
 from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
     materialized,
@@ -39,9 +38,9 @@ def gradient(tensor: DTensor) -> DTensor | None:
     leaf: LeafGradient | None = tensor._leaf_gradient
     # Optimizers read this several times a step for each parameter: the usual answer comes first.
     if leaf is not None:
-        if leaf.kept is not None and leaf.local() is local:
+        if leaf.kept is not None and leaf.local is local:
             return leaf.kept.gradient(leaf)
-        wrapper = leaf.wrapper
+        wrapper: DTensor | None = tensor._leaf_holds.gradient
         if wrapper is not None and wrapper._local_tensor is local.grad:
             return wrapper
     if not local.is_leaf:
@@ -66,7 +65,7 @@ def gradient(tensor: DTensor) -> DTensor | None:
         leaf.track(made)
         return made
     made = wrap_as(found, leaf.gradient_layout(), tensor.shape)
-    made._part_of = weakref.ref(tensor)
+    note_part(made, tensor)
     leaf.describe(made)
     return made
 
@@ -154,8 +153,8 @@ def total_to_keep(value: DTensor, layout: Layout) -> DTensor:
     if total is value:
         # The gradient of another parameter (`p.grad = q.grad`): both have this memory from now on.
         other = owner_of(value)
-        if other is not None and other.wrapper is not None:
-            _hold_total(other, tuple(other.wrapper.shape))
+        if other is not None and other.shape is not None:
+            _hold_total(other, other.shape)
     elif _differ_in_sums_only(value._spec.layout, layout) and not _is_wanted_leaf(value):
         # On one device `value` is the gradient from now on, so it gets the total, too.
         value._local_tensor, value._spec = total._local_tensor, total._spec
@@ -211,13 +210,13 @@ def share_gradient(gradient: DTensor) -> None:
     # What is recorded is replaced and not written, so that nothing is seen through its memory.
     if leaf is None or not leaf.partial or gradient._local_tensor.requires_grad:
         return
-    if leaf.wrapper is None:
+    if leaf.shape is None:
         raise UnsupportedError(
             f"{gradient!r} shares the memory of a gradient that was assigned to `.grad`, whose "
             "layout changes as it is reduced. Give its clone() instead."
         )
     leaf.reduce()
-    _hold_total(leaf, tuple(leaf.wrapper.shape))
+    _hold_total(leaf, leaf.shape)
 
 
 @overridable
@@ -242,8 +241,7 @@ def drop_gradients(locals_: list[Tensor], leaves: list[LeafGradient]) -> None:
         # Else nobody has looked at it, as in most steps: written out, for it is asked of each.
         if (
             leaf.is_reduced
-            or leaf.described is not None
-            or leaf.wrapper is not None
+            or leaf.described is not None  # as wherever there is a wrapper
             or (leaf.views is not None or leaf.copied or leaf.assigned is not None)
         ):
             leaf.dropped()

@@ -49,8 +49,9 @@ def _registered(tensor: DTensor, hook: Hook) -> Any:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if local.is_leaf:
         # Uses noted after this may make further axes partial, so the mask is read when called.
-        leaf = leaf_gradient_of(tensor)
-        return _hooked(local, _on_local(hook, tensor, lambda: leaf.partial, of_leaf=True))
+        # The local tensor holds the hook, so the hook must not hold the leaf, which holds it.
+        partial = leaf_gradient_of(tensor).noted
+        return _hooked(local, _on_local(hook, tensor, lambda: partial.mask, of_leaf=True))
     # Aliases made of `local` send their cotangents through it. Where a redistribution made them
     # all, `local` is one among siblings, and only their node sees every cotangent.
     aliases = tensor._use_aliases

@@ -51,8 +51,8 @@ class KeptGradient:
 
     def gradient(self, leaf: LeafGradient) -> DTensor:
         """The whole gradient; what `.grad` holds itself becomes part of what is kept."""
-        local = leaf.local()
-        if local is not None and local.grad is not None:
+        local = leaf.local
+        if local.grad is not None:
             found = local.grad.detach()
             with torch.no_grad():
                 # A total is on all coordinates, and is to be counted once.

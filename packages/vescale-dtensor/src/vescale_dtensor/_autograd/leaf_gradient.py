@@ -11,6 +11,13 @@ as a partial sum, so accumulation continues from it without communication.
 Not so where the memory of `.grad` is the user's (`p.grad = h`): unknown tensors may share it, and
 would hold a contribution without saying so. Such a `.grad` holds the total at all times, and each
 contribution is reduced before it is added.
+
+A gradient may outlive its leaf, and when Python frees what is part of a cycle is chance: on each
+rank at another time. So nothing here depends on what lives still. A gradient and its views hold the
+state, and the state its local tensor: the gradient is reduced as if the leaf lived, on every rank.
+The other way references are weak, or a parameter that is dropped would keep its memory until the
+next collection of garbage. What has to live as long as the leaf does is held by its wrapper
+(`LeafHolds`).
 """
 
 from __future__ import annotations
@@ -33,20 +40,14 @@ from vescale_dtensor._autograd.cotangent import (
     dual,
     redistribute_local,
 )
-from vescale_dtensor._autograd.uses import (
-    CotangentReduction,
-    as_partial,
-    average_factor,
-    fork_uses,
-    zero_off_first,
-)
+from vescale_dtensor._autograd.uses import average_factor, zero_off_first
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.mesh import axis_names
 from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.spec import spec_of, with_strides
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
-from vescale_dtensor._tensor.copied_views import check_writable
-from vescale_dtensor._torch.compat import applied, materialized
+from vescale_dtensor._tensor.copied_views import check_unshared
+from vescale_dtensor._torch.compat import materialized
 from vescale_dtensor._torch.overridable import overridable
 
 if TYPE_CHECKING:
@@ -97,19 +98,50 @@ class KeptElsewhere(Protocol):
 Reducer = Callable[[list[PendingGradient]], Sequence[Tensor]]
 
 
+class LeafHolds:
+    """What the wrapper of a leaf holds, and its gradient state refers to weakly.
+
+    Attributes:
+        gradient: the DTensor last returned for `.grad`.
+        reducer: reduces the gradients of many parameters at once.
+        accumulation_node: the node that accumulates, if there is a hook on it. Torch holds the node
+            weakly, and the hook dies with it.
+        others: what layers above want to live as long.
+    """
+
+    __slots__ = ("__weakref__", "accumulation_node", "gradient", "others", "reducer")
+
+    def __init__(self, before: LeafHolds | None) -> None:
+        self.gradient: DTensor | None = None
+        self.reducer: ReducesMany | None = None
+        self.accumulation_node: Any = None
+        # Of the wrapper, whichever local tensor it has.
+        self.others: tuple[object, ...] = () if before is None else before.others
+
+
+class AxesMask:
+    """A mask of axes that may grow, for whoever must not hold the state of which it is a part."""
+
+    __slots__ = ("mask",)
+
+    def __init__(self) -> None:
+        self.mask = 0
+
+
 class LeafGradient:
     """The state of one leaf's gradient.
 
     Attributes:
-        local: weak reference to the leaf's local tensor, whose `.grad` this describes.
+        local: the leaf's local tensor, whose `.grad` this describes. It holds nothing of this.
         layout: the leaf's layout.
         partial: mask of the axes on which contributions are partial. It only grows, so that the
             layout of the gradient does not change from step to step.
+        noted: `partial`, for hooks on the local tensor, which must not hold this.
         is_reduced: whether `.grad` holds the total.
         never_partial: mask of the axes on which contributions stay complete, as captured programs
             use the leaf without a node there; a varying use reduces its own cotangent in backward.
-        wrapper: the DTensor last returned for `.grad`. It refers back weakly (`_grad_of`), so that
-            no cycle keeps the gradient's memory alive.
+        shape: global shape of the DTensor returned for `.grad`, if there is one; whether it lives
+            still is another question.
         views: living views of the gradient, if any; they get a new layout whenever `wrapper` does.
         described: the `.grad` whose memory these have. Where torch replaces `.grad` unseen
             (`create_graph=True`) they are tensors like any others.
@@ -117,14 +149,16 @@ class LeafGradient:
         assigned: global shape of a `.grad` whose memory is the user's; None: it is the leaf's own.
         average: product of the sizes of the leaf's `Partial("avg")` axes. Autograd gives each local
             tensor 1/average of the gradient; `.grad` holds the gradient.
-        accumulation_hook: the node that accumulates and the handle of the hook on it, if there is
-            one. Torch holds the node weakly, and the hook dies with it.
-        reducer: reduces the gradients of many parameters at once; None: each is reduced by itself.
+        accumulation_hook: the handle of the hook on the node that accumulates, if there is one, and
+            the node, if this has to hold it.
         kept: contributions that a layer above holds, while there are any.
     """
 
     __slots__ = (
         "__weakref__",
+        "_holds",
+        "_reducer",
+        "_wrapper",
         "accumulation_hook",
         "assigned",
         "average",
@@ -135,45 +169,82 @@ class LeafGradient:
         "layout",
         "local",
         "never_partial",
+        "noted",
         "partial",
-        "reducer",
+        "shape",
         "views",
-        "wrapper",
     )
 
-    def __init__(self, local: Tensor, layout: Layout) -> None:
-        # Weak: the accumulation hook on the local tensor leads back here.
-        self.local = weakref.ref(local)
+    def __init__(self, local: Tensor, layout: Layout, holds: LeafHolds | None = None) -> None:
+        self.local = local
         self.layout = layout
+        # None: of a leaf that a captured program makes, which has no wrapper.
+        self._holds = None if holds is None else weakref.ref(holds)
         self.average = average_factor(layout)
         self.partial = 0
+        self.noted = AxesMask()
         self.never_partial = 0
         self.is_reduced = False
         self.described: Tensor | None = None
         self.copied = False
         self.assigned: tuple[int, ...] | None = None
         self.accumulation_hook: tuple[Any, Any] | None = None
-        self.reducer: ReducesMany | None = None
         self.kept: KeptElsewhere | None = None
-        self.wrapper: DTensor | None = None
+        self.shape: tuple[int, ...] | None = None
+        # Weak, as each of them leads back here.
+        self._wrapper: weakref.ref[DTensor] | None = None
+        self._reducer: weakref.ref[ReducesMany] | None = None
         # Most gradients have none, and `zero_grad` asks each of them.
         self.views: weakref.WeakValueDictionary[int, DTensor] | None = None
+
+    @property
+    def holds(self) -> LeafHolds | None:
+        """What the leaf's wrapper holds, while it lives."""
+        return None if self._holds is None else self._holds()
+
+    @property
+    def wrapper(self) -> DTensor | None:
+        """The DTensor last returned for `.grad`.
+
+        It lives as long as the leaf's wrapper does. Who comes from elsewhere, from a view, may find
+        it gone on this rank only, and must not send anything other then: see `shape`.
+        """
+        return None if self._wrapper is None else self._wrapper()
+
+    @property
+    def reducer(self) -> ReducesMany | None:
+        """What reduces the gradients of many parameters at once; None: each by itself."""
+        return None if self._reducer is None else self._reducer()
+
+    @reducer.setter
+    def reducer(self, reducer: ReducesMany) -> None:
+        self._reducer, holds = weakref.ref(reducer), self.holds
+        if holds is not None:
+            holds.reducer = reducer
+        for each in (self.wrapper, *(() if self.views is None else self.views.values())):
+            if each is not None and each._grad_of is not None:
+                each._grad_of = self, reducer
 
     def note_use(self, varying: int) -> None:
         """Note a use that varies on these axes: contributions are partial there from now on."""
         new = varying & ~self.partial
         if not new:
             return
-        self.partial |= new
-        local = self.local()
+        self.note_partial(new)
         # What was accumulated so far is complete on the new axes, so it is kept on one coordinate,
         # or the reduction would count it once for each. A total is left as it is: it is masked on
         # all partial axes before the next accumulation. In place here and below, since the wrapper
         # that users hold shares this memory; detached, since a recorded gradient has a history.
-        if local is not None and local.grad is not None and not self.is_reduced:
+        found = self.local.grad
+        if found is not None and not self.is_reduced:
             with torch.no_grad():
-                local.grad.copy_(zero_off_first(local.grad.detach(), self.layout, new))
+                found.copy_(zero_off_first(found.detach(), self.layout, new))
         self._retype()
+
+    def note_partial(self, axes: int) -> None:
+        """Note that contributions are partial on these axes."""
+        self.partial |= axes
+        self.noted.mask = self.partial
 
     def gradient_layout(self) -> Layout:
         """Layout of the present value of `.grad`."""
@@ -181,12 +252,11 @@ class LeafGradient:
 
     def pending(self) -> PendingGradient | None:
         """The gradient, if it exists and has not been reduced."""
-        local = self.local()
-        if local is None or local.grad is None or self.is_reduced or not self.partial:
+        if self.local.grad is None or self.is_reduced or not self.partial:
             return None
         names = axis_names(self.layout.mesh)
         axes = tuple(names[a] for a in axes_in(self.partial))
-        return PendingGradient(local.grad.detach(), self.layout.mesh, axes)
+        return PendingGradient(self.local.grad.detach(), self.layout.mesh, axes)
 
     def reduce(self) -> None:
         """Make `.grad` hold the total. Collective, unless it does already.
@@ -203,8 +273,7 @@ class LeafGradient:
 
     def writable(self) -> Tensor:
         """`.grad`, which exists, as a tensor that can be written to."""
-        local = self.local()
-        assert local is not None
+        local = self.local
         assert local.grad is not None
         if local.grad._is_zerotensor():
             local.grad = materialized(local.grad)  # symbolic zeros cannot be written to
@@ -218,11 +287,11 @@ class LeafGradient:
 
     def describe(self, wrapper: DTensor | None) -> None:
         """Note the wrapper of the present `.grad`; None: there is none to keep."""
-        local = self.local()
-        self.wrapper, self.described = wrapper, None if local is None else local.grad
+        self._keep(wrapper)
+        self.described = self.local.grad
         if wrapper is not None:
-            # Weak: the leaf owns the wrapper.
-            wrapper._grad_of = weakref.ref(self)
+            self.shape = tuple(wrapper.shape)
+            wrapper._grad_of = self, self.reducer
 
     def track(self, view: DTensor) -> None:
         """Note a tensor that shares memory with the present `.grad`."""
@@ -230,7 +299,7 @@ class LeafGradient:
             self.views = weakref.WeakValueDictionary()
         # By id: a set would compare them, element by element.
         self.views[id(view)] = view
-        view._grad_of = weakref.ref(self)
+        view._grad_of = self, self.reducer
 
     def release(self) -> None:
         """Let go of the wrapper and the views: `.grad` becomes another tensor, or none.
@@ -238,21 +307,34 @@ class LeafGradient:
         They keep their memory, and the layout that is true of it: what is partial is reduced by
         itself wherever it is read.
         """
-        if self.wrapper is not None:
-            self.wrapper._grad_of = None
-        self.wrapper = self.described = None
+        wrapper = self.wrapper
+        if wrapper is not None:
+            wrapper._grad_of = None
+        self._keep(None)
+        self.described = None
         self.copied = False
         if self.views is not None:
             for view in self.views.values():
                 view._grad_of = None
             self.views = None
 
+    def _keep(self, wrapper: DTensor | None) -> None:
+        """Let this be what `.grad` reads as, held by the leaf's wrapper."""
+        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
+        self.shape, holds = None, self.holds
+        if holds is not None:
+            holds.gradient = wrapper
+
+    def retire(self) -> None:
+        """Note that the leaf's wrapper has no use for this any more, whoever else holds it."""
+        self.release()
+        self._remove_hook()
+        self.is_reduced, self.assigned = False, None
+
     def release_replaced(self) -> None:
         """`release`, if torch has replaced the tensor in `.grad`."""
-        if self.described is not None:
-            local = self.local()
-            if local is None or local.grad is not self.described:
-                self.release()
+        if self.described is not None and self.local.grad is not self.described:
+            self.release()
 
     def dropped(self) -> None:
         """Note that `.grad` was set to None."""
@@ -278,27 +360,36 @@ class LeafGradient:
 
     def hook_accumulation(self) -> None:
         """Register what has to happen to a total before torch adds to it."""
-        local = self.local()
-        if self.accumulation_hook is not None:
-            self.accumulation_hook[1].remove()
-            self.accumulation_hook = None
-        if local is None or not (local.requires_grad and local.is_leaf):
+        local, holds = self.local, self.holds
+        self._remove_hook()
+        if not (local.requires_grad and local.is_leaf) or not (self.is_reduced or self.copied):
             return
-        if not (self.is_reduced or self.copied):
-            return
-        # Weak: the node leads back here.
-        state = weakref.ref(self)
+        # The node leads to this, so this must not hold the node. Where there is no wrapper to hold
+        # it, this does, and the node leads here weakly.
+        strong = self if self._holds is not None else None
+        weak = weakref.ref(self)
 
         # On the node and not on the tensor: tensor hooks run before this one, also the user's, in
         # which `.grad` may be reduced. And `autograd.grad`, which does not accumulate, runs tensor
         # hooks but not the node.
         def before_accumulation(cotangents: tuple[Tensor | None, ...]) -> Any:
-            leaf = state()
+            leaf = weak() if strong is None else strong
             return None if leaf is None else leaf._before_accumulation(cotangents)
 
         with torch.inference_mode(False):  # in which there are no nodes
             node = get_gradient_edge(local).node
-        self.accumulation_hook = node, node.register_prehook(before_accumulation)
+        handle = node.register_prehook(before_accumulation)
+        self.accumulation_hook = handle, node if strong is None else None
+        if holds is not None:
+            holds.accumulation_node = node
+
+    def _remove_hook(self) -> None:
+        holds = self.holds
+        if self.accumulation_hook is not None:
+            self.accumulation_hook[0].remove()
+            self.accumulation_hook = None
+        if holds is not None:
+            holds.accumulation_node = None
 
     def _before_accumulation(self, cotangents: tuple[Tensor | None, ...]) -> Any:
         """What is added in place of these cotangents; None: themselves. Collective if assigned."""
@@ -307,9 +398,7 @@ class LeafGradient:
         if self.assigned is not None and self.is_reduced:
             return tuple(None if c is None else self._completed(c) for c in cotangents)
         # Removed at once, so that backwards without a total in between pay nothing.
-        if self.accumulation_hook is not None:
-            self.accumulation_hook[1].remove()
-            self.accumulation_hook = None
+        self._remove_hook()
         self._restore_contribution()
         return None
 
@@ -321,8 +410,10 @@ class LeafGradient:
         """
         self.release_replaced()
         # In grad mode torch replaces the tensor in `.grad`, and writes to nothing.
-        if self.wrapper is not None and not torch.is_grad_enabled():
-            check_writable(self.wrapper, "accumulation of a gradient")
+        if self.described is not None and not torch.is_grad_enabled():
+            # By its memory: the DTensor may be gone, on this rank.
+            what = f"accumulation of a gradient: in place on one in the layout {self.layout}"
+            check_unshared(self.described, lambda: what)
         self.copied = False  # it is gone
 
     def _completed(self, contribution: Tensor) -> Tensor:
@@ -333,14 +424,13 @@ class LeafGradient:
 
     def _restore_contribution(self) -> None:
         """Keep a total on coordinate 0 of the partial axes, so that it is counted once."""
-        local = self.local()
         # False if `.grad` was set to None since: what comes next is a contribution by itself.
         if not self.is_reduced:
             return
         self.is_reduced = False
-        if local is not None and local.grad is not None:
+        if self.local.grad is not None:
             with torch.no_grad():
-                grad = local.grad.detach()
+                grad = self.local.grad.detach()
                 grad.copy_(zero_off_first(grad, self.layout, self.partial))
         self._retype()
 
@@ -375,9 +465,9 @@ class LeafGradient:
 
 def owner_of(gradient: DTensor) -> LeafGradient | None:
     """The leaf whose present `.grad` this tensor is, or shares memory with."""
-    leaf: LeafGradient | None = None if gradient._grad_of is None else gradient._grad_of()
-    if leaf is None:
+    if gradient._grad_of is None:
         return None
+    leaf: LeafGradient = gradient._grad_of[0]
     leaf.release_replaced()
     return None if gradient._grad_of is None else leaf
 
@@ -395,101 +485,3 @@ def _reduce_leaf(leaf: LeafGradient) -> None:
         group = group_of(pending.mesh, axes_in(leaf.partial))
         with torch.no_grad():
             leaf.store_total(reduce_over(pending.local, group))
-
-
-class InvariantUse(torch.autograd.Function):
-    """A use of a leaf that is invariant on some axes where its gradient may be partial."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, leaf: LeafGradient, varying: int, shape: Any) -> Tensor:
-        """Return an alias of the leaf."""
-        # The state refers to its local tensor weakly: no cycle through the node.
-        ctx.leaf, ctx.varying, ctx.shape = leaf, varying, shape
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        """Keep the cotangent on coordinate 0 of the axes where the leaf's gradient is partial."""
-        leaf, varying = ctx.leaf, ctx.varying
-        # Read now and not in forward: uses noted since may have made further axes partial, and
-        # what this one contributes is added to theirs.
-        wide = varying | leaf.partial
-        return as_partial(cotangent, leaf.layout, varying, wide, ctx.shape), None, None, None
-
-
-_invariant_use = applied(InvariantUse)
-
-
-def is_alias_of_leaf(local: Tensor) -> bool:
-    """Whether a local tensor is an alias that `InvariantUse` or `AveragedUse` made of a leaf."""
-    return isinstance(local.grad_fn, InvariantUse._backward_cls | AveragedUse._backward_cls)
-
-
-class AveragedUse(torch.autograd.Function):
-    """A use of a leaf that is `Partial("avg")`."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, factor: int) -> Tensor:
-        """Return an alias of the leaf."""
-        ctx.factor = factor
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        """Turn the local tensor's cotangent, 1/factor of the gradient, into the gradient."""
-        return cotangent * ctx.factor, None
-
-
-_averaged = applied(AveragedUse)
-
-
-@overridable
-def averaged_use(alias: Tensor, factor: int) -> Tensor:
-    """An alias of a leaf that is `Partial("avg")` on axes of `factor` coordinates in all."""
-    result: Tensor = _averaged(alias, factor)
-    return result
-
-
-@overridable
-def leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
-    """The leaf's local tensor, or an alias of it, for an op that varies on these axes.
-
-    Notes the use. No node is made where the op varies on every replicated axis.
-    """
-    if leaf.average != 1:
-        return averaged_use(_leaf_for_use(leaf, local, varying, shape), leaf.average)
-    return _leaf_for_use(leaf, local, varying, shape)
-
-
-def _leaf_for_use(leaf: LeafGradient, local: Tensor, varying: int, shape: Any) -> Tensor:
-    """`leaf_for_use`, but for the factor of an average."""
-    # Axes on which this use varies, but the leaf's contributions have to stay complete: a node of
-    # its own reduces this use's cotangent there, in backward. The recursion has none left.
-    complete = varying & leaf.never_partial & ~leaf.partial
-    if complete:
-        kept = varying & ~complete
-        reduction = CotangentReduction(leaf.layout, kept, leaf.layout)
-        return fork_uses(
-            _leaf_for_use(leaf, local, kept, shape), local, (varying,), reduction, shape
-        )[0]
-    leaf.note_use(varying)
-    # Partial on every axis where it can be: nothing to mask, so no node.
-    if not leaf.layout.replicated & ~varying:
-        return local
-    alias: Tensor = _invariant_use(local, leaf, varying, shape)
-    return alias
-
-
-def try_never_partial(leaf: LeafGradient, varying: int) -> bool:
-    """Try to mark the replicated axes not in `varying` as never partial.
-
-    Uses that vary on exactly these axes then need no autograd node.
-
-    Returns:
-        Whether it was possible: not if contributions are partial on such an axis already.
-    """
-    complete = leaf.layout.replicated & ~varying
-    if leaf.partial & complete:
-        return False
-    leaf.never_partial |= complete
-    return True

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.eager_steps import run_steps_eagerly
-from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient, LeafHolds
+from vescale_dtensor._autograd.leaf_use import leaf_for_use
 from vescale_dtensor._autograd.uses import (
     UseAliases,
     fork_local,
@@ -24,9 +25,11 @@ def leaf_gradient_of(tensor: DTensor) -> LeafGradient:
     """The gradient state of a leaf wrapper, made at its first use."""
     leaf: LeafGradient | None = tensor._leaf_gradient
     # Another local tensor is another leaf: what is known of the old one's `.grad` is void.
-    if leaf is None or leaf.local() is not tensor._local_tensor:
+    if leaf is None or leaf.local is not tensor._local_tensor:
         run_steps_eagerly()
-        leaf = tensor._leaf_gradient = LeafGradient(tensor._local_tensor, tensor._spec.layout)
+        holds = tensor._leaf_holds = LeafHolds(tensor._leaf_holds)
+        layout = tensor._spec.layout
+        leaf = tensor._leaf_gradient = LeafGradient(tensor._local_tensor, layout, holds)
     return leaf
 
 

@@ -3,6 +3,8 @@
 A bridge asks the engine for the gradients of the tensors in which a hidden graph ends, and torch's
 reentrant checkpoint refuses to run where somebody asks for gradients by name. Calling the nodes
 in the engine's order asks for nothing, and lets torch refuse what the user himself asked by name.
+The same graph may have nodes of custom Functions, whose results went into the checkpoint, or which
+took its result: these are called by hand as well.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from vescale_dtensor._torch.compat import hidden_node, hidden_output_number
@@ -23,9 +26,14 @@ SHOWN = "vescale_dtensor.shown"
 _LEADING = 2
 
 
-def all_reentrant(nodes: Sequence[Any]) -> bool:
-    """Whether a hidden graph has nodes of reentrant checkpoints alone, which have no hooks."""
-    return all(type(node) is _NODE and SHOWN not in node.metadata for node in nodes)
+def has_reentrant(nodes: Sequence[Any]) -> bool:
+    """Whether a hidden graph has reentrant checkpoints, and all its nodes can be called by hand.
+
+    Not those that a user has seen, which may have hooks, and not what C++ made by itself.
+    """
+    return any(type(node) is _NODE for node in nodes) and all(
+        isinstance(node, BackwardCFunction) and SHOWN not in node.metadata for node in nodes
+    )
 
 
 def reentrant_gradients(
@@ -34,7 +42,7 @@ def reentrant_gradients(
     starts: Sequence[Tensor],
     sources: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """`engine_gradients` of a hidden graph of reentrant checkpoints.
+    """`engine_gradients` of a hidden graph that has reentrant checkpoints.
 
     Args:
         nodes: all of the graph.
@@ -50,9 +58,7 @@ def reentrant_gradients(
     for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
         if not arrived[node]:
             continue
-        returned = node.apply(*_materialized(arrived.pop(node), node))
-        gradients = [returned[_LEADING + place] for place in node.tensor_indices]
-        for (after, place), gradient in zip(node.next_functions, gradients, strict=True):
+        for (after, place), gradient in _edges(node, _materialized(arrived.pop(node), node)):
             if after is None or gradient is None:
                 continue
             source = getattr(after, "variable", None)
@@ -62,6 +68,20 @@ def reentrant_gradients(
                 known = found.get(id(source))
                 found[id(source)] = gradient if known is None else known + gradient
     return tuple(found.get(id(source)) for source in sources)
+
+
+def _edges(node: Any, cotangents: Sequence[Tensor]) -> list[tuple[Any, Tensor | None]]:
+    """What a node's gradients go to, with the gradients."""
+    returned = node.apply(*cotangents)
+    if type(node) is _NODE:
+        gradients = [returned[_LEADING + place] for place in node.tensor_indices]
+        return list(zip(node.next_functions, gradients, strict=True))
+    if not isinstance(returned, tuple):
+        returned = (returned,)
+    # Inputs that are no tensors have no edge; those that want no gradient an empty one, if any.
+    wanted = [g for g, needed in zip(returned, node.needs_input_grad, strict=False) if needed]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return list(zip(edges, wanted, strict=True))
 
 
 def _add_at(cotangents: list[Tensor | None], place: int, cotangent: Tensor) -> None:

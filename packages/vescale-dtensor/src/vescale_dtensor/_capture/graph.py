@@ -296,7 +296,7 @@ class TracedGraph:
         for wrapper, _ in self._wrappers:
             leaf = wrapper._leaf_gradient
             # Another local tensor is another leaf: what this one notes is void then.
-            if leaf is not None and leaf.local() is wrapper._local_tensor:
+            if leaf is not None and leaf.local is wrapper._local_tensor:
                 self.leaf_used(leaf, leaf.partial)
 
     def leaf_used(self, leaf: LeafGradient, varying: int) -> bool:
@@ -340,9 +340,7 @@ class TracedGraph:
     def _made_leaf(self, leaf: LeafGradient) -> fx.Node:
         """The gradient state of a leaf that the function itself made: a step of the program."""
         if leaf not in self._made_leaves:
-            local = leaf.local()
-            assert local is not None
-            arguments = self.node_of(local), self.constant(leaf.layout)
+            arguments = self.node_of(leaf.local), self.constant(leaf.layout)
             self._made_leaves[leaf] = self.graph.call_function(LeafGradient, arguments)
         return self._made_leaves[leaf]
 

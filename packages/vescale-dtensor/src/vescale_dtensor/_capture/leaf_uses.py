@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._autograd.leaf_gradient import leaf_for_use, try_never_partial
+from vescale_dtensor._autograd.leaf_use import leaf_for_use, try_never_partial
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._tensor.dtensor import DTensor

@@ -20,7 +20,8 @@ from vescale_comm import Trace as Collectives
 from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.function_bridge import joined_local
-from vescale_dtensor._autograd.leaf_gradient import LeafGradient, leaf_for_use
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient
+from vescale_dtensor._autograd.leaf_use import leaf_for_use
 from vescale_dtensor._capture.constants import Constants, is_readable
 from vescale_dtensor._capture.custom_functions import record_join
 from vescale_dtensor._capture.global_state import (

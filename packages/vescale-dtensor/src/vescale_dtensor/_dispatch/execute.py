@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.grad_property import track_gradient_view
-from vescale_dtensor._autograd.leaf_gradient import is_alias_of_leaf
+from vescale_dtensor._autograd.leaf_use import is_alias_of_leaf
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached

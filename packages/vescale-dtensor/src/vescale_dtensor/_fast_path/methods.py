@@ -30,6 +30,7 @@ from vescale_dtensor._fast_path.lookup import (
     torch_function,
 )
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.lineage import note_part
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     any_requires_grad,
@@ -203,7 +204,11 @@ def _detach(self: DTensor) -> Any:
         # A rank outside of the mesh computes nothing, but it makes parameters as the others do.
         result = wrap(self._local_tensor.detach(), self._spec)
     if type(result) is DTensor:
-        result._part_of = weakref.ref(self)
+        # `note_part` of what is trained; of the rest, in a call less.
+        if self._local_tensor.requires_grad or self._is_trained_part:
+            note_part(result, self)
+        else:
+            result._part_of = weakref.ref(self)
     return result
 
 

@@ -3,12 +3,16 @@
 Where the layout of a view requires communication, its result is a copy. Reading it is right as long
 as neither side is written to, so writing to either is refused: the copy knows what it is a copy of,
 and the storage of its base is listed here as long as the copy lives.
+
+When a copy dies that is part of a cycle is chance, on each rank another. So garbage is collected
+before one that seems to live decides anything: all ranks refuse, or none.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -51,17 +55,31 @@ def check_writable(target: Tensor, what: str) -> None:
             f"{what}: in place on {target!r}, a view whose layout forced a copy: the original "
             "would not change. Write to the original, or clone() the view first."
         )
-    if live_copies and _live_copy(target):
+    check_unshared(target._local_tensor, lambda: f"{what}: in place on {target!r}")
+
+
+def check_unshared(local: Tensor, what: Callable[[], str]) -> None:
+    """Refuse a write to the memory of a local tensor that a copied view stands for.
+
+    Raises:
+        UnsupportedError: such a view is still alive.
+    """
+    if live_copies and _live_copy(local):
         raise UnsupportedError(
-            f"{what}: in place on {target!r}, of which a view lives whose layout forced a copy: "
-            "the view would not change. clone() the view, or drop it before writing."
+            f"{what()}, of which a view lives whose layout forced a copy: the view would not "
+            "change. clone() the view, or drop it before writing."
         )
 
 
 def is_copied_only_as(copies: Sequence[DTensor], base: DTensor) -> bool:
     """Whether no other copied view of this base's memory lives than these."""
-    known = live_copies.get(_address(base._local_tensor), ())
-    return all(any(other is copy for copy in copies) for other in known)
+    address = _address(base._local_tensor)
+
+    def others() -> bool:
+        known = live_copies.get(address, ())
+        return any(all(other is not copy for copy in copies) for other in known)
+
+    return not _still(others)
 
 
 def any_copies() -> bool:
@@ -70,17 +88,25 @@ def any_copies() -> bool:
     return bool(live_copies)
 
 
-def _live_copy(target: DTensor) -> bool:
-    """Whether a copied view of `target` is alive."""
-    address = _address(target._local_tensor)
+def _live_copy(local: Tensor) -> bool:
+    """Whether a copied view of a local tensor's memory is alive."""
+    address = _address(local)
     known = live_copies.get(address)
     if known is None:
         return False
+    if _still(lambda: len(known) > 0):
+        return True
     # All copies are gone, and the storage may be another tensor's by now.
-    if len(known) == 0:
-        del live_copies[address]
+    live_copies.pop(address, None)
+    return False
+
+
+def _still(found: Callable[[], bool]) -> bool:
+    """Whether something is found that no collection of garbage frees."""
+    if not found():
         return False
-    return True
+    gc.collect()
+    return found()
 
 
 def _address(local: Tensor) -> int:

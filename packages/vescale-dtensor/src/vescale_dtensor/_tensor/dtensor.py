@@ -53,11 +53,16 @@ class DTensor(torch.Tensor):
     _use_aliases: Any = None
     # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.LeafGradient`.
     _leaf_gradient: Any = None
-    # On a gradient: the leaf it belongs to. Weak, since the leaf holds the gradient.
-    _grad_of: weakref.ref[Any] | None = None
+    # What lives as long as this leaf: `_autograd.leaf_gradient.LeafHolds`.
+    _leaf_holds: Any = None
+    # On a gradient and its views: the state of the leaf it belongs to, and what reduces it with
+    # others. Not weak: a gradient that outlives its leaf is reduced on all ranks, or on none.
+    _grad_of: tuple[Any, Any] | None = None
     # On `.data` and `.grad` of a tensor: that tensor, of whose lineage a write to this is a part.
     # Weak: it may hold this.
     _part_of: weakref.ref[DTensor] | None = None
+    # Whether that was a leaf that wants gradients, or part of one: it may be gone, on this rank.
+    _is_trained_part: bool = False
     # The gradient of an activation that `retain_grad` was called on.
     _retained_grad: Any = None
     # The last layout it was redistributed to, a

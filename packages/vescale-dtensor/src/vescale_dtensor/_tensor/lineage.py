@@ -24,6 +24,7 @@ next step depends on it, and nothing else may tell.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -165,8 +166,8 @@ def token_with_numbers(
     if silent.get() or pause.depth:
         return token
     numbers = numbers_within(values, named)
-    written = target, *_owners(target)
-    if any(map(_is_trained, written)):
+    # Not by what it is a part of, which may be gone on some ranks.
+    if target._is_trained_part or is_trained(target):
         operands = [
             each
             for each in _operands((values, tuple(named.values())))
@@ -177,13 +178,21 @@ def token_with_numbers(
             told |= {f"lineage {place}": each._lineage for place, each in enumerate(operands)}
         # A write without either (`p.zero_()`) is noted by its being one, but not one to a gradient:
         # that matters where a step is made by it, which has operands.
-        if told or all(each._grad_of is None for each in written):
+        if told or target._grad_of is None:
             note_numbers(target._spec.layout.mesh, _name(func), told)
         return token
     return hash((token, number_token(numbers))) if numbers else token
 
 
-def _is_trained(tensor: DTensor) -> bool:
+def note_part(part: DTensor, whole: DTensor) -> None:
+    """Note that a write to `part`, such as its `.data`, is one to the whole."""
+    part._part_of = weakref.ref(whole)
+    if whole._is_trained_part or is_trained(whole):
+        part._is_trained_part = True
+
+
+def is_trained(tensor: DTensor) -> bool:
+    """Whether a tensor is a leaf that wants gradients."""
     local = tensor._local_tensor
     if not local.requires_grad:
         return False
@@ -259,7 +268,7 @@ def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> N
         return
     _set_written(tensor, tensor._lineage, _ASSIGNED[name])
     mesh = tensor._spec.layout.mesh
-    if value is not None and _is_trained(tensor) and sampling_of(mesh).samples:
+    if value is not None and is_trained(tensor) and sampling_of(mesh).samples:
         # Not what a gradient was computed from: a rank may have forgotten writes to one.
         told = {"lineage": value._lineage} if name == "data" else {"dims": value.ndim}
         note_numbers(mesh, f"assigning .{name}", told)

@@ -23,6 +23,8 @@ def local_replaced(tensor: DTensor) -> None:
 
     The gradient state is dropped as well: it belongs to the former local tensor.
     """
+    if tensor._leaf_gradient is not None:
+        tensor._leaf_gradient.retire()  # others may hold it: a gradient that somebody kept
     tensor._use_aliases = tensor._leaf_gradient = tensor._cached_redistribution = None
 
 

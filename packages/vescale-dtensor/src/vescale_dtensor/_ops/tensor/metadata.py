@@ -56,9 +56,9 @@ def _is_same_size(self: Tensor, other: Tensor) -> bool:
 
 # State of this very tensor: its data, its graph, and whose view it is. A deep copy starts afresh.
 _OWN = """
-_local_tensor _spec _may_have_hidden_node _use_aliases _leaf_gradient _grad_of _part_of
+_local_tensor _spec _may_have_hidden_node _use_aliases _leaf_gradient _leaf_holds _grad_of _part_of
 _cached_redistribution _local_escaped _stray_grad_guard _function_node _retain_grad_hook
-_retained_grad _view_copy_of _way_back _memory _from_checkpoint _holds_node
+_retained_grad _view_copy_of _way_back _memory _from_checkpoint _holds_node _is_trained_part
 """
 
 
@@ -79,7 +79,7 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
         return result
     if self._leaf_gradient is not None and result._local_tensor.is_leaf:
         leaf = leaf_gradient_of(result)
-        leaf.partial = self._leaf_gradient.partial
+        leaf.note_partial(self._leaf_gradient.partial)
         if self._leaf_gradient.is_reduced:
             leaf.assign_total()
     return result
