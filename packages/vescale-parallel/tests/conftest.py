@@ -52,6 +52,7 @@ LONG = {
     "invariant/test_refused": 3,
     "notation/test_arguments": 3,
     "pipeline/test_accumulated": 3,
+    "pipeline/test_failed_steps": 4,
     "pipeline/test_given_schedules": 2,
     "pipeline/test_kept": 3,
     "pipeline/test_outputs": 4,

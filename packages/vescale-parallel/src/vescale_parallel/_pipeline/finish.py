@@ -77,6 +77,27 @@ def finish_step(
     return rows[scene.split.ranks[-1], 0].to(kind.loss.dtype, copy=True)
 
 
+class NewGradients:
+    """Gradients that a step makes: dropped if it fails, or the next one would be added to a part.
+
+    Which microbatches have left something, of which stages and on which ranks, depends on what
+    failed, where. Gradients that were there before the step are added to as it goes, as in torch,
+    and keep what came until it failed.
+
+    Args:
+        parameters: those that are trained.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._without = [one for one in parameters if one.grad is None]
+
+    def drop(self) -> None:
+        """The step has failed."""
+        for one in self._without:
+            if one.grad is not None:
+                one.grad = None
+
+
 class EarlierGradients:
     """Gradients of parameters of several stages that were there before a step: put aside meanwhile.
 

@@ -17,7 +17,12 @@ from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.finish import EarlierGradients, finish_step, require_success
+from vescale_parallel._pipeline.finish import (
+    EarlierGradients,
+    NewGradients,
+    finish_step,
+    require_success,
+)
 from vescale_parallel._pipeline.held import forget_held
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
@@ -127,6 +132,7 @@ class MicrobatchStep:
         total: Tensor | None = None
         parts = divided(part, self._microbatches, self._dim)
         zero = getattr(self._model, SCHEDULE, None)
+        new = NewGradients(p for p in self._model.parameters() if p.requires_grad)
         for at, (one, weight) in enumerate(parts):
             # The last microbatch reduces what all of them have left: one collective for each unit
             # and step.
@@ -139,6 +145,7 @@ class MicrobatchStep:
                         found.backward()  # type: ignore[no-untyped-call]
             except BaseException:
                 _drop_kept(self._model)
+                new.drop()
                 raise
             # The history of a microbatch ends with its backward: held, it would keep its
             # activations.
@@ -191,10 +198,12 @@ class StagedStep:
         earlier = EarlierGradients(
             p for n, p in walked.named.items() if trains and owners[n] is None
         )
+        new = NewGradients(trained)
         try:
             loss = self._run(schedule, microbatches, watch)
             total = finish_step(loss, microbatches[-1].kind, scene, self._lines, trained)
         except BaseException:
+            new.drop()
             earlier.restore()
             raise
         earlier.add()

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from vescale_comm.nested import named_tensors_within
-from vescale_dtensor import before_backward, reduce_gradients, untraced
+from vescale_dtensor import before_backward, keep_alive, reduce_gradients, untraced
 
 from vescale_parallel._common.agreement import require_same
 from vescale_parallel._common.mesh import mesh_ranks
@@ -79,6 +79,12 @@ class Schedule:
         # Optimizers may be made later, and by others: torch's hooks on all of them are the only
         # way.
         watch_steps(self)
+        # They keep parameters of models that are gone, and what such a step sends must not depend
+        # on whether Python has freed the model yet.
+        for unit in units:
+            for buffer in unit.buffers:
+                for parameter in buffer.parameters:
+                    keep_alive(parameter, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
