@@ -34,6 +34,9 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
     device gets that accumulates over the same parts. Gradients are added to `.grad`, reduced once;
     the optimizer's step is the caller's. Under `torch.no_grad()` only the forward runs.
 
+    A step in parts that raises drops the gradients that it made. Those that were there before keep
+    what was added until it failed, as in torch: `zero_grad()` them.
+
     Parts count by rows. The mean over tokens that are not ignored (-100) is taken within each part,
     so where parts have unequal numbers of them it is not the mean of the whole batch, as it is not
     on one device that accumulates. With `num_items_in_batch`, by which models of Hugging Face
