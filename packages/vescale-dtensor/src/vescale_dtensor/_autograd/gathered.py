@@ -41,9 +41,10 @@ def keep_alive(parameter: Tensor, value: object) -> None:
     Raises:
         DTensorError: the parameter is no leaf DTensor.
     """
-    local_leaf(parameter)
+    if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
+        raise DTensorError(f"keep_alive: {parameter!r} is not a leaf DTensor")
     leaf_gradient_of(parameter)
-    holds = parameter._leaf_holds  # type: ignore[attr-defined]
+    holds = parameter._leaf_holds
     if all(one is not value for one in holds.others):
         holds.others = (*holds.others, value)
 
