@@ -145,3 +145,4 @@ def test_a_name_that_means_something_else_in_another_module_has_no_rule_by_it(mo
     assert torch.relu in functions("relu")
     assert relu not in functions("relu")
     assert torch.linalg.det in functions("det")
+    assert torch.fft.fft in functions("fft", (torch, torch.fft))

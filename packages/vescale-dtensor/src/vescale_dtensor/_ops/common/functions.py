@@ -46,7 +46,8 @@ def _means_another(place: Any, name: str) -> bool:
     """Whether a function may be another operator than torch's of that name."""
     if name in _ALIKE or not any(place is one for one in _APART):
         return False
-    return hasattr(torch, name) or hasattr(torch.Tensor, name)
+    # Callable: `torch.fft` is a module.
+    return any(callable(getattr(of_torch, name, None)) for of_torch in (torch, torch.Tensor))
 
 
 def entries(
