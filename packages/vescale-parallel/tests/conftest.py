@@ -17,6 +17,7 @@ LONG = {
     "apply/test_attention_way": 3,
     "apply/test_bad_input": 2,
     "apply/test_captured": 6,
+    "apply/test_collections": 6,
     "apply/test_local_batch": 3,
     "apply/test_preflight": 4,
     "apply/test_replaced": 4,

@@ -1,0 +1,98 @@
+"""Steps send the same whenever Python collects garbage, which is chance on each rank."""
+
+import gc
+import random
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from vescale_comm import trace
+from vescale_comm.testing import run
+from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+
+PLANS = {
+    "dp": ({"dp": 2}, {"batch": "dp:0"}),
+    "zero": ({"dp": 2}, {"batch": "dp:0", "zero": 3}),
+    "recomputed": ({"dp": 2}, {"batch": "dp:0", "zero": 2, "checkpoint": "full"}),
+    "microbatches": ({"dp": 2}, {"batch": "dp:0", "zero": 1, "microbatches": 2}),
+    "tp": ({"tp": 2}, {"parameters": {"*.0.weight": "tp:0", "*": "replicate"}}),
+    "stages": ({"pp": 2}, {"pipeline": {"schedule": "1f1b", "microbatches": 2}}),
+}
+
+
+@contextmanager
+def collections_at_random(rank, seed, share=0.0005):
+    """Rank 0 collects garbage at random calls, rank 1 never."""
+    chance = random.Random(seed)
+
+    def called(frame, event, argument):
+        if event == "call" and chance.random() < share:
+            gc.collect()
+
+    gc.collect()
+    before = sys.getprofile()
+    try:
+        if rank:
+            gc.disable()
+        else:
+            sys.setprofile(called)
+        yield
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def trained(mesh, options):
+    """Train two models; nobody keeps the first, but for its gradients and its optimizer."""
+    kept, losses = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Model()
+        parallelize(model, mesh, Plan(**options))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(float(forward_backward(model, torch.randn(8, 4))))
+            if "pp" not in mesh.mesh_dim_names:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        model.itself = model
+        kept.append(optimizer)
+        kept += [one.grad for one in model.parameters() if one.grad is not None and one.numel()]
+        del model, optimizer
+    for one in kept:
+        if isinstance(one, torch.optim.Optimizer):
+            one.step()
+        elif hasattr(one, "full_tensor"):
+            losses.append(float((one * one).sum()))
+    return losses
+
+
+def run_alike(rank, world, name):
+    sizes, options = PLANS[name]
+    mesh = make_mesh(device_type="cpu", **sizes)
+    with trace() as sent, collections_at_random(rank, 0):
+        losses = trained(mesh, options)
+    told = [(one.op, one.ranks) for one in sent.records if one.op not in ("send", "recv")]
+    return losses, [str(one) for one in told]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_sent_is_no_chance(name):
+    (first, sent), (second, other) = run(run_alike, 2, name, timeout=60)
+    assert first == second
+    assert sent == other
