@@ -1,6 +1,6 @@
 """Arguments given by name, in any order, or by NumPy's name: the same as on one device.
 
-The names of every entry of torch's operator database are swept in `opinfo` (its forms "by name").
+`test_every_argument_name` sweeps the names of every entry of torch's operator database.
 """
 
 from __future__ import annotations
