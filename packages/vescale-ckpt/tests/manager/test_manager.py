@@ -1,6 +1,7 @@
 """The manager finds the newest committed checkpoint and never removes the only one."""
 
 import json
+import math
 import os
 
 import pytest
@@ -86,6 +87,10 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
 def test_wrong_arguments(tmp_path):
     with pytest.raises(ValueError, match="keep_last must be at least 1"):
         CheckpointManager(tmp_path, keep_last=0)
+    for option in ("keep_last", "keep_every", "keep_best"):
+        for wrong in (math.nan, math.inf, 2.5, -1, "3"):
+            with pytest.raises(ValueError, match=f"{option} must be at least 1"):
+                CheckpointManager(tmp_path, **{option: wrong})
     with pytest.raises(ValueError, match="a step is at least 0"):
         CheckpointManager(tmp_path).save(-1, state(1))
 

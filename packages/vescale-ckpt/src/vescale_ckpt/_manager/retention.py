@@ -3,6 +3,7 @@
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,11 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"keep_{name} must be at least 1 or None, not {value}")
+            # No step is a multiple of nan: all that should be kept would be deleted.
+            if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
+                raise ValueError(
+                    f"keep_{name} must be at least 1 or None, and an integer, not {value!r}"
+                )
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
 
