@@ -15,6 +15,7 @@ from vescale_dtensor import DTensor, Replicate, Shard
 GIVEN = {
     "transposed": lambda: torch.randn(6, 8).t(),
     "channels_last": lambda: torch.randn(5, 8, 6, 4).to(memory_format=torch.channels_last),
+    "four channels": lambda: torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last),
     "one channel": lambda: torch.randn(4, 1, 3, 3).to(memory_format=torch.channels_last),
     "permuted": lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
     "columns": lambda: torch.randn(8, 9)[:, 1:8:2],
@@ -115,7 +116,10 @@ def test_from_local_takes_the_order_of_the_local_tensors():
     simulate(4).run(program)
 
 
-@pytest.mark.parametrize("given", ["transposed", "channels_last", "permuted", "empty"])
+HARD = ["transposed", "channels_last", "four channels", "permuted", "empty"]
+
+
+@pytest.mark.parametrize("given", HARD)
 def test_from_local_finds_the_order_out_where_ranks_hold_little_or_nothing(given):
     def program(rank, world_size, whole):
         line = device_mesh((4,))

@@ -156,14 +156,14 @@ def _found(
 ) -> tuple[Shape | None, Shape | None]:
     """Shape and strides (without gaps) of the global tensor, as far as the ranks found them."""
     shape = found.shape
-    if found.strides is None:
+    if found.order is None:
         return shape, None
     if shape is None:
         # Even shards: `told_order` tells the rest, and is the same wherever a spec is cached.
-        if 1 not in local.shape or order_of(tuple(local.shape), found.strides) is None:
+        if 1 not in local.shape or found.order == tuple(range(local.ndim)):
             return None, None
         shape = even_shape(local, Layout.of(mesh, normalized(wanted, local.ndim)))
-    return shape, strides_of(shape, order_of(shape, found.strides))
+    return shape, strides_of(shape, found.order)
 
 
 @lru_cache(maxsize=1024)

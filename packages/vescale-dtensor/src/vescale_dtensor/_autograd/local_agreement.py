@@ -106,11 +106,11 @@ class Agreed(NamedTuple):
 
     Attributes:
         shape: global shape.
-        strides: of the local tensor that says most of the memory order.
+        order: memory order of the local tensor that tells most of it: all dims from the slowest.
     """
 
     shape: Shape | None = None
-    strides: Shape | None = None
+    order: Shape | None = None
 
 
 class Told(NamedTuple):
@@ -191,7 +191,7 @@ def agreed(mesh: DeviceMesh, asked: Asked) -> Agreed:
     record(mesh, f"compares what ranks pass to {asked.by}")
     with torch.no_grad(), no_torch_function():
         if _all_same(asked, group) and _is_even(asked):
-            return Agreed(strides=asked.local.stride())
+            return Agreed(order=_whole_order(tuple(asked.local.shape), asked.local.stride()))
         told = _told(asked, group)
     texts, shapes = [one.text for one in told], [one.shape for one in told]
     if _orders_differ(told, asked.computed):
@@ -204,7 +204,13 @@ def agreed(mesh: DeviceMesh, asked: Asked) -> Agreed:
         )
     # Of a dim of which it holds one index, a rank cannot tell the place, and of nothing no order.
     most = max(told, key=lambda one: (len(one.order), prod(one.shape)))
-    return Agreed(_joined(mesh, asked, shapes, group), most.strides)
+    order = _whole_order(most.shape, most.strides)
+    return Agreed(_joined(mesh, asked, shapes, group), order)
+
+
+def _whole_order(shape: Shape, strides: Sequence[int]) -> Shape:
+    # By the shape that the strides are of: in another one, a dim of one index may have more.
+    return order_of(shape, strides) or tuple(range(len(shape)))
 
 
 def _orders_differ(told: list[Told], computed: bool) -> bool:
