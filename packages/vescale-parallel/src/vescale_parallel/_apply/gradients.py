@@ -56,5 +56,7 @@ def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
     # A dict keeps the order of the first of each kind, which is the same on all ranks.
     kinds: dict[Any, list[int]] = {}
     for position, one in enumerate(pending):
-        kinds.setdefault((one.mesh, tuple(one.axes), one.order), []).append(position)
+        # By its device as well: with offload, some are on the host and others are not.
+        kind = (one.mesh, tuple(one.axes), one.order, one.local.device.type)
+        kinds.setdefault(kind, []).append(position)
     return list(kinds.values())

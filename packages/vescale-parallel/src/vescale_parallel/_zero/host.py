@@ -67,9 +67,11 @@ class HostLink:
             return self._stream.record_event()
 
     def wait(self, copy: Any) -> None:
-        """Wait until a copy is done. The host waits, and not the device's stream."""
+        """Wait until a copy is done, and have what is queued from now on follow all of them."""
         if copy is not None:
+            # The host waits, so that its memory may be written to.
             copy.synchronize()
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def to_host(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Return values that were made in `stream` in memory of the host, complete."""
