@@ -1,12 +1,16 @@
 """Gradients are summed right, in few collectives, in an order that ranks share."""
 
+import copy
+
 import pytest
 import torch
-from vescale_comm import trace
+from torch import nn
+from vescale_comm import simulate, trace
 from vescale_comm.testing import run
+from vescale_dtensor import DTensor, half_sums
 from vescale_dtensor import PendingGradient as Pending
-from vescale_dtensor import half_sums
 from vescale_parallel import mesh as make_mesh
+from vescale_parallel import parallelize
 from vescale_parallel._apply.gradients import BucketedReducer, by_group
 
 
@@ -70,3 +74,33 @@ def test_half_precision_gradients_that_cancel_are_finite_in_buckets():
             assert torch.equal(total, torch.zeros_like(total))
         assert not native[1].isfinite().all()
         assert torch.equal(native[2], totals[2])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Rprop"])
+def test_a_step_sums_gradients_once(name: str):
+    """Also where an optimizer first only copies them, as momentum does."""
+    options = {"momentum": 0.9, "weight_decay": 0.01} if name == "SGD" else {}
+
+    def steps(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        model = parallelize(copy.deepcopy(plain), make_mesh(device_type="cpu", dp=world_size))
+        pairs = [
+            (one, getattr(torch.optim, name)(one.parameters(), lr=0.1, **options))
+            for one in (plain, model)
+        ]
+        for seed in range(3):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+            for one, optimizer in pairs:
+                optimizer.zero_grad()
+                one(x).square().mean().backward()
+                with trace() as seen:
+                    optimizer.step()
+            assert len(seen.records) == 1
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.full_tensor(), other)
+        for state in pairs[1][1].state.values():
+            kept = [one for one in state.values() if isinstance(one, DTensor)]
+            assert not any(one.placements[0].is_partial() for one in kept)
+
+    simulate(2)(steps)

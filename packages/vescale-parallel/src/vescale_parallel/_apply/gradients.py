@@ -5,11 +5,14 @@ totals, once per backward, when something first needs one of them.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_comm import all_reduce_bucketed, group_of
-from vescale_dtensor import PendingGradient
+from vescale_dtensor import DTensor, PendingGradient, RaggedShard, reduce_gradients
 
 BUCKET_BYTES: Final = 25 * 2**20
 """Default cap of a bucket: large enough to use the wire, small enough to be a modest copy."""
@@ -60,3 +63,22 @@ def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
         kind = (one.mesh, tuple(one.axes), one.order, one.local.device.type)
         kinds.setdefault(kind, []).append(position)
     return list(kinds.values())
+
+
+@cache
+def reduce_before_steps() -> None:
+    """From now on gradients of distributed parameters are summed before an optimizer's step.
+
+    Not every step asks for their totals: SGD's first one with momentum copies the gradient, and its
+    momentum would stay a sum over ranks that nobody has made, made anew parameter by parameter at
+    each step.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    groups = optimizer.param_groups
+    stepped = [p for group in groups for p in group["params"] if isinstance(p, DTensor)]
+    # What zero stores is reduced by its schedule, which may keep gradients until then.
+    if not any(isinstance(where, RaggedShard) for p in stepped for where in p.placements):
+        reduce_gradients(stepped)

@@ -10,7 +10,11 @@ from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, 
 from vescale_parallel._apply.attention_install import install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.experts_install import install_experts
-from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
+from vescale_parallel._apply.gradients import (
+    BUCKET_BYTES,
+    BucketedReducer,
+    reduce_before_steps,
+)
 from vescale_parallel._apply.local_batch import LocalBatch
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
 from vescale_parallel._apply.pipeline_install import (
@@ -102,6 +106,7 @@ def parallelize(
     _install_checkpoint(model, where.mesh, here)
     install_steps(model, here, mesh, where, plan.prefetch)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
+    reduce_before_steps()
     _install_invariant(model, mesh, where, report)
     return model
 
