@@ -37,7 +37,7 @@ class HostLink:
         self.device = device
         self._pins = device.type == "cuda"
         make: Any = torch.cuda.Stream
-        self._stream = make(device) if self._pins else None
+        self._stream: Any = make(device) if self._pins else None
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host."""
