@@ -12,9 +12,10 @@ With `--ilp SECONDS`, each model is planned a second time by one integer program
 graph (MODeL's form, HiGHS), which is given so much time: the order's seconds and peak against it.
 
 With `--hidden`, whole training steps with ZeRO-3 on four gloo ranks: ours as a graph, as traced,
-with its communication scheduled, and in a planned order, against ours in eager mode, torch's FSDP2,
-and the form of SimpleFSDP (a parametrization, compiled by Inductor: minutes at first). Same model,
-batches and optimizer, checked against one device, as in the benchmark `train`.
+with its communication scheduled, that with the regions between it compiled (Inductor: minutes at
+first), and in a planned order, against ours in eager mode, torch's FSDP2, and the form of
+SimpleFSDP (a parametrization, compiled as well). Same model, batches and optimizer, checked against
+one device, as in the benchmark `train`.
 
 With `--ranks`, steps of a data-parallel model over gloo as well: the joint graph of a step, as it
 is traced and with its communication scheduled, against eager mode and torch's DDP, in one run.

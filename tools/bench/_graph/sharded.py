@@ -18,14 +18,20 @@ CAP_BYTES = 2 << 20
 
 
 class OnGraph:
-    """The whole training step as one graph; `scheduled`, `planned`: what is done with it."""
+    """The whole training step as one graph; the flags say what is done with it, in their order."""
 
     def __init__(
-        self, sizes: Sizes, mesh: DeviceMesh, *, scheduled: bool = False, planned: bool = False
+        self,
+        sizes: Sizes,
+        mesh: DeviceMesh,
+        *,
+        scheduled: bool = False,
+        planned: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.model = parallelize(seeded(sizes), mesh, PLAN_ZERO3)
         self.optimizer: Optimizer = adamw(self.model.parameters())
-        self.scheduled, self.planned = scheduled, planned
+        self.scheduled, self.planned, self.compiled = scheduled, planned, compiled
         self._step: Callable[..., Tensor] | None = None
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -43,6 +49,8 @@ class OnGraph:
             made = made.running(found.graph_module)
         if self.planned:
             made = made.running(memory.plan(made.graph_module, solver="rules", seconds=0).apply())
+        if self.compiled:
+            made = made.running(graph.compile_regions(made.graph_module).graph_module)
         return made
 
     def value(self, loss: Tensor) -> float:

@@ -97,6 +97,7 @@ CONTEXT: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
 
 GRAPH, SCHEDULED, SIMPLE = "ours, graph", "ours, scheduled graph", "SimpleFSDP's form, compiled"
 PLANNED = "ours, graph in a planned order"
+COMPILED = "ours, scheduled graph, regions compiled"
 
 GRAPHS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     "dp4.zero3.graph": (
@@ -107,6 +108,7 @@ GRAPHS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
             GRAPH: OnGraph,
             SCHEDULED: partial(OnGraph, scheduled=True),
             PLANNED: partial(OnGraph, planned=True),
+            COMPILED: partial(OnGraph, scheduled=True, compiled=True),
             SIMPLE: SimpleFSDP,
         },
     ),

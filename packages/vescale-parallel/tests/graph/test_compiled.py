@@ -18,10 +18,20 @@ from vescale_parallel._graph.collectives import collectives
 STEPS = 3
 
 
-def built(zero):
+TENSOR = {
+    "blocks.*.up.{weight,bias}": "tp:0",
+    "blocks.*.down.weight": "tp:1",
+    "{embed,head}.weight": "tp:0",
+    "*": "replicate",
+}
+
+
+def built(zero, tp=1):
     torch.manual_seed(0)
-    plan = Plan(batch="dp:0", zero=zero)
-    model = parallelize(Net(1), mesh(dp=torch.distributed.get_world_size()), plan)
+    sizes = {"dp": torch.distributed.get_world_size() // tp} | ({"tp": tp} if tp > 1 else {})
+    rules = TENSOR if tp > 1 else {"*": "replicate"}
+    plan = Plan(axes=tuple(sizes), batch="dp:0", parameters=rules, zero=zero)
+    model = parallelize(Net(1), mesh(**sizes), plan)
     return model, optim.AdamW(model.parameters(), 0.02)
 
 
@@ -38,9 +48,9 @@ def refusing(rank):
     return backend
 
 
-def trained(rank, world_size, zero, backend):
+def trained(rank, world_size, zero, backend, tp=1):
     """Train beside eager mode; the regions of this rank."""
-    (model, adam), (eager, other) = built(zero), built(zero)
+    (model, adam), (eager, other) = built(zero, tp), built(zero, tp)
     step = graph.train_step(model, model, batch(0)).with_optimizer(adam, max_norm=0.5)
     planned = graph.schedule(step.graph_module)
     found = graph.compile_regions(
@@ -90,6 +100,13 @@ def test_traced_ahead_of_time():
     one, two = run(trained, 2, 3, "aot_eager", timeout=200)
     assert one == two
     assert not any(region.why_not for region in one[0] if region.operations > 1)
+
+
+@pytest.mark.parametrize(("ranks", "zero", "tp"), [(2, 0, 1), (2, 1, 1), (4, 0, 2), (4, 3, 2)])
+def test_every_layout(ranks, zero, tp):
+    found = run(trained, ranks, zero, "aot_eager", tp, timeout=250)
+    assert all(one == found[0] for one in found)
+    assert not any(region.why_not for region in found[0][0] if region.operations > 1)
 
 
 def test_what_ranks_ask_otherwise_is_told_on_all():
