@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.attention.flex_attention import flex_attention as of_torch
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor._api.local_map import local_map
@@ -26,6 +24,9 @@ from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._ops.nn.attention_rows import rows_among
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.opmath import autocast_off, to_opmath
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _BATCH, _HEADS, _ROWS = 0, 1, 2
@@ -65,6 +66,8 @@ def flex_attention(
         UnsupportedError: a function captures DTensors, or tensors that need a gradient.
     """
     if not any(isinstance(one, DTensor) for one in (query, key, value)):
+        from torch.nn.attention.flex_attention import flex_attention as of_torch
+
         found: Tensor = of_torch(query, key, value, score_mod, block_mask, scale, enable_gqa)
         return found
     parts = _distributed(query, key, value)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._planning import OpCall
@@ -80,6 +79,8 @@ def _is_usual_mask(mask: Any, query: Tensor, key: Tensor) -> bool:
 
 def _ask(call: OpCall, given: Mapping[str, Any]) -> None:
     """Have torch look at operands like these, without their values."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     known = _extents(given)
     asked = {name: _stand_in(name, one, known) for name, one in given.items()}
     rate = given.get("dropout_p", 0.0)
