@@ -35,7 +35,7 @@ LONG = {
     "experts/test_move": 5,
     "graph/test_compiled": 4,
     "graph/test_compiled::test_what_ranks_ask_otherwise_is_told_on_all": 2,
-    "graph/test_compiled::test_every_layout": 12,
+    "graph/test_compiled::test_other_levels": 8,
     "graph/test_compiled::test_traced_ahead_of_time": 3,
     "graph/test_offloaded": 8,
     "graph/test_offloaded::test_steps_of_a_mesh": 3,

@@ -18,20 +18,10 @@ from vescale_parallel._graph.collectives import collectives
 STEPS = 3
 
 
-TENSOR = {
-    "blocks.*.up.{weight,bias}": "tp:0",
-    "blocks.*.down.weight": "tp:1",
-    "{embed,head}.weight": "tp:0",
-    "*": "replicate",
-}
-
-
-def built(zero, tp=1):
+def built(zero):
     torch.manual_seed(0)
-    sizes = {"dp": torch.distributed.get_world_size() // tp} | ({"tp": tp} if tp > 1 else {})
-    rules = TENSOR if tp > 1 else {"*": "replicate"}
-    plan = Plan(axes=tuple(sizes), batch="dp:0", parameters=rules, zero=zero)
-    model = parallelize(Net(1), mesh(**sizes), plan)
+    plan = Plan(batch="dp:0", zero=zero)
+    model = parallelize(Net(1), mesh(dp=torch.distributed.get_world_size()), plan)
     return model, optim.AdamW(model.parameters(), 0.02)
 
 
@@ -48,9 +38,9 @@ def refusing(rank):
     return backend
 
 
-def trained(rank, world_size, zero, backend, tp=1):
+def trained(rank, world_size, zero, backend):
     """Train beside eager mode; the regions of this rank."""
-    (model, adam), (eager, other) = built(zero, tp), built(zero, tp)
+    (model, adam), (eager, other) = built(zero), built(zero)
     step = graph.train_step(model, model, batch(0)).with_optimizer(adam, max_norm=0.5)
     planned = graph.schedule(step.graph_module)
     found = graph.compile_regions(
@@ -102,10 +92,10 @@ def test_traced_ahead_of_time():
     assert not any(region.why_not for region in one[0] if region.operations > 1)
 
 
-@pytest.mark.parametrize(("ranks", "zero", "tp"), [(2, 0, 1), (2, 1, 1), (4, 0, 2), (4, 3, 2)])
-def test_every_layout(ranks, zero, tp):
-    found = run(trained, ranks, zero, "aot_eager", tp, timeout=250)
-    assert all(one == found[0] for one in found)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_other_levels(zero):
+    found = run(trained, 2, zero, "aot_eager", timeout=250)
+    assert found[0] == found[1]
     assert not any(region.why_not for region in found[0][0] if region.operations > 1)
 
 
