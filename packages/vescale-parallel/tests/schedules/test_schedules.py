@@ -102,10 +102,13 @@ class Stage:
 def actions_of_torch(cls: type, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
     """The actions of one of torch's schedules, without pauses; overlapped pairs one by one."""
     stages = [Stage(i, ranks, ranks * chunks) for i in range(chunks)]
-    schedule = cls(stages, microbatches, loss_fn=None)
+    takes_one = issubclass(cls, of_torch.PipelineScheduleSingle)
+    schedule = cls(stages[0] if takes_one else stages, microbatches, loss_fn=None)
     rows = [schedule.pipeline_order[rank] for rank in range(ranks)]
     return [
-        [text for action in row if action is not None for text in words(action)] for row in rows
+        # What follows the last backward is no action of a schedule here: gradients are reduced.
+        [text for a in row if a is not None and "REDUCE" not in str(a) for text in words(a)]
+        for row in rows
     ]
 
 
@@ -114,7 +117,9 @@ def words(action: object) -> list[str]:
     return [str(part) for part in parts]
 
 
-MULTI = [
+OF_TORCH = [
+    ("gpipe", of_torch.ScheduleGPipe, 1),
+    ("1f1b", of_torch.Schedule1F1B, 1),
     ("interleaved", of_torch.ScheduleInterleaved1F1B, 2),
     ("interleaved", of_torch.ScheduleInterleaved1F1B, 3),
     ("zbv", of_torch.ScheduleZBVZeroBubble, 2),
@@ -122,14 +127,34 @@ MULTI = [
 ]
 
 
-@pytest.mark.parametrize(("name", "cls", "chunks"), MULTI)
+@pytest.mark.parametrize(("name", "cls", "chunks"), OF_TORCH)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)])
 def test_actions_are_those_of_torch(
     name: str, cls: type, chunks: int, ranks: int, microbatches: int
 ):
     ours = make_schedule(name, ranks, microbatches, chunks=chunks)
     theirs = actions_of_torch(cls, ranks, microbatches, chunks)
+    if name == "1f1b":
+        # torch lists the last rank's forwards as 1 to n, and runs 0 to n - 1 as all others.
+        listed = [Action.parse(text) for text in theirs[-1]]
+        theirs[-1] = [str(a._replace(microbatch=a[2] - (a.kind == "F"))) for a in listed]
     assert [[str(action) for action in row] for row in ours.ranks] == theirs
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
+def test_torch_accepts_them_and_finds_that_they_end(name: str, ranks: int, microbatches: int):
+    schedule = make_schedule(name, ranks, microbatches)
+    # Its halves of backwards only come in pairs, and whole ones beside them: as ours.
+    rows = {
+        rank: [of_torch._Action.from_str(str(action)) for action in row]
+        for rank, row in enumerate(schedule.ranks)
+    }
+    of_torch._validate_schedule(rows, ranks, schedule.stages, microbatches)
+    places = schedule.stage_ranks
+    sent = of_torch._add_send_recv(rows, lambda stage: places[stage], schedule.stages)
+    # Raises where ranks wait for each other.
+    of_torch._simulate_comms_compute(sent, lambda stage: places[stage], schedule.stages)
 
 
 def test_split_backwards_are_no_slower_than_torchs():
