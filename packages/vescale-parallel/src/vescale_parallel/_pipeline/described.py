@@ -80,13 +80,49 @@ def describe(value: Any) -> Described:
     return Described(map_tensors(number, value), tuple(specs))
 
 
-def placeholders(described: Described, mesh: DeviceMesh) -> tuple[Any, list[Tensor]]:
+class Blanks:
+    """Memory of tensors whose values mean nothing: one for each form of local tensor.
+
+    A late stage stands in for dozens of blocks, whose results would be held all at once.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._made: dict[object, tuple[Tensor, int]] = {}
+
+    def local(self, spec: TensorSpec) -> Tensor:
+        """A local tensor of that form: an object of its own, in shared memory."""
+        key = spec.dtype, spec.shape, spec.stride
+        found = self._made.get(key)
+        # The model may write to a result of a block: what others share has to tell that it is none.
+        if found is None or found[0]._version != found[1]:
+            made = _nothing(spec, self._device)
+            if made.is_inference():
+                return made  # of which torch counts no versions
+            found = self._made[key] = made, made._version
+        return found[0].detach()
+
+
+def placeholders(
+    described: Described, mesh: DeviceMesh, blanks: Blanks | None = None
+) -> tuple[Any, list[Tensor]]:
     """A nesting of tensors whose values mean nothing, and these tensors.
 
     Real memory, in which arithmetic by element costs little beside a block: it draws what it draws
     on the stage that has the values.
+
+    Args:
+        described: the nesting.
+        mesh: of the stage.
+        blanks: whose memory they share; None: each has its own.
     """
-    made = [wrapped(spec, _nothing(spec, mesh.device_type), mesh) for spec in described.specs]
+    made = []
+    for spec in described.specs:
+        local = _nothing(spec, mesh.device_type) if blanks is None else blanks.local(spec)
+        made.append(wrapped(spec, local, mesh))
     return map_tensors(lambda number: made[int(number)], described.nesting), made
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from vescale_comm import CommError
 
-from vescale_parallel._pipeline.described import TensorSpec, local_of
+from vescale_parallel._pipeline.described import Blanks, TensorSpec, local_of
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.halves import Halves
 from vescale_parallel._pipeline.measured import Stopwatch
@@ -106,6 +106,8 @@ class Runner:
         # Messages on their way, with their memory.
         self._sent: dict[Message, list[Any]] = {}
         self._given: set[Message] = set()
+        # Of this step: between steps nothing is held.
+        self._blanks = Blanks(lines.device)
         self._now = 0
         self.loss: Tensor | None = None
 
@@ -173,7 +175,7 @@ class Runner:
         stage, here = action.stage, self._microbatches[action.microbatch]
         # Microbatches come in the schedule's order, but draw what one device draws in theirs.
         self._scene.streams.seek(here.start)
-        running = StageForward(self._scene, stage, here.kind, self)
+        running = StageForward(self._scene, stage, here.kind, self, self._blanks)
         found = running.run(here.part)
         loss = None
         if found is not None:

@@ -22,6 +22,7 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import is_innermost
 from vescale_parallel._errors import ParallelError, PipelineError
 from vescale_parallel._pipeline.described import (
+    Blanks,
     Described,
     TensorSpec,
     describe,
@@ -163,8 +164,17 @@ class StageForward:
         measured: calls of this stage's units, in a rehearsal.
     """
 
-    def __init__(self, scene: Scene, stage: int, kind: Kind, neighbours: Neighbours) -> None:
+    def __init__(
+        self,
+        scene: Scene,
+        stage: int,
+        kind: Kind,
+        neighbours: Neighbours,
+        blanks: Blanks | None = None,
+    ) -> None:
         self.scene, self.stage, self.kind, self._neighbours = scene, stage, kind, neighbours
+        # None in a rehearsal, where values of other stages are looked for by what is in them.
+        self._blanks = blanks
         self.received: list[Tensor] = []
         self.sent: list[Tensor] = []
         self.measured: dict[tuple[str, int], Call] = {}
@@ -409,7 +419,7 @@ class StageForward:
         self._look_away_here()
         # As if it had run: what comes after it draws the numbers that one device draws there.
         self.scene.streams.skip(call.words)
-        value, made = placeholders(call.output, self.scene.mesh)
+        value, made = placeholders(call.output, self.scene.mesh, self._blanks)
         if self.is_rehearsal and call.left:
             block = self.scene.model.get_submodule(name)
             made = made + self._left.put(block, call.left, self.scene.mesh)
