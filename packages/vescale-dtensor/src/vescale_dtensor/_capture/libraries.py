@@ -7,11 +7,15 @@ The code of libraries counts as constant, but not which function a name there st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from functools import lru_cache, partial
+from sys import modules as imported
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from vescale_dtensor._capture.code_files import USER, is_library_class, kind_of_code
+from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # Beside what code names: what torch and Python call of a class without naming it in user code.
@@ -19,6 +23,11 @@ _CALLED = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 # What users replace: functions, classes, and settings. Not what a library keeps for itself.
 _REPLACEABLE = (FunctionType, BuiltinFunctionType, type)
 _SETTINGS = (bool, int, float, str)
+# What libraries hold for users to change: `os.environb`, `logging.root`, `sys.argv`.
+_FOLLOWED = frozenset({"python_module", "class", "environment", "logger", "variable"})
+_FOLLOWED |= {"object", "handler"}
+_BACKENDS = "torch.backends"
+_LRU: Any = type(lru_cache(lambda: None))
 # Methods of tensors are those of a class in C, until one is put before it.
 _OF_TENSORS = frozenset(dir(Tensor.__base__)) - {"__dict__"}
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes in C whose attributes cannot be set
@@ -97,3 +106,27 @@ def _replaceable(space: Mapping[str, Any]) -> Names:
         or (isinstance(value, _SETTINGS) and not name.startswith("_"))
     }
     return space, names
+
+
+def is_kept_there(value: Any) -> bool:
+    """Whether what a library holds under a name is for users to change, or what they keep there."""
+    if kind_of_class(type(value)) in _FOLLOWED:
+        return True
+    if isinstance(value, FunctionType | staticmethod | classmethod | property | partial | _LRU):
+        return _is_users(value)
+    if isinstance(value, list | dict | set):
+        return value is not imported
+    if isinstance(value, MethodType):  # `reprlib.repr`, of an object that users may set up
+        return kind_of_class(type(value.__self__)) == "object"
+    # Objects with the settings of a backend: `torch.backends.mkldnn.conv`.
+    return not is_library_class(type(value)) or type(value).__module__.startswith(_BACKENDS)
+
+
+def _is_users(function: Any) -> bool:
+    """Whether a function, or what wraps one, is of the user's."""
+    while not isinstance(function, FunctionType):
+        inner = (getattr(function, name, None) for name in ("__wrapped__", "func", "fget"))
+        function = next((one for one in inner if one is not None), None)
+        if function is None:
+            return False
+    return kind_of_code(function.__code__) == USER

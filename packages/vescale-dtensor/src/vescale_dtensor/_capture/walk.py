@@ -13,22 +13,19 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import date
-from functools import lru_cache, partial
+from functools import partial
 from operator import methodcaller
-from sys import modules as imported
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from vescale_dtensor._capture.code_files import (
-    USER,
     is_library_class,
     is_library_module,
-    kind_of_code,
 )
 from vescale_dtensor._capture.kinds import fields_in_c, kind_of_class, namespace_of, slots_of
-from vescale_dtensor._capture.libraries import Libraries, Names
+from vescale_dtensor._capture.libraries import Libraries, Names, is_kept_there
 from vescale_dtensor._capture.looks import Steady, decimals
 from vescale_dtensor._capture.module_guards import HOOKS, PARTS, module_flags, module_tables
 from vescale_dtensor._capture.outside import OutsideTensors
@@ -62,12 +59,7 @@ __dataclass_params__ __orig_bases__
 _NOT_IN_NAMESPACES = ("__name__", "__qualname__")
 _UNREAD = frozenset(_OF_CLASSES.split())
 _OF_LOGGERS = frozenset({*vars(logging.Logger("")), "root"})
-# What libraries hold for users to change: `os.environb`, `logging.root`, `sys.argv`.
-_FOLLOWED = frozenset({"python_module", "class", "environment", "logger", "variable"})
-_FOLLOWED |= {"object", "handler"}
-_BACKENDS = "torch.backends"
 _BIGGEST_ARRAY = 1 << 16
-_LRU: Any = type(lru_cache(lambda: None))
 
 
 class Walk(StandardKinds):
@@ -156,7 +148,7 @@ class Walk(StandardKinds):
             # Functions and constants of libraries are compared, and no more.
             value = place.was.get(name)
             self.noted |= is_asked(value)
-            if follow or _is_kept_there(value):
+            if follow or is_kept_there(value):
                 self._follow(place, name)
             elif kind_of_class(type(value)) == "opaque" and id(value) not in self._known:
                 self._add_kept(value, place.at(name))
@@ -474,30 +466,6 @@ class Walk(StandardKinds):
     def _meet_opaque(self, value: Any, origin: Origin | None) -> None:
         """Note state that nothing can see: `check_visible` refuses it after the run."""
         self.hidden.append((value, origin))
-
-
-def _is_kept_there(value: Any) -> bool:
-    """Whether what a library holds under a name is for users to change, or what they keep there."""
-    if kind_of_class(type(value)) in _FOLLOWED:
-        return True
-    if isinstance(value, FunctionType | staticmethod | classmethod | property | partial | _LRU):
-        return _is_users(value)
-    if isinstance(value, list | dict | set):
-        return value is not imported
-    if isinstance(value, MethodType):  # `reprlib.repr`, of an object that users may set up
-        return kind_of_class(type(value.__self__)) == "object"
-    # Objects with the settings of a backend: `torch.backends.mkldnn.conv`.
-    return not is_library_class(type(value)) or type(value).__module__.startswith(_BACKENDS)
-
-
-def _is_users(function: Any) -> bool:
-    """Whether a function, or what wraps one, is of the user's."""
-    while not isinstance(function, FunctionType):
-        inner = (getattr(function, name, None) for name in ("__wrapped__", "func", "fget"))
-        function = next((one for one in inner if one is not None), None)
-        if function is None:
-            return False
-    return kind_of_code(function.__code__) == USER
 
 
 def is_implicit(place: Namespace, name: str) -> bool:
