@@ -9,9 +9,9 @@ with consistent(data=mesh["dp"]):
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,14 +89,17 @@ def consistent(
             which one of them cannot know which part of which tensor it is.
         StateError: inside, on every data rank: their generators differ.
     """
+    with _block(data, batch_dim, rows, factories):
+        yield
+
+
+def _block(data: Any, batch_dim: Any, rows: Any, factories: Any) -> AbstractContextManager[None]:
+    """The block for what `data` says, see `consistent`."""
     # Only here: who does not use DTensor does not pay for its import.
     from vescale_rng._torch_dtensor import blocks
 
     if isinstance(data, _Said):
-        block = blocks.unsaid()
-    elif data is None:
-        block = blocks.without_data()
-    else:
-        block = blocks.with_data(data, batch_dim, rows, factories)
-    with block:
-        yield
+        return blocks.unsaid()
+    if data is None:
+        return blocks.without_data()
+    return blocks.with_data(data, batch_dim, rows, factories)

@@ -118,12 +118,7 @@ def from_local(
     refuse_distributed("from_local", local_tensor)
     mesh = device_mesh if device_mesh is not None else current_mesh("from_local")
     wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
-    if shape is None and _any_flat(wanted):
-        raise LayoutError(
-            f"from_local: {list(wanted)} lies flat in the local tensor, which does not tell the "
-            "global shape. Pass it as shape=."
-        )
-    given = None if shape is None else tuple(shape)
+    given = _given_shape(shape, wanted)
     order = None if stride is None else tuple(stride)
     asked = Asked(local_tensor, wanted, given, order, rest=_rest(run_check, grad_placements))
     found = _compared(mesh, asked, run_check is True)
@@ -139,6 +134,18 @@ def from_local(
     if run_check == "sampled" and _has_whole_values(local_tensor, made):
         note_origin(made, sampled_digests(mesh, [local_tensor]))
     return made
+
+
+def _given_shape(shape: Sequence[int] | None, wanted: tuple[object, ...]) -> Shape | None:
+    """The global shape that the caller passes; refused where it has to and does not."""
+    if shape is not None:
+        return tuple(shape)
+    if _any_flat(wanted):
+        raise LayoutError(
+            f"from_local: {list(wanted)} lies flat in the local tensor, which does not tell the "
+            "global shape. Pass it as shape=."
+        )
+    return None
 
 
 def _compared(mesh: DeviceMesh, asked: Asked, check: bool) -> Agreed:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -172,27 +172,16 @@ def timeline(
         GraphError: rates that are missing or not positive; nodes that say nothing of what they
             make.
     """
-    if machine is not None:
-        link = machine.link if link is None else link
-        host = machine.host if host is None else host
-        flops = machine.flops if flops is None else flops
-        given = memory_bandwidth
-        memory_bandwidth = machine.memory_bandwidth if given is None else given
-    if link is None or flops is None or memory_bandwidth is None:
-        raise GraphError(
-            "timeline: pass machine=graph.calibrate(), or all of link=, flops=, memory_bandwidth="
-        )
-    if flops <= 0 or memory_bandwidth <= 0:
-        raise GraphError(f"flops={flops}, memory_bandwidth={memory_bandwidth}: rates are positive")
+    rates = _rates(machine, link, flops, memory_bandwidth, host)
     known = seconds or {}
 
     def took(node: fx.Node) -> float:
         one = found.get(node)
         if one is not None:
-            return known.get(node.name, _sending(one, link))
+            return known.get(node.name, _sending(one, rates.link))
         if copy_kind(node):
-            return known.get(node.name, _copying(node, host or HOST_LINK))
-        return known.get(node.name, computing_seconds(node, flops, memory_bandwidth))
+            return known.get(node.name, _copying(node, rates.host))
+        return known.get(node.name, computing_seconds(node, rates.flops, rates.memory_bandwidth))
 
     found = {one.start: one for one in collectives(graph.graph)}
     spans: list[Span] = []
@@ -221,6 +210,38 @@ def timeline(
                 spans.append(Span(node.name, "computation", kind, now, now + each, *_origin(node)))
             now += each
     return Timeline(tuple(sorted(spans, key=lambda one: (one.start, one.line))))
+
+
+class _Rates(NamedTuple):
+    """By which a graph is run on paper, see `timeline`."""
+
+    link: Link
+    flops: float
+    memory_bandwidth: float
+    host: Link
+
+
+def _rates(
+    machine: Machine | None,
+    link: Link | None,
+    flops: float | None,
+    memory_bandwidth: float | None,
+    host: Link | None,
+) -> _Rates:
+    """What was passed, and the machine's in place of what was not."""
+    if machine is not None:
+        link = machine.link if link is None else link
+        host = machine.host if host is None else host
+        flops = machine.flops if flops is None else flops
+        given = memory_bandwidth
+        memory_bandwidth = machine.memory_bandwidth if given is None else given
+    if link is None or flops is None or memory_bandwidth is None:
+        raise GraphError(
+            "timeline: pass machine=graph.calibrate(), or all of link=, flops=, memory_bandwidth="
+        )
+    if flops <= 0 or memory_bandwidth <= 0:
+        raise GraphError(f"flops={flops}, memory_bandwidth={memory_bandwidth}: rates are positive")
+    return _Rates(link, flops, memory_bandwidth, host or HOST_LINK)
 
 
 def _origin(node: fx.Node) -> tuple[str, str]:
