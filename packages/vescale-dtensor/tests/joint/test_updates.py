@@ -43,6 +43,8 @@ def eager_step(model, optimizer, words, max_norm):
     norm = loss
     if max_norm is not None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # As clipping does, and vescale_parallel: unsummed, weight decay is added with other rounding.
+    vd.reduce_gradients(model.parameters())
     optimizer.step()
     return loss, norm
 

@@ -102,9 +102,9 @@ class Joint:
         What the optimizer holds is updated in place: no `.grad` is set of what it steps, and there
         must be none. Its numbers (learning rates, betas, ...) are read at each call, so schedulers
         work as ever; state that it lacks is made. To the bits of `optimizer.step()`, as a for-loop,
-        foreach, or fused (Adam and AdamW). The graph takes, behind the arguments of the step, those
-        numbers as Python floats, and the tensors of the optimizer's state. Collective if gradients
-        are clipped.
+        foreach, or fused (Adam and AdamW), on summed gradients: clipping sums them, and so does
+        vescale_parallel. The graph takes, behind the arguments of the step, those numbers as Python
+        floats, and the tensors of the optimizer's state. Collective if gradients are clipped.
 
         Args:
             optimizer: `torch.optim.SGD`, `Adam` or `AdamW`.
