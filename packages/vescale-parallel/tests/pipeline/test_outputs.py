@@ -55,6 +55,20 @@ def test_outputs_are_those_of_one_device(sizes: dict[str, int], schedule: str):
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_outputs_of_what_zero_shards(zero: int):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model, plain = net(), net()
+        words = {"schedule": "1f1b", "microbatches": 2}
+        sizes = {"pp": 2, "dp": 2}
+        parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words, zero=zero))
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            torch.testing.assert_close(whole(model(x)["logits"]), plain(x)["logits"])
+
+    simulate(4)(on_a_rank)
+
+
 def test_training_goes_on_after_it():
     def on_a_rank(rank: int, world_size: int) -> None:
         model, other = make(), make()

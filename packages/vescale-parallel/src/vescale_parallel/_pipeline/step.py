@@ -90,10 +90,11 @@ class Walked(NamedTuple):
     def of(cls, model: nn.Module) -> Walked:
         """Walk through a model."""
         named: dict[str, nn.Parameter] = {}
-        training, seen = [], set()
+        training, seen, stored = [], set(), _stored_beside(model)
         for path, module in model.named_modules():
             training.append(module.training)
-            for name, one in module._parameters.items():
+            for name, held in module._parameters.items():
+                one = stored.get((id(module), name), held)
                 if one is not None and id(one) not in seen:
                     seen.add(id(one))
                     named[f"{path}.{name}" if path else name] = one
@@ -113,6 +114,18 @@ class Walked(NamedTuple):
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         # A rehearsal under inference_mode sees nothing that needs a gradient.
         return self.training, trained, cast, torch.is_inference_mode_enabled()
+
+
+def _stored_beside(model: nn.Module) -> dict[tuple[int, str], Any]:
+    """The stored parameters, by module and name, where modules hold gathered ones.
+
+    In a forward of the model itself zero has gathered what its first unit holds on this rank, and
+    ranks of other stages hold others.
+    """
+    zero = getattr(model, SCHEDULE, None)
+    units = () if zero is None else zero.units
+    held = [one for unit in units if unit.is_swapped for one in unit.held]
+    return {(id(module), name): one.stored for one in held for module, name in one.places}
 
 
 class MicrobatchStep:

@@ -64,9 +64,10 @@ def _written(value: Any) -> Any:
         return {kind.__name__: [_written(one) for one in value]}
     if kind is dict:
         return {"dict": [[_written(k), _written(v)] for k, v in value.items()]}
+    hint = " Pass use_cache=False." if "Cache" in kind.__qualname__ else ""
     raise PipelineError(
         f"a block of a pipeline returns a {kind.__qualname__}: between stages there are tensors, "
-        "numbers and texts, and tuples, lists and dicts of them."
+        f"numbers and texts, and tuples, lists and dicts of them.{hint}"
     )
 
 
