@@ -24,6 +24,7 @@ MACHINE = (
     r"no (CUDA device|GPU).*",
     r".*(named pipes|network namespaces|iproute2|no fork|only Linux tells).*",
     r"inductor needs a C\+\+ compiler: no g\+\+",
+    r"there is no compiler here",
 )
 # Of a machine that has a GPU.
 FEWER = (r"needs \d+ (GPUs|CUDA devices).*", r"needs 7 GB of free memory on the device")
@@ -40,7 +41,8 @@ NATURE = (
     r"takes half an hour: ask for it with --opinfo-all",
     r"there is no kernel for it",
     r"torch itself cannot draw it: .*",
-    r"(PARITY\.md was written for|the table is of) another torch.*",
+    r"((PARITY|STATE)\.md was written for|the table is of) another torch.*",
+    r"torch 2\.11's own schedule sends from a rank to itself, which gloo cannot",
     r"the guide's table is of torch \d.*",
 )
 # What other sessions run: `models`, `remote`, `frameworks`, `ecosystem` and `kernels_interpret`.
