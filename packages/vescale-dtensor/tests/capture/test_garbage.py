@@ -11,6 +11,7 @@ import vescale_dtensor as vd
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
 from vescale_dtensor import Replicate, distribute_tensor
+from vescale_dtensor._capture.garbage import is_collecting
 
 seen = []
 
@@ -59,6 +60,29 @@ def test_what_the_function_reads_after_a_collection_is_watched():
 
     with pytest.raises(vd.CaptureError, match="perf_counter"):
         vd.capture(function)(torch.ones(2))
+
+
+def test_no_collection_seems_to_go_on():
+    """A recording that heard of a beginning and of no end would watch nothing, and go stale."""
+    factor = [2.0]
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)  # between any two lines
+    try:
+        for number in range(20):
+            first, last = (lambda phase, info: None), (lambda phase, info: None)
+            gc.callbacks.insert(0, first)
+            gc.callbacks.append(last)
+            captured = vd.capture(lambda x: x * factor[0])
+            factor[0] = 2.0
+            for _ in range(2):
+                captured(torch.ones(2))
+            factor[0] = 3.0 + number
+            assert captured(torch.ones(2))[0] == factor[0]
+            gc.callbacks.remove(first)
+            gc.callbacks.remove(last)
+        assert not is_collecting()
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def reads_a_value(x):

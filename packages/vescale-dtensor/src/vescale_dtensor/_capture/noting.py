@@ -6,17 +6,16 @@ Inside of torch functions, which have no names that matter, nothing is watched.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from types import FrameType
 from typing import Any
 
 from vescale_dtensor._autograd.function_results import HandsOn, waits_for_results
 from vescale_dtensor._capture.code_files import USER, kind_of_code
 from vescale_dtensor._capture.custom_functions import CustomCall, Steps, is_apply, record
+from vescale_dtensor._capture.garbage import hear_of_collections, is_collecting
 from vescale_dtensor._capture.global_state import GlobalState, global_state
 from vescale_dtensor._capture.library_calls import (
     guarded_by_call,
@@ -74,7 +73,6 @@ class Watch(HandsOn):
         self._stopped = False
         # The profile function that this one stands in the place of, if any.
         self._waiting: Any = None
-        self._collects = False
         self._line = ""
         self.printing = 0
         # The recorder of the recording; the call of a custom Function that is in progress, the
@@ -93,9 +91,9 @@ class Watch(HandsOn):
         # Of this thread only: ranks of a simulation are threads that record at the same time.
         draws = numpy_draws()
         try:
-            with self._deaf_to_collections():
-                sys.setprofile(self._event)
-                yield
+            hear_of_collections()
+            sys.setprofile(self._event)
+            yield
             if draws != numpy_draws():
                 self._refuse("numpy.random", "random")
         finally:
@@ -106,33 +104,6 @@ class Watch(HandsOn):
             elif not self._stopped:
                 # Another one that is on stays on: it is the user's.
                 self.failure = self.failure or str(_displaced())
-
-    @contextmanager
-    def _deaf_to_collections(self) -> Iterator[None]:
-        """Watch nothing while Python collects garbage.
-
-        When it does is chance. The finalizers and `gc.callbacks` that run then (hypothesis has one
-        that reads a clock) are no part of the function.
-        """
-        # A flag: whoever exchanges the profiler in a collection may end one that is running.
-        thread = get_ident()
-
-        def begins(phase: str, info: Any) -> None:
-            if get_ident() == thread:
-                self._collects = True
-
-        def has_ended(phase: str, info: Any) -> None:
-            if get_ident() == thread and phase == "stop":
-                self._collects = False
-
-        # Python calls them in this order at the start of a collection and at its end.
-        gc.callbacks.insert(0, begins)
-        gc.callbacks.append(has_ended)
-        try:
-            yield
-        finally:
-            gc.callbacks.remove(begins)
-            gc.callbacks.remove(has_ended)
 
     def pause(self) -> Any:
         """Watch nothing until `resume`, which takes what is returned."""
@@ -177,7 +148,7 @@ class Watch(HandsOn):
         """Called by Python at each call and return in this thread."""
         if self._waiting is not None:
             self._hand_on(frame, event, argument)
-        if self._collects:
+        if is_collecting():
             return
         if self._importing is not None:
             # A replay does not import again, and neither does eager mode: what a library reads
