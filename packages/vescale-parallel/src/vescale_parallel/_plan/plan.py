@@ -35,12 +35,7 @@ from vescale_parallel._plan.picture import report_svg
 from vescale_parallel._plan.report_json import report_json
 from vescale_parallel._plan.search import Candidate, Question, search
 from vescale_parallel._plan.toml import read_toml, toml_of
-from vescale_parallel._plan.words import (
-    copied_rules,
-    default_of,
-    require_batch,
-    require_sequence,
-)
+from vescale_parallel._plan.words import copied_rules, default_of, require_batch, require_sequence
 from vescale_parallel._zero.offload import spelled_offload
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
