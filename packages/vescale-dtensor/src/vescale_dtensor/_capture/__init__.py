@@ -7,7 +7,8 @@ How it works, in the order in which it happens:
 - `noting` watches which Python functions run while the call is recorded. Of each, `reads` takes in
   the state that its code can read, before it runs: `code_names` says what code names, `code_files`
   whose code counts, `kinds` what sort of thing an object is, `places` what is remembered,
-  `outside` which tensors were there before. `process_state` and `library_calls` know which calls
+  `outside` which tensors were there before, `libraries` what code names there. `garbage` leaves out
+  what runs while Python collects garbage. `process_state` and `library_calls` know which calls
   give state that has no place. `own_state` refuses what cannot be compared, or done again.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
   cannot record, `constants` which tensors Python may read. `live_calls` and `custom_functions` are

@@ -186,9 +186,15 @@ def _of_keys(placement: Placement, key: Tensor, query: Tensor, *, shares: bool) 
 
 
 def _local(
-    query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, mask_mod: Any, scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score_mod: Any,
+    mask_mod: Any,
+    scale: float,
     at: _Place,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of this rank's part of the query, as torch's eager mode writes it out."""
     if at.shares:
         key, value = (one.repeat_interleave(at.group, _HEADS) for one in (key, value))

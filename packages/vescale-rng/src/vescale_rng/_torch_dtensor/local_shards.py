@@ -15,6 +15,7 @@ from vescale_rng._torch_dtensor.data_axes import DataAxes
 
 # Kept on the storage, which a tensor shares with its views, `detach()` and autograd's copies of it.
 _MARK = "_vescale_rng_local_shard"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # What these collectives return, every rank has.
 _WHOLE = ("allgather", "all_gather", "allreduce", "all_reduce", "broadcast")
@@ -80,6 +81,3 @@ def _keeper(tensor: torch.Tensor) -> Any:
 
 def _set(tensor: torch.Tensor, shard: bool) -> None:
     setattr(_keeper(tensor), _MARK, shard)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
