@@ -25,6 +25,7 @@ __all__ = [
     "broadcast_text",
     "by_ranks",
     "digest",
+    "gather_bytes",
     "gather_failures",
     "gather_numbers",
     "gather_texts",
@@ -75,21 +76,30 @@ def gather_texts(text: str, group: GroupLike = None) -> list[str]:
     if not several_ranks(group):
         return [text]
     # Lists of collectives and the like have much the same words again and again.
-    packed = zlib.compress(text.encode()) if text else b""
+    found = gather_bytes(zlib.compress(text.encode()) if text else b"", group)
+    return [zlib.decompress(one).decode() if one else "" for one in found]
+
+
+def gather_bytes(content: bytes, group: GroupLike = None) -> list[bytes]:
+    """Return the bytes of every member, in the order of the group. A collective.
+
+    One collective of 512 bytes; a second one where somebody's do not fit.
+    """
+    if not several_ranks(group):
+        return [content]
     # Every collective waits for the slowest member, so what is short goes along with the lengths.
-    length = len(packed).to_bytes(_LENGTH_BYTES, "little")
-    begun = _gathered_bytes(length + packed[:_FIRST_BYTES], _LENGTH_BYTES + _FIRST_BYTES, group)
+    length = len(content).to_bytes(_LENGTH_BYTES, "little")
+    begun = _gathered_bytes(length + content[:_FIRST_BYTES], _LENGTH_BYTES + _FIRST_BYTES, group)
     lengths = [int.from_bytes(one[:_LENGTH_BYTES], "little") for one in begun]
     # All members know all lengths, so all or none of them come to the second collective.
     left = max(lengths) - _FIRST_BYTES
     rest = [b"" for _ in begun]
     if left > 0:
-        rest = _gathered_bytes(packed[_FIRST_BYTES:], left, group)
-    found = [
+        rest = _gathered_bytes(content[_FIRST_BYTES:], left, group)
+    return [
         (one[_LENGTH_BYTES:] + more)[:size]
         for one, more, size in zip(begun, rest, lengths, strict=True)
     ]
-    return [zlib.decompress(one).decode() if one else "" for one in found]
 
 
 def gather_failures(failure: BaseException | None, group: GroupLike = None) -> dict[int, str]:

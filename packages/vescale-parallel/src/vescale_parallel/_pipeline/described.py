@@ -92,12 +92,41 @@ class Blanks:
     def __init__(self, device: str) -> None:
         self._device = device
         self._made: dict[object, tuple[Tensor, int]] = {}
+        # By the `id` of what is kept beside them.
+        self._standing: dict[int, tuple[Described, list[Tensor]]] = {}
+        self._is_written = False
+
+    def begin(self) -> None:
+        """A forward begins: what the one before has written to stands for nothing any more."""
+        written = [one for one, version in self._made.values() if one._version != version]
+        # A model that writes to results of blocks does so each time.
+        self._is_written = self._is_written or bool(written)
+        if self._is_written:
+            self._standing.clear()
+
+    def stands_for(self, described: Described) -> bool:
+        """Whether the tensors of `stand_in` are there already."""
+        return id(described) in self._standing
+
+    def stand_in(self, described: Described, mesh: DeviceMesh) -> tuple[Any, list[Tensor]]:
+        """`placeholders`, of which the tensors are the same ones in each forward."""
+        _, made = self._standing.get(id(described), (None, None))
+        if made is None:
+            value, made = placeholders(described, mesh, self)
+            if not self._is_written and not any([one.is_inference() for one in made]):
+                self._standing[id(described)] = described, made
+            return value, made
+        nesting = described.nesting
+        if isinstance(nesting, Tensor):
+            return made[0], made
+        return map_tensors(lambda number: made[int(number)], nesting), made
 
     def local(self, spec: TensorSpec) -> Tensor:
         """A local tensor of that form: an object of its own, in shared memory."""
         key = spec.dtype, spec.shape, spec.stride
         found = self._made.get(key)
         # The model may write to a result of a block: what others share has to tell that it is none.
+        self._is_written = self._is_written or (found is not None and found[0]._version != found[1])
         if found is None or found[0]._version != found[1]:
             made = _nothing(spec, self._device)
             if made.is_inference():

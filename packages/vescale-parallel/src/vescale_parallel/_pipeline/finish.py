@@ -3,48 +3,93 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vescale_comm.agreement import gather_texts
-from vescale_dtensor import DTensor, local_leaf, reduce_gradients
+from vescale_comm.agreement import gather_bytes
+from vescale_dtensor import DTensor, Replicate, reduce_gradients
 
 from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.described import local_of
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.stage import Kind, Repeated, Scene
 
+_NOTE: Final = b"\0"
+"""How what is no failure begins: no compressed text does."""
 
-def require_success(failure: Exception | None, where: str) -> None:
+_LOSS_BYTES: Final = 8
+
+
+def require_success(failure: Exception | None, where: str, note: bytes = b"") -> list[bytes]:
     """Raise on every rank where one has failed. Collective over all processes.
 
     Args:
         failure: what this rank could not do, if anything.
         where: this rank's place, for the others.
+        note: what this rank tells if it has not failed: it goes along.
+
+    Returns:
+        The notes of all processes.
 
     Raises:
         Exception: that of this rank, on it.
         PipelineError: on the others, naming the first that failed, and what it said.
     """
     repeats = isinstance(failure, Repeated)
-    said = [repeats, f"{where}: {type(failure).__name__}: {failure}"]
-    told = gather_texts("" if failure is None else json.dumps(said))
-    if not any(told):
-        return
+    said = json.dumps([repeats, f"{where}: {type(failure).__name__}: {failure}"])
+    told = gather_bytes(_NOTE + note if failure is None else zlib.compress(said.encode()))
+    if all([one.startswith(_NOTE) for one in told]):
+        return [one[len(_NOTE) :] for one in told]
     # The first rank that has words of its own, and does not only repeat those of another.
-    heard = [(*json.loads(one), rank) for rank, one in enumerate(told) if one]
+    failed = [(one, rank) for rank, one in enumerate(told) if not one.startswith(_NOTE)]
+    heard = [(*json.loads(zlib.decompress(one)), rank) for one, rank in failed]
     _, words, first = min(heard, key=lambda one: (one[0], one[2]))
     if failure is not None and not repeats:
         raise failure
     raise PipelineError(f"forward_backward failed on rank {first}, {words}")
 
 
+def note_of(loss: Tensor | None, trained: Trained, *, whole: bool) -> bytes:
+    """What a rank tells the others of its stages at the end of a step, see `finish_step`.
+
+    Args:
+        loss: that of this rank's microbatches, on the last stage.
+        trained: the parameters that are trained.
+        whole: whether each rank of the last stage has the value of the loss: see `is_whole`.
+    """
+    bits = 0
+    for leaf in reversed(trained.leaves):
+        bits = bits << 1 | (leaf.grad is not None)
+    value = float("nan")
+    if loss is not None and whole:
+        if isinstance(loss, DTensor) and not is_whole(loss.placements):
+            raise PipelineError(
+                f"the loss is {loss.placements}, and was whole on each rank for a batch of this "
+                "shape before. The model has to compute alike for batches of one shape."
+            )
+        # All numbers of float32 and below are numbers of float64.
+        value = float(local_of(loss.detach()))
+    return struct.pack("<d", value) + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+
+def is_whole(placements: Sequence[object] | None) -> bool:
+    """Whether each rank of a stage has the values of a tensor of these placements."""
+    return placements is None or all(isinstance(one, Replicate) for one in placements)
+
+
 def finish_step(
     loss: Tensor | None,
+    notes: Sequence[bytes],
     kind: Kind,
     scene: Scene,
     lines: Lines,
-    parameters: Sequence[nn.Parameter],
+    trained: Trained,
+    *,
+    whole: bool,
 ) -> Tensor:
     """The loss of the last stage, on every stage, without a history; gradients summed. Collective.
 
@@ -54,27 +99,54 @@ def finish_step(
 
     Args:
         loss: that of this rank's microbatches, on the last stage.
-        kind: of one of them.
+        notes: of all processes: what `note_of` gives on each.
+        kind: of one of the microbatches.
         scene: this rank's part.
         lines: its connections.
-        parameters: those that are trained, in the order of the model; none after an evaluation.
+        trained: the parameters that are trained, in the order of the model; none after an
+            evaluation.
+        whole: as in `note_of`.
     """
     assert kind.loss is not None
-    mine = [local_leaf(p).grad is not None for p in parameters]
-    # One message for both: all numbers of float32 and below are numbers of float64.
-    row = torch.tensor([0.0, *map(float, mine)], dtype=torch.float64, device=lines.device)
+    # Of one process where there is nobody to talk to, as with the backend `fake`.
+    told = [notes[rank] for rank in lines.ranks] if len(notes) > 1 else notes
+    anywhere = 0
+    for one in told:
+        anywhere |= int.from_bytes(one[_LOSS_BYTES:], "little")
+    there = []
+    for at, (parameter, leaf) in enumerate(zip(trained.parameters, trained.leaves, strict=True)):
+        if anywhere >> at & 1:
+            there.append(parameter)
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+    reduce_gradients(there)
+    last = scene.split.ranks[-1]
+    if whole:
+        (value,) = struct.unpack("<d", told[last if len(told) > 1 else 0][:_LOSS_BYTES])
+        return torch.tensor(value, dtype=kind.loss.dtype, device=lines.device)
+    # A sum over the ranks of the last stage. All of them have succeeded, so all come to it.
+    row = torch.zeros(1, dtype=torch.float64, device=lines.device)
     if loss is not None:
-        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        row[0] = whole.detach().reshape(()).double()
-    rows = lines.gather(row)
-    anywhere = rows[:, 1:].any(0).tolist()
-    for there, one, parameter in zip(anywhere, mine, parameters, strict=True):
-        local = local_leaf(parameter)
-        if there and not one:
-            local.grad = torch.zeros_like(local)
-    reduce_gradients(p for p, there in zip(parameters, anywhere, strict=True) if there)
-    # A copy: the message goes.
-    return rows[scene.split.ranks[-1], 0].to(kind.loss.dtype, copy=True)
+        value = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        row[0] = value.detach().reshape(()).double()
+    return lines.broadcast(row, last)[0].to(kind.loss.dtype, copy=True)
+
+
+class Trained(NamedTuple):
+    """The parameters that are trained, in the order of the model.
+
+    Attributes:
+        parameters: they.
+        leaves: the local tensor of each.
+    """
+
+    parameters: list[nn.Parameter]
+    leaves: list[Tensor]
+
+    def without(self) -> list[nn.Parameter]:
+        """Those whose local tensors have no gradients."""
+        pairs = zip(self.parameters, self.leaves, strict=True)
+        return [one for one, leaf in pairs if leaf.grad is None]
 
 
 class NewGradients:

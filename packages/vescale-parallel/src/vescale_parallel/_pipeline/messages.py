@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from vescale_comm import Group, Pending, all_gather, broadcast, recv, send
+from vescale_comm import Group, Pending, broadcast, recv, send
 
 from vescale_parallel._pipeline.described import TensorSpec, as_strided_like
 from vescale_parallel._pipeline.text import from_text, to_text
@@ -54,6 +54,9 @@ def message_into(action: Any, stages: int) -> tuple[Message | None, Message | No
 class Lines:
     """This rank's connections to the other ranks of its pipeline.
 
+    Attributes:
+        ranks: the processes of the pipeline, in the order of its axis.
+
     Args:
         up: the group along the axis of stages, for what goes to later ranks, and to all.
         down: the same ranks, for what goes to earlier ranks.
@@ -65,7 +68,7 @@ class Lines:
         # nothing.
         self._up, self._down = up, down
         self.device = device
-        self.rank, self.size = up.rank, up.size
+        self.rank, self.size, self.ranks = up.rank, up.size, up.ranks
 
     def _line(self, source: int, target: int) -> Group:
         return self._up if source < target else self._down
@@ -115,10 +118,6 @@ class Lines:
     def _bytes(self, text: str) -> Tensor:
         # Never empty: there are no buffers of nothing.
         return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.device)
-
-    def gather(self, row: Tensor) -> Tensor:
-        """The vectors of all ranks of the pipeline, one behind the other."""
-        return all_gather(row.unsqueeze(0), self._up)
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """Give a tensor of one rank to all ranks of the pipeline."""

@@ -16,18 +16,12 @@ from torch import Tensor
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.boundary import handed_over
 from vescale_parallel._pipeline.described import local_of, spec_of
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
-from vescale_parallel._pipeline.stage import (
-    Entry,
-    Kind,
-    Repeated,
-    Scene,
-    StageForward,
-    handed_over,
-)
+from vescale_parallel._pipeline.stage import Entry, Kind, Repeated, Scene, StageForward
 from vescale_parallel._pipeline.streams import words_between
 from vescale_parallel._pipeline.text import add_record, to_text
 from vescale_parallel._step.parts import Part

@@ -15,19 +15,14 @@ import torch
 from torch import Tensor
 from vescale_comm import CommError
 
+from vescale_parallel._pipeline.boundary import check_specs, handed_over
 from vescale_parallel._pipeline.described import Blanks, TensorSpec, local_of
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.halves import Halves
 from vescale_parallel._pipeline.measured import Stopwatch
 from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_into
-from vescale_parallel._pipeline.stage import (
-    Entry,
-    Kind,
-    Scene,
-    StageForward,
-    check_specs,
-    handed_over,
-)
+from vescale_parallel._pipeline.route import Routes
+from vescale_parallel._pipeline.stage import Entry, Kind, Scene, StageForward
 from vescale_parallel._pipeline.streams import Place
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
@@ -44,6 +39,7 @@ class Microbatch(NamedTuple):
         kind: what is known of its kind.
         start: where in the random streams it begins.
         end: where it ends.
+        routes: which units forwards of that kind call, as far as that is known.
     """
 
     part: Part
@@ -51,6 +47,7 @@ class Microbatch(NamedTuple):
     kind: Kind
     start: Place
     end: Place
+    routes: Routes | None = None
 
 
 @dataclass
@@ -175,8 +172,9 @@ class Runner:
         stage, here = action.stage, self._microbatches[action.microbatch]
         # Microbatches come in the schedule's order, but draw what one device draws in theirs.
         self._scene.streams.seek(here.start)
-        running = StageForward(self._scene, stage, here.kind, self, self._blanks)
-        found = running.run(here.part)
+        self._blanks.begin()
+        running = StageForward(self._scene, stage, here.kind, self, self._blanks, here.routes)
+        found = running.run(here.part, here.start)
         loss = None
         if found is not None:
             # By rows: the last microbatch may have fewer, and the batch's loss is the mean over

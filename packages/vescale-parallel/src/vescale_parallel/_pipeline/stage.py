@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,13 @@ from vescale_parallel._pipeline.described import (
     describe,
     local_of,
     placeholders,
-    spec_of,
     wrapped,
 )
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.held import HeldParameters
 from vescale_parallel._pipeline.leaks import Leaks
 from vescale_parallel._pipeline.left import Left, StandingIn, left_by
+from vescale_parallel._pipeline.route import Act, Following, Routes, Turn
 from vescale_parallel._pipeline.split import Split
 from vescale_parallel._pipeline.streams import Place, Streams, Words, after, words_between
 from vescale_parallel._pipeline.text import add_record
@@ -104,6 +104,7 @@ class Scene:
         kept: bytes that a forward of a stage of this rank keeps, where they were counted.
         running: the forward that runs, if any.
         call: what a stage runs, where it is not the model with its hooks.
+        foreign_to: by stage, the units that it has to stand in for.
     """
 
     model: nn.Module
@@ -125,13 +126,11 @@ class Scene:
         for stage in self.split.stages:
             ends.append(ends[-1] + len(stage))
         self.starts = ends
-
-    def is_foreign(self, name: str, stage: int) -> bool:
-        """Whether a stage has to stand in for a unit."""
-        number = self.block_numbers.get(name)
-        if number is None:
-            return name in self.absent
-        return not self.starts[stage] <= number < self.starts[stage + 1]
+        # Asked at each call of a unit, several times.
+        self.foreign_to = [
+            self.absent.union(*(s for other, s in enumerate(self.split.stages) if other != stage))
+            for stage in range(len(self.split.stages))
+        ]
 
 
 class Neighbours(Protocol):
@@ -171,6 +170,7 @@ class StageForward:
         kind: Kind,
         neighbours: Neighbours,
         blanks: Blanks | None = None,
+        routes: Routes | None = None,
     ) -> None:
         self.scene, self.stage, self.kind, self._neighbours = scene, stage, kind, neighbours
         # None in a rehearsal, where values of other stages are looked for by what is in them.
@@ -193,11 +193,18 @@ class StageForward:
         self._left = StandingIn()
         # Whether functions come to `foreign`.
         self._looks = False
+        self._way = Following(stage, routes)
+        self._foreign_to = scene.foreign_to[stage]
 
-    def run(self, part: Part) -> Tensor | None:
-        """Run the model up to the end of the stage; returns the loss on the last one."""
+    def run(self, part: Part, start: Place | None = None) -> Tensor | None:
+        """Run the model up to the end of the stage; returns the loss on the last one.
+
+        Args:
+            part: its arguments.
+            start: where the streams stand; None: that is looked up.
+        """
         self.scene.running = self
-        self._start = self.scene.streams.here()
+        self._start = self.scene.streams.here() if start is None else start
         try:
             # Not only to return: what the model has put in `finally` blocks runs, as after an
             # error.
@@ -209,7 +216,10 @@ class StageForward:
                 found = found.reshape(()) if found.ndim else found
                 self._require_end(found)
                 self._require_draws()
+                self._way.ended()
                 return found
+            # Ended at the next stage's first block: an error would not have come here.
+            self._way.ended()
         finally:
             self._look_away()
             self._left.restore()
@@ -220,8 +230,8 @@ class StageForward:
         return None
 
     def _look(self) -> None:
-        # The first stage knows all that it meets, unless it lacks a module.
-        is_needed = self.stage or self.foreign.leaks is not None or self.foreign.has_marked
+        # Without values of other stages there is nothing to be told apart.
+        is_needed = self.foreign.leaks is not None or self.foreign.has_marked
         if is_needed and not self._looks:
             self.foreign.__enter__()  # type: ignore[no-untyped-call]
             self._looks = True
@@ -255,7 +265,10 @@ class StageForward:
             ) from error
 
     def _require_end(self, loss: Tensor) -> None:
-        if not self._is_last or self._next_block < len(self.scene.block_numbers):
+        is_done = self._way.is_done()
+        if not is_done:
+            self._look_closely()
+        if not self._is_last or (not is_done and self._next_block < len(self.scene.block_numbers)):
             done, every = self._next_block, list(self.scene.block_numbers)
             raise PipelineError(
                 f"the model returned on stage {self.stage} after {done} of {len(every)} blocks: "
@@ -273,29 +286,55 @@ class StageForward:
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model calls a unit."""
+        turn = self._way.due(name)
+        if turn is not None and turn.act == "stand in":
+            return self.foreign.resolved((args, kwargs)) if self.foreign.known else (args, kwargs)
         # What is done here is none of the model's functions.
         self._look_away_here()
+        given = self.foreign.resolved((args, kwargs))
+        if turn is not None:
+            if turn.act == "take over":
+                return self._take_over(*given)
+            if turn.act == "give":
+                self._give(*given)
+            if not self.foreign.unknown_within(given):
+                return given  # type: ignore[no-any-return]
+        self._look_closely(before=turn is not None)
+        return self._enter(name, *given)
+
+    def _look_closely(self, *, before: bool = False) -> None:
+        """From here on find out at each call of a unit what is to be done there."""
+        if not self._way.left:
+            for name in self._way.leave(before=before):
+                self._calls[name] += 1
+                self._next_block += name in self.scene.block_numbers
+
+    def _enter(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key = (name, self._calls[name])
         self._calls[name] += 1
         number = self.scene.block_numbers.get(name)
-        args, kwargs = self.foreign.resolved((args, kwargs))
+        act: Act = "run"
         if number is not None:
             self._require_order(name, number)
             # Before the block itself: its hooks belong to the stage that holds it.
             if number == self.scene.starts[self.stage + 1]:
-                self._require_draws()
-                call = named_tensors_within((args, kwargs))
-                self.sent = self._neighbours.give(self.stage, call, self.foreign)
-                raise StageEnded
+                self._way.note(Turn(name, "give"))
+                self._give(args, kwargs)
             if self.stage and number == self.scene.starts[self.stage]:
-                self._take_over(args, kwargs)
-                args, kwargs = self.foreign.resolved((args, kwargs))
+                act = "take over"
+                args, kwargs = self._take_over(args, kwargs)
         self._lacks = name if number is None and self._can_stand_in(key, args, kwargs) else None
+        if self._lacks is not None:
+            self._way.forget()  # by what it is called with, which no route tells
         if self.is_foreign(name):
+            self._way.note(Turn(name, "stand in", self.kind.calls.get(key)))
             self._look()
             return args, kwargs
         # All that a unit of this stage is given is known, and so is what it computes.
         self._require_known(name, args, kwargs)
+        self._way.note(Turn(name, act))
         if self.is_rehearsal:
             self._places[key] = self.scene.streams.here()
         if self.foreign.leaks is not None:
@@ -304,9 +343,16 @@ class StageForward:
                 self.foreign.leaks.inside = name
         return args, kwargs
 
+    def _give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """Hand over to the next stage: this one has come to its end."""
+        self._require_draws()
+        call = named_tensors_within((args, kwargs))
+        self.sent = self._neighbours.give(self.stage, call, self.foreign)
+        raise StageEnded
+
     def is_foreign(self, name: str) -> bool:
         """Whether the unit that is called now has to be stood in for."""
-        return name == self._lacks or self.scene.is_foreign(name, self.stage)
+        return name in self._foreign_to or name == self._lacks
 
     def _can_stand_in(
         self, key: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -354,7 +400,9 @@ class StageForward:
                     "pipeline={'everywhere': ...}."
                 )
 
-    def _take_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take_over(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Receive what the first block of this stage is called with."""
         found = named_tensors_within((args, kwargs))
         unknown = [path for path, one in found.items() if self.foreign.is_unknown(one)]
@@ -371,10 +419,13 @@ class StageForward:
             # The leaf, and not the wrapper: gradients of the stage before are read from it.
             self.received.append(local)
             self.foreign.known[id(found[path])] = wrapped(spec, local, self.scene.mesh)
+        return self.foreign.resolved((args, kwargs))  # type: ignore[no-any-return]
 
     def leave(self, name: str, output: Any) -> None:
         """A unit of this stage has run."""
         self._look()
+        if not self._way.left:
+            return
         key = (name, self._calls[name] - 1)
         left: tuple[Left, ...] = ()
         if self.foreign.leaks is not None and name == self.foreign.leaks.inside:
@@ -409,6 +460,16 @@ class StageForward:
 
     def stand_in(self, name: str) -> Any:
         """What a unit of another stage returns here."""
+        turn = self._way.now(name)
+        if turn is not None and turn.call is not None and self._blanks is not None:
+            if any(turn.call.words) or not self._blanks.stands_for(turn.call.output):
+                self._look_away_here()
+                self.scene.streams.skip(turn.call.words)
+            value, made = self._blanks.stand_in(turn.call.output, self.scene.mesh)
+            self.foreign.mark(made)
+            self._look()
+            return value
+        self._look_closely()
         call = self.kind.calls.get((name, self._calls[name] - 1))
         if call is None or call.output is None:
             raise PipelineError(
@@ -426,40 +487,3 @@ class StageForward:
         self.foreign.mark(made)
         self._look()
         return value
-
-
-def handed_over(
-    call: Mapping[str, Tensor], entry_paths: tuple[str, ...], stage: int, foreign: Foreign
-) -> list[Tensor]:
-    """The arguments that the stage after `stage` asked for.
-
-    Raises:
-        PipelineError: they are not there, or not known on this stage either.
-    """
-    missing = [path for path in entry_paths if path not in call or foreign.is_unknown(call[path])]
-    if missing:
-        raise PipelineError(
-            f"stage {stage} cannot give {listed(missing)} of the (args, kwargs) of the next block: "
-            "an earlier stage has them, and did not pass them on. Let every stage hold what makes "
-            "them: pipeline={'everywhere': ...}."
-        )
-    return [call[path] for path in entry_paths]
-
-
-def check_specs(tensors: list[Tensor], specs: tuple[TensorSpec, ...], stage: int) -> list[Tensor]:
-    """Return the local tensors, if they are what the next stage expects.
-
-    Raises:
-        PipelineError: they are not.
-    """
-    for one, spec in zip(tensors, specs, strict=True):
-        # Checked by the sender, which can still tell all ranks; a receiver would take other bytes
-        # for its own.
-        found = spec_of(one)
-        # Under no_grad nothing needs a gradient; what travels is the same.
-        if found._replace(requires_grad=False) != spec._replace(requires_grad=False):
-            raise PipelineError(
-                f"stage {stage} gives {tuple(one.shape)} {one.dtype}, and the next one expects "
-                f"{spec.global_shape} {spec.dtype} in the layout of the rehearsal."
-            )
-    return [local_of(one) for one in tensors]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import DTensor, local_leaf
+from vescale_dtensor import DTensor, local_leaves
 
 from vescale_parallel._common.agreement import Facts, checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks
@@ -20,7 +20,10 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish import (
     EarlierGradients,
     NewGradients,
+    Trained,
     finish_step,
+    is_whole,
+    note_of,
     require_success,
 )
 from vescale_parallel._pipeline.held import forget_held
@@ -28,6 +31,7 @@ from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_all
 from vescale_parallel._pipeline.rehearsal import Rehearsal
+from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
 from vescale_parallel._pipeline.stage import Kind, Scene
 from vescale_parallel._pipeline.streams import Place, after
@@ -81,36 +85,53 @@ class Walked(NamedTuple):
     Attributes:
         training: whether each module is in train mode.
         named: each parameter once, by its first name, in the order of `named_parameters`.
+        leaves: the local tensor of each, in that order.
     """
 
     training: tuple[bool, ...]
     named: dict[str, nn.Parameter]
+    leaves: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Walked:
         """Walk through a model."""
         named: dict[str, nn.Parameter] = {}
-        training, seen, stored = [], set(), _stored_beside(model)
-        for path, module in model.named_modules():
+        training: list[bool] = []
+        seen, walked, stored = set(), set(), _stored_beside(model)
+        # `named_modules` by hand, in its order: its generators would be half of all calls of a
+        # step.
+        left: list[tuple[str, nn.Module]] = [("", model)]
+        while left:
+            prefix, module = left.pop()
+            if id(module) in walked:
+                continue
+            walked.add(id(module))
             training.append(module.training)
             for name, held in module._parameters.items():
-                one = stored.get((id(module), name), held)
+                one = stored.get((id(module), name), held) if stored else held
                 if one is not None and id(one) not in seen:
                     seen.add(id(one))
-                    named[f"{path}.{name}" if path else name] = one
-        return cls(tuple(training), named)
+                    named[prefix + name] = one
+            below = module._modules
+            if below:
+                left += [(f"{prefix}{n}.", m) for n, m in reversed(below.items()) if m is not None]
+        return cls(tuple(training), named, tuple(local_leaves(named.values())))
 
-    def trained(self) -> list[nn.Parameter]:
+    def trained(self) -> Trained:
         """The parameters that get gradients."""
-        return [one for one in self.named.values() if local_leaf(one).requires_grad]
+        pairs = zip(self.named.values(), self.leaves, strict=True)
+        found = [(one, leaf) for one, leaf in pairs if leaf.requires_grad]
+        return Trained([one for one, _ in found], [leaf for _, leaf in found])
 
     def hooked(self) -> list[str]:
         """Names of parameters on which somebody has registered hooks."""
-        return [name for name, one in self.named.items() if hooks_of(local_leaf(one))]
+        if not any(map(hooks_of, self.leaves)):
+            return []
+        return [n for n, leaf in zip(self.named, self.leaves, strict=True) if hooks_of(leaf)]
 
     def modes(self, device: str) -> tuple[object, ...]:
         """What decides beside shapes what a model draws, in which dtypes, where gradients go."""
-        trained = tuple([local_leaf(one).requires_grad for one in self.named.values()])
+        trained = tuple([leaf.requires_grad for leaf in self.leaves])
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         # A rehearsal under inference_mode sees nothing that needs a gradient.
         return self.training, trained, cast, torch.is_inference_mode_enabled()
@@ -145,7 +166,7 @@ class MicrobatchStep:
         total: Tensor | None = None
         parts = divided(part, self._microbatches, self._dim)
         zero = getattr(self._model, SCHEDULE, None)
-        new = NewGradients(p for p in self._model.parameters() if p.requires_grad)
+        new = NewGradients([p for p in self._model.parameters() if p.requires_grad])
         for at, (one, weight) in enumerate(parts):
             # The last microbatch reduces what all of them have left: one collective for each unit
             # and step.
@@ -187,6 +208,8 @@ class StagedStep:
         self._unmeasured = _MEASURED if scene.split.is_auto else 0
         # By shapes and modes. Every rank has the same keys, as all of them are compared before use.
         self._kinds: dict[Any, Kind] = {}
+        # Of the same keys: what this rank alone knows of them.
+        self._routes: dict[Any, Routes] = {}
 
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch, on every rank; gradients are left complete.
@@ -206,15 +229,18 @@ class StagedStep:
         schedule = self._schedule if trains else forwards_only(self._schedule)
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
         # In the order of the model, which is that of the numbers in the message.
-        trained = walked.trained() if trains else []
+        trained = walked.trained() if trains else Trained([], [])
         owners = scene.split.owners
         earlier = EarlierGradients(
-            p for n, p in walked.named.items() if trains and owners[n] is None
+            [p for n, p in walked.named.items() if owners[n] is None] if trains else []
         )
-        new = NewGradients(trained)
+        # What units of `zero` keep is told by the parameter itself alone.
+        is_kept = isinstance(getattr(scene.model, SCHEDULE, None), Zero)
+        new = NewGradients(trained.parameters if is_kept else trained.without())
         try:
-            loss = self._run(schedule, microbatches, watch)
-            total = finish_step(loss, microbatches[-1].kind, scene, self._lines, trained)
+            loss, notes = self._run(schedule, microbatches, watch, trained)
+            kind, whole = microbatches[-1].kind, _have_whole_losses(microbatches)
+            total = finish_step(loss, notes, kind, scene, self._lines, trained, whole=whole)
         except BaseException:
             new.drop()
             earlier.restore()
@@ -257,7 +283,7 @@ class StagedStep:
             microbatches = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
             # A rehearsal calls the loss as well: its output holds placeholders.
             outputs.clear()  # of a rehearsal
-            self._run(single_forward(self._schedule), microbatches, None)
+            self._run(single_forward(self._schedule), microbatches)
         finally:
             # Otherwise the next step would run without the hooks of the model.
             scene.call = None
@@ -281,7 +307,7 @@ class StagedStep:
         # From here on all ranks decide alike: what they decide by has been compared.
         parts = divided(part, count, self._dim)
         # Shapes of parts and not of the batch: the last microbatch may be smaller than the others.
-        keys = [(*_shapes_of(one), modes) for one, _ in parts]
+        keys = _keys_of(parts, modes)
         if not self._kinds.keys() >= set(keys):
             # A rank that failed goes on to the vote: the others are on their way there.
             failure = self._rehearse(parts, keys)
@@ -291,9 +317,13 @@ class StagedStep:
         return self._placed(parts, keys)
 
     def _run(
-        self, schedule: Schedule, microbatches: list[Microbatch], watch: Stopwatch | None
-    ) -> Tensor | None:
-        """Run a schedule; returns this rank's part of the loss. Collective."""
+        self,
+        schedule: Schedule,
+        microbatches: list[Microbatch],
+        watch: Stopwatch | None = None,
+        trained: Trained | None = None,
+    ) -> tuple[Tensor | None, list[bytes]]:
+        """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
         start = microbatches[0].start
         # A new one for each step: nothing of a failed step may be found by the next.
         runner = Runner(self._scene, self._lines, schedule, microbatches, watch)
@@ -301,18 +331,25 @@ class StagedStep:
         forget_held(self._scene.held)
         # Where one device stands after the batch, whichever of its blocks this rank has run.
         self._scene.streams.seek(microbatches[-1].end)
-        self._require_success(failure, start)
-        return runner.loss
+        note = b""
+        if failure is None and trained is not None:
+            try:
+                note = note_of(runner.loss, trained, whole=_have_whole_losses(microbatches))
+            except Exception as error:
+                failure = error
+        return runner.loss, self._require_success(failure, start, note)
 
-    def _require_success(self, failure: Exception | None, start: Place) -> None:
+    def _require_success(
+        self, failure: Exception | None, start: Place, note: bytes = b""
+    ) -> list[bytes]:
         """Raise on every rank where one has failed. Collective."""
         split = self._scene.split
         own = [str(i) for i, rank in enumerate(split.ranks) if rank == self._scene.rank]
         try:
-            require_success(failure, f"stage {', '.join(own)}")
+            return require_success(failure, f"stage {', '.join(own)}", note)
         except Exception:
             # What was learned may be what was wrong: the next call looks again.
-            self._kinds.clear()
+            self._forget_kinds()
             _drop_kept(self._scene.model)
             self._scene.streams.seek(start)
             raise
@@ -359,7 +396,7 @@ class StagedStep:
     def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> Exception | None:
         # All at once and by number, so that every rank forgets at the same call.
         if len(self._kinds) >= _KINDS:
-            self._kinds.clear()
+            self._forget_kinds()
         try:
             for (one, _), key in zip(parts, keys, strict=True):
                 if key not in self._kinds:
@@ -371,6 +408,10 @@ class StagedStep:
             return error
         return None
 
+    def _forget_kinds(self) -> None:
+        self._kinds.clear()
+        self._routes.clear()
+
     def _placed(self, parts: list[tuple[Part, float]], keys: list[Any]) -> list[Microbatch]:
         """The microbatches, and where in the streams each begins and ends."""
         place = self._scene.streams.here()
@@ -378,9 +419,16 @@ class StagedStep:
         for (one, weight), key in zip(parts, keys, strict=True):
             kind = self._kinds[key]
             end = after(place, kind.total)
-            made.append(Microbatch(one, weight, kind, place, end))
+            routes = self._routes.setdefault(key, {})
+            made.append(Microbatch(one, weight, kind, place, end, routes))
             place = end
         return made
+
+
+def _have_whole_losses(microbatches: Sequence[Microbatch]) -> bool:
+    """Whether no loss is a sum over the ranks of the last stage; the same answer on all ranks."""
+    specs = [one.kind.loss for one in microbatches]
+    return all([is_whole(spec.placements) for spec in specs if spec is not None])
 
 
 def _drop_kept(model: nn.Module) -> None:
@@ -408,6 +456,16 @@ def _plain_of(part: Part) -> dict[str, bool | int | float | str]:
     look(part.kwargs, "kwargs")
     look(part.targets, "loss")
     return found
+
+
+def _keys_of(parts: list[tuple[Part, float]], modes: object) -> list[Any]:
+    """For each microbatch what its kind is known by."""
+    # Their shapes differ by their rows alone, and rows by their shares: most are looked at once.
+    by_share: dict[float, Any] = {}
+    for one, share in parts:
+        if share not in by_share:
+            by_share[share] = (*_shapes_of(one), modes)
+    return [by_share[share] for _, share in parts]
 
 
 def _shapes_of(part: Part) -> tuple[Any, Any]:

@@ -1,0 +1,92 @@
+"""The units that a forward of a stage calls, in their order: noted in one, followed by the next.
+
+For microbatches of one kind a model calls its modules alike, and what happens at each call follows
+from that: it is stood in for, it runs, it is where the stage begins or ends. So the second forward
+looks whether the module that is called is the one that is due, and need not find out anew what to
+do. A model that calls another one leaves the route there, and is looked at closely from then on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NamedTuple
+
+Act = Literal["stand in", "run", "take over", "give"]
+
+
+class Turn(NamedTuple):
+    """A call of a unit.
+
+    Attributes:
+        name: of the unit.
+        act: what a stage does at it.
+        call: what is known of it, where it is stood in for.
+    """
+
+    name: str
+    act: Act
+    call: Any = None
+
+
+Routes = dict[int, tuple[Turn, ...]]
+"""By stage; of one kind of microbatch, on one rank."""
+
+_NONE: Final[tuple[Turn, ...]] = ()
+
+
+class Following:
+    """A forward that notes its route, or follows one that was noted.
+
+    Attributes:
+        left: whether there is no route, or the forward has left it.
+    """
+
+    def __init__(self, stage: int, routes: Routes | None) -> None:
+        self._stage, self._routes = stage, routes
+        self._turns = _NONE if routes is None else routes.get(stage, _NONE)
+        self._at = 0
+        self.left = not self._turns
+        # What is noted; None: nothing shall be.
+        self._noted: list[Turn] | None = [] if self.left and routes is not None else None
+
+    def due(self, name: str) -> Turn | None:
+        """The turn of a unit that is called, if it is the one that is due."""
+        at = self._at
+        if self.left or at >= len(self._turns) or self._turns[at][0] != name:
+            return None
+        self._at = at + 1
+        return self._turns[at]
+
+    def now(self, name: str) -> Turn | None:
+        """The turn that `due` gave last, if it is that of this unit."""
+        turn = None if self.left or not self._at else self._turns[self._at - 1]
+        return turn if turn is not None and turn.name == name else None
+
+    def leave(self, *, before: bool = False) -> list[str]:
+        """Leave the route; returns the names of the units that were called on it.
+
+        Args:
+            before: the turn that `due` gave last could not be followed, and does not count.
+        """
+        done = [one.name for one in self._turns[: self._at - before]]
+        self.left = True
+        if self._routes is not None:
+            self._routes.pop(self._stage, None)  # the next forward notes its own
+        return done
+
+    def note(self, turn: Turn) -> None:
+        """Note a call that was looked at closely."""
+        if self._noted is not None:
+            self._noted.append(turn)
+
+    def forget(self) -> None:
+        """What was decided for this forward may be decided otherwise for the next one."""
+        self._noted = None
+
+    def is_done(self) -> bool:
+        """Whether the forward has followed its route to the end."""
+        return not self.left and self._at == len(self._turns)
+
+    def ended(self) -> None:
+        """The forward has ended, and nothing was wrong."""
+        if self._noted and self._routes is not None:
+            self._routes[self._stage] = tuple(self._noted)
