@@ -75,6 +75,7 @@ PUBLIC = {
         "broadcast_text",
         "by_ranks",
         "digest",
+        "gather_bytes",
         "gather_failures",
         "gather_numbers",
         "gather_texts",

@@ -6,7 +6,7 @@ of other packages that walk through arguments use these, so that what one of the
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,22 +58,29 @@ def named_tensors_within(value: Any, path: str = "") -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {path: value}
     found: dict[str, Tensor] = {}
-    for key, one in _items(value):
-        found |= named_tensors_within(one, f"{path}[{key!r}]")
+    _name(value, path, found)
     return found
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+def _name(value: Any, path: str, found: dict[str, Tensor]) -> None:
+    for key, one in _items(value):
+        if isinstance(one, Tensor):
+            found[f"{path}[{key!r}]"] = one
+        elif one is not None and type(one) not in _PLAIN:
+            _name(one, f"{path}[{key!r}]", found)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     """What a container holds, each with the word or number by which it does; nothing of others."""
+    # No generator, and the usual ones first: arguments of every call of a module are looked into.
     if isinstance(value, tuple | list):
-        yield from enumerate(value)
-    elif isinstance(value, MutableMapping):
+        return enumerate(value)
+    if isinstance(value, dict | MutableMapping):
         # Keys first: whoever is given what is in it may write to it.
-        yield from [(key, value[key]) for key in list(value)]
-    elif isinstance(value, slice):  # x[i:j], where i and j may be tensors of no dims
-        yield from (("start", value.start), ("stop", value.stop), ("step", value.step))
-    else:
-        yield from [(name, getattr(value, name)) for name in field_names(value)]
+        return [(key, value[key]) for key in list(value)]
+    if isinstance(value, slice):  # x[i:j], where i and j may be tensors of no dims
+        return (("start", value.start), ("stop", value.stop), ("step", value.step))
+    return [(name, getattr(value, name)) for name in field_names(value)]
 
 
 def map_tensors(
@@ -108,9 +115,11 @@ def map_tensors(
 
     if isinstance(value, Tensor):
         return function(value)
+    if value is None or type(value) in _PLAIN:
+        return value
     given = list(_items(value))
     changed = [(key, mapped_of(one)) for key, one in given]
-    if not copies and all(new is old for (_, new), (_, old) in zip(changed, given, strict=True)):
+    if not copies and all([new is old for (_, new), (_, old) in zip(changed, given, strict=True)]):
         return value
     if isinstance(value, tuple | list | slice):
         made = _sequence_like(value, [one for _, one in changed])

@@ -286,6 +286,14 @@ class PointToPoint(Primitive):
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's isend and irecv for all at once."""
         me, ranks = self.group.rank, self.group.ranks
+        alone = self._alone()
+        if alone is not None:
+            # A list of one costs as much again as the call. Backends that would start it in
+            # another way, as NCCL does, keep their lists.
+            call, x, member = alone
+            named = {"group_dst" if call is dist.isend else "group_src": member}
+            work = call(as_backend_dtype(x), group=process_group, **named)
+            return work if async_op or work is None else work.wait()
         # A backend cannot send to itself: these are copied, in the order of sending.
         own = deque(tensor for tensor, member in self.sends if member == me)
         transfers = [
@@ -303,6 +311,16 @@ class PointToPoint(Primitive):
         # Started together: one by one, two members that both send first would wait for each other.
         works = _All(tuple(dist.batch_isend_irecv(transfers) if transfers else ()))
         return works if async_op else works.wait()
+
+    def _alone(self) -> tuple[Any, Tensor, int] | None:
+        """The only transfer, its tensor and the other member, where gloo moves it."""
+        if len(self.sends) + len(self.receives) != 1:
+            return None
+        x, member = (self.sends or self.receives)[0]
+        is_gloo = self.group.backends.get(x.device.type) == "gloo"
+        if not is_gloo or member == self.group.rank or not x.numel():
+            return None
+        return (dist.isend if self.sends else dist.irecv), x, member
 
     def _common(self) -> str:
         # No shape: a member's own says nothing about the others', and `traffic` is compared

@@ -74,7 +74,10 @@ def untraced(function: Function) -> Function:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return eagerly(function, *args, **kwargs) if is_compiled() else function(*args, **kwargs)
+        # `is_compiled` written out: hooks of all modules come here.
+        if is_compiling() or compiler_callback() is not None:
+            return eagerly(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     made: Any = called
     return made  # type: ignore[no-any-return]

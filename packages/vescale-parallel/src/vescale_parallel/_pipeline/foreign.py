@@ -71,13 +71,13 @@ class Foreign(TorchFunctionMode):
     def resolved(self, value: Any) -> Any:
         """The same nesting with what has come in place of what stood for it."""
         # To find is cheaper than to map, and in most nestings there is nothing.
-        if not self.known or not any(id(one) in self.known for one in tensors_within(value)):
+        if not self.known or self.known.keys().isdisjoint(map(id, tensors_within(value))):
             return value
         return map_tensors(lambda one: self.known.get(id(one), one), value)
 
     def unknown_within(self, value: Any) -> list[str]:
         """Paths of the tensors in a nesting whose values are not here."""
-        if not self._marked or not any(map(self.is_unknown, tensors_within(value))):
+        if not self._marked or self._marked.keys().isdisjoint(map(id, tensors_within(value))):
             return []
         found = named_tensors_within(value)
         return [path for path, one in found.items() if self.is_unknown(one)]
@@ -98,7 +98,8 @@ class Foreign(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.known:
             args, kwargs = self.resolved(args), self.resolved(kwargs)
-        if not any(map(self.is_unknown, tensors_within((args, kwargs)))):
+        given = tensors_within((args, kwargs))
+        if self._marked.keys().isdisjoint(map(id, given)) or not any(map(self.is_unknown, given)):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _READS or (name == "__getitem__" and self._selects_by_value(args)):

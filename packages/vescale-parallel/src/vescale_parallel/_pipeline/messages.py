@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from vescale_parallel._pipeline.text import from_text, to_text
 from vescale_parallel._schedules.actions import Schedule
 
 Way = Literal["forward", "backward"]
+
+_LIKES: Final = 1024
+"""For how many kinds of tensors it is remembered what they are like."""
 
 
 class Message(NamedTuple):
@@ -69,6 +73,7 @@ class Lines:
         self._up, self._down = up, down
         self.device = device
         self.rank, self.size, self.ranks = up.rank, up.size, up.ranks
+        self._likes: dict[TensorSpec, Tensor] = {}
 
     def _line(self, source: int, target: int) -> Group:
         return self._up if source < target else self._down
@@ -83,7 +88,12 @@ class Lines:
         made = []
         group = self._line(source, self.rank)
         for spec in specs:
-            like = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            like = self._likes.get(spec)
+            if like is None:
+                # Of one element: it only says what comes.
+                like = torch.empty((), dtype=spec.dtype, device=self.device).expand(spec.shape)
+                if len(self._likes) < _LIKES:
+                    self._likes[spec] = like
             # Sent in the memory order of the sender, which the spec holds: kernels may choose by
             # strides, and bits would differ.
             flat = recv(like, group, source=source)
@@ -128,6 +138,39 @@ def _value(content: Tensor) -> Any:
     return from_text(bytes(content.cpu().tolist()).decode())
 
 
+class Traffic(NamedTuple):
+    """What a schedule lets pass to and from one rank: the same in each step.
+
+    Attributes:
+        takers: for each message the rank that takes it, and at which of its actions.
+        coming: by sender, the messages that it sends here, and at which of its actions each.
+        senders: for each message that comes here, who sends it.
+    """
+
+    takers: dict[Message, tuple[int, int]]
+    coming: dict[int, list[tuple[Message, int]]]
+    senders: dict[Message, int]
+
+
+# By the schedule, of which a model has two or three: one for training, and its forwards.
+@lru_cache(maxsize=16)
+def traffic_of(schedule: Schedule, own: int) -> Traffic:
+    """Return what passes by a schedule; nobody may write to it."""
+    found = Traffic({}, {}, {})
+    for rank, row in enumerate(schedule.ranks):
+        for at, action in enumerate(row):
+            needs, gives = message_into(action, schedule.stages)
+            if needs is not None:
+                found.takers[needs] = (rank, at)
+            # In the order of the sender's row, which is the order in which it sends.
+            if gives is None or schedule.stage_ranks[gives.stage] != own:
+                continue
+            if rank != own:
+                found.coming.setdefault(rank, []).append((gives, at))
+                found.senders[gives] = rank
+    return found
+
+
 class Inbox:
     """What other ranks send to this one during a step, in the order in which they send it.
 
@@ -149,22 +192,11 @@ class Inbox:
     ) -> None:
         self._lines, self._specs = lines, specs
         self._kept: dict[Message, list[Tensor]] = {}
-        # By sender.
-        self._coming: dict[int, deque[tuple[Message, int]]] = {}
-        self.takers: dict[Message, tuple[int, int]] = {}
+        traffic = traffic_of(schedule, lines.rank)
+        self.takers, self._senders = traffic.takers, traffic.senders
+        # By sender: what is left of it.
+        self._coming = {sender: deque(every) for sender, every in traffic.coming.items()}
         self.seen: dict[int, int] = {}
-        self._senders: dict[Message, int] = {}
-        for rank, row in enumerate(schedule.ranks):
-            for at, action in enumerate(row):
-                needs, gives = message_into(action, schedule.stages)
-                if needs is not None:
-                    self.takers[needs] = (rank, at)
-                # In the order of the sender's row, which is the order in which it sends.
-                if gives is None or schedule.stage_ranks[gives.stage] != lines.rank:
-                    continue
-                if rank != lines.rank:
-                    self._coming.setdefault(rank, deque()).append((gives, at))
-                    self._senders[gives] = rank
 
     def put(self, message: Message, tensors: list[Tensor]) -> None:
         """Keep what a stage of this rank gives to another one of this rank."""
