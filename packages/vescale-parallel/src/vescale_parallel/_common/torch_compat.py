@@ -56,11 +56,12 @@ no_torch_function: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
 
 def hooks_of(tensor: Tensor) -> list[str]:
     """Return the methods by which hooks of a leaf were registered; empty where it has none."""
-    kinds = {
-        "_backward_hooks": "register_hook",
-        "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-    }
-    return [method for attribute, method in kinds.items() if getattr(tensor, attribute, None)]
+    found = []
+    if getattr(tensor, "_backward_hooks", None):
+        found.append("register_hook")
+    if getattr(tensor, "_post_accumulate_grad_hooks", None):
+        found.append("register_post_accumulate_grad_hook")
+    return found
 
 
 _task: Any = getattr(torch._C, "_current_graph_task_id", None)

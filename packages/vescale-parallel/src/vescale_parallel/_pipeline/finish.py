@@ -157,11 +157,11 @@ class NewGradients:
     and keep what came until it failed.
 
     Args:
-        parameters: those that are trained.
+        without: the parameters that are trained, and have no gradient before the step.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._without = [one for one in parameters if one.grad is None]
+    def __init__(self, without: Sequence[nn.Parameter]) -> None:
+        self._without = without
 
     def drop(self) -> None:
         """The step has failed."""

@@ -166,7 +166,8 @@ class MicrobatchStep:
         total: Tensor | None = None
         parts = divided(part, self._microbatches, self._dim)
         zero = getattr(self._model, SCHEDULE, None)
-        new = NewGradients([p for p in self._model.parameters() if p.requires_grad])
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        new = NewGradients([p for p in trained if p.grad is None])
         for at, (one, weight) in enumerate(parts):
             # The last microbatch reduces what all of them have left: one collective for each unit
             # and step.
@@ -202,6 +203,7 @@ class StagedStep:
 
     def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
+        self._peers = mesh_ranks(mesh)
         self._calls = 0
         self._schedule = scene.split.schedule
         # Training steps until the schedule is chosen: the first one warms up.
@@ -236,7 +238,9 @@ class StagedStep:
         )
         # What units of `zero` keep is told by the parameter itself alone.
         is_kept = isinstance(getattr(scene.model, SCHEDULE, None), Zero)
-        new = NewGradients(trained.parameters if is_kept else trained.without())
+        new = NewGradients(
+            [p for p in trained.parameters if p.grad is None] if is_kept else trained.without()
+        )
         try:
             loss, notes = self._run(schedule, microbatches, watch, trained)
             kind, whole = microbatches[-1].kind, _have_whole_losses(microbatches)
@@ -376,7 +380,7 @@ class StagedStep:
 
     def _compare(self, facts: Facts) -> None:
         advice = dict.fromkeys(facts, _ADVICE)
-        require_same(facts, peers=mesh_ranks(self._mesh), head=_HEAD, advice=advice)
+        require_same(facts, peers=self._peers, head=_HEAD, advice=advice)
 
     def _drawn_from(self, start: Place) -> dict[str, str]:
         """Where the streams stand, if they are drawn from: each stage draws from its own."""
