@@ -14,7 +14,8 @@ Top to bottom (imports point down):
 - `outputs`: what the model returns, for ranks whose stage is not the last.
 - `finish`: losses and gradients of all stages put together.
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
-- `stage`: one forward of one stage; `units`: the hooks through which it acts.
+- `stage`: one forward of one stage; `units`: the hooks through which it acts. `route`: the calls of
+  units that one forward notes and the next one follows. `boundary`: what passes to the next stage.
 - `foreign`: values of other stages, and what is computed from them. `leaks`: what gets out of
   blocks beside their results. `left`: what of it stays in attributes of their modules.
 - `messages`: tensors and small objects between neighbours, in the order of the schedule.
