@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.passes.split_module import split_module
 from vescale_comm.agreement import gather_texts
 
 from vescale_parallel._common.messages import listed, table
 from vescale_parallel._errors import DisagreementError, GraphError
-from vescale_parallel._graph.collectives import schema_name
+from vescale_parallel._graph.regions import (
+    FEW,
+    Cut,
+    alike,
+    content,
+    cut,
+    of_all_ranks,
+    operators,
+    together,
+)
 
 
 @dataclass(frozen=True)
@@ -29,15 +38,21 @@ class Region:
 
     Attributes:
         name: of its module in the graph.
-        operations: how many it has.
+        operations: how many it has, on this rank.
         modules: of the model, that they are of, as far as that is known.
         why_not: why it runs as it is; empty if it is compiled.
+        alike: whether all ranks compute the same there, with values that lie alike.
     """
 
     name: str
     operations: int
     modules: tuple[str, ...]
     why_not: str = ""
+    alike: bool = True
+
+    def __str__(self) -> str:
+        others = "" if self.alike else "; ranks compute otherwise here"
+        return (self.why_not or "compiled") + others
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,7 @@ class Compiled:
 
     def __str__(self) -> str:
         rows = [
-            [one.name, str(one.operations), ", ".join(one.modules), one.why_not or "compiled"]
+            [one.name, str(one.operations), ", ".join(one.modules), str(one)]
             for one in self.regions
         ]
         header = ["region", "operations", "modules", "how"]
@@ -74,9 +89,12 @@ def compile_regions(
     the graph itself does not run, and nothing that it writes to is touched. Ranks tell each other
     what they could not compile, and that runs as it is on all of them. Compiled code adds and
     rounds in another order than the graph (which is what makes it fast), so results equal the
-    graph's up to rounding. A value that several ranks compute for themselves is the same on them
-    as long as their regions are; where graphs of ranks differ (uneven shards), compilers may round
-    it otherwise on each.
+    graph's up to rounding.
+
+    Ranks have to send the same, and may compute other things in between: with tensor parallelism
+    one adds a bias, or masks a gradient, that others do not. A value that several ranks compute for
+    themselves is the same on them as long as their regions are (`Region.alike`); elsewhere a
+    compiler may round it otherwise on each.
 
     Args:
         graph: of `vescale_dtensor.joint`, `train_step(...).graph_module`, `schedule`, or of
@@ -86,42 +104,41 @@ def compile_regions(
         least_operations: regions with fewer, on any rank, are left as they are.
 
     Raises:
-        DisagreementError: on every rank, if their regions, or these arguments, differ.
+        DisagreementError: on every rank, if their collectives, or these arguments, differ.
         GraphError: on every rank, if one cannot take its graph apart, or has no such backend.
     """
-    fault, split = "", None
+    fault, parts = "", None
     regions: list[Region] = []
-    modules: dict[str, fx.GraphModule] = {}
     try:
         _check_backend(backend)
-        split = _split(graph)
-        modules = dict(_regions(split))
-        regions = [_region(name, one, least_operations) for name, one in modules.items()]
-    except Exception as error:  # raised in `_agreed`, on all ranks: the others are on their way
+        parts = cut(graph)
+        regions = [_region(*one, least_operations) for one in parts.regions.items()]
+    except Exception as error:  # raised in `_compared`, on all ranks: the others are on their way
         fault = f"{type(error).__name__}: {error}"
     options = {"backend": _name_of(backend), "least_operations": str(least_operations)}
     # Before anything is compiled, which may take minutes.
-    regions = _agreed(regions, fault, options)
-    assert split is not None
+    regions, lined_up = _compared(parts, regions, fault, options)
+    assert parts is not None
     made = {}
     for at, one in enumerate(regions):
         if not one.why_not:
-            made[one.name], why = _compiled(modules[one.name], backend)
+            made[one.name], why = _compiled(parts.regions[one.name], backend)
             regions[at] = replace(one, why_not=why)
-    regions = _agreed(regions)
+    regions = _agreed(regions, _told(_whys(regions)), lined_up)
     for one in regions:
         if not one.why_not:
-            setattr(split, one.name, made[one.name])
-    split.recompile()
-    return Compiled(split, tuple(regions))
+            setattr(parts.module, one.name, made[one.name])
+    parts.module.recompile()
+    return Compiled(parts.module, tuple(regions))
 
 
 def _region(name: str, module: fx.GraphModule, least_operations: int) -> Region:
     labels = (node.meta.get("label") for node in module.graph.nodes)
     modules = dict.fromkeys(str(getattr(label, "module", "")) for label in labels)
-    count = sum(_computes(node) for node in module.graph.nodes)
-    why = "few operations" if count < least_operations else ""
-    return Region(name, count, tuple(filter(None, modules)), why)
+    count = len(operators(module))
+    return Region(
+        name, count, tuple(filter(None, modules)), FEW if count < least_operations else ""
+    )
 
 
 def _check_backend(backend: str | Callable[..., Any]) -> None:
@@ -132,48 +149,6 @@ def _check_backend(backend: str | Callable[..., Any]) -> None:
 
 def _name_of(backend: str | Callable[..., Any]) -> str:
     return backend if isinstance(backend, str) else getattr(backend, "__qualname__", "a callable")
-
-
-def _split(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph as calls of modules: runs of operators, and runs of what stays."""
-    numbers: dict[fx.Node, int] = {}
-    now, stays = -1, None
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        if stays is not _stays(node):
-            now, stays = now + 1, _stays(node)
-        numbers[node] = now
-    made: fx.GraphModule = split_module(
-        graph, graph, numbers.__getitem__, keep_original_order=True, partition_affix="region"
-    )
-    return made
-
-
-def _stays(node: fx.Node) -> bool:
-    """Whether a node is no operator of torch: a collective, a draw, or a Python function."""
-    name = schema_name(node)
-    return not name.startswith(("aten::", "prims::")) or _draws(node)
-
-
-def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.op == "call_function"
-
-
-def _regions(split: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The modules that hold operators only, in the order in which they are called."""
-    for node in split.graph.nodes:
-        if node.op != "call_module":
-            continue
-        module = split.get_submodule(str(node.target))
-        if isinstance(module, fx.GraphModule) and not any(
-            map(_stays, filter(_computes, module.graph.nodes))
-        ):
-            yield str(node.target), module
 
 
 def _compiled(module: fx.GraphModule, backend: Any) -> tuple[Any, str]:
@@ -203,36 +178,60 @@ def _zeros(node: fx.Node) -> Any:
     return made.requires_grad_(value.requires_grad)
 
 
-def _agreed(
-    regions: Sequence[Region], fault: str = "", options: Mapping[str, str] | None = None
-) -> list[Region]:
-    """The regions, with why some rank cannot compile them: that is the same on all ranks.
+def _compared(
+    parts: Cut | None, regions: Sequence[Region], fault: str, options: Mapping[str, str]
+) -> tuple[list[Region], frozenset[int]]:
+    """The regions, agreed on, and the gaps in which those of ranks belong together. Collective.
 
     Raises:
-        DisagreementError: their regions, or options, differ.
-        GraphError: one has a fault.
+        DisagreementError: collectives of ranks, or options, differ.
+        GraphError: a rank has a fault.
     """
-    mine = {"fault": fault, "options": options, "why": {one.name: one.why_not for one in regions}}
-    told = [json.loads(one) for one in gather_texts(json.dumps(mine))]
-    found: dict[str, str] = {}
+    mine: dict[str, Any] = {"fault": fault, "options": options, "why": _whys(regions)}
+    if parts is not None:
+        mine |= {"starts": parts.starts, "between": parts.between}
+        mine["contents"] = {name: content(one) for name, one in parts.regions.items()}
+    told = _told(mine)
     for rank, one in enumerate(told):
         if one["fault"]:
             raise GraphError(f"compile_regions, rank {rank}: {one['fault']}")
+    for rank, one in enumerate(told):
         if one["options"] != told[0]["options"]:
             raise DisagreementError(
                 f"compile_regions: {one['options']} on rank {rank}, and {told[0]['options']} on "
                 "rank 0. Pass the same on all ranks"
             )
-        if [*one["why"]] != [*told[0]["why"]]:
-            raise DisagreementError(
-                f"compile_regions: rank {rank} has {len(one['why'])} regions, and rank 0 "
-                f"{len(told[0]['why'])}: {listed(sorted({*one['why']} ^ {*told[0]['why']}))} are "
-                "not on both. Graphs with other operators between their collectives are not "
-                "compiled; run them as they are"
-            )
-        for name, why in one["why"].items():
-            # What was agreed on before has its rank already.
-            tells = why and len(told) > 1 and not why.startswith("rank ")
-            found.setdefault(name, "")
-            found[name] = found[name] or (f"rank {rank}: {why}" if tells else why)
+        _check_starts(rank, one["starts"], told[0]["starts"])
+    lined_up = together([one["between"] for one in told])
+    same = alike([one.name for one in regions], [one["contents"] for one in told], lined_up)
+    regions = _agreed(regions, [one["why"] for one in told], lined_up)
+    return [replace(one, alike=same[one.name]) for one in regions], lined_up
+
+
+def _check_starts(rank: int, mine: Sequence[str], first: Sequence[str]) -> None:
+    if mine == first:
+        return
+    pairs = enumerate(zip_longest(mine, first, fillvalue="nothing"))
+    at, (one, other) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+    raise DisagreementError(
+        f"compile_regions: the graphs of ranks have different collectives: number {at} is {other} "
+        f"on rank 0, and {one} on rank {rank} ({len(first)} and {len(mine)} in all). Nothing was "
+        "compiled. Trace the same step, for batches of the same layout, on all ranks"
+    )
+
+
+def _agreed(
+    regions: Sequence[Region], whys: Sequence[Mapping[str, str]], lined_up: frozenset[int]
+) -> list[Region]:
+    """The regions, with why some rank does not compile those that belong to them."""
+    found = of_all_ranks(_whys(regions), whys, lined_up)
     return [replace(one, why_not=found[one.name]) for one in regions]
+
+
+def _whys(regions: Sequence[Region]) -> dict[str, str]:
+    return {one.name: one.why_not for one in regions}
+
+
+def _told(mine: Any) -> list[Any]:
+    """What each rank says. Collective."""
+    return [json.loads(one) for one in gather_texts(json.dumps(mine))]

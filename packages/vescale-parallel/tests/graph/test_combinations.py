@@ -1,0 +1,74 @@
+"""Every level of ZeRO with and without tensor parallelism: a step's graph has eager mode's bits.
+
+As traced, with its communication scheduled, and with what lies between collectives handed to a
+compiler that keeps bits, over steps of clipped AdamW with masks of dropout. Rows of the batch are
+uneven, and a rank has none: ranks with tensor parallelism have other operators than each other.
+"""
+
+import pytest
+import torch
+from graph_models import Net, batch
+from torch import nn, optim
+from vescale_comm import simulate
+from vescale_parallel import Plan, graph, mesh, parallelize
+
+STEPS = 3
+TENSOR = {
+    "blocks.*.up.{weight,bias}": "tp:0",
+    "blocks.*.down.weight": "tp:1",
+    "{embed,head}.weight": "tp:0",
+    "*": "replicate",
+}
+
+
+def built(sizes, zero):
+    torch.manual_seed(0)
+    net = Net(2)
+    net.blocks[1].norm.weight.requires_grad_(False)
+    rules = TENSOR if "tp" in sizes else {"*": "replicate"}
+    plan = Plan(axes=tuple(sizes), batch="dp:0", parameters=rules, zero=zero)
+    model = parallelize(net, mesh(**sizes), plan)
+    return model, optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
+
+
+def local(value):
+    return getattr(value, "_local_tensor", value)
+
+
+def ways(step):
+    """The graph, and what is done with it."""
+    planned = graph.schedule(step.graph_module)
+    compiled = graph.compile_regions(planned.graph_module, backend="aot_eager")
+    return [step.graph_module, planned.graph_module, compiled.graph_module], compiled.regions
+
+
+def trained(rank, sizes, zero, rows):
+    (eager, first), (model, second) = built(sizes, zero), built(sizes, zero)
+    step = graph.train_step(model, model, batch(0)[:rows]).with_optimizer(second, max_norm=0.3)
+    modules, regions = ways(step)
+    for at in range(3 * STEPS):
+        words = batch(at)[:rows]
+        torch.manual_seed(at)
+        loss, norm = step.running(modules[at // STEPS])(words)
+        state = torch.get_rng_state()
+        torch.manual_seed(at)
+        first.zero_grad()
+        expected = eager(words)
+        expected.backward()
+        expected_norm = nn.utils.clip_grad_norm_(eager.parameters(), 0.3)
+        first.step()
+        pairs = [(loss, expected), (norm, expected_norm), (torch.get_rng_state(), state)]
+        pairs += zip(model.parameters(), eager.parameters(), strict=True)
+        assert all(torch.equal(local(one), local(two)) for one, two in pairs), at
+    assert not any(one.why_not for one in regions if one.operations > 1)
+    return [(one.name, one.alike) for one in regions]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=["dp4", "dp2.tp2"])
+def test_steps_have_the_bits_of_eager_mode(sizes, zero):
+    found = simulate(4).run(trained, sizes, zero, 3)
+    # Each names the regions of its own graph, and which of them are everybody's.
+    common = [{name for name, alike in one if alike} for one in found]
+    assert common[0] == common[1] == common[2] == common[3]
+    assert common[0]
