@@ -42,7 +42,7 @@ def ways(step):
     return [step.graph_module, planned.graph_module, compiled.graph_module], compiled.regions
 
 
-def trained(rank, sizes, zero, rows):
+def trained(rank, world_size, sizes, zero, rows):
     (eager, first), (model, second) = built(sizes, zero), built(sizes, zero)
     step = graph.train_step(model, model, batch(0)[:rows]).with_optimizer(second, max_norm=0.3)
     modules, regions = ways(step)

@@ -153,6 +153,7 @@ def test_what_does_not_fit_is_told(step: Any):
         ({"alignment": 3}, "power of two"),
         ({"seconds": -1}, "no time"),
         ({"seconds": float("nan")}, "no time"),
+        ({"seconds": "10"}, "no time"),
         ({"inputs": []}, "1 inputs"),
     ],
 )
@@ -210,3 +211,59 @@ def test_what_kernels_take_for_themselves_can_be_counted():
     assert plan.peak <= taken.peak <= 1.02 * plan.peak
     with pytest.raises(ParallelError, match="workspaces name"):
         memory.plan(graph, workspaces={"elsewhere": 3})
+
+
+def halved(x: Tensor, w: Tensor) -> Tensor:
+    return torch.relu(torch.relu(x @ w) @ w).sum()
+
+
+def test_autocast_around_a_run_casts_nothing_that_was_not_traced():
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    plain, cast = halved(x, w), memory.plan(traced(halved, x, w))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = halved(x, w)
+        assert same(cast.run(x, w), plain)
+        graph = traced(halved, x, w)
+    plan = memory.plan(graph)
+    assert same(plan.run(x, w), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(plan.run(x, w), expected)
+
+
+def test_a_graph_that_was_changed_after_it_was_planned_is_refused():
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    graph = traced(halved, x, w)
+    plan, early = memory.plan(graph), memory.plan(graph)
+    early.run(x, w)
+    relu = next(node for node in graph.graph.nodes if "relu" in node.name)
+    relu.target = torch.ops.aten.sin.default
+    for call in (lambda: plan.run(x, w), plan.apply, early.apply):
+        with pytest.raises(ParallelError, match="changed since it was planned"):
+            call()
+    assert same(early.run(x, w), halved(x, w))  # what was planned, as before
+
+
+def test_an_arena_is_memory_of_its_own():
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    plan = memory.plan(traced(halved, x, w))
+    first = 4 * x.numel()
+    block = torch.empty(plan.arena + first + 128, dtype=torch.uint8)
+    inside, apart = block[:first].view(torch.float32).view(4, 8), -(-first // 64) * 64
+    inside.copy_(x)
+    with pytest.raises(ParallelError, match="lies in the arena"):
+        plan.run(inside, w, arena=block)
+    assert same(plan.run(inside, w, arena=block[apart:]), halved(x, w))
+    with pytest.raises(ParallelError, match="not a list"):
+        plan.run(x, w, arena=[])
+
+
+def test_control_flow_is_named():
+    def branches(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return branches(x)
+
+    with pytest.raises(ParallelError, match=r"'cond' .* holds graphs of its own"):
+        memory.plan(torch.export.export(Branches(), (torch.ones(2),)))

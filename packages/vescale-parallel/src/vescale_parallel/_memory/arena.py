@@ -6,6 +6,7 @@ node against what was planned: shapes, strides and which tensors share a storage
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class _Step:
     """One operation: how it runs, where it writes, and which values nobody needs after it."""
 
     node: fx.Node
+    target: Any  # what the node called, and with what, when it was planned
+    given: tuple[Any, Any]
     place: Place | None
     outs: tuple[tuple[Result, int], ...]  # what it writes, and at which offset
     drops: tuple[fx.Node, ...]
@@ -63,7 +66,8 @@ class Arena:
                 for one in (of.results[node] if place else ())
                 if one.storage is not None
             ]
-            self.steps.append(_Step(node, place, tuple(outs), tuple(drops.get(step, ()))))
+            call = node.target, (node.args, node.kwargs)
+            self.steps.append(_Step(node, *call, place, tuple(outs), tuple(drops.get(step, ()))))
 
     def block(self) -> Tensor:
         """Memory of the arena's size, uninitialised."""
@@ -75,14 +79,16 @@ class Arena:
         Raises:
             MemoryPlanError: inputs or arena do not fit, or the run is not what was planned.
         """
-        block = self.block() if block is None else self._fitting(block)
+        own = self.block() if block is None else self._fitting(block)
         values = self._inputs(inputs)
+        if block is not None:
+            _apart(block, values)
         # Once: operators choose strides by shapes and devices, which every later run has as well,
         # as inputs are compared each time.
         check = None if self.checked else _Check(self.of, values)
-        with torch.no_grad():
+        with torch.no_grad(), _without_autocast(self.device.type):
             for step in self.steps:
-                values[step.node] = self._value(step, values, block)
+                values[step.node] = self._value(step, values, own)
                 if check is not None:
                     check.ran(step.node, values[step.node])
                 for node in step.drops:
@@ -95,9 +101,7 @@ class Arena:
 
     def _value(self, step: _Step, values: dict[fx.Node, Any], block: Tensor) -> Any:
         node = step.node
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda one: self._given(one, values)
-        )
+        args, kwargs = fx.node.map_arg(step.given, lambda one: self._given(one, values))
         if step.place is not None:
             outs = tuple(_view(block, one, at) for one, at in step.outs)
             # By `out=`: the operator must not allocate at all, or the peak would be that of the
@@ -105,10 +109,10 @@ class Arena:
             step.place.write(args, kwargs, outs)
             return outs[0] if step.place.single else outs
         if node.op == "call_function":
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return step.target(*args, **kwargs)
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return self.of.module.get_submodule(str(node.target))(*args, **kwargs)
+            return getattr(args[0], str(step.target))(*args[1:], **kwargs)
+        return self.of.module.get_submodule(str(step.target))(*args, **kwargs)
 
     def _given(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
@@ -116,6 +120,8 @@ class Arena:
         return values[node]
 
     def _fitting(self, block: Tensor) -> Tensor:
+        if not isinstance(block, Tensor):
+            raise MemoryPlanError(f"an arena is a uint8 tensor, not a {type(block).__name__}.")
         flat = block.dtype == torch.uint8 and block.dim() == 1 and block.is_contiguous()
         if not flat or block.device.type != self.device.type:
             raise MemoryPlanError(
@@ -152,6 +158,29 @@ class Arena:
                         "when the graph, which writes to its inputs, was planned."
                     )
         return dict(zip(nodes, flat, strict=True))
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Casts are in the graph: an operator that is told where to write would make no others."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _apart(block: Tensor, values: Mapping[fx.Node, Any]) -> None:
+    """Refuse an arena in which an input lies: it would be written over.
+
+    Raises:
+        MemoryPlanError: one does.
+    """
+    first = block.data_ptr()
+    for node, value in values.items():
+        if not isinstance(value, Tensor) or not value.numel():
+            continue
+        sizes = zip(value.shape, value.stride(), strict=True)
+        end = value.data_ptr() + value.itemsize * (1 + sum((n - 1) * step for n, step in sizes))
+        if value.data_ptr() < first + block.numel() and first < end:
+            raise MemoryPlanError(f"input '{node.name}' lies in the arena that was given.")
 
 
 def constant(module: Any, target: str) -> Any:

@@ -51,6 +51,7 @@ class MemoryPlan:
     _layout: ArenaLayout
     _places: Mapping[int, Place]
     _placed: tuple[int, ...]  # storages in the arena
+    _calls: tuple[Any, ...]  # of the graph that was planned
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -137,8 +138,16 @@ class MemoryPlan:
             "planned order": reserved(of, self._ordered.order),
         }
 
+    def _check_unchanged(self) -> None:
+        if _calls(self._traced.module) != self._calls:
+            raise MemoryPlanError(
+                "the graph has been changed since it was planned, so the plan is of another one: "
+                "plan it again."
+            )
+
     @cached_property
     def _arena(self) -> Arena:
+        self._check_unchanged()
         offsets = dict(zip(self._placed, self._layout.offsets, strict=True))
         return Arena(
             self._traced,
@@ -152,15 +161,15 @@ class MemoryPlan:
     def run(self, *inputs: Any, arena: Tensor | None = None) -> Any:
         """Run the graph in the planned order and layout, to the same bits.
 
-        Nothing is recorded for autograd: trace the backward into the graph. Results never lie in
-        the arena, so it can be used again.
+        Nothing is recorded for autograd, and autocast casts nothing: trace the backward, and the
+        casts, into the graph. Results never lie in the arena, so it can be used again.
 
         Args:
             inputs: as the graph takes them, of the shapes, strides and dtypes that were planned.
             arena: a contiguous uint8 tensor of at least `arena` bytes; else a new one.
 
         Raises:
-            MemoryPlanError: inputs or arena do not fit the plan.
+            MemoryPlanError: inputs or arena do not fit the plan, or the graph has been changed.
         """
         graph = self._traced.module.graph
         flat = graph.process_inputs(*inputs)
@@ -171,6 +180,7 @@ class MemoryPlan:
 
         It is an ordinary module, for any allocator and any compiler, and computes the same bits.
         """
+        self._check_unchanged()
         made, copies = copied_module(self._traced.module)
         end = made.graph.output_node()
         for at in self._ordered.order:
@@ -271,7 +281,7 @@ def plan(
     solver = _known(solver)
     if alignment < 1 or alignment & (alignment - 1) or alignment < ALIGNMENT:
         raise MemoryPlanError(f"alignment {alignment}: a power of two from {ALIGNMENT} on.")
-    if not seconds >= 0:
+    if not isinstance(seconds, int | float) or not seconds >= 0:
         raise MemoryPlanError(f"seconds {seconds}: no time to plan in; 0 leaves out searches.")
     module = graph.module() if isinstance(graph, export.ExportedProgram) else graph
     if not isinstance(module, fx.GraphModule):
@@ -279,6 +289,7 @@ def plan(
             f"a {type(graph).__name__} is no torch.fx graph: trace it with "
             "torch.fx.experimental.proxy_tensor.make_fx, or with torch.export.export."
         )
+    calls = _calls(module)
     of = _with_workspaces(traced(module, inputs), workspaces or {})
     # Two thirds of the time are for the order, as layouts hardly ever need any.
     deadline = start + seconds * 2 / 3
@@ -298,7 +309,12 @@ def plan(
     placed, layout = _worth_it(of, found.order, placed, layout)
     ways = {of.program.storages[at].maker: ways[of.program.storages[at].maker] for at in placed}
     took = time.monotonic() - start
-    return MemoryPlan(solver, took, found.complete, of, found, layout, ways, tuple(placed))
+    return MemoryPlan(solver, took, found.complete, of, found, layout, ways, tuple(placed), calls)
+
+
+def _calls(module: fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph calls, with what, in its order."""
+    return tuple((one, one.op, one.target, one.args, one.kwargs) for one in module.graph.nodes)
 
 
 def _worth_it(

@@ -267,6 +267,11 @@ def _why_not(node: fx.Node, error: Exception) -> str:
             "can be planned only where shapes do not depend on data. Cut the graph there, and plan "
             "the parts."
         )
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return (
+            f"node '{node.name}' ({node.target}) holds graphs of its own, which are not planned: "
+            "cut the graph there, and plan the parts."
+        )
     return f"node '{node.name}' ({node.target}) cannot run without values: {kind}: {line}"
 
 
