@@ -53,7 +53,7 @@ def is_compiled() -> bool:
     return is_compiling() or compiler_callback() is not None
 
 
-@breaks_graph("this code works on DTensors themselves, and is run as it is")
+@breaks_graph("this code works on DTensors themselves and is run as it is: without fullgraph=True")
 def eagerly(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function that `torch.compile` does not look into, nor into what it calls."""
     return function(*args, **kwargs)

@@ -6,10 +6,11 @@ one call, which it makes as it is; from then on the forward is captured and repl
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import update_wrapper
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,6 +19,16 @@ from vescale_dtensor import untraced
 from vescale_parallel._static.forward import StaticForward, static_forward
 from vescale_parallel._zero.unit import Unit
 
+_CAPTURED: Final = (
+    "torch.compile of a parallelised model, or of a block of it, captures forwards and replays "
+    "them: results are those of eager mode, and the backend is given nothing to compile, whatever "
+    "it and its options are. For compiled code between collectives, make a graph of the step: "
+    "vescale_parallel.graph.train_step, schedule, compile_regions."
+)
+_AS_IT_IS: Final = (
+    "torch.compile runs this parallelised model, or this part of it, as it is: its backend is "
+    "given nothing to compile."
+)
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -45,7 +56,7 @@ class CompileEntry:
     ) -> None:
         self.name, self.module, self.forward = name, module, forward
         self.captures, self.together = captures, tuple[CompileEntry, ...]()
-        self._units = tuple(units)
+        self._units, self._told = tuple(units), False
         update_wrapper(self, forward)  # so that who looks at its signature sees the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +67,12 @@ class CompileEntry:
 
     @untraced
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        for one in (self, *self.together):
+        entries = (self, *self.together)
+        if not self._told:
+            self._told = True
+            captured = any(one.captures for one in entries)
+            warnings.warn(_CAPTURED if captured else _AS_IT_IS, stacklevel=2)
+        for one in entries:
             one.capture()
         return self.forward(*args, **kwargs)
 

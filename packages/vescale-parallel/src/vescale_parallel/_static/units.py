@@ -121,7 +121,9 @@ def _forwards(model: nn.Module) -> Iterator[tuple[str, StaticForward]]:
         for one in (forward, getattr(forward, "__wrapped__", None)):
             inner = one.forward if isinstance(one, CompileEntry) else one
             if isinstance(inner, StaticForward):
-                yield name, inner
+                # What torch.compile returns of a block holds the block by a name of its own.
+                parts = [part for part in name.split(".") if part != "_orig_mod"]
+                yield ".".join(parts), inner
 
 
 def _holds_any(name: str, names: list[str]) -> bool:
