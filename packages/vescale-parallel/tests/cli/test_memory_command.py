@@ -1,7 +1,9 @@
 """The command line plans a graph, prints what the plan says, and draws every storage once."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -64,6 +66,20 @@ def test_what_is_no_graph(name: str, words: str, capsys: pytest.CaptureFixture[s
     assert "returned a int" in capsys.readouterr().err
     assert main(["memory", f"{HERE}:misshapen"]) == 2
     assert "cannot be traced without values" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]):
+    assert main(["memory", f"{HERE}:step", "--svg", "nowhere/plan.svg"]) == 2
+    assert "nowhere/plan.svg: No such file" in capsys.readouterr().err
+
+
+def test_an_exported_program_is_a_graph(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made = torch.export.export(torch.nn.Linear(4, 2), (torch.ones(3, 4),))
+    monkeypatch.setitem(sys.modules, "my_models", SimpleNamespace(made=made))
+    assert main(["memory", "my_models:made"]) == 0
+    assert "most alive, planned" in capsys.readouterr().out
 
 
 def test_public_names_are_documented():

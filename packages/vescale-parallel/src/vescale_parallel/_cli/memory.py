@@ -49,9 +49,12 @@ def _run(options: argparse.Namespace) -> int:
     """Answer; returns the exit status."""
     graph, inputs = named_graph(options.graph)
     plan = memory.plan(graph, inputs=inputs, solver=options.solver, seconds=options.seconds)
-    if options.svg is not None:
-        options.svg.write_text(plan.svg(), encoding="utf-8")
     print(plan.to_json() if options.json else plan)
+    if options.svg is not None:
+        try:
+            options.svg.write_text(plan.svg(), encoding="utf-8")
+        except OSError as error:
+            raise MemoryPlanError(f"--svg {options.svg}: {error.strerror}") from error
     return 0
 
 
@@ -70,7 +73,9 @@ def named_graph(name: str) -> tuple[Any, Any]:
         raise MemoryPlanError(f"GRAPH '{name}' cannot be imported: {error}") from error
     finally:
         sys.path.remove("")
-    made = make() if callable(make) and not isinstance(make, fx.GraphModule) else make
+    # Both kinds of graphs have a `__call__`.
+    given = isinstance(make, fx.GraphModule | export.ExportedProgram)
+    made = make() if callable(make) and not given else make
     graph, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if isinstance(graph, fx.GraphModule | export.ExportedProgram):
         return graph, inputs
