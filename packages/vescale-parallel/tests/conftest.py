@@ -33,6 +33,7 @@ LONG = {
     "experts/test_beside_others::test_rows_of_each_rank": 2,
     "experts/test_experts": 4,
     "experts/test_move": 5,
+    "graph/test_combinations": 8,
     "graph/test_compiled": 4,
     "graph/test_compiled::test_what_ranks_ask_otherwise_is_told_on_all": 2,
     "graph/test_compiled::test_other_levels": 8,
