@@ -125,7 +125,7 @@ class StateGuard:
                 and all(map(is_, map(_namespace, self._plain), self._dicts))
                 and all(map(is_, map(namespace_of, self._odd), self._odd_dicts))
                 and [look() for look in self._copies] == self._copied
-                and all(keys.isdisjoint(names) for keys, names in self._absent)
+                and all([keys.isdisjoint(names) for keys, names in self._absent])
                 and all(map(is_, self._now(), self._values))
             )
         except (KeyError, ValueError, AttributeError, RuntimeError):
@@ -161,8 +161,9 @@ class _Row:
         # A copy of the keys: another thread may add some.
         self.names = tuple(name for name in tuple(place.mapping) if relevant(name))
         self.values = [place.mapping[name] for name in self.names]
-        # The first name once more: of one name alone `itemgetter` gives no tuple but the value.
-        self.getter: Any = itemgetter(*self.names, *self.names[:1]) if self.names else None
+        # One name twice: of one name alone `itemgetter` gives no tuple but the value.
+        asked = self.names * 2 if len(self.names) == 1 else self.names
+        self.getter: Any = itemgetter(*asked) if asked else None
         self.absent: set[str] | None = None
         if place.names is not None:
             # Of globals, absent names count: one that is defined later hides a builtin.
