@@ -15,8 +15,9 @@ from vescale_dtensor import DTensor, Replicate, reduce_gradients
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import local_of
+from vescale_parallel._pipeline.kinds import Kind, Repeated
 from vescale_parallel._pipeline.messages import Lines
-from vescale_parallel._pipeline.stage import Kind, Repeated, Scene
+from vescale_parallel._pipeline.stage import Scene
 
 _NOTE: Final = b"\0"
 """How what is no failure begins: no compressed text does."""

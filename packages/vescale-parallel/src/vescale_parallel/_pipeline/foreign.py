@@ -44,6 +44,8 @@ class Foreign(TorchFunctionMode):
 
     Attributes:
         known: by `id` of a marked tensor, the value that has come since.
+        collected: by `id` of a marked tensor, which result of an earlier unit it stands for.
+        used: which of these were used, as far as functions were watched.
         leaks: what watches values that get out of blocks; None: nobody looks.
     """
 
@@ -53,6 +55,8 @@ class Foreign(TorchFunctionMode):
         # The tensors are kept: an `id` names an object only as long as it lives.
         self._marked: dict[int, Tensor] = {}
         self.known: dict[int, Tensor] = {}
+        self.collected: dict[int, str] = {}
+        self.used: set[str] = set()
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors whose values are not known here."""
@@ -67,6 +71,11 @@ class Foreign(TorchFunctionMode):
     def has_marked(self) -> bool:
         """Whether there are values that are not known here."""
         return bool(self._marked)
+
+    def note_used(self, tensors: Iterable[Tensor]) -> None:
+        """Code outside of the units uses these."""
+        if self.collected:
+            self.used.update([self.collected[id(t)] for t in tensors if id(t) in self.collected])
 
     def resolved(self, value: Any) -> Any:
         """The same nesting with what has come in place of what stood for it."""
@@ -90,6 +99,7 @@ class Foreign(TorchFunctionMode):
         result = self._run(func, args, kwargs)
         if self.leaks is not None:
             given, made = tensors_within((args, kwargs)), tensors_within(result)
+            self.note_used(given)
             self.leaks.computed(name_of(func), given, made)
         return result
 

@@ -19,9 +19,10 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.boundary import handed_over
 from vescale_parallel._pipeline.described import local_of, spec_of
 from vescale_parallel._pipeline.foreign import Foreign
+from vescale_parallel._pipeline.kinds import Entry, Kind, Repeated, is_lacking, trimmed
 from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
-from vescale_parallel._pipeline.stage import Entry, Kind, Repeated, Scene, StageForward
+from vescale_parallel._pipeline.stage import Scene, StageForward
 from vescale_parallel._pipeline.streams import words_between
 from vescale_parallel._pipeline.text import add_record, to_text
 from vescale_parallel._step.parts import Part
@@ -34,10 +35,12 @@ class Told(NamedTuple):
     Attributes:
         failure: why it has no more to tell, or nothing.
         kind: what it found.
+        lacks: whether it failed for want of what modules within blocks compute.
     """
 
     failure: str
     kind: Kind
+    lacks: bool = False
 
 
 class Rehearsal:
@@ -69,7 +72,7 @@ class Rehearsal:
                 kind = self._stage(stage, rank, kind, part)
                 scene.streams.seek(start)
             buffers.require_unchanged()
-            return kind
+            return trimmed(kind)
         finally:
             scene.streams.seek(start)
             buffers.restore()
@@ -88,7 +91,8 @@ class Rehearsal:
                 to_text(told)  # what cannot be told is an error of this stage
             except Exception as error:
                 failed = error
-                told = Told(f"stage {stage}: {type(error).__name__}: {error}", Kind({}, {}, {}))
+                said = f"stage {stage}: {type(error).__name__}: {error}"
+                told = Told(said, Kind({}, {}, {}), is_lacking(error))
                 before = self._scene.split.ranks[stage - 1]
                 if stage and stage not in self._asked and before != rank:
                     self._send_object(told.failure, before)
@@ -100,7 +104,9 @@ class Rehearsal:
         if failed is not None:
             raise failed
         if told.failure:
-            raise Repeated(told.failure)
+            repeated = Repeated(told.failure)
+            repeated.lacks = told.lacks
+            raise repeated
         # What was told, also on the rank that told it: one that went through text is alike
         # everywhere.
         found: Kind = told.kind
@@ -123,6 +129,8 @@ class Rehearsal:
             kind.ends | {stage: drawn},
             drawn if last else (),
             spec_of(found) if last and found is not None else None,
+            # Stages come in order, so that of several the last one is noted.
+            tuple((dict(kind.uses) | dict.fromkeys(sorted(running.foreign.used), stage)).items()),
         )
 
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:

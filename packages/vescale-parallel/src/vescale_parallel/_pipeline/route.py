@@ -19,11 +19,13 @@ class Turn(NamedTuple):
     Attributes:
         name: of the unit.
         act: what a stage does at it.
+        number: which call of the unit it is.
         call: what is known of it, where it is stood in for.
     """
 
     name: str
     act: Act
+    number: int
     call: Any = None
 
 

@@ -19,10 +19,11 @@ from vescale_parallel._pipeline.boundary import check_specs, handed_over
 from vescale_parallel._pipeline.described import Blanks, TensorSpec, local_of
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.halves import Halves
+from vescale_parallel._pipeline.kinds import Entry, Kind
 from vescale_parallel._pipeline.measured import Stopwatch
 from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_into
 from vescale_parallel._pipeline.route import Routes
-from vescale_parallel._pipeline.stage import Entry, Kind, Scene, StageForward
+from vescale_parallel._pipeline.stage import Scene, StageForward
 from vescale_parallel._pipeline.streams import Place
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part

@@ -7,10 +7,10 @@ a module outside of the blocks that holds parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from vescale_comm.nested import named_tensors_within
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import is_innermost
 from vescale_parallel._errors import ParallelError, PipelineError
+from vescale_parallel._pipeline.collected import Lacking, call_hooks
 from vescale_parallel._pipeline.described import (
     Blanks,
     Described,
-    TensorSpec,
     describe,
     local_of,
     placeholders,
@@ -32,60 +32,14 @@ from vescale_parallel._pipeline.described import (
 )
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.held import HeldParameters
+from vescale_parallel._pipeline.kinds import Call, Entry, Kind
 from vescale_parallel._pipeline.leaks import Leaks
 from vescale_parallel._pipeline.left import Left, StandingIn, left_by
+from vescale_parallel._pipeline.results import Results
 from vescale_parallel._pipeline.route import Act, Following, Routes, Turn
 from vescale_parallel._pipeline.split import Split
-from vescale_parallel._pipeline.streams import Place, Streams, Words, after, words_between
-from vescale_parallel._pipeline.text import add_record
+from vescale_parallel._pipeline.streams import Place, Streams, after, words_between
 from vescale_parallel._step.parts import Part, loss_of
-
-
-@add_record
-class Call(NamedTuple):
-    """A call of a unit.
-
-    Attributes:
-        words: what it drew.
-        output: what it returned, but for the values; None where no later stage is there to ask.
-        left: what it left in attributes of its modules.
-    """
-
-    words: Words
-    output: Described | None
-    left: tuple[Left, ...] = ()
-
-
-@add_record
-class Entry(NamedTuple):
-    """What a stage receives: arguments of its first block that are not its own.
-
-    Attributes:
-        paths: where they are among the arguments.
-        specs: what they are.
-    """
-
-    paths: tuple[str, ...]
-    specs: tuple[TensorSpec, ...]
-
-
-@add_record
-class Kind(NamedTuple):
-    """What is known of microbatches of one kind (their shapes) after a rehearsal.
-
-    Attributes:
-        calls: by the name of a unit and the number of the call.
-        entries: by stage.
-        ends: by stage, what a microbatch draws up to the end of it.
-        total: the same of all stages.
-        loss: what the loss is; None in a kind that is not rehearsed to its end.
-    """
-
-    calls: dict[tuple[str, int], Call]
-    entries: dict[int, Entry]
-    ends: dict[int, Words]
-    total: Words = ()
-    loss: TensorSpec | None = None
 
 
 @dataclass
@@ -104,6 +58,7 @@ class Scene:
         kept: bytes that a forward of a stage of this rank keeps, where they were counted.
         running: the forward that runs, if any.
         call: what a stage runs, where it is not the model with its hooks.
+        collects: whether hooks on modules within blocks are called on every stage.
         foreign_to: by stage, the units that it has to stand in for.
     """
 
@@ -116,6 +71,7 @@ class Scene:
     absent: frozenset[str]
     running: StageForward | None = None
     call: Callable[..., Any] | None = None
+    collects: bool = False
     recomputing: set[int] = field(default_factory=set)
     kept: dict[int, int] = field(default_factory=dict)
 
@@ -141,10 +97,6 @@ class Neighbours(Protocol):
 
     def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
         """Hand over to the stage after this one; returns the local tensors with their history."""
-
-
-class Repeated(PipelineError):
-    """What another stage has said: that one raises its own error."""
 
 
 class StageEnded(Exception):
@@ -193,6 +145,7 @@ class StageForward:
         self._left = StandingIn()
         # Whether functions come to `foreign`.
         self._looks = False
+        self._results = Results(self.foreign, stage, kind.uses, self.is_rehearsal)
         self._way = Following(stage, routes)
         self._foreign_to = scene.foreign_to[stage]
 
@@ -256,7 +209,7 @@ class StageForward:
             leaks = self.foreign.leaks
             if not self.stage or leaks is None or leaks.inside is not None:
                 raise
-            raise PipelineError(
+            raise Lacking(
                 f"the model failed on stage {self.stage}, outside of its blocks: "
                 f"{type(error).__name__}: {error}. Blocks of other stages do not run there, so "
                 "what they leave beside their results (logits of routers, hidden states that hooks "
@@ -293,6 +246,7 @@ class StageForward:
         self._look_away_here()
         given = self.foreign.resolved((args, kwargs))
         if turn is not None:
+            self._results.begin(name, turn.number)
             if turn.act == "take over":
                 return self._take_over(*given)
             if turn.act == "give":
@@ -320,7 +274,7 @@ class StageForward:
             self._require_order(name, number)
             # Before the block itself: its hooks belong to the stage that holds it.
             if number == self.scene.starts[self.stage + 1]:
-                self._way.note(Turn(name, "give"))
+                self._way.note(Turn(name, "give", key[1]))
                 self._give(args, kwargs)
             if self.stage and number == self.scene.starts[self.stage]:
                 act = "take over"
@@ -329,12 +283,13 @@ class StageForward:
         if self._lacks is not None:
             self._way.forget()  # by what it is called with, which no route tells
         if self.is_foreign(name):
-            self._way.note(Turn(name, "stand in", self.kind.calls.get(key)))
+            self._way.note(Turn(name, "stand in", key[1], self.kind.calls.get(key)))
             self._look()
             return args, kwargs
         # All that a unit of this stage is given is known, and so is what it computes.
         self._require_known(name, args, kwargs)
-        self._way.note(Turn(name, act))
+        self._way.note(Turn(name, act, key[1]))
+        self._results.begin(*key)
         if self.is_rehearsal:
             self._places[key] = self.scene.streams.here()
         if self.foreign.leaks is not None:
@@ -347,6 +302,7 @@ class StageForward:
         """Hand over to the next stage: this one has come to its end."""
         self._require_draws()
         call = named_tensors_within((args, kwargs))
+        call |= self._results.to_give()
         self.sent = self._neighbours.give(self.stage, call, self.foreign)
         raise StageEnded
 
@@ -406,6 +362,8 @@ class StageForward:
         """Receive what the first block of this stage is called with."""
         found = named_tensors_within((args, kwargs))
         unknown = [path for path, one in found.items() if self.foreign.is_unknown(one)]
+        more = self._results.to_take()
+        found, unknown = found | more, [*unknown, *more]
         entry, values = self._neighbours.ask(self.stage, unknown)
         if list(entry.paths) != unknown:
             raise PipelineError(
@@ -424,6 +382,7 @@ class StageForward:
     def leave(self, name: str, output: Any) -> None:
         """A unit of this stage has run."""
         self._look()
+        inner = self._results.end(output, collects=self.scene.collects)
         if not self._way.left:
             return
         key = (name, self._calls[name] - 1)
@@ -435,7 +394,7 @@ class StageForward:
             start, end = self._places.pop(key), self.scene.streams.here()
             words = words_between(start, end, f"'{name}'")
             described = None if self._is_last else describe(output)
-            self.measured[key] = Call(words, described, left)
+            self.measured[key] = Call(words, described, left, inner)
             return
         if key not in self.kind.calls:
             raise PipelineError(
@@ -466,9 +425,7 @@ class StageForward:
                 self._look_away_here()
                 self.scene.streams.skip(turn.call.words)
             value, made = self._blanks.stand_in(turn.call.output, self.scene.mesh)
-            self.foreign.mark(made)
-            self._look()
-            return value
+            return self._stood_in((name, turn.number), turn.call, value, made)
         self._look_closely()
         call = self.kind.calls.get((name, self._calls[name] - 1))
         if call is None or call.output is None:
@@ -484,6 +441,35 @@ class StageForward:
         if self.is_rehearsal and call.left:
             block = self.scene.model.get_submodule(name)
             made = made + self._left.put(block, call.left, self.scene.mesh)
+        return self._stood_in((name, self._calls[name] - 1), call, value, made)
+
+    def _stood_in(
+        self, unit: tuple[str, int], call: Call, value: Any, made: Sequence[Tensor]
+    ) -> Any:
+        """Mark what stands for a result, and let hooks within the unit collect what they do."""
         self.foreign.mark(made)
+        if not self.scene.collects:
+            self._look()
+            return value
+        self._look_away_here()
+        calls = self._results.stand_in(unit, call, value, self._standing)
         self._look()
+        block = self.scene.model.get_submodule(unit[0])
+        for module, given, output in calls:
+            call_hooks(block.get_submodule(module), given, output)
         return value
+
+    def _standing(self, described: Described) -> tuple[Any, list[Tensor]]:
+        if self._blanks is None:
+            return placeholders(described, self.scene.mesh)
+        return self._blanks.stand_in(described, self.scene.mesh)
+
+    def within(self, unit: str, name: str, given: Any, output: Any) -> None:
+        """A module within a block has returned, on which hooks are."""
+        self._look_away_here()
+        self._results.within(unit, name, given, output)
+        self._look()
+
+    def known(self, output: Any) -> Any:
+        """What the model returned, with what has come from other stages in its place."""
+        return self._results.known(output)

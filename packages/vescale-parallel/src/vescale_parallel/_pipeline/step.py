@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.agreement import gather_numbers
 from vescale_dtensor import DTensor, local_leaves
 
 from vescale_parallel._common.agreement import Facts, checksum, require_same
@@ -27,14 +28,16 @@ from vescale_parallel._pipeline.finish import (
     require_success,
 )
 from vescale_parallel._pipeline.held import forget_held
+from vescale_parallel._pipeline.kinds import Kind, is_lacking
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_all
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
-from vescale_parallel._pipeline.stage import Kind, Scene
+from vescale_parallel._pipeline.stage import Scene
 from vescale_parallel._pipeline.streams import Place, after
+from vescale_parallel._pipeline.units import watch_within
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -274,6 +277,8 @@ class StagedStep:
         outputs: list[Any] = []
 
         def keep(output: Any) -> Tensor:
+            running = self._scene.running
+            output = output if running is None else running.known(output)
             problem = telling(output)
             if problem is not None:
                 raise problem
@@ -315,6 +320,8 @@ class StagedStep:
         if not self._kinds.keys() >= set(keys):
             # A rank that failed goes on to the vote: the others are on their way there.
             failure = self._rehearse(parts, keys)
+            if self._shall_collect(failure):
+                failure = self._rehearse(parts, keys)
             self._require_success(failure, start)
             # Only now it is known whether such a batch draws anything.
             self._compare({"setting": self._drawn_from(start)})
@@ -415,6 +422,15 @@ class StagedStep:
     def _forget_kinds(self) -> None:
         self._kinds.clear()
         self._routes.clear()
+        self._scene.collects = False
+
+    def _shall_collect(self, failure: Exception | None) -> bool:
+        """Whether hooks within blocks are called on all stages from now on. Collective."""
+        scene = self._scene
+        may = is_lacking(failure) and not scene.collects and watch_within(scene)
+        # All or none: what is rehearsed again is a collective of the ranks of each stage.
+        scene.collects = scene.collects or all(one for (one,) in gather_numbers([int(may)]))
+        return may and scene.collects
 
     def _placed(self, parts: list[tuple[Part, float]], keys: list[Any]) -> list[Microbatch]:
         """The microbatches, and where in the streams each begins and ends."""

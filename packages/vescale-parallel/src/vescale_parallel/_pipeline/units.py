@@ -13,6 +13,7 @@ from vescale_dtensor import untraced
 
 from vescale_parallel._common.torch_compat import in_backward
 from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.collected import Within, hooked_within
 from vescale_parallel._pipeline.outputs import Evaluates, require_no_cache
 from vescale_parallel._pipeline.stage import Scene
 
@@ -38,6 +39,21 @@ def install_units(scene: Scene, step: Evaluates) -> None:
         module.forward = _Forward(scene, name, module.forward)
     scene.model.register_forward_pre_hook(_Refuse(scene), prepend=True, with_kwargs=True)
     scene.model.forward = _Whole(scene, scene.model.forward, step)
+
+
+def watch_within(scene: Scene) -> bool:
+    """Hear of modules within blocks that have forward hooks; returns whether there are any."""
+    found = False
+    for unit in scene.split.blocks:
+        for name, module in hooked_within(scene.model.get_submodule(unit)):
+            found = True
+            if not any(isinstance(hook, Within) for hook in module._forward_hooks.values()):
+                # Behind all others: a hook may replace the result.
+                module.register_forward_hook(
+                    Within(lambda: scene.running if scene.collects else None, unit, name),
+                    with_kwargs=True,
+                )
+    return found
 
 
 class _OfScene:

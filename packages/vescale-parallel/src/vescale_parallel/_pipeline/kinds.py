@@ -1,0 +1,91 @@
+"""What is known of a kind of microbatch: told by each stage to all others, as text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.collected import Inner, Lacking, is_collected
+from vescale_parallel._pipeline.described import Described, TensorSpec
+from vescale_parallel._pipeline.left import Left
+from vescale_parallel._pipeline.streams import Words
+from vescale_parallel._pipeline.text import add_record
+
+
+@add_record
+class Call(NamedTuple):
+    """A call of a unit.
+
+    Attributes:
+        words: what it drew.
+        output: what it returned, but for the values; None where no later stage is there to ask.
+        left: what it left in attributes of its modules.
+        inner: results of modules within it that hooks are called with on other stages as well.
+    """
+
+    words: Words
+    output: Described | None
+    left: tuple[Left, ...] = ()
+    inner: tuple[Inner, ...] = ()
+
+
+@add_record
+class Entry(NamedTuple):
+    """What a stage receives: arguments of its first block that are not its own.
+
+    Attributes:
+        paths: where they are among the arguments; or `path_of` a result of a module within an
+            earlier block.
+        specs: what they are.
+    """
+
+    paths: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@add_record
+class Kind(NamedTuple):
+    """What is known of microbatches of one kind (their shapes) after a rehearsal.
+
+    Attributes:
+        calls: by the name of a unit and the number of the call.
+        entries: by stage.
+        ends: by stage, what a microbatch draws up to the end of it.
+        total: the same of all stages.
+        loss: what the loss is; None in a kind that is not rehearsed to its end.
+        uses: results of modules within blocks that are used outside of these, each with the last
+            stage that does so.
+    """
+
+    calls: dict[tuple[str, int], Call]
+    entries: dict[int, Entry]
+    ends: dict[int, Words]
+    total: Words = ()
+    loss: TensorSpec | None = None
+    uses: tuple[tuple[str, int], ...] = ()
+
+
+class Repeated(PipelineError):
+    """What another stage has said: that one raises its own error.
+
+    Attributes:
+        lacks: whether it was an error of type `Lacking` there.
+    """
+
+    lacks = False
+
+
+def is_lacking(failure: Exception | None) -> bool:
+    """Whether a stage failed for want of what modules within blocks of other stages compute."""
+    return isinstance(failure, Lacking) or (isinstance(failure, Repeated) and failure.lacks)
+
+
+def trimmed(kind: Kind) -> Kind:
+    """The same kind without what stages pass on and no later one uses."""
+    last = dict(kind.uses)
+    entries = {}
+    for stage, entry in kind.entries.items():
+        pairs = zip(entry.paths, entry.specs, strict=True)
+        kept = [(p, s) for p, s in pairs if not is_collected(p) or last.get(p, -1) >= stage]
+        entries[stage] = Entry(tuple(p for p, _ in kept), tuple(s for _, s in kept))
+    return kind._replace(entries=entries)
