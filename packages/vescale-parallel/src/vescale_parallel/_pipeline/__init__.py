@@ -16,6 +16,8 @@ Top to bottom (imports point down):
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
 - `stage`: one forward of one stage; `units`: the hooks through which it acts. `route`: the calls of
   units that one forward notes and the next one follows. `boundary`: what passes to the next stage.
+- `collected`: what hooks within blocks bring to code outside; `results`: how that passes between
+  stages; `kinds`: what all stages know of a kind of microbatch.
 - `foreign`: values of other stages, and what is computed from them. `leaks`: what gets out of
   blocks beside their results. `left`: what of it stays in attributes of their modules.
 - `messages`: tensors and small objects between neighbours, in the order of the schedule.
