@@ -128,3 +128,18 @@ def test_an_evaluation_returns_what_was_collected():
                     torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
 
     simulate(2)(on_a_rank)
+
+
+def test_a_configuration_that_changes_is_seen():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        plain, model = make("mixtral"), make("mixtral")
+        plan = Plan.from_hf(model, pipeline={"schedule": "1f1b", "microbatches": PARTS})
+        parallelize(model, mesh(device_type="cpu", pp=2), plan)
+        for asked in (False, True, False, True):
+            for one in (plain, model):
+                one.config.output_router_logits = asked
+            expected = one_device(plain, 0)
+            found = forward_backward(model, **inputs(0), use_cache=False)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    simulate(2)(on_a_rank)

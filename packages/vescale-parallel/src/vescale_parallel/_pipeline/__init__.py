@@ -24,6 +24,7 @@ Top to bottom (imports point down):
 - `text`: what stages tell each other, as JSON.
 - `described`: a tensor as metadata, and back. `streams`: places in the random streams.
 - `held`: the parameters of a rank's stages while they run.
+- `walked`: modules and parameters of the model, in a step.
 - `split`: a model into stages. `rules`: words of a plan. `given`: the schedule that it asks for.
 
 `_apply.pipeline_install` makes a model of stages of these.

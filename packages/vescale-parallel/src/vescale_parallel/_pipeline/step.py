@@ -5,18 +5,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import gather_numbers
-from vescale_dtensor import DTensor, local_leaves
+from vescale_dtensor import DTensor
 
 from vescale_parallel._common.agreement import Facts, checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish import (
     EarlierGradients,
@@ -38,6 +37,7 @@ from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
 from vescale_parallel._pipeline.stage import Scene
 from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._pipeline.units import watch_within
+from vescale_parallel._pipeline.walked import Walked
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -80,76 +80,6 @@ def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
     sizes = [min(size, rows - start) for start in range(0, rows, size)]
     parts = part.cut(dim_of, sizes)
     return [(one, length / rows) for one, length in zip(parts, sizes, strict=True)]
-
-
-class Walked(NamedTuple):
-    """The modules and parameters of a model, walked once in a step: there are thousands.
-
-    Attributes:
-        training: whether each module is in train mode.
-        named: each parameter once, by its first name, in the order of `named_parameters`.
-        leaves: the local tensor of each, in that order.
-    """
-
-    training: tuple[bool, ...]
-    named: dict[str, nn.Parameter]
-    leaves: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Walked:
-        """Walk through a model."""
-        named: dict[str, nn.Parameter] = {}
-        training: list[bool] = []
-        seen, walked, stored = set(), set(), _stored_beside(model)
-        # `named_modules` by hand, in its order: its generators would be half of all calls of a
-        # step.
-        left: list[tuple[str, nn.Module]] = [("", model)]
-        while left:
-            prefix, module = left.pop()
-            if id(module) in walked:
-                continue
-            walked.add(id(module))
-            training.append(module.training)
-            for name, held in module._parameters.items():
-                one = stored.get((id(module), name), held) if stored else held
-                if one is not None and id(one) not in seen:
-                    seen.add(id(one))
-                    named[prefix + name] = one
-            below = module._modules
-            if below:
-                left += [(f"{prefix}{n}.", m) for n, m in reversed(below.items()) if m is not None]
-        return cls(tuple(training), named, tuple(local_leaves(named.values())))
-
-    def trained(self) -> Trained:
-        """The parameters that get gradients."""
-        pairs = zip(self.named.values(), self.leaves, strict=True)
-        found = [(one, leaf) for one, leaf in pairs if leaf.requires_grad]
-        return Trained([one for one, _ in found], [leaf for _, leaf in found])
-
-    def hooked(self) -> list[str]:
-        """Names of parameters on which somebody has registered hooks."""
-        if not any(map(hooks_of, self.leaves)):
-            return []
-        return [n for n, leaf in zip(self.named, self.leaves, strict=True) if hooks_of(leaf)]
-
-    def modes(self, device: str) -> tuple[object, ...]:
-        """What decides beside shapes what a model draws, in which dtypes, where gradients go."""
-        trained = tuple([leaf.requires_grad for leaf in self.leaves])
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        # A rehearsal under inference_mode sees nothing that needs a gradient.
-        return self.training, trained, cast, torch.is_inference_mode_enabled()
-
-
-def _stored_beside(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """The stored parameters, by module and name, where modules hold gathered ones.
-
-    In a forward of the model itself zero has gathered what its first unit holds on this rank, and
-    ranks of other stages hold others.
-    """
-    zero = getattr(model, SCHEDULE, None)
-    units = () if zero is None else zero.units
-    held = [one for unit in units if unit.is_swapped for one in unit.held]
-    return {(id(module), name): one.stored for one in held for module, name in one.places}
 
 
 class MicrobatchStep:
