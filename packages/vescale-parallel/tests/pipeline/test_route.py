@@ -2,7 +2,7 @@
 
 from vescale_parallel._pipeline.route import Following, Routes, Turn
 
-TURNS = (Turn("embed", "stand in", "call"), Turn("a", "take over"), Turn("b", "give"))
+TURNS = (Turn("embed", "stand in", 0, "call"), Turn("a", "take over", 0), Turn("b", "give", 0))
 
 
 def noted(routes: Routes) -> Routes:
