@@ -22,7 +22,7 @@ from typing import Any
 from vescale_comm.testing import run
 
 from tools.bench import Ratio
-from tools.bench._train.cases import STAGED_OURS, STAGED_TORCH, staged_layout
+from tools.bench._train.cases import STAGED_OURS, STAGED_STATIC, STAGED_TORCH, staged_layout
 from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare
@@ -79,11 +79,13 @@ def measure(
 def _rows(case: str, tokens: int, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
     ours, torchs = (found[0][name] for name in (STAGED_OURS, STAGED_TORCH))
     speeds = tokens / ours.median, tokens / torchs.median
-    yield Ratio(case, *speeds, "tok/s", STAGED_TORCH, 1.0, more_is_better=True)
-    peaks = [
-        max(one[name].peak.total for one in found) / 1e6 for name in (STAGED_OURS, STAGED_TORCH)
-    ]
-    yield Ratio(case, peaks[0], peaks[1], "MB", STAGED_TORCH, 1.0)
+    static = tokens / found[0][STAGED_STATIC].median
+    for name, speed in ((case, speeds[0]), (f"{case} static", static)):
+        yield Ratio(name, speed, speeds[1], "tok/s", STAGED_TORCH, 1.0, more_is_better=True)
+    names = STAGED_OURS, STAGED_STATIC, STAGED_TORCH
+    peaks = [max(one[name].peak.total for one in found) / 1e6 for name in names]
+    yield Ratio(case, peaks[0], peaks[2], "MB", STAGED_TORCH, 1.0)
+    yield Ratio(f"{case} static", peaks[1], peaks[2], "MB", STAGED_TORCH, 1.0)
     counts = [sum(one.collectives.values()) for one in (ours, torchs)]
     yield Ratio(case, counts[0], counts[1], "coll.", STAGED_TORCH)
     yield Ratio(case, ours.sent / 1e6, torchs.sent / 1e6, "MB out", STAGED_TORCH)

@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
 }
 """Mesh axes and variants by the name of a layout; the first variant is what others are held to."""
 
-STAGED_OURS, STAGED_TORCH = "ours", "torch's pipelining"
+STAGED_OURS, STAGED_STATIC, STAGED_TORCH = "ours", "ours, static", "torch's pipelining"
 
 
 def staged_layout(ranks: int, schedule: str) -> str:
@@ -65,6 +65,7 @@ STAGED: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
         {
             STAGED_TORCH: partial(StagedByTorch, schedule=schedule),
             STAGED_OURS: partial(Staged, schedule=schedule),
+            STAGED_STATIC: partial(Staged, schedule=schedule, static=True),
         },
     )
     for ranks in (2, 4)

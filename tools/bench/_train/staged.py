@@ -29,11 +29,13 @@ _OF_TORCH: dict[str, tuple[Any, int]] = {
 
 
 class Staged:
-    """Ours: the model as it is, under a plan."""
+    """Ours: the model as it is, under a plan; with `static` its blocks are captured."""
 
-    def __init__(self, sizes: Sizes, mesh: DeviceMesh, *, schedule: str) -> None:
+    def __init__(
+        self, sizes: Sizes, mesh: DeviceMesh, *, schedule: str, static: bool = False
+    ) -> None:
         words = {"schedule": schedule, "microbatches": MICROBATCHES}
-        self.model = parallelize(seeded(sizes), mesh, Plan(pipeline=words))
+        self.model = parallelize(seeded(sizes), mesh, Plan(pipeline=words), static=static)
         self.optimizer: Optimizer = adamw(self.model.parameters())
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, kind_of, met_in
@@ -92,13 +93,13 @@ class Captured:
     def __init__(
         self,
         function: Callable[..., Any],
-        *,
         check: Check,
         transform: Transform | None,
         unguarded: frozenset[str],
         refused: Refused,
+        mesh: DeviceMesh | None,
     ) -> None:
-        self._function = function
+        self._function, self._mesh = function, mesh
         self._refusal: str | None = None
         self._runs_on = refused == "run"
         self._check = check
@@ -147,12 +148,9 @@ class Captured:
 
     def _as_new(self, function: Callable[..., Any]) -> Captured:
         """Another one with these options, of which nothing is recorded."""
+        refused: Refused = "run" if self._runs_on else "raise"
         return Captured(
-            function,
-            check=self._check,
-            transform=self._transform,
-            unguarded=self._unguarded,
-            refused="run" if self._runs_on else "raise",
+            function, self._check, self._transform, self._unguarded, refused, self._mesh
         )
 
     def __copy__(self) -> Captured:
@@ -376,7 +374,7 @@ class Captured:
         # From the next call on, which is the same one on all ranks: drift inside shows then.
         if not self._programs and not is_alone() and not is_inside():
             self._is_eager = all_say(
-                f"refused: {self._place}, number {self._number}, call {self._made}"
+                f"refused: {self._place}, number {self._number}, call {self._made}", self._mesh
             )
 
     def _keep(
@@ -446,6 +444,7 @@ def capture(
     transform: Transform | None = None,
     unguarded: Iterable[str] = (),
     refused: Refused = "raise",
+    mesh: DeviceMesh | None = None,
 ) -> Captured:
     """Record a function, or module, on DTensors once, and replay it without DTensors.
 
@@ -479,6 +478,8 @@ def capture(
             the call in which it is found goes on from there. `Captured.refusal` says why, and
             captured functions that the function calls are recorded and replayed as ever, but
             without checks: other ranks may be replaying this call, in which there are none.
+        mesh: whose ranks make the same calls; None: all ranks do. No others are asked for anything,
+            as of a stage of a pipeline, whose blocks other stages do not have.
 
     Returns:
         A callable of the same arguments and results; see `Captured`.
@@ -494,4 +495,4 @@ def capture(
     if refused not in ("raise", "run"):
         raise ValueError(f"capture: refused is 'raise' or 'run', not {refused!r}")
     names = frozenset(unguarded)
-    return Captured(function, check=check, transform=transform, unguarded=names, refused=refused)
+    return Captured(function, check, transform, names, refused, mesh)

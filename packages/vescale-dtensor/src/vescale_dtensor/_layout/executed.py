@@ -95,11 +95,18 @@ def record(mesh: DeviceMesh, what: Hashable, detail: int = 0) -> None:
     log.record(what, detail, together=True)
 
 
-def all_say(word: str) -> bool:
-    """Whether every rank of the world says a word now: the same answer on each that asks.
+def all_say(word: str, mesh: DeviceMesh | None = None) -> bool:
+    """Whether every rank says a word now: the same answer on each that asks.
 
     Not collective: ranks that never ask are waited for, not long, and then the answer is no.
+
+    Args:
+        word: it.
+        mesh: whose ranks are asked; None: all ranks of the world.
     """
+    if mesh is not None:
+        log = log_of(mesh)
+        return mesh.size() == 1 or (log is not None and log.all_say(word))
     log = execution_log(range(dist.get_world_size())) if dist.is_initialized() else None
     return log is not None and log.all_say(word)
 

@@ -19,6 +19,8 @@ from vescale_parallel._apply.local_batch import LocalBatch
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
 from vescale_parallel._apply.pipeline_install import (
     StagePlacements,
+    capture_stages,
+    install_stages,
     install_steps,
     of_stage,
     stage_placements,
@@ -73,8 +75,8 @@ def parallelize(
         bucket_bytes: cap of a gradient bucket.
         static: whether forwards are recorded once and replayed without dispatch, with the results
             of eager mode bit for bit: of each unit of `zero`, or of the model; where that cannot be
-            recorded, of its repeated blocks. What cannot be recorded runs eagerly; `captured_units`
-            says what does, and why.
+            recorded, of its repeated blocks; in stages, of the blocks of each. What cannot be
+            recorded runs eagerly; `captured_units` says what does, and why.
 
     Raises:
         PlanError: on every rank, before anything is changed: the plan does not fit, or the model is
@@ -98,13 +100,19 @@ def parallelize(
     if isinstance(where, StoredPlacements):
         install_zero(model, report, where, plan.prefetch, behind=plan.behind)
     install_attention(model, plan.sequence)
-    if static:
+    scene = None
+    if isinstance(where, StagePlacements):
+        scene = install_stages(model, here, mesh, where, plan.prefetch)
+    if static and scene is None:
         install_static(model)
-    else:
-        install_compile_entries(model, captures=report.split is None)
+    elif not static:
+        install_compile_entries(model, captures=scene is None)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, where.mesh, here)
-    install_steps(model, here, mesh, where, plan.prefetch)
+    if static and scene is not None:
+        # And here within: of results that are kept, no program is replayed while they are noted.
+        capture_stages(scene)
+    install_steps(model, here, mesh, scene)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
     reduce_before_steps()
     _install_invariant(model, mesh, where, report)

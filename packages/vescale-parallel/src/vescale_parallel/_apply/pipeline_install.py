@@ -30,7 +30,9 @@ from vescale_parallel._pipeline.stage import Scene
 from vescale_parallel._pipeline.step import MicrobatchStep, StagedStep
 from vescale_parallel._pipeline.streams import Streams
 from vescale_parallel._pipeline.units import install_units
+from vescale_parallel._static.units import install_static_blocks, know_hooks
 from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.units import ROOT
 
 
@@ -154,29 +156,30 @@ def _absent(split: Split, rank: int) -> set[str]:
     return held_elsewhere & set(split.stem)
 
 
-def install_steps(
-    model: nn.Module,
-    here: Report,
-    mesh: DeviceMesh,
-    where: StagePlacements | StoredPlacements,
-    ahead: int,
-) -> None:
+def capture_stages(scene: Scene) -> None:
+    """Let the blocks of this rank's stages be captured once and replayed."""
+    zero = getattr(scene.model, SCHEDULE, None)
+    held = scene.held
+    units = held.units if isinstance(held, HeldParameters) else zero.units  # type: ignore[union-attr]
+    install_static_blocks(scene.model, scene.own_blocks, units, scene.mesh)
+
+
+def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene | None) -> None:
     """Let `forward_backward` know how steps of the model are made. Collective.
 
     Args:
         model: with distributed parameters.
         here: what of the report this rank installs.
         mesh: all ranks.
-        where: of the parameters.
-        ahead: how many units of `zero` are gathered ahead.
+        scene: of a model in stages.
     """
-    if isinstance(where, StagePlacements):
-        scene = _scene(model, here, mesh, where, ahead)
+    if scene is not None:
         forward, backward = group_of(mesh, AXIS), group_of(_second(mesh), AXIS)
         lines = Lines(forward, backward, mesh.device_type)
         step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
         setattr(model, STEP, step)
         install_units(scene, step)
+        know_hooks(model, scene.own_blocks)
     elif here.microbatches > 1:
         rows = dim_of_rows(here.batch, here.over)
         setattr(model, STEP, MicrobatchStep(model, here.microbatches, rows))
@@ -190,21 +193,48 @@ def _second(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("lines", AXIS))
 
 
-def _scene(
+def install_stages(
     model: nn.Module, here: Report, mesh: DeviceMesh, where: StagePlacements, ahead: int
 ) -> Scene:
+    """Let modules have the parameters of this rank's stages while these run.
+
+    Args:
+        model: with distributed parameters.
+        here: what of the report this rank installs.
+        mesh: all ranks.
+        where: of the parameters.
+        ahead: how many units of `zero` are gathered ahead.
+    """
     split = here.split
     assert split is not None
     rank = mesh.get_local_rank(AXIS)
     held: HeldParameters | nullcontext[None]
+    behind: HeldParameters | nullcontext[None] = nullcontext()
     if any(split.buffers):
         # The units of `zero` swap by hooks, and gather what they share.
         stored = StoredPlacements(where.mesh, where.stored, {}, here.over, where.mesh)
         install_zero(model, here, stored, ahead, compares=False)
         held = nullcontext()
+        behind = _held_behind(model, here, where.mesh)
     else:
         cast_buffers(model, here)
         rows = [held_of(model, row, where.mesh) for row in here.parameters]
         held = HeldParameters(rows, where.mesh)
     absent = frozenset(_absent(split, rank))
-    return Scene(model, split, where.mesh, rank, held, Streams(mesh.device_type), absent)
+    streams = Streams(mesh.device_type)
+    return Scene(model, split, where.mesh, rank, held, streams, absent, behind=behind)
+
+
+def _held_behind(
+    model: nn.Module, here: Report, mesh: DeviceMesh
+) -> HeldParameters | nullcontext[None]:
+    """What recomputed blocks take of the model's own unit, where that is in no buffer of it.
+
+    The unit itself is swapped in where backward comes to what the model returns, which is on the
+    last stage only.
+    """
+    zero = getattr(model, SCHEDULE, None)
+    assert isinstance(zero, Schedule)
+    root = zero.root
+    rest = root.held[sum(len(one.parameters) for one in root.buffers) :]
+    return HeldParameters(rest, mesh) if rest and here.regions else nullcontext()

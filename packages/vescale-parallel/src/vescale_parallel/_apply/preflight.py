@@ -51,8 +51,6 @@ def preflight(
         # Before the plan is resolved, which reads shapes that lazy parameters do not have.
         _require_plain(model)
         report = plan.check(model, mesh)
-        if report.split is not None and options.get("static"):
-            raise PlanError("static=True with a pipeline: a stage is not recorded; leave it out.")
         if plan.deterministic is not None and options.get("static"):
             _require_no_statistics(model)
         _require_fresh(model, mesh, on_host=any(row.offload for row in report.parameters))

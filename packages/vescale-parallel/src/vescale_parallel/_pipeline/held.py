@@ -53,6 +53,12 @@ class HeldParameters:
         if not self._depth:
             put_all(self._places, [one.stored for one in self._unit.held])
 
+    @property
+    def units(self) -> list[Unit]:
+        """What modules hold in place of stored parameters, if that changes from step to step."""
+        casts = any(one.compute is not None for one in self._unit.held)
+        return [self._unit] if casts or not isinstance(self._unit, _PlainUnit) else []
+
     def forget(self) -> None:
         """A step has ended: the next one has graphs of its own."""
         for fulls in self._fulls.values():

@@ -194,7 +194,7 @@ class Runner:
         self._now = action.microbatch
         kind, stage, microbatch = action
         # What is computed again in backward looks for its parameters in the modules.
-        with self._scene.held:
+        with self._scene.held, self._scene.behind:
             if kind == "W":
                 self._halves.pop((stage, microbatch)).weights()
                 return

@@ -60,6 +60,8 @@ class Scene:
         call: what a stage runs, where it is not the model with its hooks.
         collects: whether hooks on modules within blocks are called on every stage.
         foreign_to: by stage, the units that it has to stand in for.
+        behind: with `zero`, parameters that every stage holds, which the model swaps in forward
+            only: what is computed again in backward looks for them as well.
     """
 
     model: nn.Module
@@ -72,6 +74,7 @@ class Scene:
     running: StageForward | None = None
     call: Callable[..., Any] | None = None
     collects: bool = False
+    behind: HeldParameters | nullcontext[None] = field(default_factory=nullcontext)
     recomputing: set[int] = field(default_factory=set)
     kept: dict[int, int] = field(default_factory=dict)
 
@@ -87,6 +90,12 @@ class Scene:
             self.absent.union(*(s for other, s in enumerate(self.split.stages) if other != stage))
             for stage in range(len(self.split.stages))
         ]
+
+    @property
+    def own_blocks(self) -> list[str]:
+        """The blocks of this rank's stages."""
+        pairs = zip(self.split.stages, self.split.ranks, strict=True)
+        return [name for stage, rank in pairs if rank == self.rank for name in stage]
 
 
 class Neighbours(Protocol):

@@ -270,6 +270,7 @@ class StagedStep:
         runner = Runner(self._scene, self._lines, schedule, microbatches, watch)
         failure = runner.run()
         forget_held(self._scene.held)
+        forget_held(self._scene.behind)
         # Where one device stands after the batch, whichever of its blocks this rank has run.
         self._scene.streams.seek(microbatches[-1].end)
         note = b""

@@ -8,6 +8,7 @@ from functools import cached_property, update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Captured, capture, untraced
 
 from vescale_parallel._zero.unit import Held, Places, Unit
@@ -24,12 +25,18 @@ class StaticForward:
         name: of the module in the model.
         module: it.
         forward: what it computes by.
+        mesh: whose ranks call it; None: all ranks do.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, forward: Callable[..., Any], units: Sequence[Unit]
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        units: Sequence[Unit],
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self.name, self.module, self.forward = name, module, forward
+        self.name, self.module, self.forward, self.mesh = name, module, forward, mesh
         self._units = tuple(units)
         self._hooks = _count_hooks(module)
         update_wrapper(self, forward)  # so that who looks at its signature sees the model's
@@ -57,6 +64,10 @@ class StaticForward:
             found.setdefault(id(unit), []).append((index, number))
         return found
 
+    def know_hooks(self) -> None:
+        """The hooks that the module has by now look for no parameters."""
+        self._hooks = _count_hooks(self.module)
+
     @property
     def takes_parameters(self) -> bool:
         """Whether nothing else looks for gathered parameters of the module when it is called."""
@@ -66,7 +77,7 @@ class StaticForward:
     def captured(self) -> Captured:
         """The forward, captured; what cannot be recorded runs as in eager mode."""
         function = _with_parameters(self.name, self.module, self.forward, self._parts)
-        return capture(function, refused="run")
+        return capture(function, refused="run", mesh=self.mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
         """The forward of a copied module, with no programs yet."""
@@ -74,13 +85,15 @@ class StaticForward:
         memo[id(self)] = made  # first: its module and its unit lead back here
         module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
-        StaticForward.__init__(made, self.name, module, forward, units)
+        StaticForward.__init__(made, self.name, module, forward, units, self.mesh)
         made._hooks = self._hooks  # the copied module may not have its own yet
         return made
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; the modules hold the same parameters before and after."""
+        if not self._parts:
+            return self.captured(*args, **kwargs)
         # What the modules hold right now: gathered parameters if another forward of the same unit,
         # or a user's hook, runs around this one.
         used = [module_parameter(places) for _, places in self._parts]
@@ -119,10 +132,14 @@ class StaticForward:
 
 
 def static_forward(
-    name: str, module: nn.Module, forward: Callable[..., Any], units: Sequence[Unit]
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    units: Sequence[Unit],
+    mesh: DeviceMesh | None = None,
 ) -> StaticForward:
     """Return the static form of a module's forward, which the module's unit of ZeRO knows."""
-    made = StaticForward(name, module, forward, units)
+    made = StaticForward(name, module, forward, units, mesh)
     for unit in units:
         # The unit asks its forward whether gathered parameters may be lent to it.
         if unit.name == name:

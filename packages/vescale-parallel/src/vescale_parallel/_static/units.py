@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._static.entry import CompileEntry
 from vescale_parallel._static.forward import StaticForward, static_forward
@@ -53,6 +55,37 @@ def install_static(model: nn.Module) -> None:
         module = model.get_submodule(name)
         # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
         module.forward = static_forward(name, module, module.forward, units)
+
+
+def install_static_blocks(
+    model: nn.Module, names: Sequence[str], units: Sequence[Unit], mesh: DeviceMesh
+) -> None:
+    """Capture the forwards of the blocks that this rank has of a model in stages.
+
+    Each block by itself: what a model does between them is to be seen, as some of it is computed
+    from values of other stages. Ranks of other stages have other blocks, and replay them at other
+    times: nothing is agreed on with them.
+
+    Args:
+        model: the model.
+        names: of the blocks.
+        units: what gives modules other parameters than the stored ones while they run.
+        mesh: the ranks of the stages.
+    """
+    inside = [unit.name for unit in units]
+    for name in names:
+        if _holds_any(name, inside):
+            continue
+        module = model.get_submodule(name)
+        module.forward = static_forward(name, module, module.forward, units, mesh)
+
+
+def know_hooks(model: nn.Module, names: Sequence[str]) -> None:
+    """Hooks that captured blocks have by now are none of a user's, who may look for parameters."""
+    for name in names:
+        one = _static_of(vars(model.get_submodule(name)).get("forward"))
+        if one is not None:
+            one.know_hooks()
 
 
 def install_compile_entries(model: nn.Module, *, captures: bool) -> None:
@@ -105,7 +138,11 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
     if not found:
         return []
     schedule = getattr(model, SCHEDULE, None)
-    names = [unit.name for unit in schedule.units] if isinstance(schedule, Schedule) else [*found]
+    names = [*found]
+    if isinstance(schedule, Schedule):
+        # Of a model in stages, blocks of which not each is a unit.
+        units = [unit.name for unit in schedule.units]
+        names = [*units, *(name for name in names if name not in units)]
     return [
         CapturedUnit(name, len(one.programs), one.replays, one.refusal)
         if (one := found.get(name)) is not None
@@ -116,14 +153,19 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
 
 def _forwards(model: nn.Module) -> Iterator[tuple[str, StaticForward]]:
     for name, module in model.named_modules():
-        forward = vars(module).get("forward")
-        # A module that is computed again has another one around it.
-        for one in (forward, getattr(forward, "__wrapped__", None)):
-            inner = one.forward if isinstance(one, CompileEntry) else one
-            if isinstance(inner, StaticForward):
-                # What torch.compile returns of a block holds the block by a name of its own.
-                parts = [part for part in name.split(".") if part != "_orig_mod"]
-                yield ".".join(parts), inner
+        one = _static_of(vars(module).get("forward"))
+        if one is not None:
+            # What torch.compile returns of a block holds the block by a name of its own.
+            yield ".".join(part for part in name.split(".") if part != "_orig_mod"), one
+
+
+def _static_of(forward: Any) -> StaticForward | None:
+    """The captured forward within what a module has for its `forward`."""
+    # A module that is computed again has another one around it, and one of a stage as well.
+    while forward is not None and not isinstance(forward, StaticForward):
+        inner = vars(forward).get("forward") if hasattr(forward, "__dict__") else None
+        forward = inner or getattr(forward, "__wrapped__", None)
+    return forward
 
 
 def _holds_any(name: str, names: list[str]) -> bool:
