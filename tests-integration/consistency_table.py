@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ HEAD = """# Consistency
 
 Twenty steps of training on four ranks, beside one device: four kinds of transformers, written for
 one device (`tests-integration/consistency_models.py`), AdamW with clipping, float32. Written by
-`python tests-integration/consistency_table.py` with torch {torch} on CPU, ranks simulated in one
-process; `tests-integration/test_consistency.py` asserts a part of it each day, and all of it with
-`-m slow`.
+`python tests-integration/consistency_table.py` on {date} with torch {torch} on CPU, ranks
+simulated in one process; `tests-integration/test_consistency.py` asserts a part of it each day,
+and all of it with `-m slow`.
 
 Everywhere below, on every rank, **initial parameters, all dropout masks that were watched and the
 state of the random generator at the end have the bits of one device**. A cell is the largest
@@ -138,7 +139,12 @@ def main() -> None:
             kept.fill(side, run)
     if options.only is None:
         torch = importlib.metadata.version("torch").partition("+")[0]
-        head = HEAD.format(torch=torch, loss=LOSS_BOUND, parameter=PARAMETER_BOUND)
+        head = HEAD.format(
+            date=datetime.now(UTC).date(),
+            torch=torch,
+            loss=LOSS_BOUND,
+            parameter=PARAMETER_BOUND,
+        )
         text = head + tables(kept.found["ours"]) + STOCK_HEAD + tables(kept.found["stock"])
         FILE.write_text(text, encoding="utf-8")
 
