@@ -59,21 +59,28 @@ def local_leaf(parameter: Tensor) -> Tensor:
     Raises:
         DTensorError: the tensor is no leaf.
     """
-    if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
+    # By its type first, which is no call: this is asked of each tensor that autograd saves.
+    given: Any = parameter
+    known = type(given) is DTensor or isinstance(given, DTensor)
+    if not known or not given._local_tensor.is_leaf:
         raise DTensorError(f"local_leaf: {parameter!r} is not a leaf DTensor")
-    local: Tensor = parameter._local_tensor
+    local: Tensor = given._local_tensor
     return local
 
 
 def local_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
     """`local_leaf` of each, at the cost of one."""
-    found = []
     # Without a call for each: layers that gather ask for all parameters several times a step.
-    for parameter in parameters:
-        if not isinstance(parameter, DTensor) or not parameter._local_tensor.is_leaf:
-            raise DTensorError(f"local_leaves: {parameter!r} is not a leaf DTensor")
-        found.append(parameter._local_tensor)
-    return found
+    given: list[Any] = parameters if isinstance(parameters, list) else list(parameters)
+    found: list[Tensor] = [
+        one._local_tensor for one in given if type(one) is DTensor and one._local_tensor.is_leaf
+    ]
+    if len(found) == len(given):
+        return found
+    for one in given:
+        if not isinstance(one, DTensor) or not one._local_tensor.is_leaf:
+            raise DTensorError(f"local_leaves: {one!r} is not a leaf DTensor")
+    return [one._local_tensor for one in given]
 
 
 def written_unseen(parameter: Tensor) -> bool:

@@ -21,7 +21,7 @@ from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._tensor.copied_views import same_memory
-from vescale_dtensor._tensor.dtensor import DTensor, wrap, wrap_as
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_assigned, note_part, pause
 from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
@@ -64,7 +64,7 @@ def gradient(tensor: DTensor) -> DTensor | None:
         leaf.describe(None)
         leaf.track(made)
         return made
-    made = wrap_as(found, leaf.gradient_layout(), tensor.shape)
+    made = wrap(found, leaf.gradient_spec(tensor._spec, found.dtype))
     note_part(made, tensor)
     leaf.describe(made)
     return made
@@ -90,7 +90,9 @@ def _refuse_stray_gradient(tensor: DTensor) -> None:
     Raises:
         UnsupportedError: there is one; a custom autograd.Function with plain results leaves it.
     """
-    if tensor.requires_grad and own_gradient(tensor) is not None:
+    # That of the local tensor first, which is an attribute: `zero_grad` comes here for each.
+    wants = tensor._local_tensor.requires_grad or tensor.requires_grad
+    if wants and own_gradient(tensor) is not None:
         raise UnsupportedError(
             f"{tensor!r} went into a custom autograd.Function that returned plain tensors, and its "
             "gradient did not reach the local data. Call the Function on x.to_local()."
@@ -104,7 +106,9 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         LayoutError: a gradient of another shape.
         UnsupportedError: a plain tensor, whose layout is unknown.
     """
-    if torch.is_grad_enabled():
+    # Asked in this order, as `zero_grad` comes here for each parameter, which has none.
+    hides = tensor._may_have_hidden_node or not tensor._local_tensor.requires_grad
+    if hides and torch.is_grad_enabled():
         join_hidden_node(tensor)  # a Function's output is no leaf
     local = tensor._local_tensor
     if value is None and not local.is_leaf:

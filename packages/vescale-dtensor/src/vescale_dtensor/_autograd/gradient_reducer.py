@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +61,19 @@ def reduce_gradients(parameters: Iterable[Tensor]) -> None:
     Collective, unless all are complete. A parameter without a gradient keeps none.
     """
     done: set[int] = set()
+    last: Any = None
     for parameter in parameters:
         leaf: LeafGradient | None = getattr(parameter, "_leaf_gradient", None)
-        # A reducer completes those of all its parameters, so one of them is asked.
-        if leaf is None or id(leaf.reducer) in done or not isinstance(parameter, DTensor):
+        # A reducer completes those of all its parameters, so one of them is asked. Mostly all have
+        # one, to which there is one weak reference: no further call for each of them.
+        if leaf is None or (last is not None and leaf._reducer is last):
             continue
-        if leaf.reducer is not None:
-            done.add(id(leaf.reducer))
+        reducer = leaf.reducer
+        if id(reducer) in done or not isinstance(parameter, DTensor):
+            continue
+        if reducer is not None:
+            done.add(id(reducer))
+            last = leaf._reducer
         if parameter._local_tensor.is_leaf:
             leaf.reduce()
 

@@ -40,11 +40,12 @@ from vescale_dtensor._autograd.cotangent import (
     dual,
     redistribute_local,
 )
+from vescale_dtensor._autograd.leaf_holds import AxesMask, LeafHolds, ReducesMany
 from vescale_dtensor._autograd.uses import average_factor, zero_off_first
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.mesh import axis_names
 from vescale_dtensor._layout.placements import Partial, Replicate
-from vescale_dtensor._layout.spec import spec_of, with_strides
+from vescale_dtensor._layout.spec import Spec, spec_of, with_strides
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
 from vescale_dtensor._tensor.copied_views import check_unshared
 from vescale_dtensor._torch.compat import materialized
@@ -74,13 +75,6 @@ class PendingGradient:
         return "native" if wide_dtype(self.local.dtype) is None else "rank"
 
 
-class ReducesMany(Protocol):
-    """What reduces the gradients of many parameters at once."""
-
-    def reduce(self) -> None:
-        """Reduce every gradient that has not been reduced. Collective."""
-
-
 class KeptElsewhere(Protocol):
     """Contributions to a gradient that are not in `.grad`: see `kept_gradient`."""
 
@@ -96,36 +90,6 @@ class KeptElsewhere(Protocol):
 
 
 Reducer = Callable[[list[PendingGradient]], Sequence[Tensor]]
-
-
-class LeafHolds:
-    """What the wrapper of a leaf holds, and its gradient state refers to weakly.
-
-    Attributes:
-        gradient: the DTensor last returned for `.grad`.
-        reducer: reduces the gradients of many parameters at once.
-        accumulation_node: the node that accumulates, if there is a hook on it. Torch holds the node
-            weakly, and the hook dies with it.
-        others: what layers above want to live as long.
-    """
-
-    __slots__ = ("__weakref__", "accumulation_node", "gradient", "others", "reducer")
-
-    def __init__(self, before: LeafHolds | None) -> None:
-        self.gradient: DTensor | None = None
-        self.reducer: ReducesMany | None = None
-        self.accumulation_node: Any = None
-        # Of the wrapper, whichever local tensor it has.
-        self.others: tuple[object, ...] = () if before is None else before.others
-
-
-class AxesMask:
-    """A mask of axes that may grow, for whoever must not hold the state of which it is a part."""
-
-    __slots__ = ("mask",)
-
-    def __init__(self) -> None:
-        self.mask = 0
 
 
 class LeafGradient:
@@ -156,8 +120,10 @@ class LeafGradient:
 
     __slots__ = (
         "__weakref__",
+        "_gradient_spec",
         "_holds",
         "_reducer",
+        "_stays",
         "_wrapper",
         "accumulation_hook",
         "assigned",
@@ -189,10 +155,14 @@ class LeafGradient:
         self.copied = False
         self.assigned: tuple[int, ...] | None = None
         self.accumulation_hook: tuple[Any, Any] | None = None
+        # Whether it was called, with nothing to do, since it was last needed.
+        self._stays = False
         self.kept: KeptElsewhere | None = None
         self.shape: tuple[int, ...] | None = None
         # Weak, as each of them leads back here.
         self._wrapper: weakref.ref[DTensor] | None = None
+        # With what it follows from.
+        self._gradient_spec: tuple[Spec, int, torch.dtype, Spec] | None = None
         self._reducer: weakref.ref[ReducesMany] | None = None
         # Most gradients have none, and `zero_grad` asks each of them.
         self.views: weakref.WeakValueDictionary[int, DTensor] | None = None
@@ -285,13 +255,23 @@ class LeafGradient:
         self._retype()
         self.hook_accumulation()
 
+    def gradient_spec(self, spec: Spec, dtype: torch.dtype) -> Spec:
+        """Spec of the present value of `.grad`, of a leaf with this one."""
+        partial = 0 if self.is_reduced else self.partial
+        known = self._gradient_spec
+        # The same at each step, in which it is asked once for each parameter.
+        if known is None or known[0] is not spec or known[1:3] != (partial, dtype):
+            made = spec_of(self.gradient_layout(), tuple(spec.shape), dtype)
+            known = self._gradient_spec = (spec, partial, dtype, made)
+        return known[3]
+
     def describe(self, wrapper: DTensor | None) -> None:
         """Note the wrapper of the present `.grad`; None: there is none to keep."""
         self._keep(wrapper)
         self.described = self.local.grad
         if wrapper is not None:
-            self.shape = tuple(wrapper.shape)
-            wrapper._grad_of = self, self.reducer
+            self.shape = tuple(wrapper._spec.shape)
+            wrapper._grad_of = self, None if self._reducer is None else self._reducer()
 
     def track(self, view: DTensor) -> None:
         """Note a tensor that shares memory with the present `.grad`."""
@@ -307,10 +287,12 @@ class LeafGradient:
         They keep their memory, and the layout that is true of it: what is partial is reduced by
         itself wherever it is read.
         """
-        wrapper = self.wrapper
-        if wrapper is not None:
-            wrapper._grad_of = None
-        self._keep(None)
+        # Mostly nobody has looked: without a call then.
+        if self._wrapper is not None:
+            wrapper = self._wrapper()
+            if wrapper is not None:
+                wrapper._grad_of = None
+            self._keep(None)
         self.described = None
         self.copied = False
         if self.views is not None:
@@ -321,7 +303,7 @@ class LeafGradient:
     def _keep(self, wrapper: DTensor | None) -> None:
         """Let this be what `.grad` reads as, held by the leaf's wrapper."""
         self._wrapper = None if wrapper is None else weakref.ref(wrapper)
-        self.shape, holds = None, self.holds
+        self.shape, holds = None, None if self._holds is None else self._holds()
         if holds is not None:
             holds.gradient = wrapper
 
@@ -360,9 +342,16 @@ class LeafGradient:
 
     def hook_accumulation(self) -> None:
         """Register what has to happen to a total before torch adds to it."""
-        local, holds = self.local, self.holds
+        local = self.local
+        # Mostly the one of the step before is there, and has just been called: it is on the node
+        # that accumulates, which a change of the dtype would have made anew.
+        stays, self._stays = self._stays, False
+        wanted = local.requires_grad and local.is_leaf and (self.is_reduced or self.copied)
+        if wanted and stays and self.accumulation_hook is not None:
+            return
+        holds = self.holds
         self._remove_hook()
-        if not (local.requires_grad and local.is_leaf) or not (self.is_reduced or self.copied):
+        if not wanted:
             return
         # The node leads to this, so this must not hold the node. Where there is no wrapper to hold
         # it, this does, and the node leads here weakly.
@@ -384,7 +373,7 @@ class LeafGradient:
             holds.accumulation_node = node
 
     def _remove_hook(self) -> None:
-        holds = self.holds
+        holds, self._stays = self.holds, False
         if self.accumulation_hook is not None:
             self.accumulation_hook[0].remove()
             self.accumulation_hook = None
@@ -397,6 +386,11 @@ class LeafGradient:
             self._refuse_stale_copy()
         if self.assigned is not None and self.is_reduced:
             return tuple(None if c is None else self._completed(c) for c in cotangents)
+        if not self.is_reduced and self.local.grad is None:
+            # The total was dropped, as in most steps, and another one follows: to take the hook off
+            # and register it again costs ten times the call.
+            self._stays = True
+            return None
         # Removed at once, so that backwards without a total in between pay nothing.
         self._remove_hook()
         self._restore_contribution()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.eager_steps import run_steps_eagerly
-from vescale_dtensor._autograd.leaf_gradient import LeafGradient, LeafHolds
+from vescale_dtensor._autograd.leaf_gradient import LeafGradient
+from vescale_dtensor._autograd.leaf_holds import LeafHolds
 from vescale_dtensor._autograd.leaf_use import leaf_for_use
 from vescale_dtensor._autograd.uses import (
     UseAliases,

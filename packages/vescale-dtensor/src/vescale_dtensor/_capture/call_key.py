@@ -111,7 +111,8 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
     if kind is DTensor:
         local = value._local_tensor
         locals_.append(local)
-        left = _cached_state(value)  # may change its spec
+        cached = value._use_aliases is not None or value._cached_redistribution is not None
+        left = _cached_state(value) if cached else None  # may change its spec
         return (
             value._spec,  # interned: mesh, placements, memory order, global shape, dtype
             local.stride(),
@@ -120,7 +121,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             local.is_leaf,
             value._view_copy_of is None,
             left,
-            _attributes(value),
+            None if OF_TENSORS.issuperset(value.__dict__) else _attributes(value),
         )
     if isinstance(value, Tensor):
         locals_.append(value)
@@ -133,7 +134,7 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             value.device,
             value.requires_grad,
             value.is_leaf,
-            _attributes(value),
+            None if not value.__dict__ else _attributes(value),
         )
     if kind not in LEAVES:
         return kind, _snapshot(value)
@@ -176,17 +177,14 @@ def _aliases(locals_: list[Tensor]) -> Any:
     """Which of the tensors are one, and which share memory; None if nothing does."""
     if len(locals_) < 2:
         return None
-    memories = [_memory(t) for t in locals_]
+    # What tensors that share memory have in common.
+    memories = [storage_identity(t) if t.layout is torch.strided else id(t) for t in locals_]
     if len(set(memories)) == len(memories):
         return None
     # By position, not by address: other tensors that share memory in the same way fit, too.
-    first = [next(i for i, other in enumerate(locals_) if other is t) for t in locals_]
+    tensors: dict[int, int] = {}
+    first = [tensors.setdefault(id(t), i) for i, t in enumerate(locals_)]
     return first, [memories.index(m) for m in memories]
-
-
-def _memory(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    return storage_identity(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def check_arguments(flat: list[Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._capture.call_key import KeyedCall
-from vescale_dtensor._capture.free_tensors import state_of
+from vescale_dtensor._capture.free_tensors import FreeTensors, state_of
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.recorder import Recorder
@@ -55,6 +55,7 @@ class Outsiders:
         self._others = list(met)
         self._gradients = gradients
         self._states: list[Any] = []
+        self._unused = FreeTensors((), gradients=False, forgotten=())
         # Not unless code asks: batches are slices of one tensor.
         self._offsets = recorder.offsets
         self._begins = self._offsets_of(given.tensors, given.flat)
@@ -76,7 +77,11 @@ class Outsiders:
         used = set(map(id, free))
         self._others = [tensor for tensor in self._others if id(tensor) not in used]
         # After the run: what the function itself changed of a tensor was a step that used it.
-        self._states = [self._state(tensor) for tensor in self._others]
+        rows = [(one, state_of(one), None) for one in self._others]
+        # Compared as those are that the program uses: without a call for each.
+        self._unused = FreeTensors(rows, gradients=False, forgotten=())
+        if self._gradients:
+            self._states = [_gradient_state(tensor) for tensor in self._others]
 
     def _offsets_of(self, places: list[int], flat: list[Any]) -> list[int]:
         """Where arguments, and tensors from outside, begin in memory."""
@@ -85,9 +90,11 @@ class Outsiders:
         tensors = [flat[i] for i in places] + self._all
         return [int(t.storage_offset()) for t in map(_local, tensors) if _is_strided(t)]
 
-    def _state(self, tensor: Tensor) -> Any:
-        """What code could ask of a tensor from outside."""
-        return state_of(tensor), _gradient_state(tensor) if self._gradients else None
+    def _same_others(self) -> bool:
+        """Whether tensors from outside that no step uses are what code would find them to be."""
+        return self._unused.matching_locals() is not None and (
+            not self._gradients or [_gradient_state(t) for t in self._others] == self._states
+        )
 
     def _identities_of(self, call: KeyedCall) -> list[Any]:
         """Which list or dict each one among the arguments is: an earlier one, one from outside."""
@@ -103,7 +110,7 @@ class Outsiders:
         met, flat = self._met, call.flat
         return (
             all(map(is_, [met.get(id(flat[i])) for i in self._places], self._identities))
-            and [self._state(t) for t in self._others] == self._states
+            and self._same_others()
             and all(_gradient_state(flat[i]) == state for i, state in self._leaves)
             and self._offsets_of(self._tensors, flat) == self._begins
             and self._identities_of(call) == self._which

@@ -53,7 +53,7 @@ class DTensor(torch.Tensor):
     _use_aliases: Any = None
     # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.LeafGradient`.
     _leaf_gradient: Any = None
-    # What lives as long as this leaf: `_autograd.leaf_gradient.LeafHolds`.
+    # What lives as long as this leaf: `_autograd.leaf_holds.LeafHolds`.
     _leaf_holds: Any = None
     # On a gradient and its views: the state of the leaf it belongs to, and what reduces it with
     # others. Not weak: a gradient that outlives its leaf is reduced on all ranks, or on none.

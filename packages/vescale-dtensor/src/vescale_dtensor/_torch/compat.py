@@ -324,7 +324,8 @@ def storage_identity(tensor: Tensor) -> int:
     # The address of the storage object. The data pointer, its fallback, is 0 for every empty
     # storage.
     storage = tensor.untyped_storage()
-    return int(getattr(storage, "_cdata", 0)) or storage.data_ptr()
+    address: int | None = getattr(storage, "_cdata", None)
+    return address or storage.data_ptr()
 
 
 set_grad_mode: Any = torch._C._set_grad_enabled

@@ -58,9 +58,14 @@ def by_group(pending: Sequence[PendingGradient]) -> list[list[int]]:
     """
     # A dict keeps the order of the first of each kind, which is the same on all ranks.
     kinds: dict[Any, list[int]] = {}
+    # Meshes by number: the hash of one is made anew each time, and mostly all have the same.
+    meshes: dict[Any, int] = {}
+    last, number = None, 0
     for position, one in enumerate(pending):
+        if one.mesh is not last:
+            last, number = one.mesh, meshes.setdefault(one.mesh, len(meshes))
         # By its device as well: with offload, some are on the host and others are not.
-        kind = (one.mesh, tuple(one.axes), one.order, one.local.device.type)
+        kind = (number, one.axes, one.order, one.local.device.type)
         kinds.setdefault(kind, []).append(position)
     return list(kinds.values())
 
@@ -79,6 +84,8 @@ def reduce_before_steps() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = optimizer.param_groups
     stepped = [p for group in groups for p in group["params"] if isinstance(p, DTensor)]
-    # What zero stores is reduced by its schedule, which may keep gradients until then.
-    if not any(isinstance(where, RaggedShard) for p in stepped for where in p.placements):
+    # What zero stores is reduced by its schedule, which may keep gradients until then. In a list,
+    # and each tuple of placements once: this runs at every step.
+    placements = {id(one): one for one in [p.placements for p in stepped]}
+    if not any([isinstance(where, RaggedShard) for one in placements.values() for where in one]):
         reduce_gradients(stepped)

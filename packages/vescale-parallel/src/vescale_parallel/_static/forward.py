@@ -96,13 +96,13 @@ class StaticForward:
             return self.captured(*args, **kwargs)
         # What the modules hold right now: gathered parameters if another forward of the same unit,
         # or a user's hook, runs around this one.
-        used = [module_parameter(places) for _, places in self._parts]
+        used: list[Any] = [places[0][0]._parameters[places[0][1]] for _, places in self._parts]
         # None: not gathered at the moment, so guarded like any parameter.
         given = [
             None if one is held.stored else one
             for one, (held, _) in zip(used, self._parts, strict=True)
         ]
-        swapped = any(one is not None for one in given)
+        swapped = any([one is not None for one in given])
         # A lent unit keeps its gathered parameters outside of the modules, so `used` has not seen
         # them.
         lent = [unit for unit in self._units if unit.is_lent and id(unit) in self._numbers]
@@ -176,14 +176,6 @@ def _with_parameters(
 def _count_hooks(module: nn.Module) -> int:
     # Those that come later are a user's, who may look for the parameters.
     return len(module._forward_pre_hooks) + len(module._forward_hooks)
-
-
-def module_parameter(places: Places) -> Tensor:
-    """The tensor that the modules hold at these places."""
-    module, name = places[0]
-    found = module._parameters[name]
-    assert found is not None
-    return found
 
 
 def put_all(parts: Sequence[Part], tensors: Sequence[Tensor]) -> None:

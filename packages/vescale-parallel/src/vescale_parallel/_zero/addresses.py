@@ -31,20 +31,23 @@ class Addresses:
         assert buffer.full is not None
         start = buffer.full.data_ptr()
         known = self._of.get(id(buffer))
-        if known is not None and known[0] == start:
-            return
-        self.forget(buffer)
+        if known is not None:
+            if known[0] == start:
+                return
+            self.forget(buffer)
         # What was at this address before is gone.
-        for other in [one for at, one in self._of.values() if at == start]:
-            self.forget(other)
+        if start in self.starts:
+            for other in [one for at, one in self._of.values() if at == start]:
+                self.forget(other)
         self._of[id(buffer)] = start, buffer
         insort(self._sorted, (start, start + buffer.full.nbytes, id(buffer)))
         self._list()
 
     def forget(self, buffer: FlatBuffer) -> None:
         """A buffer was given back: its address may soon be that of other memory."""
-        if self._of.pop(id(buffer), None) is not None:
-            self._sorted = [one for one in self._sorted if one[2] != id(buffer)]
+        key = id(buffer)
+        if self._of.pop(key, None) is not None:
+            self._sorted = [one for one in self._sorted if one[2] != key]
             self._list()
 
     def _list(self) -> None:

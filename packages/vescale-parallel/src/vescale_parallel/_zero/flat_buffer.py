@@ -33,6 +33,8 @@ from vescale_parallel._zero.packed import packed_pieces
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.told import Told
 
+_data_ptr = Tensor.data_ptr
+
 Reduction = tuple[Any, set[int], Tensor | None]
 """One that is under way: its handle, whose gradients are in it, and memory to use again."""
 
@@ -113,10 +115,6 @@ class FlatBuffer:
         """Changes whenever a stored parameter is written to."""
         return tuple([one._version for one in local_leaves(self.parameters)])
 
-    def version_of(self, slot: int) -> int:
-        """Changes whenever one stored parameter is written to."""
-        return local_leaf(self.parameters[slot])._version
-
     @property
     def places(self) -> Sequence[Place]:
         """For each slot, where its gathered values are in `full`."""
@@ -148,7 +146,8 @@ class FlatBuffer:
         self.told.record(self._events["gathers"])
         # First of all: what is sent is the shard, and not the parameters.
         leaves = self._ensure_views(self.locals)
-        is_old = self._is_old()
+        # Asked of what lies on the host only, whose copies on the device may be used again.
+        is_old = self.host is not None and self._is_old()
         # Where a write came from outside of the version counter, it is gathered at each use.
         self._gathered_at = tuple([one._version for one in leaves])
         if self.is_kept:
@@ -161,16 +160,16 @@ class FlatBuffer:
             # A new one each time: backwards of earlier forwards may still hold views of the one
             # before.
             target = self._new_full()
-        with torch.no_grad():
-            sizes = self._sizes
-            if self.host is not None:
-                start = self.row.plan.start(self.group.rank)
-                shard, group = self.shard, self.group
-                pending = self.host.gather(shard, target, group, start, sizes, is_old=is_old)
-            else:
-                # Cast before it is sent: half of the bytes, and the values that casting after has.
-                sent = self.shard.to(target.dtype)
-                pending = all_gather_into(target, sent, self.group, sizes=sizes, async_op=True)
+        # In any grad mode: neither the shard nor what it is gathered into has a history.
+        sizes = self._sizes
+        if self.host is not None:
+            start = self.row.plan.start(self.group.rank)
+            shard, group = self.shard, self.group
+            pending = self.host.gather(shard, target, group, start, sizes, is_old=is_old)
+        else:
+            # Cast before it is sent: half of the bytes, and the values that casting after has.
+            sent = self.shard.to(target.dtype)
+            pending = all_gather_into(target, sent, self.group, sizes=sizes, async_op=True)
         self._pending = (pending, target)
 
     @property
@@ -201,8 +200,9 @@ class FlatBuffer:
     def _is_old(self) -> bool:
         # Also at level 3: what a forward without a backward left gathered may be old by now. This
         # goes by what the program did, not by memory: a rank may own nothing of a parameter.
-        unseen = any(written_unseen(one) for one in self.parameters)
-        return unseen or self._gathered_at != self.versions
+        if self._gathered_at != self.versions:
+            return True
+        return any([written_unseen(one) for one in self.parameters])
 
     def stepped(self) -> None:
         """An optimizer has stepped the parameters: what is gathered is old."""
@@ -237,7 +237,8 @@ class FlatBuffer:
 
     def slot_at(self, offset: int) -> int:
         """Return the slot in which an element of `full` is."""
-        return max(bisect_right(self._starts, offset) - 1, 0)
+        at = bisect_right(self._starts, offset) - 1
+        return at if at > 0 else 0
 
     def add_gradients(self, gradients: Sequence[Tensor | None], *, reduced_next: bool) -> None:
         """Add this rank's contributions to those that are not reduced yet. No communication."""
@@ -343,9 +344,9 @@ class FlatBuffer:
         packed, arrived = self._take_to_reduce()
         if packed is None:
             return [None] * len(self.parameters)
-        with torch.no_grad():
-            # In the dtype of sums; cast behind it, so that rounding happens once.
-            total = reduce_scatter(packed, self.group, **self._how(packed))
+        # In the dtype of sums; cast behind it, so that rounding happens once. What is packed has no
+        # history, in any grad mode.
+        total = reduce_scatter(packed, self.group, **self._how(packed))
         return self._gradients(total, arrived)
 
     def start_reduce(self) -> Reduction | None:
@@ -440,9 +441,10 @@ class FlatBuffer:
         shard = self.shard
         if shard.data_ptr() != self._address or leaves[0].device != shard.device:
             return False
-        return [one.data_ptr() for one in leaves] == self._addresses and [
-            one.dtype for one in leaves
-        ] == self._dtypes
+        return (
+            list(map(_data_ptr, leaves)) == self._addresses
+            and [one.dtype for one in leaves] == self._dtypes
+        )
 
     def _ensure_views(self, leaves: list[Tensor]) -> list[Tensor]:
         """Put the parameters back into the shard, where `.to()` or `.data =` took them out of it.

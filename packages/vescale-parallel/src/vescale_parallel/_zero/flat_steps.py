@@ -17,6 +17,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -196,7 +198,9 @@ class _FlatState:
     def __init__(self, buffer: FlatBuffer, like: Tensor) -> None:
         self.flat: dict[str, Tensor] = {}
         self._buffer, self._like = buffer, (like.dtype, like.device)
-        self._held: list[tuple[Any, Any]] = []
+        # The parameters, and what is remembered of each.
+        self._parameters: list[Any] = []
+        self._held: list[Any] = []
         # By name, the tensors of all parameters, and for each its address.
         self._tensors: list[tuple[str, list[Tensor], list[int]]] = []
         self._counts: list[tuple[str, list[Tensor], Tensor, list[int]]] = []
@@ -208,7 +212,7 @@ class _FlatState:
         """Copy the states into flat tensors; None where they are not alike for all parameters."""
         held = [optimizer.state.get(one) or {} for one in buffer.parameters]
         names = list(held[0])
-        if any(list(one) != names for one in held):
+        if any(type(one) is not dict or list(one) != names for one in held):
             return None
         # The first step makes states, for each parameter. SGD without momentum keeps none.
         if not names and not (type(optimizer) is torch.optim.SGD and not group["momentum"]):
@@ -219,7 +223,7 @@ class _FlatState:
             return None
         for name, values in columns.items():
             found._take(name, values, shard)
-        found._held = list(zip(buffer.parameters, held, strict=True))
+        found._parameters, found._held = list(buffer.parameters), held
         return found
 
     def _can_take(self, values: list[Any]) -> bool:
@@ -258,22 +262,26 @@ class _FlatState:
         if (shard.dtype, shard.device) != self._like:
             return False
         state = optimizer.state
-        if any([state.get(parameter) is not held for parameter, held in self._held]):
+        # By `map`, without a line of Python for each parameter and name in every step.
+        if not all(map(is_, map(state.get, self._parameters), self._held)):
             return False
-        if any([len(held) != len(self.flat) for _, held in self._held]):
+        if set(map(len, self._held)) != {len(self.flat)}:
             return False
         for name, values, addresses in self._tensors:
-            if any([h.get(name) is not v for (_, h), v in zip(self._held, values, strict=True)]):
+            if not self._are_held(name, values):
                 return False
-            if [one.data_ptr() for one in local_leaves(values)] != addresses:
+            if list(map(Tensor.data_ptr, local_leaves(values))) != addresses:
                 return False
         for name, values, _, versions in self._counts:
-            if any([h.get(name) is not v for (_, h), v in zip(self._held, values, strict=True)]):
+            if not self._are_held(name, values):
                 return False
             # Written to by somebody else: perhaps not all of them.
             if [one._version for one in values] != versions:
                 return False
         return True
+
+    def _are_held(self, name: str, values: list[Any]) -> bool:
+        return all(map(is_, map(dict.get, self._held, repeat(name)), values))
 
     def tell_counts(self) -> None:
         """Let the counts of all parameters be that of the flat one."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vescale_dtensor import local_leaf
 
 from vescale_parallel._common.torch_compat import saved_tensors_hooks_now
 from vescale_parallel._zero.addresses import Addresses
@@ -98,7 +99,7 @@ class SavedTensors:
                 buffer = owners.buffers[at]
                 offset = int(tensor.storage_offset())
                 slot = buffer.slot_at(offset)
-                version = buffer.version_of(slot)
+                version = local_leaf(buffer.parameters[slot])._version
                 shape, stride = tuple(tensor.shape), tensor.stride()
                 return _Gathered(buffer, slot, version, shape, stride, offset)
         if self._outer is not None:
@@ -149,7 +150,7 @@ def _is_view_of(tensor: Tensor, owners: Addresses, at: int) -> bool:
 def _found(packed: _Gathered, find: Callable[[FlatBuffer], Tensor]) -> Tensor:
     buffer = packed.buffer
     # Before anything is gathered: all ranks wrote to it, or none did.
-    now = buffer.version_of(packed.slot)
+    now = local_leaf(buffer.parameters[packed.slot])._version
     if now != packed.version:
         name = buffer.row.plan.slots[packed.slot].names[0]
         _require_version(now, packed.version, f"parameter '{name}'")

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -36,6 +37,9 @@ from vescale_parallel._zero.saved import SavedTensors
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Unit
 
+_Known = weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[FlatBuffer]]]
+_NOTHING: Final[tuple[list[Any], list[FlatBuffer]]] = ([], [])
+
 SCHEDULE: Final = "_vescale_zero_schedule"
 """The attribute of the model that holds its schedule, and is copied with it."""
 
@@ -54,6 +58,7 @@ class Schedule:
 
     Attributes:
         units: the root first.
+        root: the unit of the model itself.
         ahead: how many units are gathered ahead.
         behind: of how many units gradients are reduced while others compute.
         told: who is told of gathers and reductions.
@@ -64,6 +69,7 @@ class Schedule:
         self, units: list[Unit], ahead: int, told: Told, *, behind: int = 0, compares: bool = True
     ) -> None:
         self.units, self.ahead, self.behind, self.told = units, ahead, behind, told
+        self.root = units[0]
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
         # Units that backward has reached and not left.
@@ -92,11 +98,6 @@ class Schedule:
         made = Schedule(units, self.ahead, self.told, behind=self.behind)
         memo[id(self)] = made
         return made
-
-    @property
-    def root(self) -> Unit:
-        """The unit of the model itself."""
-        return self.units[0]
 
     @property
     def gathered_bytes(self) -> int:
@@ -382,38 +383,54 @@ def watch_steps(schedule: Schedule) -> None:
 
     taken: dict[int, Taken] = {}
     flat = FlatSteps()
+    stepped_by = _SteppedBy()
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Call | None:
-        buffers = list(_stepped(known(), optimizer))
+        buffers = stepped_by.buffers(known(), optimizer)
         for buffer in buffers:
             # Of backwards in `no_sync` that none outside has followed.
             buffer.flush()
         # All sums over axes that only replicate, in one collective: an op of the optimizer that met
         # one unsummed might first redistribute it.
-        reduce_gradients(one for buffer in buffers for one in buffer.parameters)
+        reduce_gradients([one for buffer in buffers for one in buffer.parameters])
         taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
         return flat.begin(optimizer, buffers, args, kwargs)
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         flat.end(optimizer, args)
         give_back(taken.pop(id(optimizer), []))
-        for buffer in _stepped(known(), optimizer):
+        for buffer in stepped_by.buffers(known(), optimizer):
             buffer.stepped()
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
 
-def _stepped(schedule: Schedule | None, optimizer: Optimizer) -> Iterator[FlatBuffer]:
+class _SteppedBy:
     """The buffers of which an optimizer steps parameters."""
-    if schedule is None:
-        return
-    # Looked up at each step: groups of parameters are added and replaced while training.
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for unit in schedule.units:
-        for buffer in unit.buffers:
-            if any(id(one) in stepped for one in buffer.parameters):
-                yield buffer
+
+    def __init__(self) -> None:
+        # For each optimizer its parameters, and what was found for them.
+        self._known: _Known = weakref.WeakKeyDictionary()
+
+    def buffers(self, schedule: Schedule | None, optimizer: Optimizer) -> list[FlatBuffer]:
+        """Return those of a schedule; none where it is gone."""
+        if schedule is None:
+            return []
+        # Looked at in each step: groups of parameters are added and replaced while training.
+        now = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters, found = self._known.get(optimizer, _NOTHING)
+        if len(parameters) == len(now) and all(map(is_, parameters, now)):
+            return found
+        stepped = set(map(id, now))
+        found = [
+            buffer
+            for unit in schedule.units
+            for buffer in unit.buffers
+            if any([id(one) in stepped for one in buffer.parameters])
+        ]
+        self._known[optimizer] = now, found
+        return found
 
 
 class _Hook:
