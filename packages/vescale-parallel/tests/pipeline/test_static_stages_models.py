@@ -131,3 +131,38 @@ def test_hugging_face_models(make: Any, sizes: dict[str, int], words: dict[str, 
         assert all(count >= 6 for count in found.values()), units
 
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        num_hidden_layers=4,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=32,
+    )
+    return MixtralForCausalLM(config).train()
+
+
+def with_routers(step: int) -> Any:
+    args, kwargs = inputs(step)
+    return args, {**kwargs, "output_router_logits": True}
+
+
+def of_mixtral(rank: int, world_size: int) -> None:
+    how = Plan.from_hf(mixtral(), pipeline={"schedule": "1f1b", "microbatches": 4})
+    units = require_same_bits(mixtral, {"pp": 2}, how, trained(with_routers))
+    assert all("hooks" in (one.refusal or "") for one in units), units
+
+
+@pytest.mark.models
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+def test_losses_of_routers_are_those_of_all_stages():
+    simulate(2)(of_mixtral)

@@ -30,7 +30,7 @@ from vescale_parallel._pipeline.stage import Scene
 from vescale_parallel._pipeline.step import MicrobatchStep, StagedStep
 from vescale_parallel._pipeline.streams import Streams
 from vescale_parallel._pipeline.units import install_units
-from vescale_parallel._static.units import install_static_blocks, know_hooks
+from vescale_parallel._static.units import finish_static_blocks, install_static_blocks
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.units import ROOT
@@ -179,7 +179,8 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
         setattr(model, STEP, step)
         install_units(scene, step)
-        know_hooks(model, scene.own_blocks)
+        # A replay calls no hooks within, and what they collect goes to the other stages.
+        finish_static_blocks(model, scene.own_blocks, lambda: scene.collects)
     elif here.microbatches > 1:
         rows = dim_of_rows(here.batch, here.over)
         setattr(model, STEP, MicrobatchStep(model, here.microbatches, rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from vescale_parallel._zero.units import ROOT, unit_names
 
 _HOLDS_UNITS = (
     "other units are gathered while it runs, by collectives between the programs of those"
+)
+_COLLECTED = (
+    "hooks on modules within blocks collect what those of all stages return, so they are called"
 )
 
 
@@ -80,12 +83,21 @@ def install_static_blocks(
         module.forward = static_forward(name, module, module.forward, units, mesh)
 
 
-def know_hooks(model: nn.Module, names: Sequence[str]) -> None:
-    """Hooks that captured blocks have by now are none of a user's, who may look for parameters."""
+def finish_static_blocks(
+    model: nn.Module, names: Sequence[str], is_paused: Callable[[], bool]
+) -> None:
+    """Hooks that captured blocks have by now are none of a user's, who may look for parameters.
+
+    Args:
+        model: the model.
+        names: of the blocks, captured or not.
+        is_paused: whether all of them run as they are for now.
+    """
     for name in names:
         one = _static_of(vars(model.get_submodule(name)).get("forward"))
         if one is not None:
             one.know_hooks()
+            one.is_paused = is_paused
 
 
 def install_compile_entries(model: nn.Module, *, captures: bool) -> None:
@@ -134,7 +146,8 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
     Examples:
         print(*captured_units(model), sep="\n")
     """
-    found = {name: one.captured for name, one in _forwards(model)}
+    forwards = dict(_forwards(model))
+    found = {name: one.captured for name, one in forwards.items()}
     if not found:
         return []
     schedule = getattr(model, SCHEDULE, None)
@@ -144,7 +157,12 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
         units = [unit.name for unit in schedule.units]
         names = [*units, *(name for name in names if name not in units)]
     return [
-        CapturedUnit(name, len(one.programs), one.replays, one.refusal)
+        CapturedUnit(
+            name,
+            len(one.programs),
+            one.replays,
+            _COLLECTED if forwards[name].is_paused() else one.refusal,
+        )
         if (one := found.get(name)) is not None
         else CapturedUnit(name, 0, 0, _HOLDS_UNITS)
         for name in names
