@@ -20,7 +20,7 @@ from vescale_dtensor._layout.spec import order_of, strides_of
 from vescale_dtensor._planning.op_call import OpCall, expanded_dims, memory_order
 from vescale_dtensor._planning.strategy import Strategy
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import fake_tensors, no_dispatch_modes, no_torch_function
+from vescale_dtensor._torch.compat import asking_fake_tensors, no_dispatch_modes, no_torch_function
 
 
 def result_orders(call: OpCall, strategy: Strategy, count: int) -> tuple[Order | None, ...]:
@@ -117,7 +117,7 @@ def _no_data(call: OpCall, real: bool) -> Iterator[None]:
     if real or any(operand.device.type == "meta" for operand in call.operands):
         yield
     else:
-        with fake_tensors():
+        with asking_fake_tensors():
             yield
 
 

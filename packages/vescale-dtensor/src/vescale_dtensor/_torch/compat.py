@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -98,6 +100,26 @@ no_dispatch_modes: Any = getattr(_python_dispatch, "_disable_current_modes", nul
 def fake_tensors() -> Any:
     """Context in which factories return tensors that have a device and strides, but no data."""
     return FakeTensorMode()
+
+
+@contextmanager
+def asking_fake_tensors() -> Iterator[None]:
+    """The same for a question that torch may not answer, for which its caller has another way.
+
+    Where an operator refuses them, torch logs the error with its trace besides raising it. That is
+    left out: nothing has failed, and people would take it for an error of their program.
+    """
+    log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_of_others)
+    try:
+        with fake_tensors():
+            yield
+    finally:
+        log.removeFilter(is_of_others)
 
 
 # torch.jit.trace is no dispatch mode, so it is asked separately.
