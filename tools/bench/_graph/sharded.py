@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from vescale_dtensor import Joint
-from vescale_parallel import graph, memory, parallelize
+from vescale_parallel import Plan, graph, memory, parallelize
 
 from tools.bench._train.model import Sizes, seeded
 from tools.bench._train.ours import PLAN_ZERO3
@@ -25,11 +25,12 @@ class OnGraph:
         sizes: Sizes,
         mesh: DeviceMesh,
         *,
+        plan: Plan = PLAN_ZERO3,
         scheduled: bool = False,
         planned: bool = False,
         compiled: bool = False,
     ) -> None:
-        self.model = parallelize(seeded(sizes), mesh, PLAN_ZERO3)
+        self.model = parallelize(seeded(sizes), mesh, plan)
         self.optimizer: Optimizer = adamw(self.model.parameters())
         self.scheduled, self.planned, self.compiled = scheduled, planned, compiled
         self._step: Callable[..., Tensor] | None = None

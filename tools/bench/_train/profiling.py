@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import re
 import time
 from collections.abc import Callable
@@ -32,11 +33,14 @@ class Profile:
         ops: local computation, by op, the longest first.
         collectives: from the start of each to its end, as the backend tells them; a synchronous
             one is waited for in full.
+        calls: of Python and C functions in a step, counted in steps of their own. Other than times
+            they do not depend on what else the machine does.
     """
 
     milliseconds: float
     ops: tuple[Line, ...]
     collectives: tuple[Line, ...]
+    calls: float
 
     @property
     def between(self) -> float:
@@ -61,4 +65,17 @@ def profiled(step: Callable[[], object], steps: int) -> Profile:
         1e3 * seconds / steps,
         ops=tuple(line for line in lines if _OP.fullmatch(line.name)),
         collectives=tuple(line for line in lines if line.name.startswith(_COLLECTIVE)),
+        calls=_calls(step, steps),
     )
+
+
+def _calls(step: Callable[[], object], steps: int) -> float:
+    """Calls of functions in a step; those that autograd's engine makes in this thread, too."""
+    counter = cProfile.Profile()
+    counter.enable()
+    try:
+        for _ in range(steps):
+            step()
+    finally:
+        counter.disable()
+    return sum(entry.callcount for entry in counter.getstats()) / steps

@@ -50,6 +50,7 @@ def _profile(name: str, profile: Profile) -> Iterator[str]:
         yield f"    {total:8.2f} ms {_share(total, whole)}  {title}"
         yield from _longest(lines, whole)
     yield f"    {profile.between:8.2f} ms {_share(profile.between, whole)}  between them (Python)"
+    yield f"    {profile.calls:8.0f} calls of Python and C functions"
 
 
 def _longest(lines: Iterable[Line], whole: float) -> Iterator[str]:
