@@ -1,6 +1,8 @@
 """Print the latest benchmark runs as Markdown tables, with their date and machine.
 
-A README quotes what this prints, so that a figure always has a script behind it.
+A README quotes what this prints, so that a figure always has a script behind it. With `--record`
+the runs themselves are kept in tools/bench/recorded, one a benchmark: the site shows all of them as
+tables, beside the raw JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +17,36 @@ from typing import Any
 from tools.packages import ROOT
 
 RUNS = ROOT / "runs" / "bench"
+RECORDED = ROOT / "tools" / "bench" / "recorded"
 
 
 def latest(folder: Path, name: str) -> dict[str, Any] | None:
     """The newest run of that benchmark; None when it never ran."""
     runs = sorted(folder.glob(f"{name}-[0-9]*T*.json"))
     return json.loads(runs[-1].read_text()) if runs else None
+
+
+def record(document: dict[str, Any], folder: Path = RECORDED) -> Path:
+    """Keep that run as the one that documents show of its benchmark; returns its file.
+
+    Raises:
+        ValueError: files had been changed since the commit that the run names, so that nobody else
+            could run the same.
+    """
+    if document["changed_files"]:
+        raise ValueError(
+            f"{document['benchmark']} was run with {document['changed_files']} files changed after "
+            f"commit {document['commit']}: commit them, and run it again"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{document['benchmark']}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def recorded(folder: Path = RECORDED) -> dict[Path, dict[str, Any]]:
+    """All runs that are kept, by file, in the order of their names."""
+    return {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def _table(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -60,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.figures", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help="benchmarks that have been run")
+    parser.add_argument("--record", action="store_true", help="keep these runs for the documents")
     options = parser.parse_args(arguments)
     for name in options.names:
         document = latest(RUNS, name)
@@ -67,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"no run of {name} in runs/bench: nox -s bench -- {name}", file=sys.stderr)
             return 1
         print(markdown(document))
+        if options.record:
+            print(f"kept as {record(document).relative_to(ROOT)}")
     return 0
 
 

@@ -9,13 +9,16 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tools import figures
 from tools.links import with_links
 from tools.packages import PACKAGES, ROOT, Package
 
 PAGES = Path(__file__).parent / "pages"
+RAW = "raw"  # the folder of the site that holds recorded runs of benchmarks
 # Sections of the README that are pages here.
-SECTIONS = {"benchmarks.md": "How it compares", "compatibility.md": "Which torch"}
+SECTIONS = {"compatibility.md": "Which torch"}
 GUIDES = {
     "Getting started": "start.md",
     "Concepts": "concepts.md",
@@ -26,6 +29,7 @@ GUIDES = {
 }
 ABOUT = {
     "Benchmarks": "benchmarks.md",
+    "Measured": "measured.md",
     "Compatibility": "compatibility.md",
     "Releases and deprecations": "releases.md",
     "Contributing": "contributing.md",
@@ -62,6 +66,7 @@ def pages() -> Iterator[Page]:
         yield Page(path.name, path.read_text())
     for target, heading in SECTIONS.items():
         yield Page(target, section(readme.read_text(), heading), readme)
+    yield Page("measured.md", measured(figures.recorded()))
     for name in ("CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT"):
         path = ROOT / ".github" / f"{name}.md"
         target = f"{name.lower().replace('_', '-')}.md"
@@ -73,6 +78,22 @@ def pages() -> Iterator[Page]:
             yield Page(f"packages/{package.short}{name}.md", path.read_text(), path)
         for path in sorted(package.folder.glob("docs/*.md")):
             yield Page(f"guides/{path.name}", path.read_text(), path)
+
+
+def measured(runs: Mapping[Path, Mapping[str, Any]]) -> str:
+    """The page of recorded runs: a table for each, and a link to its raw data."""
+    parts = [
+        "# Measured\n\nThe runs that are quoted elsewhere, whole: one of each benchmark. A line is"
+        " a ratio to what ran in turns with it; figures of two runs say nothing beside each other."
+        " `python -m tools.figures --record NAME` puts the latest one here."
+    ]
+    for path, document in runs.items():
+        raw = f"[raw data]({RAW}/{path.name}), commit `{document['commit']}`."
+        title = document["title"].rstrip(".")
+        parts.append(
+            f"## {document['benchmark']}\n\n{title}.\n\n{figures.markdown(document)}\n{raw}"
+        )
+    return "\n\n".join(parts) + "\n"
 
 
 def guides(package: Package) -> list[dict[str, str]]:
@@ -193,4 +214,7 @@ def write(folder: Path) -> dict[str, Page]:
         path = folder / target
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(linked(page, known))
+    (folder / RAW).mkdir()
+    for path in figures.recorded():
+        shutil.copy(path, folder / RAW / path.name)
     return found

@@ -49,6 +49,14 @@ def test_figures_put_several_references_of_one_case_on_one_line(document):
     assert "| fill | 3 s | plain torch: 2 s | 1.500 | stock: 6000 s | 5.0e-04 |" in text
 
 
+def test_a_recorded_run_can_be_run_again_by_others(document, tmp_path):
+    clean = {**document, "changed_files": 0}
+    path = figures.record(clean, tmp_path / "kept")
+    assert figures.recorded(tmp_path / "kept") == {path: clean}
+    with pytest.raises(ValueError, match="3 files changed"):
+        figures.record({**document, "changed_files": 3}, tmp_path / "kept")
+
+
 def test_every_benchmark_of_the_workspace_has_a_title_and_a_measure():
     found = _run.discover()
     assert "imports" in found

@@ -13,6 +13,7 @@ from tools.docs.sources import (
     Page,
     guides,
     linked,
+    measured,
     public_modules,
     section,
     write,
@@ -72,6 +73,18 @@ def test_a_section_of_the_readme_becomes_a_page():
     assert section("# T\n## A\nx\n### B\n## C\n", "A") == "# A\nx\n## B\n"
     with pytest.raises(ValueError, match="no heading `## Z`"):
         section("# T\n", "Z")
+
+
+def test_recorded_runs_are_a_page_with_their_raw_data(tmp_path):
+    row = {"name": "fill", "ours": 3.0, "reference": 2.0, "unit": "s", "against": "x", "ratio": 1.5}
+    machine = {"processor": "p", "cores": 2, "torch": "2.13.0"}
+    run = {"benchmark": "some", "title": "A title.", "commit": "abc", "date": "2999-01-01T"}
+    page = measured({tmp_path / "some.json": {**run, "machine": machine, "results": [row]}})
+    assert "| fill | 3 s | x: 2 s | 1.500 |" in page
+    assert "[raw data](raw/some.json), commit `abc`" in page
+    written = write(tmp_path / "pages")
+    for name in re.findall(r"\(raw/(.*?)\)", written["measured.md"].text):
+        assert (tmp_path / "pages" / "raw" / name).is_file()
 
 
 def test_the_reference_names_every_public_name():
