@@ -80,7 +80,7 @@ def pages() -> Iterator[Page]:
             yield Page(f"guides/{path.name}", path.read_text(), path)
 
 
-def measured(runs: Mapping[Path, Mapping[str, Any]]) -> str:
+def measured(runs: Mapping[Path, dict[str, Any]]) -> str:
     """The page of recorded runs: a table for each, and a link to its raw data."""
     parts = [
         "# Measured\n\nThe runs that are quoted elsewhere, whole: one of each benchmark. A line is"

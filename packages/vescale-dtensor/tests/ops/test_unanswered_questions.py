@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-
 from vescale_dtensor._torch.compat import asking_fake_tensors
 
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
