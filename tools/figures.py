@@ -50,17 +50,16 @@ def recorded(folder: Path = RECORDED) -> dict[Path, dict[str, Any]]:
 
 
 def _table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each name; what was measured against several references has columns for each."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
+    """A line for each name and unit; several references of one figure have columns each."""
+    by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in results:
-        by_name.setdefault(row["name"], []).append(row)
+        by_name.setdefault((row["name"], row["unit"]), []).append(row)
     references = max(map(len, by_name.values()), default=1)
     lines = [
         "| | ours |" + " reference | ratio |" * references,
         "|---|---|" + "---|" * 2 * references,
     ]
-    for name, rows in by_name.items():
-        unit = rows[0]["unit"]
+    for (name, unit), rows in by_name.items():
         cells = [name, f"{rows[0]['ours']:.4g} {unit}"]
         for row in rows:
             cells += [f"{row['against']}: {row['reference']:.4g} {unit}", _ratio(row["ratio"])]
