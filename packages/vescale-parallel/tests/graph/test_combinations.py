@@ -7,18 +7,12 @@ steps of clipped AdamW with masks of dropout. Rows are uneven, and a rank may ha
 
 import pytest
 import torch
-from graph_models import Net, batch
+from graph_models import TENSOR, Net, batch
 from torch import nn, optim
 from vescale_comm import simulate
 from vescale_parallel import Plan, graph, mesh, parallelize
 
 STEPS = 2
-TENSOR = {
-    "blocks.*.up.{weight,bias}": "tp:0",
-    "blocks.*.down.weight": "tp:1",
-    "{embed,head}.weight": "tp:0",
-    "*": "replicate",
-}
 
 
 def built(sizes, zero):

@@ -6,7 +6,7 @@ levels 1 to 3, as traced and with collectives merged and moved; what goes on aft
 
 import pytest
 import torch
-from graph_models import Net, batch
+from graph_models import TENSOR, Net, batch
 from torch import nn, optim
 from vescale_comm import simulate
 from vescale_comm.testing import run
@@ -23,14 +23,6 @@ def a_net():
     net.blocks[1].spare = nn.Parameter(torch.ones(3))
     net.blocks[2].norm.weight.requires_grad_(False)
     return net
-
-
-TENSOR = {
-    "blocks.*.up.{weight,bias}": "tp:0",
-    "blocks.*.down.weight": "tp:1",
-    "{embed,head}.weight": "tp:0",
-    "*": "replicate",
-}
 
 
 def built(sizes, level):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from stage_models import gpt2, llama
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
@@ -18,34 +19,11 @@ pytestmark = [
 ]
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
-    return GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=16,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=32,
-        attention_dropout=0.1,
-    )
-    return LlamaForCausalLM(config)
-
-
 KINDS = {"gpt2": gpt2, "llama": llama}
 
 
 def make(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    return KINDS[kind]().train()
+    return KINDS[kind]()
 
 
 def inputs() -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from expert_models import ROWS, TOKENS, WIDTH
+from stage_models import gpt2, llama
 from static_stage_runs import replays, require_same_bits, trained
 from torch import Tensor, nn
 from vescale_comm import simulate
@@ -57,30 +58,6 @@ def of_experts(rank: int, world_size: int) -> None:
 
 def test_layers_of_experts_run_eagerly_and_say_why():
     simulate(4)(of_experts)
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
-    return GPT2LMHeadModel(config).train()
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=16,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=32,
-        attention_dropout=0.1,
-    )
-    return LlamaForCausalLM(config).train()
 
 
 def inputs(step: int) -> Any:

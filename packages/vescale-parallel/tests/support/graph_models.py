@@ -6,6 +6,14 @@ from torch import nn
 
 WORDS = 24
 
+# Rules of `Net` over `tp`.
+TENSOR = {
+    "blocks.*.up.{weight,bias}": "tp:0",
+    "blocks.*.down.weight": "tp:1",
+    "{embed,head}.weight": "tp:0",
+    "*": "replicate",
+}
+
 
 class Block(nn.Module):
     def __init__(self, size):

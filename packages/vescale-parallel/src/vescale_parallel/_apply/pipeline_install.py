@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,7 @@ from vescale_parallel._pipeline.units import install_units
 from vescale_parallel._static.units import finish_static_blocks, install_static_blocks
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT
 
 
@@ -158,9 +160,10 @@ def _absent(split: Split, rank: int) -> set[str]:
 
 def capture_stages(scene: Scene) -> None:
     """Let the blocks of this rank's stages be captured once and replayed."""
-    zero = getattr(scene.model, SCHEDULE, None)
-    held = scene.held
-    units = held.units if isinstance(held, HeldParameters) else zero.units  # type: ignore[union-attr]
+    held: Any = scene.held
+    # With `zero` nothing is held beside its units, which swap by hooks.
+    holder = held if isinstance(held, HeldParameters) else getattr(scene.model, SCHEDULE)
+    units: list[Unit] = holder.units
     install_static_blocks(scene.model, scene.own_blocks, units, scene.mesh)
 
 
