@@ -33,8 +33,8 @@ ROUNDS, TURNS, LAYERS = 15, 8, 4
 DEPTHS = (1, 16, 64)
 # Of each depth: deep models take long, and differ less from round to round.
 FEWER_ROUNDS, RECORDINGS = 7, 5
-# Fewer lengths than programs that are kept, and more, of which none comes often enough.
-LENGTHS, STEPS = (8, 100), 3000
+# Few lengths; as many as programs are kept, at first; and more, of which none comes often enough.
+LENGTHS, STEPS = (8, 33, 100), 3000
 Step = Callable[[], object]
 
 

@@ -82,6 +82,17 @@ def one_hook_for_another():
 
 
 @case
+def dicts_taken_out_of_a_module():
+    model = nn.Sequential(linear())
+    seen, x = Recorded(model), spread(rows())
+    seen(x)
+    for name in ("_buffers", "training"):
+        taken = vars(model[0]).pop(name)
+        seen(x)
+        vars(model[0])[name] = taken
+
+
+@case
 def identity_of_a_parameter():
     model = linear()
     seen, x = Recorded(model), spread(rows())

@@ -116,7 +116,7 @@ def missing(rank, world_size):
     warnings.simplefilter("ignore")  # of lengths that change again and again
     for known in (2, 32):
         # What pays for as many recordings, and then nothing does.
-        captured._misses.replays, captured._misses._spent = 32 * (known - 2), 0
+        captured._misses.replays, captured._misses._spent = 72 * (known - 2), 0
         while len(captured.programs) < known:
             for x in given[:known]:
                 captured(x)

@@ -461,8 +461,9 @@ def capture(
     of torch, numpy, the standard library and these packages counts as constant.
 
     Where the function itself changes such state, a first call is run and not recorded, since it may
-    make what later calls find (a cache, the state of an optimizer). After the first two shapes,
-    others are recorded as replays pay for them, and what keeps changing is named by a warning.
+    make what later calls find (a cache, the state of an optimizer). After the first two shapes that
+    come again, others are recorded as replays pay for them, and what keeps changing is named by a
+    warning.
 
     Args:
         function: a function, or an `nn.Module` (its hooks are recorded with it).

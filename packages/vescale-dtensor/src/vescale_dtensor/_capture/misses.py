@@ -20,20 +20,21 @@ MOST_PROGRAMS = 32
 _FREE_KINDS = 2
 # Of one kind: gradients and states of optimizers that are there later, arguments that are numbers.
 _FREE_OF_KIND = 16
-# A recording takes as long as 9 to 14 calls that run, a replay half as long as one.
-_REPLAYS_FOR_ONE = 32
+# A recording takes as long as 9 to 14 calls that run, and a replay saves a fifth to a half of one.
+_REPLAYS_FOR_ONE = 72
 # For the first one; each further one takes twice as many. The first kinds may never come again.
-_RUNS_FOR_ONE = 256
+_RUNS_FOR_ONE = 512
 # A kind comes often if it makes such a part of the calls that miss, or has come so many times:
 # rarer ones would drive each other out of the programs that are kept.
 _OFTEN_PART, _OFTEN_COUNT = MOST_PROGRAMS, MOST_PROGRAMS
 _MOST_KINDS = 1024
 _NAMED_AT = 8
 _MOST_REASONS = 256
-# Looking for a program takes a twentieth of a small step, and a replay saves up to half of one: so
-# where fewer than one call in seven is replayed, most are not looked up. What a replay is worth, in
-# calls that are not replayed; and how many of these in a row it takes at most until calls rest.
-_WORTH, _MOST_WORTH = 6, 64
+# Looking for a program takes a tenth of a small step, and a replay saves a fifth to a half of one.
+# So where fewer than half of the calls are replayed, most of those that have another layout than
+# every program's are not looked up. What a replay is worth, in calls that are not replayed; and how
+# many of these in a row it takes at most until calls rest.
+_WORTH, _MOST_WORTH = 1, 32
 _SHORTEST_REST, _RESTS = 8, 17
 # When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
 _EARLY, _RARELY = 3, 1024
@@ -91,21 +92,28 @@ class Misses:
     def _is_free(self, kind: Hashable) -> bool:
         known = self._recorded.get(kind, 0)
         if not known:
-            return len(self._recorded) < _FREE_KINDS
+            if len(self._recorded) >= _FREE_KINDS:
+                return False
+            # Lengths of batches that never come again would be recorded for nothing: a second kind
+            # waits until it comes again, or something was replayed.
+            came_again = self._missed[kind] > 1 or self.replays > 0
+            return not self._recorded or (came_again and self._is_often(kind))
         return known < _FREE_OF_KIND
 
     def _is_earned(self, kind: Hashable) -> bool:
         """Whether replays, or many runs without any, pay for a recording of a kind."""
         paid = self.replays // _REPLAYS_FOR_ONE
         paid += (self._runs // _RUNS_FOR_ONE + 1).bit_length() - 1
+        return self._spent < paid and self._is_often(kind)
+
+    def _is_often(self, kind: Hashable) -> bool:
         count = self._missed[kind]
-        often = count * _OFTEN_PART >= self._total or count >= _OFTEN_COUNT
-        return self._spent < paid and often
+        return count * _OFTEN_PART >= self._total or count >= _OFTEN_COUNT
 
     def rest(self, kind: Hashable, known: Collection[Any]) -> tuple[int, frozenset[Hashable]]:
         """How many calls just run, after one that was not worth a recording, and are not looked up.
 
-        None while replays are as common as they have to be.
+        None of them rests while replays are as common as they have to be.
 
         Args:
             kind: of that call.
@@ -117,12 +125,13 @@ class Misses:
         found, self._seen = self.replays - self._seen, self.replays
         self._worth = min(self._worth + found * _WORTH, _MOST_WORTH) - 1 - self._rest
         self._rest = 0
-        if self._worth <= 0:
-            self._worth = 0
-            # Another number each time: lengths of batches may come in turn.
-            self._turn = (self._turn + 7) % _RESTS
-            self._rest = _SHORTEST_REST + self._turn
-            self._runs += self._rest
+        if self._worth > 0:
+            return 0, frozenset()
+        self._worth = 0
+        # Another number each time: lengths of batches may come in turn.
+        self._turn = (self._turn + 7) % _RESTS
+        self._rest = _SHORTEST_REST + self._turn
+        self._runs += self._rest
         # Where programs are of such calls and of another state, none of them wakes it up.
         kinds: Iterable[Any] = () if kind in known else known
         return self._rest, frozenset([one[1] for one in kinds if len(one) > 1])

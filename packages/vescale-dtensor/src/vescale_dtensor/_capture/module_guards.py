@@ -31,7 +31,7 @@ _TABLES = (*PARTS, *HOOKS)
 def module_flags(module: nn.Module) -> tuple[Any, ...]:
     """The mode of a module, and how many hooks it has."""
     state = vars(module)
-    return state["training"], [len(state.get(name, ())) for name in HOOKS]
+    return state.get("training"), [len(state.get(name, ())) for name in HOOKS]
 
 
 def module_tables(module: nn.Module) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ class ModuleGuard:
         states = [vars(module) for module in modules]
         self.modules = tuple(modules)
         self._states = states
-        self._flags = [state["training"] for state in states]
+        self._flags = [state.get("training") for state in states]
         # Code may put another dict in the place of one, which the contents of the old do not show.
         # In C, but for modules that were unpickled from before torch had all of these.
         whole = all(state.keys() >= set(_TABLES) for state in states)
@@ -62,7 +62,7 @@ class ModuleGuard:
         self._tables = list(chain.from_iterable(map(self._tables_in, states)))
         hooks = [state[name] for state in states for name in HOOKS if name in state]
         hooks += global_module_hooks()
-        parts = [state[name] for state in states for name in PARTS]
+        parts = [state[name] for state in states for name in PARTS if name in state]
         # Hooks may be written straight into them, without a handle that torch counts.
         self._empty = [d for d in (*hooks, *parts) if not d]
         # With the keys, which say in which order hooks run, and which of them take keywords.
@@ -73,13 +73,18 @@ class ModuleGuard:
 
     def holds(self) -> bool:
         """Whether they still are."""
-        return (
-            # Lengths before values: `map` stops at the shorter of its lists. By identity, as `==`
-            # of parameters would be an op.
-            [state["training"] for state in self._states] == self._flags
-            and all(map(is_, chain.from_iterable(map(self._tables_in, self._states)), self._tables))
-            and not any(self._empty)
-            and list(map(len, self._parts)) == self._counts
-            and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._values))
-            and (not self._hooks or all(list(d.items()) == was for d, was in self._hooks))
-        )  # fmt: skip
+        try:
+            return (
+                # Lengths before values: `map` stops at the shorter of its lists. By identity, as
+                # `==` of parameters would be an op.
+                [state.get("training") for state in self._states] == self._flags
+                and all(
+                    map(is_, chain.from_iterable(map(self._tables_in, self._states)), self._tables)
+                )
+                and not any(self._empty)
+                and list(map(len, self._parts)) == self._counts
+                and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._values))
+                and (not self._hooks or all(list(d.items()) == was for d, was in self._hooks))
+            )
+        except KeyError:  # somebody has taken one of the dicts out of a module
+            return False
