@@ -170,9 +170,12 @@ def refusals(rank, world_size):
     refused("'auto'", same, buckets="all")
     refused("memory_bytes is 1000 on rank 0, and 1001 on rank 1", same, memory_bytes=1000 + rank)
     refused("overlap is True on rank 0", same, overlap=rank == 0)
-    refused("at least one byte", same, cap_bytes=0)
-    unwaited = traced(lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", group.tag))
+    refused("cap_bytes=0: .*at least one", same, cap_bytes=0)
+    refused("ahead_bytes='a few'", same, ahead_bytes="a few")
     # On one rank: the other is told, and does not wait.
+    refused("memory_bytes.*='much'", same, memory_bytes="1KiB" if rank == 0 else "much")
+    assert len(graph.schedule(same, cap_bytes="1KiB", memory_bytes="1GB").buckets) == 1
+    unwaited = traced(lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", group.tag))
     refused("rank 1: .*not waited for", same if rank == 0 else unwaited)
     assert len(graph.schedule(same).buckets) == 1
     return True

@@ -19,6 +19,7 @@ from torch import fx
 from vescale_parallel._common.messages import human_bytes
 from vescale_parallel._cost import Link
 from vescale_parallel._errors import GraphError
+from vescale_parallel._graph.budget import Bytes, bytes_of
 from vescale_parallel._graph.collectives import is_wait, schema_name
 from vescale_parallel._graph.host_ops import copy_kind, host_memory, operators
 from vescale_parallel._graph.machine import Machine
@@ -109,7 +110,7 @@ class _Made:
 
 def offload(
     graph: fx.GraphModule,
-    memory_bytes: int,
+    memory_bytes: Bytes,
     *,
     inputs: Sequence[Any] | None = None,
     machine: Machine | None = None,
@@ -121,33 +122,36 @@ def offload(
 
     Args:
         graph: of a step, as `Joint.graph_module`, `train_step` or `make_fx` give it.
-        memory_bytes: what its results and all that it makes may take at once on the device.
+        memory_bytes: what its results and all that it makes may take at once on the device: a
+            number, or text such as "24GiB".
         inputs: of the graph; None: what its placeholders say of themselves (`meta["val"]`).
         machine: whose rates tell what is cheap, and how early copies have to start; None: some.
         recompute: whether values may be computed a second time as well, where that is cheaper.
 
     Raises:
-        GraphError: no choice of this kind takes so little; the message tells the least.
+        GraphError: no choice of this kind takes so little; the message tells the least. Or
+            `memory_bytes` says no number of bytes.
         MemoryPlanError: shapes depend on values.
 
     Examples:
         step = graph.train_step(model, loss_of_batch, words)
-        made = graph.offload(step.graph_module, 24 * 2**30, machine=graph.calibrate())
+        made = graph.offload(step.graph_module, "24GiB", machine=graph.calibrate())
         step = step.running(made.graph_module)
     """
+    goal = bytes_of("offload: memory_bytes", memory_bytes)
     if machine is None:
         machine = _MACHINE
     # First no more than has to be; what that wins may not be enough where all that can be is.
     found = []
     for at_once in (False, True):
-        one = _attempt(graph, inputs, memory_bytes, machine, at_once=at_once, recompute=recompute)
-        if one.peak <= memory_bytes:
+        one = _attempt(graph, inputs, goal, machine, at_once=at_once, recompute=recompute)
+        if one.peak <= goal:
             return one
         found.append(one)
     best = min(found, key=lambda one: one.peak)
     also = "" if recompute else ", ask for recompute=True as well"
     raise GraphError(
-        f"offload: memory_bytes={memory_bytes:,}, but the graph takes {best.peak_before:,} bytes "
+        f"offload: memory_bytes={goal:,}, but the graph takes {best.peak_before:,} bytes "
         f"as it is, and {best.peak:,} with {len(best.moved)} values ({best.host_bytes:,} bytes) on "
         f"the host, which is the least that was reached. Ask for that{also}, shard more, or let "
         "the batch be smaller."

@@ -16,6 +16,7 @@ from torch import fx
 
 from vescale_parallel._common.messages import human_bytes
 from vescale_parallel._errors import GraphError
+from vescale_parallel._graph.budget import Bytes, bytes_of
 from vescale_parallel._graph.machine import Machine
 from vescale_parallel._graph.rearranged import copied
 from vescale_parallel._graph.timeline import computing_seconds
@@ -72,7 +73,7 @@ class Choice:
 
 def recompute(
     graph: fx.GraphModule,
-    memory_bytes: int,
+    memory_bytes: Bytes,
     *,
     inputs: Sequence[Any] | None = None,
     machine: Machine | None = None,
@@ -83,27 +84,30 @@ def recompute(
 
     Args:
         graph: of a step, as `Joint.graph_module`, `train_step` or `make_fx` give it.
-        memory_bytes: what its results and all that it makes may take at once.
+        memory_bytes: what its results and all that it makes may take at once: a number, or text
+            such as "24GiB".
         inputs: of the graph; None: what its placeholders say of themselves (`meta["val"]`).
         machine: whose rates tell what is cheap; None: some processor.
 
     Raises:
-        GraphError: no choice of this kind takes so little; the message tells the least.
+        GraphError: no choice of this kind takes so little; the message tells the least. Or
+            `memory_bytes` says no number of bytes.
         MemoryPlanError: shapes depend on values.
 
     Examples:
         step = graph.train_step(model, loss_of_batch, words)
-        made = graph.recompute(step.graph_module, 24 * 2**30)
+        made = graph.recompute(step.graph_module, "24GiB")
         step = step.running(made.graph_module)
     """
+    goal = bytes_of("recompute: memory_bytes", memory_bytes)
     rates = (_FLOPS, _BANDWIDTH) if machine is None else (machine.flops, machine.memory_bandwidth)
     # First no more than has to be; what that wins may not be enough where all that can be is.
-    found = [_attempt(graph, inputs, memory_bytes, at_once, rates) for at_once in (False, True)]
+    found = [_attempt(graph, inputs, goal, at_once, rates) for at_once in (False, True)]
     for one in found:
-        if one.peak <= memory_bytes:
+        if one.peak <= goal:
             return one
     raise GraphError(
-        f"recompute: memory_bytes={memory_bytes:,}, but the graph takes {found[0].peak_before:,} "
+        f"recompute: memory_bytes={goal:,}, but the graph takes {found[0].peak_before:,} "
         f"bytes as it is, and {min(one.peak for one in found):,} with all computed again that can "
         "be. Ask for that, shard more, or let the batch be smaller."
     )

@@ -14,6 +14,7 @@ from vescale_parallel._cost import Link
 from vescale_parallel._errors import GraphError
 from vescale_parallel._graph import planned
 from vescale_parallel._graph.agreed import Agreed, agreed
+from vescale_parallel._graph.budget import Bytes, bytes_of
 from vescale_parallel._graph.collectives import Collective, collectives, dependencies, needs
 from vescale_parallel._graph.emitted import Waits
 from vescale_parallel._graph.rearranged import rearranged
@@ -68,11 +69,11 @@ def schedule(
     graph: fx.GraphModule,
     *,
     buckets: Wanted = "auto",
-    cap_bytes: int = CAP_BYTES,
+    cap_bytes: Bytes = CAP_BYTES,
     link: Link | None = None,
     overlap: bool = True,
-    ahead_bytes: int | None = None,
-    memory_bytes: int | Literal["traced"] | None = None,
+    ahead_bytes: Bytes | None = None,
+    memory_bytes: Bytes | None = None,
     exact: bool = False,
 ) -> Schedule:
     """Merge and reorder the collectives of a graph. Collective: all ranks call it alike.
@@ -88,7 +89,7 @@ def schedule(
         graph: of `vescale_dtensor.joint`, or of `make_fx` with functional collectives. It stays.
         buckets: `"auto"`: neighbours, up to a size; a list of modules, or of globs of parameters,
             each of them (or each list of them) a bucket; None: none.
-        cap_bytes: of an automatic bucket.
+        cap_bytes: of an automatic bucket. Bytes are numbers, or text such as "25MiB".
         link: in place of `cap_bytes`: buckets as small as the link carries them well, which is
             where latency takes a tenth of the time.
         overlap: start early and wait late. Without it, merged collectives stand where the last of
@@ -105,31 +106,32 @@ def schedule(
     Raises:
         DisagreementError: on every rank, if their collectives, or these arguments, differ.
         GraphError: on every rank, if no schedule fits into `memory_bytes`; collectives of an
-            unknown kind; `buckets` that match nothing.
+            unknown kind; `buckets` that match nothing; what says no number of bytes.
     """
-    _check_options(cap_bytes, ahead_bytes, memory_bytes)
     options: dict[str, object] = {"buckets": buckets, "cap_bytes": cap_bytes, "link": link}
     options |= {"overlap": overlap, "ahead_bytes": ahead_bytes, "exact": exact}
     options["memory_bytes"] = memory_bytes
     # A fault of this rank is raised in `agreed`, on all ranks: the others are on their way there.
+    limits, wrong = _limits(cap_bytes, ahead_bytes, memory_bytes)
     found, waits, before, fault = _seen(graph)
-    known = agreed(found, needs(found, waits), fault, options)
+    known = agreed(found, needs(found, waits), wrong or fault, options)
     orders = [tuple(range(len(known.entries)))]
     if overlap:
         orders = [planned.early(known), planned.early(known, ahead=False)]
-    bound = before if memory_bytes == "traced" else memory_bytes
+    bound = before if memory_bytes == "traced" else limits.memory
     tried = [
         (one, overlap)
-        for one in _tried(known, orders, buckets, cap_bytes, link, exact, bound is not None)
+        for one in _tried(known, orders, buckets, limits.cap, link, exact, bound is not None)
     ]
     # The graph as it was: nothing merged, nothing moved. It may fit where no other order does.
-    if isinstance(memory_bytes, int):
+    if limits.memory is not None:
         tried.append((tuple((at,) for at in range(len(known.entries))), False))
-    best, least = _least(graph, known, waits, before, tried, ahead_bytes, bound)
-    if least and isinstance(memory_bytes, int):
+    best, least = _least(graph, known, waits, before, tried, limits.ahead, bound)
+    if least and limits.memory is not None:
         raise GraphError(
-            f"no schedule of the graph lives in {memory_bytes} bytes on all ranks: the least that "
-            f"was found is {memory_bytes + least}, and the graph as it was takes {_highest(before)}"
+            f"no schedule of the graph lives in {limits.memory} bytes on all ranks: the least that "
+            f"was found is {limits.memory + least}, and the graph as it was takes "
+            f"{_highest(before)}"
         )
     return best
 
@@ -164,11 +166,27 @@ def _least(
     return best, least
 
 
-def _check_options(cap_bytes: int, ahead_bytes: int | None, memory_bytes: object) -> None:
-    if cap_bytes < 1 or (ahead_bytes is not None and ahead_bytes < 1):
-        raise GraphError(f"cap_bytes={cap_bytes}, ahead_bytes={ahead_bytes}: at least one byte")
-    if isinstance(memory_bytes, str) and memory_bytes != "traced":
-        raise GraphError(f"memory_bytes={memory_bytes!r}: a number of bytes, 'traced', or None")
+@dataclass(frozen=True)
+class _Limits:
+    """Bytes: of an automatic bucket, of what is under way, and of all that lives."""
+
+    cap: int = CAP_BYTES
+    ahead: int | None = None
+    memory: int | None = None
+
+
+def _limits(
+    cap_bytes: Bytes, ahead_bytes: Bytes | None, memory_bytes: Bytes | None
+) -> tuple[_Limits, str]:
+    """The limits that arguments say, and what is wrong with them."""
+    try:
+        ahead = None if ahead_bytes is None else bytes_of("schedule: ahead_bytes", ahead_bytes)
+        memory = None
+        if memory_bytes is not None and memory_bytes != "traced":
+            memory = bytes_of("schedule: memory_bytes, which may be 'traced'", memory_bytes)
+        return _Limits(bytes_of("schedule: cap_bytes", cap_bytes), ahead, memory), ""
+    except GraphError as error:
+        return _Limits(), str(error)
 
 
 def _seen(graph: fx.GraphModule) -> tuple[list[Collective], Waits, int, str]:
