@@ -110,6 +110,7 @@ def reserved(of: Program, order: Sequence[int]) -> int:
     for operation in order:
         for at in makes[operation]:
             pieces[at] = allocator.allocate(of.storages[at].bytes)
+        # After the results, as kernels do: they allocate those first.
         allocator.free(allocator.allocate(of.operations[operation].temporary))
         for at in of.touched[operation]:
             left[at] -= 1

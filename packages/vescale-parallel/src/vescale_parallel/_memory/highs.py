@@ -75,12 +75,14 @@ def highs_layout(
 
     Each such pair has a binary: which of the two lies below.
     """
+    # The smallest block is one: below the solver's tolerance it would be as good as nothing.
     unit = min((one for one in sizes if one), default=1)
     model = Model()
     top = model.variable(0, upper / unit, cost=1)
     places = [model.variable(0, (upper - one) / unit) for one in sizes]
     for place, size in zip(places, sizes, strict=True):
         model.row({place: 1, top: -1}, -size / unit)
+    # Switches a row off: no offset is larger. Larger than needed would be less exact.
     big = upper / unit
     for one, other in pairs:
         above = model.variable(0, 1, whole=True)
@@ -136,6 +138,7 @@ def by_highs(items: Items, upper: int, floor: int, deadline: float) -> Found:
     found = model.solved(deadline)
     if found is None:
         return Found(None, upper, proven=False)
+    # Whoever has run for the most steps ran first.
     order = sorted(range(count), key=lambda at: -sum(found[one] for one in ran[at]))
     reached = items.peak(order)
     if reached is None or reached >= upper:

@@ -72,9 +72,12 @@ class _Written:
     def __init__(self, of: Program, reach: Reach, deadline: float) -> None:
         self.of, self.model = of, Model()
         count = len(of)
+        # An operation runs no sooner than all that come before it in every order, and no later
+        # than what leaves room for those behind it: only these steps need a binary.
         first = [one.bit_count() for one in reach.earlier]
         self.last = [count - 1 - one.bit_count() for one in reach.later]
         temporary = max(one.temporary for one in of.operations)
+        # Bytes as parts of one: the solver's tolerances are absolute.
         self.unit = max(1, sum(one.bytes for one in of.storages) + temporary)
         self.peak = self.model.variable(0, 1, cost=1)
         windows = sum(last - low for low, last in zip(first, self.last, strict=True))

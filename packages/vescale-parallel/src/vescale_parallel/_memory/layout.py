@@ -62,6 +62,7 @@ def laid_out(blocks: Sequence[Block], *, deadline: float, highs: bool) -> ArenaL
         sizes[name] = min(size, sizes.get(name, size))
         if best is None or size < best[0]:
             best = size, found
+        # No layout is smaller: the other rules are spared.
         if size <= floor:
             break
     size, offsets = best or (0, ())
@@ -69,12 +70,14 @@ def laid_out(blocks: Sequence[Block], *, deadline: float, highs: bool) -> ArenaL
     if size < min(sizes.values(), default=size):
         sizes["tops first"] = size
     if highs and size > floor:
+        # HiGHS gets a binary for each pair, so its time grows with them and not with blocks.
         pairs = list(_pairs(blocks))
         if len(pairs) <= _PAIRS:
             solved = highs_layout([one.bytes for one in blocks], pairs, size, deadline)
             if solved is not None and _size(blocks, solved) < size:
                 size, offsets = _size(blocks, solved), solved
                 sizes["HiGHS"] = size
+    # Whoever found it: a layout that overlaps would give wrong numbers without an error.
     checked_layout(blocks, offsets, size)
     return ArenaLayout(offsets, size, floor, sizes)
 
@@ -84,6 +87,7 @@ def most_at_once(blocks: Sequence[Block]) -> int:
     changes: dict[int, int] = {}
     for one in blocks:
         changes[one.first] = changes.get(one.first, 0) + one.bytes
+        # Behind its last step, in which it is still there.
         changes[one.last + 1] = changes.get(one.last + 1, 0) - one.bytes
     live = most = 0
     for step in sorted(changes):
@@ -114,6 +118,7 @@ def _pairs(blocks: Sequence[Block]) -> Iterator[tuple[int, int]]:
     for at in sorted(range(len(blocks)), key=lambda one: blocks[one].first):
         if not blocks[at].bytes:
             continue
+        # By their first step, so that those that have ended meet none of the later ones.
         active = [one for one in active if blocks[one].last >= blocks[at].first]
         for one in active:
             yield one, at
@@ -130,6 +135,7 @@ def _orders(blocks: Sequence[Block]) -> Iterator[tuple[str, list[int]]]:
         return blocks[at].last - blocks[at].first + 1
 
     every = range(len(blocks))
+    # No rule is best on all graphs. Largest first mostly is, and lets the others be spared.
     yield "largest first", sorted(every, key=lambda at: (-blocks[at].bytes, -lives(at)))
     yield "longest first", sorted(every, key=lambda at: (-lives(at), -blocks[at].bytes))
     yield "area first", sorted(every, key=lambda at: -lives(at) * blocks[at].bytes)
@@ -146,6 +152,7 @@ def _best_fit(blocks: Sequence[Block], order: Sequence[int]) -> tuple[int, ...]:
             continue
         top, best, gap = 0, -1, 0
         for offset, other in placed:
+            # In another time: the same addresses may be used.
             if not block.meets(blocks[other]):
                 continue
             room = offset - top
@@ -162,8 +169,10 @@ def _raised(
 ) -> tuple[int, tuple[int, ...]]:
     """Place what lies above the lower bound earlier, again and again."""
     order = sorted(range(len(blocks)), key=lambda at: -blocks[at].bytes)
+    # Tries since the last that was better: they may go round in circles.
     tried, now = 0, offsets
     while size > floor and tried < 30 and time.monotonic() < deadline:
+        # What sticks out was placed late, when the gaps were gone: it goes first in the next try.
         above = {at for at in order if now[at] + blocks[at].bytes > floor}
         order = [at for at in order if at in above] + [at for at in order if at not in above]
         now = _best_fit(blocks, order)

@@ -37,6 +37,7 @@ def measured(call: Callable[[], Any], device: torch.device | str = "cpu") -> Mea
     """
     device = torch.device(device)
     if device.type == "cuda":
+        # What was queued before may still free memory while this runs.
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -102,6 +103,7 @@ def workspaces(graph: fx.GraphModule, *inputs: Any) -> dict[str, int]:
     at = 0
     for mark in marks:
         start, end = float(mark["ts"]), float(mark["ts"]) + float(mark["dur"])
+        # Of the interpreter itself, between two nodes.
         while at < len(taken) and float(taken[at]["ts"]) < start:
             at += 1
         live = peak = 0

@@ -110,6 +110,8 @@ class _Planner:
             for _ in range(_BOUNDS):
                 if low > high or self.late or self.best.peak <= self.floor:
                     break
+                # Bisected, though peaks need not follow bounds: each try is judged by itself, and
+                # none is lost.
                 bound = (low + high) // 2
                 order = bounded(of, base, bound, self.deadline)
                 peak = self.offer(name, order)
@@ -137,6 +139,7 @@ class _Planner:
             before, asked = self.best.peak, self.best.step
             for first, groups in self._around(asked):
                 self._solved(first, groups, solve, "rings")
+                # From a new order on: groups that were made of the old one would not fit into it.
                 if self.best.during[asked] < before or self.best.peak < before or self.late:
                     break
             improved = self.best.during[asked] < before or self.best.peak < before
@@ -157,9 +160,11 @@ class _Planner:
     def _solved(self, first: int, groups: Sequence[Sequence[int]], solve: Solve, name: str) -> bool:
         """Order some items in their place; whether no better order of them is left."""
         running = Running(self.of)
+        # What lives where the items begin, and how often each storage is still to be used.
         for at in self.order[:first]:
             running.run(at)
         end = first + sum(len(group) for group in groups)
+        # To be beaten in this place. Where the peak is elsewhere, it stays what it is.
         here = max(self.best.during[first:end], default=0)
         found = solve(Items(running, groups), here, self.floor, self.deadline)
         self.complete &= not self.late

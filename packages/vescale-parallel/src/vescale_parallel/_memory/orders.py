@@ -22,6 +22,7 @@ def list_scheduled(of: Program, deadline: float | None = None) -> tuple[int, ...
     """
     running = Running(of)
     while running.ready:
+        # Now and then: to look at the clock takes as long as to choose in a small graph.
         if deadline is not None and len(running.order) % 64 == 0 and time.monotonic() > deadline:
             return None
         best = min(running.ready, key=lambda at: _rank(running, at))
@@ -31,6 +32,8 @@ def list_scheduled(of: Program, deadline: float | None = None) -> tuple[int, ...
 
 def _rank(running: Running, operation: int) -> tuple[int, int, int]:
     rise, net = running.cost(operation)
+    # The operation last: of equals the earlier one, so that each run, and each rank, finds one
+    # order.
     return max(running.peak, running.live + rise), net, operation
 
 
@@ -38,6 +41,7 @@ def prompt(of: Program, base: Sequence[int]) -> tuple[int, ...]:
     """Let what makes nothing run as soon as it can; that never raises a peak."""
     running = Running(of)
     rank = {operation: at for at, operation in enumerate(base)}
+    # A heap of places in `base`, and not of operations: what runs early there is asked for early.
     waiting: list[int] = []
 
     def ready_after(operations: Iterable[int]) -> None:
@@ -81,6 +85,8 @@ def bounded(
         if running.has_run(base[step]):
             step += 1
             continue
+        # What the bound has forbidden can fit only once something was freed, and to ask costs a
+        # walk.
         level = running.live
         ran = _safe(running, rank, bound)
         if not ran:
@@ -98,6 +104,7 @@ def bounded(
 
 def _safe(running: Running, rank: Sequence[int], bound: int) -> list[int]:
     """Run what only frees; no order below the bound is lost by it."""
+    # A list first: to run one changes what is ready.
     found = [
         at
         for at in running.ready
@@ -106,6 +113,7 @@ def _safe(running: Running, rank: Sequence[int], bound: int) -> list[int]:
     ran = []
     for operation in sorted(found, key=lambda at: (running.cost(at)[1], rank[at])):
         rise, net = running.cost(operation)
+        # Asked again: those that ran in this loop have changed what it frees, and how much lives.
         if net <= 0 and running.live + rise <= bound:
             running.run(operation)
             ran.append(operation)
@@ -126,13 +134,16 @@ def _perhaps_freed(running: Running, ran: Sequence[int]) -> set[int]:
 def _pulled(running: Running, asked: set[int], rank: Sequence[int], bound: int) -> set[int]:
     """Run groups that free a storage; returns those that the bound forbids for now."""
     blocked = set[int]()
+    # Sorted, as sets have no order that two runs share.
     for at in sorted(asked):
         storage = running.of.storages[at]
+        # Never freed, freed already, or not there yet.
         if storage.kept or not running.left[at] or not running.has_run(storage.maker):
             continue
         group = _closure(running, at)
         if group is None:
             continue
+        # In an order that is valid: `base` is one, and a part of it keeps it.
         group.sort(key=rank.__getitem__)
         rise, net = _cost_of(running, group)
         if net >= 0:
@@ -168,6 +179,7 @@ def _cost_of(running: Running, group: Sequence[int]) -> tuple[int, int]:
         live += of.made[operation]
         rise = max(rise, live + of.operations[operation].temporary)
         for at in of.touched[operation]:
+            # The group frees it where it takes up all uses that are left.
             used[at] = used.get(at, 0) + 1
             if used[at] == running.left[at] and not of.storages[at].kept:
                 live -= of.storages[at].bytes
@@ -180,9 +192,11 @@ def delayed(of: Program, base: Sequence[int]) -> tuple[int, ...]:
     step = [0] * len(of)
     for at, operation in enumerate(order):
         step[operation] = at
+    # From the end: its users have moved by then, so that it can follow them.
     for operation in reversed(base):
         here = step[operation]
         there = min((step[later] for later in of.after[operation]), default=here + 1) - 1
+        # What it reads lives on until it runs, which may be more than what it makes.
         if there <= here or of.made[operation] <= _held(of, operation, step, there):
             continue
         order[here:there] = order[here + 1 : there + 1]

@@ -108,6 +108,7 @@ def _place(node: fx.Node, results: tuple[Result, ...], storages: list[int]) -> P
     if [one.storage for one in results] != storages or not all(map(_whole, results)):
         return None
     name = schema_of(op).name
+    # Fills and copies, and kernels in place, make one tensor.
     single = len(results) == 1
     write = _filled(op, name) if single else None
     write = write or _with_out(op) or (_in_place(op, name) if single else None)
@@ -169,6 +170,7 @@ def _with_out(op: Any) -> Write | None:
         theirs = [(one.name, str(one.type)) for one in schema_of(other).arguments if not one.is_out]
         if len(outs) != len(schema_of(op).returns) or torch.Tag.generated in other.tags:
             continue
+        # An overload that takes anything else could compute something else.
         if theirs in (mine, less):
             return _Out(other, tuple(outs), frozenset(one for one, _ in theirs))
     return None

@@ -111,6 +111,7 @@ class MemoryPlan:
         for at, (one, (first, last)) in enumerate(zip(of.storages, self._lives, strict=True)):
             if at not in inside:
                 changes[first] += one.bytes
+                # Behind its last step, in which it is still there.
                 changes[last + 1] -= one.bytes
         temporary = (of.operations[at].temporary for at in self._ordered.order)
         live = itertools.accumulate(changes[:-1])
@@ -182,6 +183,7 @@ class MemoryPlan:
         """
         self._check_unchanged()
         made, copies = copied_module(self._traced.module)
+        # Each one to the end in turn, so that the planned order is what is left.
         end = made.graph.output_node()
         for at in self._ordered.order:
             end.prepend(copies[self._traced.nodes[at]])
@@ -289,6 +291,7 @@ def plan(
             f"a {type(graph).__name__} is no torch.fx graph: trace it with "
             "torch.fx.experimental.proxy_tensor.make_fx, or with torch.export.export."
         )
+    # Nodes can be changed later: `run` and `apply` compare with what was planned.
     calls = _calls(module)
     of = _with_workspaces(traced(module, inputs), workspaces or {})
     # Two thirds of the time are for the order, as layouts hardly ever need any.
@@ -332,6 +335,7 @@ def _worth_it(
         maker = stores[at].maker
         ends[maker] = max(ends.get(maker, 0), offset + stores[at].bytes)
     heights = sorted({layout.size, 0, *ends.values()})
+    # Each is one sweep over all storages. The whole height is always among them.
     heights = [*heights[:: -(-len(heights) // _HEIGHTS)], layout.size]
     temporary = [
         Block(of.program.operations[at].temporary, step, step) for step, at in enumerate(order)

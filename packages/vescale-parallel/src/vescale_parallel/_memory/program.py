@@ -111,8 +111,12 @@ def program(
             raise MemoryPlanError(f"storage '{storage.name}': its maker is to be among its users.")
         for user in storage.users:
             if user != storage.maker:
+                # Who takes a tensor waits for its maker already, as a user of the node; who takes
+                # a view of it only for the view.
                 waits[user].add(storage.maker)
     for at, earlier in enumerate(waits):
+        # Program order has to be an order itself: it is the first candidate, and no plan is
+        # worse.
         if earlier and max(earlier) >= at:
             raise MemoryPlanError(
                 f"operation '{every[at].name}' ({at}) waits for operation {max(earlier)}, which "
@@ -133,6 +137,7 @@ def checked_order(of: Program, order: Sequence[int]) -> tuple[int, ...]:
             raise MemoryPlanError(f"an order names operation {at} twice, or there is none.")
         missing = of.before[at] - done
         if missing:
+            # One of them is enough for a message, and the smallest is the same in each run.
             early = of.operations[min(missing)].name
             raise MemoryPlanError(
                 f"an order runs '{of.operations[at].name}' before '{early}', for which it waits."

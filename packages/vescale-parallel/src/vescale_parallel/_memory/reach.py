@@ -18,6 +18,8 @@ class Reach:
         self.later = [0] * len(of)
         for at in range(len(of)):
             for one in of.before[at]:
+                # Masks of integers: a set for each of ten thousand operations would take
+                # gigabytes.
                 self.earlier[at] |= self.earlier[one] | 1 << one
         for at in reversed(range(len(of))):
             for one in of.after[at]:
@@ -77,6 +79,7 @@ def segments(of: Program, order: Sequence[int], key_points: Sequence[int]) -> li
         if passed and makes(of, operation):
             edges.append(at)
             passed = False
+        # Behind it, and not before: what makes nothing and follows it belongs to its segment.
         passed |= operation in keys
     edges.append(len(order))
     return [(one, other) for one, other in pairwise(edges) if other > one]

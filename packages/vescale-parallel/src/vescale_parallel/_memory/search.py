@@ -58,6 +58,8 @@ class Items:
                 if one in item and item[one] != at:
                     self.needs[at] |= 1 << item[one]
                     self.later[item[one]].add(at)
+        # Those that something behind the items touches are not among them: nothing here frees
+        # them.
         self._users: dict[int, int] = {}  # by storage: the items that touch it, where they free it
         for storage in {at for one in item for at in self.of.touched[one]}:
             self._mask(storage, item, running)
@@ -161,6 +163,7 @@ def searched(
     `floor` is a peak that is reached elsewhere, or cannot be avoided: nothing is gained below it.
     """
     everything = (1 << len(items.groups)) - 1
+    # From the floor on: below it nothing is gained, so orders that differ only there are equals.
     start = _settled(items, _Node(max(items.live, floor), items.live, 0, items.first(), None, ()))
     heap = [(start.peak, 0, 0, start)]
     seen: dict[int, int] = {}
@@ -179,6 +182,7 @@ def searched(
         count += 1
         for at in members(node.ready):
             rise, net = items.cost(at, node.done)
+            # No better than what is known, whatever comes behind it.
             if max(peak, node.live + rise) >= upper:
                 continue
             done = node.done | 1 << at
