@@ -93,6 +93,7 @@ def agreed(
         "needs": [sorted(one) for one in needs],
         "groups": [*groups],
     }
+    # Told, and not raised: the others would wait for this rank.
     mine["fault"] = fault
     mine["options"] = {name: repr(one) for name, one in (options or {}).items()}
     told = [json.loads(one) for one in gather_texts(json.dumps(mine))]

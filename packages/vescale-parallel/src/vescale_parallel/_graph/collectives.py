@@ -97,6 +97,8 @@ def collectives(graph: fx.Graph) -> list[Collective]:
                 f"there are {', '.join(KINDS.values())} of torch's functional collectives"
             )
         waits = [user for user in node.users if is_wait(user)]
+        # To move a start or a wait, there has to be one of each; and nobody may read what is
+        # under way.
         if len(waits) != 1 or len(node.users) != 1:
             raise GraphError(
                 f"node '{node.name}' ({name}) is not waited for exactly once: trace the step with "
@@ -166,6 +168,7 @@ def needs(
 ) -> tuple[frozenset[int], ...]:
     """For each collective, those that have to be started before it, by their index."""
     index = {one.start: at for at, one in enumerate(found)}
+    # Nodes come after what they wait for, so one pass finds what is needed at second hand, too.
     reached: dict[fx.Node, int] = {}  # a bit for each collective
     for node, before in waits.items():
         bits = 0

@@ -250,6 +250,7 @@ class _Cheapest:
 
     def _moves(self, peak: int) -> Iterator[_Move]:
         for at, storage in enumerate(self.of.program.storages):
+            # It lives at the peak, and nobody needs it there.
             idle = storage.maker < peak < storage.users[-1] and peak not in storage.users
             if idle and storage.bytes and not storage.kept:
                 found = self._move(at, peak)
@@ -261,6 +262,8 @@ class _Cheapest:
         last = max(one for one in storage.users if one < peak)
         first = min(one for one in storage.users if one > peak)
         base = self.bases.get(at)
+        # The copy follows the last use before the peak, so all of the value has to be there by
+        # then.
         if base is None or self.again.step[base] > last:
             return None
         whole = of.results[base][0]
@@ -275,6 +278,8 @@ class _Cheapest:
                 lying = of.results[node]
                 if not any(one.storage == at for one in lying):
                     continue
+                # A view of another dtype could not be made of what comes back by its strides
+                # alone.
                 if len(lying) != 1 or lying[0].dtype != whole.dtype:
                     return None
                 wanted[node] = lying[0]
@@ -313,6 +318,8 @@ def _communicates(node: fx.Node) -> bool:
 def _move(made: _Made, move: _Move) -> None:
     """Let a storage wait on the host."""
     ops, graph, offset, whole = operators(), made.module.graph, made.host_bytes, move.whole
+    # At multiples of a cache line: copies of unaligned memory are slow, and some devices refuse
+    # them.
     made.host_bytes = -(-(offset + move.bytes) // _ALIGNMENT) * _ALIGNMENT
     made.copying += move.seconds
     made.moved.append(move.base.name)
@@ -375,6 +382,7 @@ def _memory_of(made: _Made, device: torch.device) -> fx.Node:
 def _start_early(of: Traced, goal: int, machine: Machine) -> None:
     """Start copies to the device as early as they take, where their memory is free by then."""
     nodes = list(of.nodes)
+    # What lives at each step. A copy that starts early lives from there on, and is added below.
     during = list(profile(of.program, range(len(of.program))).during)
     rates = machine.flops, machine.memory_bandwidth
     times = [0.0 if copy_kind(one) else computing_seconds(one, *rates) for one in nodes]
@@ -390,6 +398,8 @@ def _start_early(of: Traced, goal: int, machine: Machine) -> None:
         free = min(free, starts[at]) - took
         to = at
         while (
+            # Never before it has left the device; never before the stream is free; never above
+            # the goal.
             to > step[token] + 1  # type: ignore[index]
             and starts[to] > free
             and during[to - 1] + size <= goal

@@ -25,6 +25,7 @@ def placed(module: fx.GraphModule, again: Collection[str]) -> fx.GraphModule:
     """
     made, _ = copied(module, {})
     graph = made.graph
+    # Gathers of parameters; those that the model itself makes stay where they are.
     gathers = [one for one in collectives(graph) if _is_gather(one.start)]
     order = {node: at for at, node in enumerate(graph.nodes)}
     first = {one.parameter: _first_use(one.start, order) for one in gathers}
@@ -52,6 +53,7 @@ def _is_gather(node: fx.Node) -> bool:
 
 def _first_use(start: fx.Node, order: Mapping[fx.Node, int]) -> int:
     looks = _views_of(start)
+    # Views are made next to the gather: where the values are read is what counts.
     users = [user for look in looks for user in look.users if user not in looks]
     return min((order[user] for user in users), default=-1)
 

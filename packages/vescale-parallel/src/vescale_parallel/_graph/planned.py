@@ -61,6 +61,7 @@ def _prefetched(agreed: Agreed, order: Sequence[int]) -> Order:
     them, it would have to live at the loss, where most else lives as well.
     """
     gathers = [at for at in order if is_free(agreed, at)]
+    # Which gather starts right behind which: one is ahead of the one that is used.
     following = dict(pairwise(gathers))
     last = [at for at in order if agreed.entries[at].direction == "forward"][-1:]
     for one, other in pairwise(gathers):
@@ -143,11 +144,14 @@ def _merged(
 
     One of gathers that need nothing goes where the first was.
     """
+    # By what travels together, the bucket that is being filled. What does not fit starts another
+    # one, so that buckets are runs of neighbours.
     open_: dict[object, list[int]] = {}
     filled: list[list[int]] = []
     place = {at: position for position, at in enumerate(order)}
     for at in order:
         key, entry = key_of(at), agreed.entries[at]
+        # Without a key (no entry of the user's plan names it) it travels alone.
         bucket = open_.get(key) if key is not None and _can_travel(entry, exact) else None
         size = sum(agreed.entries[one].bytes for one in bucket or ()) + entry.bytes
         fits = cap is None or size <= cap(at)

@@ -162,6 +162,7 @@ class Chooser:
         """Return choices that bring the peak below, or all that there are at it."""
         peak = self.profile.step
         found = list(self.candidates(peak))
+        # By what a byte costs; of equals the large one, so that fewer operators run twice.
         found.sort(key=lambda one: (one.seconds / one.bytes, -one.bytes))
         left = self.profile.peak - memory_bytes
         chosen: list[Choice] = []
@@ -179,6 +180,7 @@ class Chooser:
     def candidates(self, peak: int) -> Iterator[Choice]:
         """What lives across a step without being used there, and can be made again."""
         for at, storage in enumerate(self.of.program.storages):
+            # It lives at the peak, and nobody needs it there.
             idle = storage.maker < peak < storage.users[-1] and peak not in storage.users
             if idle and storage.bytes and not storage.kept:
                 found = self.choice(at, peak)
@@ -202,6 +204,7 @@ class Chooser:
             self._collect(node, later[0], at, found, reads) for node in dict.fromkeys(wanted)
         ):
             return None
+        # In the order of the graph, in which each comes after what it reads.
         nodes = tuple(sorted(found, key=self.step.__getitem__))
         seconds = sum(computing_seconds(node, *self.rates) for node in nodes)
         return Choice(at, storage.bytes, nodes, before, frozenset(reads), seconds)

@@ -57,6 +57,8 @@ def cut(graph: fx.GraphModule) -> Cut:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if not _stays(node):
+            # Names say where a region lies: ranks tell each other by them what they could not
+            # compile.
             if not now.startswith("region"):
                 now = f"region_{len(starts)}_{between[-1].count(_REGION)}"
                 between[-1].append(_REGION)
@@ -89,6 +91,7 @@ def _stays(node: fx.Node) -> bool:
     """Whether a node is no operator of torch: a collective, a draw, or a Python function."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return _stays(node.args[0])
+    # A compiler would draw other numbers.
     draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return draws or not schema_name(node).startswith(("aten::", "prims::"))
 
@@ -117,6 +120,7 @@ def content(module: fx.GraphModule) -> str:
 
     Compilers make the same code of regions that have the same.
     """
+    # By number: names of nodes tell how often a rank has used an operator before.
     number = {node: f"%{at}" for at, node in enumerate(module.graph.nodes)}
     rows = [
         [node.op, str(node.target) if node.op == "call_function" else "", _laid(node)]

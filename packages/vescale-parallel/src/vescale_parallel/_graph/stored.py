@@ -30,6 +30,7 @@ class StoredUnit:
         self.unit, self.name = unit, f"unit {unit.name}"
         self.names = [one.name for one in unit.held]
         self.stored: list[Any] = [one.stored for one in unit.held]
+        # How many lie in buffers: they come first, in `held` as in `names`.
         self._placed = sum(len(one.parameters) for one in unit.buffers)
         self.slices = [
             StoredSlice(index, *place)
@@ -45,6 +46,7 @@ class StoredUnit:
         unit = self.unit
         unit.wait()
         with torch.no_grad():
+            # Clones: `release` takes back the memory that the gathered values lie in.
             found: list[Any] = [one.clone() for one in unit.wrapped(unit.aliases()[0])]
         unit.release()
         for one, leaf in zip(unit.held, found, strict=True):
@@ -86,6 +88,7 @@ class StoredUnit:
         for name, one, other in zip(self.names, self.stored, self.stand_ins, strict=True):
             if one.requires_grad != other.requires_grad:
                 raise GraphError(f"requires_grad of '{name}' has changed: make the graph anew")
+        # Detached: the graph holds its own backward, and autograd must not record another one.
         kept = self.stored[self._placed :]
         return [one.current_shard() for one in self.unit.buffers] + [
             local_leaf(one).detach() for one in kept
@@ -96,6 +99,7 @@ class StoredUnit:
         found = []
         for buffer, shard in zip(self.unit.buffers, inputs, strict=False):
             full = all_gather(shard.to(buffer.compute), buffer.group)
+            # Views of what arrives: parameters are never copied out of it.
             for shape, _, start in buffer.places:
                 found.append(full[start : start + torch.Size(shape).numel()].view(shape))
         for one, local in zip(
@@ -131,6 +135,8 @@ def _reduced(
     for (_, _, start), gradient in zip(buffer.places, contributions, strict=True):
         if gradient is None:
             continue
+        # A parameter that no gradient reached adds zeros, as in eager mode: the sum is of one
+        # length on all ranks.
         if start > at:
             pieces.append(shard.new_zeros(start - at, dtype=buffer.reduce))
         pieces.append(gradient.to(buffer.reduce).reshape(-1))

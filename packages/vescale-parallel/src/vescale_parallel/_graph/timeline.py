@@ -194,12 +194,14 @@ def timeline(
         copy = copy_kind(node)
         if node in found or copy in ("to_host", "to_device"):
             kind, line = (copy, "copies") if copy else (found[node].kind, "communication")
+            # Started where the program has come to, and carried out when the stream is free.
             begin = max(now, free[line])
             free[line] = ends[node] = begin + took(node)
             spans.append(Span(node.name, line, kind, begin, free[line], *_origin(node)))
         elif is_wait(node) or copy:
             awaited: Any = node.args[0]
             end = ends[awaited]
+            # Only what is left of it: the rest went by while something was computed.
             if end > now:
                 spans.append(Span(node.name, "computation", "wait", now, end))
             now = max(now, end)
@@ -264,6 +266,7 @@ def _copying(node: fx.Node, host: Link) -> float:
 
 def computing_seconds(node: fx.Node, flops: float, memory_bandwidth: float) -> float:
     """Return the longer of what its flops and its bytes take; nothing for what only looks."""
+    # What only looks at its argument, and writes to nothing, runs no kernel.
     schema: Any = getattr(node.target, "_schema", None)
     if schema is None or all(one.alias_info is not None for one in schema.returns):
         writes = schema is not None and schema.is_mutable
@@ -282,6 +285,7 @@ _COUNTED: Final = ("mm", "bmm", "conv", "attention")
 
 
 def _flops(node: fx.Node) -> float:
+    # To count is to run the node without values, which takes longer than all else here.
     if not any(one in schema_name(node) for one in _COUNTED):
         return 0.0
     mode = next(
