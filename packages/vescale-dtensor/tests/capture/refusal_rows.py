@@ -376,6 +376,12 @@ ROWS = [
         lambda x: x * x.to_local().is_shared(),
     ),
     Row(
+        "parameters of lazy modules that are not initialized",
+        "before it is initialized",
+        "call the function itself once before",
+        Built(lambda: nn.LazyLinear(4)),
+    ),
+    Row(
         "objects that only a weak reference leads to",
         "only the weak reference",
         "hold them by a reference that is not weak, where the function sees it",

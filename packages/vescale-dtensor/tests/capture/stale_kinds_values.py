@@ -139,6 +139,30 @@ setting(
 )
 SCALE = contextvars.ContextVar("capture_holding", default=1.0)
 setting("context variable, set", lambda n: SCALE.set(1.0 + n), lambda x: x * SCALE.get())
+
+
+class OwnLocal(threading.local):
+    scale = 1.0
+
+
+kind(
+    "thread-local of a class",
+    OwnLocal,
+    mutated(lambda v: setattr(v, "scale", v.scale + 1)),
+    lambda x, v: x * v.scale,
+)
+kind(
+    "default of a context variable",
+    lambda: contextvars.ContextVar("with_default", default={"scale": 2.0}),  # noqa: B039
+    mutated(lambda v: v.get().update(scale=v.get()["scale"] + 1)),
+    lambda x, v: x * v.get()["scale"],
+)
+kind(
+    "context variable, set to None",
+    lambda: contextvars.ContextVar("not_set"),
+    mutated(lambda v: v.set(None)),
+    lambda x, v: x * 2 if v.get(3.0) is None else x,
+)
 setting(
     "environment",
     lambda n: os.environ.update(CAPTURE_HOLDING="a" * (n + 1)),

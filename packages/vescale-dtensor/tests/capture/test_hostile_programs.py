@@ -333,6 +333,28 @@ def transformed(rank, world_size):
             assert torch.equal(run_on(*one(seed)).to_local(), function(*one(seed)).to_local()), name
 
 
+def around(rank, world_size):
+    """Where a transform runs around it, a captured function is what it is without capture."""
+    captured = vd.capture(torch.mul)
+    for seed in range(CALLS):
+        captured(one(seed)[0], torch.ones(4))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(4), torch.ones(4))
+        with pytest.raises(vd.UnsupportedError, match="its derivative would end there"):
+            captured(one(0)[0], dual)
+    # Of plain tensors, one of them from outside.
+    outside = [torch.ones(4)]
+    captured = vd.capture(lambda t: (t * outside[0]).sum())
+    for _ in range(CALLS):
+        captured(torch.ones(4))
+
+    def of_outside(t):
+        outside[0] = t
+        return captured(torch.full((4,), 3.0))
+
+    assert torch.equal(torch.func.grad(of_outside)(torch.ones(4)), torch.full((4,), 3.0))
+
+
 def copied(rank, world_size):
     """A copy has programs of its own; and a captured function stays what it is."""
     model = vd.distribute_module(nn.Linear(4, 3), line())
@@ -372,7 +394,7 @@ def threads(rank, world_size):
     assert captured.replays
 
 
-@pytest.mark.parametrize("case", [transformed, copied], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [transformed, around, copied], ids=lambda case: case.__name__)
 def test_functions_of_functions(case):
     simulate(2)(case)
 

@@ -45,6 +45,7 @@ from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
     function_modes,
+    in_transform,
     jit_traces,
     set_late_globals,
 )
@@ -217,7 +218,7 @@ class Captured:
         alone = is_alone()
         self._made += not alone
         due = self._check and not alone and self._is_due()
-        if observers or dispatch_modes() or jit_traces() or function_modes():
+        if observers or dispatch_modes() or jit_traces() or function_modes() or in_transform():
             if due:
                 agreed(self._layouts, False)
             # Somebody wants to see every op.

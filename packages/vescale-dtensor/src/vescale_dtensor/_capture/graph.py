@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.parameter import is_lazy
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._capture.free_tensors import gradient_state, state_of
@@ -178,6 +179,11 @@ class TracedGraph:
 
     def _add_free_tensor(self, tensor: Tensor) -> fx.Node:
         """A tensor from outside."""
+        if is_lazy(tensor):  # which has neither a shape nor data, and torch's words mislead here
+            raise refused(
+                "a parameter or buffer of a lazy module is used before it is initialized. Call "
+                "the function itself once, outside of capture"
+            )
         # Backward frees what a history saved, so the second replay would fail in it.
         if tensor.requires_grad and not tensor.is_leaf:
             raise refused(

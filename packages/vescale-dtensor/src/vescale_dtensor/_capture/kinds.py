@@ -233,11 +233,12 @@ def _is_private(name: str) -> bool:
 
 def namespace_of(value: Any) -> dict[str, Any] | None:
     """The `__dict__` of an object, without the code that its class may run for attributes."""
+    # Only its own way of access gives what a thread-local object is in this thread. One of a class
+    # derived from that has a `__dict__` besides, which is always empty.
+    local = issubclass(type(value), threading.local)
+    ask: Any = threading.local.__getattribute__ if local else object.__getattribute__
     try:
-        found = object.__getattribute__(value, "__dict__")
+        found = ask(value, "__dict__")
     except AttributeError:
-        # Only its own way of access gives what a thread-local object is in this thread.
-        if not issubclass(type(value), threading.local):
-            return None
-        found = threading.local.__getattribute__(value, "__dict__")
+        return None
     return found if isinstance(found, dict) else None

@@ -60,12 +60,11 @@ from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
-    forward_level,
+    in_transform,
     jit_traces,
     overrides_enabled,
     set_grad_mode,
     storage_identity,
-    transforms_active,
 )
 
 _GETTER = "__get__"
@@ -472,7 +471,7 @@ class Recorder(TorchFunctionMode):
 
 def _is_looked_into() -> bool:
     """Whether a transform or a tracer of torch is active."""
-    return bool(transforms_active() or forward_level() >= 0 or jit_traces())
+    return bool(in_transform() or jit_traces())
 
 
 def _require_strided(name: str, given: list[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from vescale_dtensor._capture.looks import (
     level_of,
     referents,
 )
-from vescale_dtensor._capture.places import Origin, environment, in_cell
+from vescale_dtensor._capture.places import MISSING, Origin, environment, in_cell
 
 # What reads attributes by names that it is given. Code may name a variable that holds it.
 _BY_GIVEN_NAME = (getattr, hasattr, vars, dir)
@@ -118,9 +119,12 @@ class StandardKinds:
         self.meet(value.function, origin)
 
     def _meet_variable(self, value: Any, origin: Origin | None) -> None:
-        """Take in what a context variable is set to."""
-        # With a default: a variable that is not set would raise, here and in the guard.
-        self._look(partial(value.get, None), origin)
+        """Take in what a context variable is set to, and the default of one that is not."""
+        # One that is not set, and one that is set to its default or to None, differ: `get` may be
+        # given another default.
+        if self._look(partial(value.get, MISSING), origin) is MISSING:
+            with suppress(LookupError):
+                self.meet(value.get(), origin)
 
     def _meet_context(self, value: Any, origin: Origin | None) -> None:
         self._look(Steady(partial(in_context, value)), origin)

@@ -7,7 +7,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -157,8 +156,9 @@ transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", l
 _is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 
 
-forward_level: Any = partial(getattr, forward_ad, "_current_level", -1)
-"""The level of forward mode that is open in this process; -1 if none is."""
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs, or a level of forward mode is open."""
+    return transforms_active() or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def is_transformed(tensor: Tensor) -> bool:
