@@ -76,13 +76,17 @@ def all_gather_into(
     Returns:
         `out`, or a `Pending` handle of it.
     """
-    _check("all_gather_into", out, x)
     if is_compiling():
+        _check("all_gather_into", out, x)
         return _stored(out, all_gather(x, group, sizes=sizes), async_op)
-    group = as_group(group)
+    if type(group) is not Group:
+        _check("all_gather_into", out, x)
+        group = as_group(group)
+    # Before all checks, which take longer: what is taken here passes them.
     if sizes is None and is_fast("all_gather", x, group) and _fits(out, x, group):
         started = StartedGather(out, x, group, async_op=async_op)
         return Pending("all_gather_into", started, _same) if async_op else started.finish()
+    _check("all_gather_into", out, x)
     # Planned only to check the arguments and to learn the sizes; the gather below writes to `out`.
     plan = plan_all_gather(x, group, 0, sizes)
     _check_shape("all_gather_into", out, x, (sum(plan.sizes), *x.shape[1:]))
@@ -136,12 +140,15 @@ def _same(result: Tensor) -> Tensor:
 
 
 def _fits(out: Tensor, x: Tensor, group: Group) -> bool:
-    """Whether memory that `_check` has seen takes equal shards like `x` as they are."""
+    """Whether memory of which `_check` has nothing to say takes equal shards like `x` as is."""
     return (
         group.size > 1
         and type(out) is Tensor
         and (out.dtype, out.device) == (x.dtype, x.device)
         and out.shape == (group.size * x.shape[0], *x.shape[1:])
+        and not out.requires_grad
+        and out.is_contiguous()
+        and not (out.is_neg() or out.is_conj())
     )
 
 

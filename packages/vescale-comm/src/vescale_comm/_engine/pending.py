@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vescale_comm._engine.autograd import Linear, StartedLinear, apply
 from vescale_comm._errors import CommError
-from vescale_comm._torch.call_site import call_site
+from vescale_comm._torch.call_site import CallPlace, call_place, call_site, site_of
 from vescale_comm._torch.compat import current_world
 
 Result = TypeVar("Result")
@@ -32,12 +32,13 @@ class Pending(Generic[Result]):
     made it; `unwaited()` lists those that are still alive.
     """
 
-    __slots__ = ("__weakref__", "_name", "_site", "_started", "_then", "_waited_at", "_world")
+    __slots__ = ("__weakref__", "_name", "_place", "_started", "_then", "_waited_at", "_world")
 
     def __init__(self, name: str, started: _Finishable, then: Callable[[Any], Result]) -> None:
         self._name = name
-        self._site = call_site()
-        self._waited_at: str | None = None
+        # In words only where somebody is told.
+        self._place = call_place()
+        self._waited_at: CallPlace | None = None
         self._then = then
         self._started: _Finishable | None = started
         self._world = current_world()
@@ -54,16 +55,18 @@ class Pending(Generic[Result]):
         started, self._started = self._started, None
         if started is None:
             raise CommError(
-                f"the handle of {self._name} from {self._site} was waited for twice: first at "
-                f"{self._waited_at}, now at {call_site()}. Keep what wait() returned"
+                f"the handle of {self._name} from {site_of(self._place)} was waited for twice: "
+                f"first at {site_of(self._waited_at)}, now at {call_site()}. Keep what wait() "
+                "returned"
             )
-        self._waited_at = call_site()
+        self._waited_at = call_place()
         return self._then(started.finish())
 
     def __repr__(self) -> str:
         # Never asks the backend: printing a handle must not wait or advance other simulated ranks.
-        state = "under way" if self._started is not None else f"waited for at {self._waited_at}"
-        return f"Pending({self._name} from {self._site}, {state})"
+        waits = self._started is not None
+        state = "under way" if waits else f"waited for at {site_of(self._waited_at)}"
+        return f"Pending({self._name} from {site_of(self._place)}, {state})"
 
     def __del__(self) -> None:
         # Missing where `__init__` raised before it was set; `__del__` runs all the same.
@@ -73,7 +76,7 @@ class Pending(Generic[Result]):
         self._started = None
         # Not waited for here: the other members may never come, and this may be the garbage
         # collector's doing, at any line of the program.
-        message = f"the handle of {self._name} from {self._site} was never waited for"
+        message = f"the handle of {self._name} from {site_of(self._place)} was never waited for"
         warnings.warn(message, UnwaitedWarning, stacklevel=2, source=self)
 
 

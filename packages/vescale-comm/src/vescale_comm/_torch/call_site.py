@@ -3,6 +3,7 @@
 import sys
 import sysconfig
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import CodeType
 
@@ -33,19 +34,37 @@ def is_inside_file(name: str) -> bool:
     return name.startswith((*_INSIDE, *_STDLIB, "<"))
 
 
+CallPlace = tuple[CodeType, int]
+"""A function, and an instruction in it."""
+
+
 def call_site() -> str:
     """Return "file:line in function" of the innermost frame that is neither ours nor torch's.
 
     In a backward it is the line that called it, on CPU; `"backward"` where autograd's own threads
     run it.
     """
+    return site_of(call_place())
+
+
+def call_place() -> CallPlace | None:
+    """Return what `site_of` makes `call_site` of: for whoever mostly does not need the words."""
     # Not traceback or inspect: they read source files, and this runs in every traced call.
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not is_inside_file(code.co_filename):
-            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+            return code, frame.f_lasti
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return "backward"
+    return None
+
+
+def site_of(place: CallPlace | None) -> str:
+    """Return a place in words."""
+    if place is None:
+        return "backward"
+    code, at = place
+    line = next(islice(code.co_positions(), at // 2, None), (None,))[0]
+    return f"{code.co_filename}:{line} in {code.co_name}"

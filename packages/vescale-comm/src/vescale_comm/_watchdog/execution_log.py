@@ -25,6 +25,8 @@ _STRIDE, _FURTHER = 64, 64
 # What follows what is known from before. Forgotten all at once, on every rank at the same event,
 # since all have met the same.
 _MOST_VALUES = 8192
+# How many depths of the user's line are known for one event.
+_MOST_DEPTHS = 6
 # How many values that were never met before are compared at once; and after how many events one
 # more is. Counted and not timed: every rank has to decide alike.
 _FIRST_CHECKS, _EVENTS_PER_CHECK = 1024, 256
@@ -113,9 +115,12 @@ class ExecutionLog:
         self.samples: bool = self._comparison.enabled
         self._credit = float(_FIRST_CHECKS)
         self._patient = True
-        self._depths: dict[int, int] = {}
+        # Where the user's line was found, by what followed what.
+        self._depths: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[str, int] = {}
-        self._window: deque[Event] = deque(maxlen=WINDOW)
+        # The fields of an `Event` each.
+        self._window: deque[tuple[int, int, int, Hashable, CodeType | None, int]]
+        self._window = deque(maxlen=WINDOW)
         self._further: deque[tuple[int, int]] = deque(maxlen=_FURTHER)
         self._notes: deque[tuple[int, Hashable]] = deque(maxlen=_NOTES)
 
@@ -154,19 +159,24 @@ class ExecutionLog:
         # left out is something new, like one that was never met.
         following = hash((self._value, value))
         self._value = value
-        known_depth = self._depths.get(following)
-        code, at, depth = _users_place(known_depth)
+        depths = self._depths.get(following)
+        code, at, depth = _users_place(() if depths is None else depths)
         self.count = count = self.count + 1
         self.samples = count < _FIRST_SAMPLES or count % _SAMPLE_EVERY < _SAMPLES
         self._digest = digest = hash((self._digest, value))
-        self._window.append(Event(count, digest, value, what, code, at))
+        # A plain tuple, for which no code runs.
+        self._window.append((count, digest, value, what, code, at))
         if not count % _STRIDE:
             self._further.append((count, digest))
-        if known_depth is None:
+        if depths is None:
             if len(self._depths) >= _MOST_VALUES:
                 self._depths.clear()
-            self._depths[following] = depth
+            self._depths[following] = (depth,)
             self._check_new(count, value, together)
+        elif depth not in depths and len(depths) < _MOST_DEPTHS:
+            # Alike collectives come from a forward and from a backward, and a program that was
+            # recorded comes here by fewer calls. The innermost is asked first.
+            self._depths[following] = tuple(sorted((*depths, depth)))
 
     def note(self, value: int, what: Hashable) -> None:
         """Add a number that is equal on every rank, and changes too often to be an event.
@@ -214,13 +224,13 @@ class ExecutionLog:
 
     def events(self) -> list[Event]:
         """Return the last events."""
-        return list(self._window)
+        return list(map(Event._make, list(self._window)))
 
     def digests(self) -> dict[int, int]:
         """Return digests by the number of the last event that they hold."""
         # Copied before they are looked at: another thread may be recording.
         further, window = list(self._further), list(self._window)
-        return dict(further) | {event.number: event.digest for event in window[-_STRIDE:]}
+        return dict(further) | {event[0]: event[1] for event in window[-_STRIDE:]}
 
 
 _tokens: dict[Hashable, int] = {}
@@ -238,19 +248,19 @@ def token(what: Hashable) -> int:
     return found
 
 
-def _users_place(depth: int | None) -> tuple[CodeType | None, int, int]:
+def _users_place(depths: tuple[int, ...]) -> tuple[CodeType | None, int, int]:
     """Return the innermost function that the user wrote, the instruction in it, and how deep it is.
 
-    Looked for where it was the last time: walking a stack costs more than all else here.
+    Looked for where it was before: walking a stack costs more than all else here.
     """
-    if depth is not None:
-        try:
+    try:
+        for depth in depths:
             frame = sys._getframe(depth)
-        except ValueError:  # the stack is not so deep today
-            pass
-        else:
-            if _is_users(frame):
+            # `_is_users` written out, of code that has been met.
+            if _users.get(frame.f_code):
                 return frame.f_code, frame.f_lasti, depth
+    except (ValueError, TypeError):  # the stack is not so deep today; code without a hash
+        pass
     depth, found = 2, cast(FrameType | None, sys._getframe(2))
     while found is not None:
         if _is_users(found):
