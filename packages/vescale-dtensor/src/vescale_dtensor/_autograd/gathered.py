@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -160,6 +161,8 @@ class Gathering:
         self._uses = [self._use(at, one.dtype) for at, one in enumerate(self._parameters)]
         # Without `requires_grad`, which may change: whose outputs have several aliases does not.
         self._counts = [len(one.masks) for one in self._uses]
+        self._are_pairs = all(count == 2 for count in self._counts)
+        self._starts = list(accumulate(self._counts, initial=0))
 
     def _use(self, at: int, dtype: torch.dtype) -> _WholeUse:
         parameter = self._parameters[at]
@@ -183,8 +186,9 @@ class Gathering:
                     f"gathered: {use.spec.layout} of global shape {tuple(use.spec.shape)} gives "
                     f"this rank the shape {use.local_shape}, found {tuple(whole.shape)}"
                 )
-            # Never views: see `uses.SharedUseNode`.
-            found += [whole.detach() for _ in use.masks]
+            for _ in use.masks:
+                # Never views: see `uses.SharedUseNode`.
+                found.append(whole.detach())
         return found
 
     def frozen(self) -> list[int]:
@@ -203,6 +207,10 @@ class Gathering:
         Args:
             cotangents: of the aliases, in their order; None for one without uses.
         """
+        varying = cotangents[1::2]
+        # Mostly each has two aliases, and nothing has arrived at the first.
+        if self._are_pairs and all(map(is_, cotangents[::2], repeat(None))):
+            return list(varying)
         found: list[Tensor | None] = []
         start = 0
         for use, count in zip(self._uses, self._counts, strict=True):
@@ -222,16 +230,20 @@ class Gathering:
         As with `gathered`, gradients of the parameters are partial from now on where these are
         replicated themselves.
         """
-        starts = list(accumulate(self._counts, initial=0))
-        found = wrap_each([aliases[start] for start in starts[:-1]], [u.spec for u in self._uses])
+        starts, uses = self._starts, self._uses
+        found = wrap_each([aliases[start] for start in starts[:-1]], [u.spec for u in uses])
         for at, result in enumerate(found):
             local: Tensor = result._local_tensor
             if local.requires_grad:
-                _note_partial(self._parameters[at])
-                if self._uses[at].reduction is not None:
+                parameter, use = self._parameters[at], uses[at]
+                leaf = parameter._leaf_gradient
+                # Noted once: what is partial stays so, for as long as the leaf is the same.
+                known = leaf is not None and leaf.local is parameter._local_tensor
+                if not known or parameter._spec.layout.replicated & ~leaf.partial:
+                    _note_partial(parameter)
+                if use.reduction is not None:
                     own = aliases[starts[at] : starts[at + 1]]
-                    by_mask = dict(zip(self._uses[at].masks, own, strict=True))
-                    result._use_aliases = UseAliases(local, by_mask)
+                    result._use_aliases = UseAliases(local, dict(zip(use.masks, own, strict=True)))
         return found
 
     def note_plain_uses(self) -> None:
@@ -265,12 +277,7 @@ class _WholeUse:
 
 
 def _note_partial(parameter: Any) -> None:
-    replicated = parameter._spec.layout.replicated
-    leaf = parameter._leaf_gradient
-    # Noted once: what is partial stays so, for as long as the leaf is the same.
-    known = leaf is not None and leaf.local is parameter._local_tensor
-    if not known or replicated & ~leaf.partial:
-        leaf_gradient_of(parameter).note_use(replicated)
+    leaf_gradient_of(parameter).note_use(parameter._spec.layout.replicated)
 
 
 # Asked for every parameter at every step. A mesh is of one rank, so its part follows from the key.

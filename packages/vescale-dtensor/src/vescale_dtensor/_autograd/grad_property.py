@@ -6,10 +6,12 @@ tensor. It is partial where the leaf's contributions are (`leaf_gradient`).
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, owner_of
@@ -22,7 +24,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.lineage import note_assigned, note_part, pause
+from vescale_dtensor._tensor.lineage import note_assigned, note_dropped, pause
 from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
     materialized,
@@ -33,7 +35,11 @@ from vescale_dtensor._torch.overridable import overridable
 
 
 def gradient(tensor: DTensor) -> DTensor | None:
-    """See `DTensor.grad`."""
+    """See `DTensor.grad`.
+
+    Raises:
+        UnsupportedError: C++ accumulated a gradient on the wrapper itself.
+    """
     local = tensor._local_tensor
     leaf: LeafGradient | None = tensor._leaf_gradient
     # Optimizers read this several times a step for each parameter: the usual answer comes first.
@@ -46,7 +52,9 @@ def gradient(tensor: DTensor) -> DTensor | None:
     if not local.is_leaf:
         retained: DTensor | None = tensor._retained_grad
         return retained
-    _refuse_stray_gradient(tensor)
+    # That of the local tensor first, which is an attribute: `zero_grad` comes here for each.
+    if (local.requires_grad or tensor.requires_grad) and own_gradient(tensor) is not None:
+        raise _stray_gradient(tensor)
     found = local.grad
     if found is None:
         return None
@@ -54,8 +62,9 @@ def gradient(tensor: DTensor) -> DTensor | None:
         # Sparse, or symbolic zeros, which this rank may be alone to have. Stored, so that the
         # wrapper made below shares memory with `.grad`, and can be written to.
         found = local.grad = materialized(found)
-    leaf = leaf_gradient_of(tensor)
-    leaf.release_replaced()
+    leaf = leaf_gradient_of(tensor) if leaf is None or leaf.local is not local else leaf
+    if leaf.described is not None:
+        leaf.release_replaced()
     if found.requires_grad and leaf.layout.partial:
         # Recorded (create_graph), and complete where the leaf is a partial sum. To differentiate
         # it again takes a change of type, which is a node, so there is no wrapper to keep.
@@ -65,7 +74,9 @@ def gradient(tensor: DTensor) -> DTensor | None:
         leaf.track(made)
         return made
     made = wrap(found, leaf.gradient_spec(tensor._spec, found.dtype))
-    note_part(made, tensor)
+    # `note_part` written out, of what is known to be a leaf.
+    made._part_of = weakref.ref(tensor)
+    made._is_trained_part = tensor._is_trained_part or local.requires_grad
     leaf.describe(made)
     return made
 
@@ -84,19 +95,15 @@ def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:
     return view
 
 
-def _refuse_stray_gradient(tensor: DTensor) -> None:
-    """Refuse to hide a gradient that C++ accumulated on the wrapper itself.
+def _stray_gradient(tensor: DTensor) -> UnsupportedError:
+    """The error about a gradient that C++ accumulated on the wrapper itself, not to be hidden.
 
-    Raises:
-        UnsupportedError: there is one; a custom autograd.Function with plain results leaves it.
+    A custom autograd.Function with plain results leaves it.
     """
-    # That of the local tensor first, which is an attribute: `zero_grad` comes here for each.
-    wants = tensor._local_tensor.requires_grad or tensor.requires_grad
-    if wants and own_gradient(tensor) is not None:
-        raise UnsupportedError(
-            f"{tensor!r} went into a custom autograd.Function that returned plain tensors, and its "
-            "gradient did not reach the local data. Call the Function on x.to_local()."
-        )
+    return UnsupportedError(
+        f"{tensor!r} went into a custom autograd.Function that returned plain tensors, and its "
+        "gradient did not reach the local data. Call the Function on x.to_local()."
+    )
 
 
 def set_gradient(tensor: DTensor, value: Any) -> None:
@@ -114,13 +121,19 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
     if value is None and not local.is_leaf:
         tensor._retained_grad = None
         return
-    leaf = leaf_gradient_of(tensor)
+    leaf: Any = tensor._leaf_gradient
+    if leaf is None or leaf.local is not local:
+        leaf = leaf_gradient_of(tensor)
     if value is None:
         # A rank that keeps what others drop adds its next gradient to it. A recording, which notes
         # no writes, must not see a read: its program would depend on whether a gradient was there.
         if not pause.depth and (local.grad is not None or leaf.kept is not None):
-            note_assigned(tensor, "grad")
-        drop_gradient(local, leaf)
+            note_dropped(tensor)
+        if has_torch_function_unary(None):
+            drop_gradient(local, leaf)
+        else:  # what it does, without two calls for each parameter
+            local.grad = None
+            leaf.dropped()
         return
     if not isinstance(value, DTensor):
         raise UnsupportedError(

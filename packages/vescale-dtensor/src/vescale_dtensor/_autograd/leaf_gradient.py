@@ -267,11 +267,16 @@ class LeafGradient:
 
     def describe(self, wrapper: DTensor | None) -> None:
         """Note the wrapper of the present `.grad`; None: there is none to keep."""
-        self._keep(wrapper)
         self.described = self.local.grad
-        if wrapper is not None:
-            self.shape = tuple(wrapper._spec.shape)
-            wrapper._grad_of = self, None if self._reducer is None else self._reducer()
+        if wrapper is None:
+            self._keep(None)
+            return
+        # `_keep` written out: `zero_grad` makes one for each parameter.
+        self._wrapper, self.shape = weakref.ref(wrapper), tuple(wrapper._spec.shape)
+        holds = None if self._holds is None else self._holds()
+        if holds is not None:
+            holds.gradient = wrapper
+        wrapper._grad_of = self, None if self._reducer is None else self._reducer()
 
     def track(self, view: DTensor) -> None:
         """Note a tensor that shares memory with the present `.grad`."""
@@ -322,7 +327,17 @@ class LeafGradient:
         """Note that `.grad` was set to None."""
         if self.kept is not None:
             self.kept.drop()
-        self.forget_gradient()
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is not None and self.views is None:
+            # `release` written out: `zero_grad` comes here for each parameter.
+            wrapper._grad_of = self._wrapper = self.shape = self.described = None
+            self.copied = False
+            holds = None if self._holds is None else self._holds()
+            if holds is not None:
+                holds.gradient = None
+        else:
+            self.release()
+        self.is_reduced, self.assigned = False, None
 
     def forget_gradient(self) -> None:
         """Note that there is nothing in `.grad`."""

@@ -18,7 +18,7 @@ from vescale_dtensor._capture.records import attributes_of, exact_keys, flatten,
 from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import storage_identity
+from vescale_dtensor._torch.compat import storage_identities, storage_identity
 
 LEAVES = frozenset(
     {DTensor, Tensor, torch.nn.Parameter, bool, int, float, complex, str, type(None), torch.dtype}
@@ -47,10 +47,9 @@ class KeyedCall:
         form: Form = (len(args), tuple(kwargs))
         if not LEAVES.issuperset(map(type, flat)):
             flat, form = _taken_apart(args, kwargs)
-        locals_: list[Tensor] = []
-        keys = [_key(value, locals_) for value in flat]
+        keys = [_key(value) for value in flat]
         self.flat, self.form = flat, form
-        self.key = form, keys, _aliases(locals_), global_state()
+        self.key = form, keys, _aliases(_locals_of(flat)), global_state()
         self._kind: Hashable = None
 
     def kind(self) -> Hashable:
@@ -105,14 +104,25 @@ class _One:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _key(value: Any, locals_: list[Tensor]) -> Any:
-    """What a program fixes of one argument; appends to `locals_` the tensor that it would use."""
+def _locals_of(flat: list[Any]) -> list[Tensor]:
+    """The tensors that a program would use of these arguments."""
+    tensors: list[Any] = [value for value in flat if isinstance(value, Tensor)]
+    return [one._local_tensor if type(one) is DTensor else one for one in tensors]
+
+
+def _key(value: Any) -> Any:
+    """What a program fixes of one argument."""
     kind = type(value)
     if kind is DTensor:
-        local = value._local_tensor
-        locals_.append(local)
-        cached = value._use_aliases is not None or value._cached_redistribution is not None
-        left = _cached_state(value) if cached else None  # may change its spec
+        local, aliases = value._local_tensor, value._use_aliases
+        left: Any = None
+        if value._cached_redistribution is not None:
+            left = _cached_state(value)  # may change its spec
+        elif aliases is not None:
+            # `_cached_state` written out: parameters that a layer above gathers have aliases.
+            current = aliases.local is local and aliases.version == local._version
+            known = aliases.known if aliases.apart else aliases.by_mask
+            left = (tuple(known) if current else None), None
         return (
             value._spec,  # interned: mesh, placements, memory order, global shape, dtype
             local.stride(),
@@ -124,7 +134,6 @@ def _key(value: Any, locals_: list[Tensor]) -> Any:
             None if OF_TENSORS.issuperset(value.__dict__) else _attributes(value),
         )
     if isinstance(value, Tensor):
-        locals_.append(value)
         return (
             kind,
             value.shape,
@@ -178,13 +187,21 @@ def _aliases(locals_: list[Tensor]) -> Any:
     if len(locals_) < 2:
         return None
     # What tensors that share memory have in common.
-    memories = [storage_identity(t) if t.layout is torch.strided else id(t) for t in locals_]
+    if all([t.layout is torch.strided for t in locals_]):
+        memories = storage_identities(locals_)
+    else:
+        memories = [storage_identity(t) if t.layout is torch.strided else id(t) for t in locals_]
     if len(set(memories)) == len(memories):
         return None
     # By position, not by address: other tensors that share memory in the same way fit, too.
-    tensors: dict[int, int] = {}
-    first = [tensors.setdefault(id(t), i) for i, t in enumerate(locals_)]
-    return first, [memories.index(m) for m in memories]
+    return _first_places(list(map(id, locals_))), _first_places(memories)
+
+
+def _first_places(numbers: list[int]) -> list[int]:
+    """For each number the place of the first one that equals it."""
+    # Backwards, so that the first of equal ones stays.
+    places = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
+    return list(map(places.__getitem__, numbers))
 
 
 def check_arguments(flat: list[Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class TracedGraph:
         source = InputSource(lambda flat: flat[index]._local_tensor, name, index=index)
         self._enter(value._local_tensor, source)
         self._wrappers.append((value, source))
-        self._add_cached_uses(value, index, lambda flat: flat[index], name)
+        self._add_cached_uses(value, index, itemgetter(index), name)
 
     def _add_cached_uses(self, wrapper: DTensor, index: int, fetch: Fetch, name: str) -> None:
         """Know what earlier uses left on an argument: where it is used, the program takes it."""
@@ -420,6 +421,11 @@ def _described(tensor: Tensor) -> str:
 
 def _alias_source(fetch: Fetch, mask: int, name: str, index: int) -> InputSource:
     """How a replay gets an alias that an earlier use left on an argument."""
-    return InputSource(
-        lambda flat: fetch(flat)._use_aliases.known[mask], f"{name}_alias", index=index
-    )
+
+    def alias(flat: list[Any]) -> Tensor:
+        aliases = fetch(flat)._use_aliases
+        # `known` written out: it is asked of each parameter that a layer above gathers.
+        by_mask: dict[int, Tensor] = aliases.by_mask
+        return by_mask[mask] if mask in by_mask else aliases.apart[mask]
+
+    return InputSource(alias, f"{name}_alias", index=index)

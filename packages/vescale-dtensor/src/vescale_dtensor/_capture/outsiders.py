@@ -109,7 +109,7 @@ class Outsiders:
         """Whether all of it is as it was, for a call."""
         met, flat = self._met, call.flat
         return (
-            all(map(is_, [met.get(id(flat[i])) for i in self._places], self._identities))
+            all(map(is_, map(met.get, map(id, [flat[i] for i in self._places])), self._identities))
             and self._same_others()
             and all(_gradient_state(flat[i]) == state for i, state in self._leaves)
             and self._offsets_of(self._tensors, flat) == self._begins

@@ -274,6 +274,13 @@ def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> N
         note_numbers(mesh, f"assigning .{name}", told)
 
 
+def note_dropped(tensor: DTensor) -> None:
+    """Note that `.grad` of a tensor was set to None, where writes are noted."""
+    before = tensor._lineage
+    # `_set_written` written out: `zero_grad` comes here for each parameter.
+    tensor._lineage = (before ^ _ASSIGNED["grad"]) & ~_COUNT | (before + 1) & _COUNT
+
+
 def _set_written(tensor: DTensor, before: int, token: int) -> None:
     tensor._lineage = (before ^ token) & ~_COUNT | (before + 1) & _COUNT
 

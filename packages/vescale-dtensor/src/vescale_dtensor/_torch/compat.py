@@ -341,6 +341,15 @@ def entered_mesh() -> Any:
     return stack[-1] if stack else None
 
 
+def storage_identities(tensors: Sequence[Tensor]) -> list[int]:
+    """Return `storage_identity` of each, at the cost of one."""
+    try:
+        found: list[int] = [one.untyped_storage()._cdata for one in tensors]
+    except AttributeError:  # of the storage: another torch may not have it
+        found = []
+    return found if found and all(found) else [storage_identity(one) for one in tensors]
+
+
 def storage_identity(tensor: Tensor) -> int:
     """Return a number that tensors share exactly if they share a storage, also one of no bytes."""
     # The address of the storage object. The data pointer, its fallback, is 0 for every empty
