@@ -84,8 +84,13 @@ def reduce_before_steps() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = optimizer.param_groups
     stepped = [p for group in groups for p in group["params"] if isinstance(p, DTensor)]
-    # What zero stores is reduced by its schedule, which may keep gradients until then. In a list,
-    # and each tuple of placements once: this runs at every step.
-    placements = {id(one): one for one in [p.placements for p in stepped]}
-    if not any([isinstance(where, RaggedShard) for one in placements.values() for where in one]):
-        reduce_gradients(stepped)
+    # What zero stores is reduced by its schedule, which may keep gradients until then. Each tuple
+    # of placements is looked at once, none behind the first of zero's: this runs at every step.
+    seen: set[int] = set()
+    for one in stepped:
+        placements = one.placements
+        if id(placements) not in seen:
+            seen.add(id(placements))
+            if any([isinstance(where, RaggedShard) for where in placements]):
+                return
+    reduce_gradients(stepped)

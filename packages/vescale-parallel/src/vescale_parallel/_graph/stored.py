@@ -90,7 +90,7 @@ class StoredUnit:
                 raise GraphError(f"requires_grad of '{name}' has changed: make the graph anew")
         # Detached: the graph holds its own backward, and autograd must not record another one.
         kept = self.stored[self._placed :]
-        return [one.current_shard() for one in self.unit.buffers] + [
+        return [one.current_shard()[0] for one in self.unit.buffers] + [
             local_leaf(one).detach() for one in kept
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cached_property, update_wrapper
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,6 +58,16 @@ class StaticForward:
         ]
 
     @cached_property
+    def _firsts(self) -> list[tuple[nn.Module, str]]:
+        """For each part, the first module that holds it, and under which name."""
+        return [places[0] for _, places in self._parts]
+
+    @cached_property
+    def _stored(self) -> list[Tensor]:
+        """For each part, what is stored."""
+        return [held.stored for held, _ in self._parts]
+
+    @cached_property
     def _numbers(self) -> dict[int, list[tuple[int, int]]]:
         """By the id of a unit, the numbers of its parameters among the parts, and there."""
         at = {id(held): (unit, i) for unit in self._units for i, held in enumerate(unit.held)}
@@ -100,13 +111,13 @@ class StaticForward:
             return self.captured(*args, **kwargs)
         # What the modules hold right now: gathered parameters if another forward of the same unit,
         # or a user's hook, runs around this one.
-        used: list[Any] = [places[0][0]._parameters[places[0][1]] for _, places in self._parts]
-        # None: not gathered at the moment, so guarded like any parameter.
-        given = [
-            None if one is held.stored else one
-            for one, (held, _) in zip(used, self._parts, strict=True)
-        ]
-        swapped = any([one is not None for one in given])
+        used: list[Any] = [module._parameters[name] for module, name in self._firsts]
+        given: list[Any] = [None] * len(used)
+        swapped = not all(map(is_, used, self._stored))
+        if swapped:
+            # None: not gathered at the moment, so guarded like any parameter.
+            pairs = zip(used, self._stored, strict=True)
+            given = [None if one is stored else one for one, stored in pairs]
         # A lent unit keeps its gathered parameters outside of the modules, so `used` has not seen
         # them.
         lent = [unit for unit in self._units if unit.is_lent and id(unit) in self._numbers]
@@ -118,7 +129,7 @@ class StaticForward:
             return self._run(lent, given, args, kwargs)
         # Guards of a program compare the parameters of modules by identity: with the gathered ones,
         # which are new tensors at each call, no program would ever fit.
-        put_all(self._parts, [held.stored for held, _ in self._parts])
+        put_all(self._parts, self._stored)
         try:
             return self._run(lent, given, args, kwargs)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right
 
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 
@@ -22,35 +22,31 @@ class Addresses:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.buffers: list[FlatBuffer] = []
-        # All three in one, and what they are made of.
-        self._sorted: list[tuple[int, int, int]] = []
-        self._of: dict[int, tuple[int, FlatBuffer]] = {}
+        # By the id of a buffer, where it starts.
+        self._of: dict[int, int] = {}
 
     def note(self, buffer: FlatBuffer) -> None:
         """A buffer is gathered: it is where its `full` is, and nowhere else."""
-        assert buffer.full is not None
-        start = buffer.full.data_ptr()
+        full = buffer.full
+        assert full is not None
+        start = full.data_ptr()
         known = self._of.get(id(buffer))
+        if known == start:
+            return
         if known is not None:
-            if known[0] == start:
-                return
             self.forget(buffer)
         # What was at this address before is gone.
         if start in self.starts:
-            for other in [one for at, one in self._of.values() if at == start]:
-                self.forget(other)
-        self._of[id(buffer)] = start, buffer
-        insort(self._sorted, (start, start + buffer.full.nbytes, id(buffer)))
-        self._list()
+            self.forget(self.buffers[self.starts.index(start)])
+        self._of[id(buffer)] = start
+        at = bisect_right(self.starts, start)
+        self.starts.insert(at, start)
+        self.ends.insert(at, start + full.nbytes)
+        self.buffers.insert(at, buffer)
 
     def forget(self, buffer: FlatBuffer) -> None:
         """A buffer was given back: its address may soon be that of other memory."""
-        key = id(buffer)
-        if self._of.pop(key, None) is not None:
-            self._sorted = [one for one in self._sorted if one[2] != key]
-            self._list()
-
-    def _list(self) -> None:
-        self.starts = [start for start, _, _ in self._sorted]
-        self.ends = [end for _, end, _ in self._sorted]
-        self.buffers = [self._of[key][1] for _, _, key in self._sorted]
+        start = self._of.pop(id(buffer), None)
+        if start is not None:
+            at = self.starts.index(start)
+            del self.starts[at], self.ends[at], self.buffers[at]

@@ -14,6 +14,9 @@ from vescale_parallel._common.torch_compat import after_backward, in_backward
 class EndOfBackward:
     """Watches one backward at a time.
 
+    Attributes:
+        token: of the backward that is watched; None where none is.
+
     Args:
         ended: called when it has ended without an error.
         failed: called when it raised, before the exception reaches whoever called `backward`. On
@@ -22,30 +25,30 @@ class EndOfBackward:
 
     def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
         self._ended, self._failed = ended, failed
-        self._now: object | None = None
+        self.token: object | None = None
 
     @property
     def is_under_way(self) -> bool:
         """Whether a backward is watched that has not ended, as far as is known."""
-        return self._now is not None
+        return self.token is not None
 
     def watch(self) -> None:
         """Watch the backward that runs now, if one does and is not watched yet."""
-        if self._now is None and in_backward():
+        if self.token is None and in_backward():
             token = object()
             after_backward(_Queued(self, token))
             # Last: a torch that queues nothing drops it at once, which is no end of this backward.
-            self._now = token
+            self.token = token
 
     def forget(self) -> None:
         """Whatever was watched is over."""
-        self._now = None
+        self.token = None
 
     def over(self, token: object, *, raised: bool) -> None:
         """The backward with this token is over."""
         # One that was forgotten may be freed late, amid the next one.
-        if self._now is token:
-            self._now = None
+        if self.token is token:
+            self.token = None
             (self._failed if raised else self._ended)()
 
 

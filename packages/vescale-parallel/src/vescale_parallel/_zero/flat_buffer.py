@@ -9,7 +9,7 @@ and the rest on the device.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -48,9 +48,11 @@ class FlatBuffer:
         parameters: the stored parameters, one per slot.
         shapes: for each slot the local shape of its gathered values on this rank.
         told: who is told of gathers and reductions.
+        is_kept: whether `full` stays between steps.
         host: how the shard is reached where it lies on the host; None: it lies on the device.
         shard: this rank's elements.
         full: all ranks' elements, while they are gathered.
+        leaves: the local tensors of the parameters, as of the last gather.
         unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
         reduced_next: whether the backward that packed them reduces them; else `no_sync` keeps them.
     """
@@ -65,6 +67,7 @@ class FlatBuffer:
         host: HostShard | None = None,
     ) -> None:
         self.told, self.host = told, host
+        self.is_kept = row.zero < 3
         self.row, self.group, self.parameters, self.shapes = row, group, parameters, shapes
         self.full: Tensor | None = None
         self.unreduced: Tensor | None = None
@@ -73,7 +76,7 @@ class FlatBuffer:
         # of the buffer is.
         self.arrived: set[int] = set()
         self._told_kept: set[int] = set()
-        self._pending: Any = None
+        self.pending: Any = None
         self._under_way: list[Any] = []
         self._gathered_at: tuple[int, ...] | None = None
         # Where the shard is, and the parameters in it.
@@ -83,8 +86,14 @@ class FlatBuffer:
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
         self._packed: Tensor | None = None
         self._slots = list(map(place_of, row.plan.slots, shapes))
-        self._starts = [slot.offset for slot in row.plan.slots]
+        self._ends = [
+            one.offset + math.prod(shape) for one, shape in zip(row.plan.slots, shapes, strict=True)
+        ]
+        # Of the slots, ascending, for whoever looks for the one in which an element of `full` is.
+        self.starts = [slot.offset for slot in row.plan.slots]
         self._owned = owned_places(row.plan, group.rank, shapes)
+        self._pieces = _pieces(self._owned, row.plan.sizes[group.rank])
+        self._sizes = None if row.plan.is_even else row.plan.sizes
         self._events = {verb: f"{verb} {_words(row)}" for verb in ("gathers", "reduces")}
         self._allocate()
 
@@ -94,11 +103,6 @@ class FlatBuffer:
         copied = [deepcopy(one, memo) for one in self.parameters]
         host = None if self.host is None else HostShard(self.host.link, keeps=self.host.keeps)
         return FlatBuffer(self.row, self.group, copied, self.shapes, self.told, host)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether `full` stays between steps."""
-        return self.row.zero < 3
 
     @property
     def device(self) -> torch.device:
@@ -125,12 +129,12 @@ class FlatBuffer:
         """For each slot, where in the shard this rank's part of it begins and ends."""
         return self._owned
 
-    def current_shard(self) -> Tensor:
-        """This rank's elements, without a history; the stored parameters are views of it."""
+    def current_shard(self) -> tuple[Tensor, list[Tensor]]:
+        """This rank's elements, without a history, and the leaves, which are views of it."""
         # The user may have moved them by `.to()` since: a shard that nobody's parameter lies in
         # would be gathered.
-        self._ensure_views(self.locals)
-        return self.shard.detach()
+        leaves = self._ensure_views(self.locals)
+        return self.shard.detach(), leaves
 
     def start(self, *, anew: bool = True) -> None:
         """Start to gather, unless `full` is there or on its way. Collective.
@@ -139,13 +143,13 @@ class FlatBuffer:
             anew: also where `full` is there and old. Not in backward, which needs the values of
                 its forward.
         """
-        if self._pending is not None:
+        if self.pending is not None:
             return
         if self.full is not None and not (anew and self._is_old()):
             return
         self.told.record(self._events["gathers"])
         # First of all: what is sent is the shard, and not the parameters.
-        leaves = self._ensure_views(self.locals)
+        self.leaves = leaves = self._ensure_views(self.locals)
         # Asked of what lies on the host only, whose copies on the device may be used again.
         is_old = self.host is not None and self._is_old()
         # Where a write came from outside of the version counter, it is gathered at each use.
@@ -161,21 +165,16 @@ class FlatBuffer:
             # before.
             target = self._new_full()
         # In any grad mode: neither the shard nor what it is gathered into has a history.
-        sizes = self._sizes
+        sent, group, sizes = self.shard, self.group, self._sizes
         if self.host is not None:
-            start = self.row.plan.start(self.group.rank)
-            shard, group = self.shard, self.group
-            pending = self.host.gather(shard, target, group, start, sizes, is_old=is_old)
+            start = self.row.plan.start(group.rank)
+            pending = self.host.gather(sent, target, group, start, sizes, is_old=is_old)
         else:
-            # Cast before it is sent: half of the bytes, and the values that casting after has.
-            sent = self.shard.to(target.dtype)
-            pending = all_gather_into(target, sent, self.group, sizes=sizes, async_op=True)
-        self._pending = (pending, target)
-
-    @property
-    def _sizes(self) -> tuple[int, ...] | None:
-        plan = self.row.plan
-        return None if plan.is_even else plan.sizes
+            if sent.dtype is not target.dtype:
+                # Cast before it is sent: half of the bytes, and the values that casting after has.
+                sent = sent.to(target.dtype)
+            pending = all_gather_into(target, sent, group, sizes=sizes, async_op=True)
+        self.pending = (pending, target)
 
     def _new_full(self) -> Tensor:
         total, device = self.row.plan.total, self.device
@@ -211,18 +210,18 @@ class FlatBuffer:
 
     def wait(self, *, anew: bool = True) -> None:
         """Have `full`. Collective, unless it is there; for `anew` see `start`."""
-        if self._pending is None:
+        if self.pending is None:
             self.start(anew=anew)
-        if self._pending is not None:
-            pending, target = self._pending
-            self._pending = None
+        if self.pending is not None:
+            pending, target = self.pending
+            self.pending = None
             pending.wait()
             if not self.is_kept:
                 self.full = target
 
     def release(self) -> None:
         """Give `full` back, at level 3; a gather under way is waited for."""
-        if self._pending is not None:
+        if self.pending is not None:
             self.wait(anew=False)
         if not self.is_kept:
             self.full = None
@@ -234,11 +233,6 @@ class FlatBuffer:
         # once.
         base = self.full.detach()
         return [base.as_strided(*place) for place in self._slots]
-
-    def slot_at(self, offset: int) -> int:
-        """Return the slot in which an element of `full` is."""
-        at = bisect_right(self._starts, offset) - 1
-        return at if at > 0 else 0
 
     def add_gradients(self, gradients: Sequence[Tensor | None], *, reduced_next: bool) -> None:
         """Add this rank's contributions to those that are not reduced yet. No communication."""
@@ -270,7 +264,7 @@ class FlatBuffer:
 
     def _pack_at_once(self, gradients: Sequence[Tensor | None]) -> bool:
         """Pack gradients of all parameters, if they are there, dense and in the dtype of sums."""
-        pieces = packed_pieces(self._slots, gradients, self.reduce, self.row.plan.total)
+        pieces = packed_pieces(self.starts, self._ends, gradients, self.reduce, self.row.plan.total)
         if pieces is None:
             return False
         if self._packed is not None and self._packed.dtype == self.reduce:
@@ -303,6 +297,9 @@ class FlatBuffer:
 
     def _take_unreduced(self) -> tuple[Tensor | None, set[int]]:
         packed, arrived = self.unreduced, self.arrived
+        if packed is None and not self._told_kept:
+            self.arrived, self.reduced_next = set(), False
+            return None, arrived
         for index in self._told_kept:
             # First: a `.grad` that refers here would find what the next backward packs.
             release_kept_gradient(self.parameters[index])
@@ -387,11 +384,20 @@ class FlatBuffer:
         return {"order": order, "sizes": self._sizes}
 
     def _gradients(self, total: Tensor, arrived: set[int]) -> list[Tensor | None]:
-        shards = self.shards_of(total.to(self.shard.dtype))
-        return [shard if index in arrived else None for index, shard in enumerate(shards)]
+        if total.dtype is not self.shard.dtype:
+            total = total.to(self.shard.dtype)
+        sizes, at = self._pieces
+        # In one call. What it returns is no view for autograd, which need not know: no two of them
+        # share an element, and nobody else has the total.
+        shards = torch.unsafe_split_with_sizes(total, sizes)
+        if len(arrived) == len(at):
+            return [shards[index] for index in at]
+        return [shards[place] if slot in arrived else None for slot, place in enumerate(at)]
 
     def flush(self) -> None:
         """Reduce what `no_sync` has kept, and accumulate it. Collective, if there is any."""
+        if self.unreduced is None:
+            return
         for parameter, total in zip(self.parameters, self.reduced(), strict=True):
             if total is not None:
                 # By a backward of its own, which runs the hooks of the parameter.
@@ -432,7 +438,8 @@ class FlatBuffer:
                 local.data = shard
         separate_memory(self.parameters)
         self._address = self.shard.data_ptr()
-        self._addresses = [one.data_ptr() for one in self.locals]
+        self.leaves = self.locals
+        self._addresses = [one.data_ptr() for one in self.leaves]
         self._dtypes = [self.shard.dtype] * len(self.parameters)
 
     def _are_views(self, leaves: Sequence[Tensor]) -> bool:
@@ -491,6 +498,23 @@ class _Kept:
     def drop(self) -> None:
         """Forget what is kept: `.grad` was set."""
         self._buffer.drop_slot(self._slot)
+
+
+def _pieces(owned: Sequence[tuple[int, int]], size: int) -> tuple[list[int], list[int]]:
+    """Sizes by which a shard falls apart into what is owned of each slot, and which piece is whose.
+
+    Between and behind them lies padding.
+    """
+    sizes: list[int] = []
+    places: list[int] = []
+    done = 0
+    for at, end in owned:
+        if end > at > done:
+            sizes.append(at - done)
+        places.append(len(sizes))
+        sizes.append(end - at)
+        done = max(done, end)
+    return [*sizes, size - done], places
 
 
 def _words(row: BufferRow) -> str:

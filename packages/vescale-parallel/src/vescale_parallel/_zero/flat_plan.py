@@ -6,6 +6,7 @@ Pure arithmetic: no process, mesh or tensor is needed, so `plan.check` prints wh
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 from vescale_parallel._common.messages import table
@@ -63,7 +64,8 @@ class FlatPlan:
         """Number of ranks."""
         return len(self.sizes)
 
-    @property
+    # Asked at each gather, so kept, here and below.
+    @cached_property
     def is_even(self) -> bool:
         """Whether all shards are of one size."""
         return len(set(self.sizes)) <= 1
@@ -73,7 +75,7 @@ class FlatPlan:
         """Elements of the largest shard."""
         return max(self.sizes)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Elements of the gathered buffer."""
         return sum(self.sizes)

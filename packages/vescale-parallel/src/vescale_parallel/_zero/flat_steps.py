@@ -97,7 +97,7 @@ class _Stepped:
         self._ids: _Ids = []
         self._groups: list[list[FlatBuffer]] = []
         self._states: dict[int, _FlatState] = {}
-        self._stepped: list[tuple[FlatBuffer, _FlatState, Tensor, Tensor]] = []
+        self._stepped: list[_Running] = []
 
     def helper(self, optimizer: Any, buffers: Sequence[FlatBuffer]) -> Any:
         """What steps in the optimizer's place; None where no buffer can be stepped flat."""
@@ -135,8 +135,7 @@ class _Stepped:
         """A buffer as one parameter, with its gradient; None: it is not stepped as one."""
         # Such facts are equal on all ranks of a program that has not drifted, other than where
         # memory is: a rank that owns nothing of a parameter would find that always right.
-        shard = buffer.current_shard()
-        leaves = buffer.locals
+        shard, leaves = buffer.current_shard()
         gradients = [one.grad for one in leaves]
         if any([one is None for one in gradients]):
             return None  # left out of this step, as on one device
@@ -149,15 +148,15 @@ class _Stepped:
             state = self._states[id(buffer)] = made
         gradient, is_copy = _flat_gradient(buffer, shard, gradients)
         shard.grad = gradient
-        self._stepped.append((buffer, state, shard, gradient if is_copy else shard))
+        self._stepped.append((buffer, leaves, state, shard, gradient if is_copy else shard))
         return _Flat(shard, state.flat)
 
     def end(self, optimizer: Any) -> None:
         """Tell of what was written to."""
         self.running = None
         leaves: list[Tensor] = []
-        for buffer, state, shard, gradient in self._stepped:
-            leaves += buffer.locals
+        for buffer, own, state, shard, gradient in self._stepped:
+            leaves += own
             if gradient is not shard and getattr(optimizer, "grad_scale", None) is not None:
                 # A fused step takes the scale out of what it is given.
                 _copy_back(buffer, gradient)
@@ -167,6 +166,10 @@ class _Stepped:
         self._stepped = []
         # The memory was written to by another tensor: a graph of before the step is refused.
         increment_version(leaves)
+
+
+_Running = tuple[FlatBuffer, list[Tensor], "_FlatState", Tensor, Tensor]
+"""A buffer that is stepped, its leaves, state and shard, and the gradient where that is a copy."""
 
 
 @dataclass(frozen=True)

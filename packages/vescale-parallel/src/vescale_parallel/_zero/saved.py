@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import local_leaf
 
 from vescale_parallel._common.torch_compat import saved_tensors_hooks_now
 from vescale_parallel._zero.addresses import Addresses
+from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 
 _CHANGED = (
@@ -57,11 +57,17 @@ class SavedTensors:
 
     Args:
         owners: where gathered buffers are.
-        find: gathers a buffer again, and returns its values.
+        backward: what is watched.
+        find: gathers a buffer again, and returns its values; also asked where nothing is watched.
     """
 
-    def __init__(self, owners: Addresses, find: Callable[[FlatBuffer], Tensor]) -> None:
-        self._owners, self._find = owners, find
+    def __init__(
+        self,
+        owners: Addresses,
+        backward: EndOfBackward,
+        find: Callable[[FlatBuffer], Tensor],
+    ) -> None:
+        self._owners, self._backward, self._find = owners, backward, find
         self._outer = saved_tensors_hooks_now()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -95,13 +101,23 @@ class SavedTensors:
             # An empty view has no address; its storage has, which it would keep.
             address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()
             at = bisect_right(owners.starts, address) - 1
-            if at >= 0 and address < owners.ends[at] and _is_view_of(tensor, owners, at):
+            if at >= 0 and address < owners.ends[at]:
                 buffer = owners.buffers[at]
-                offset = int(tensor.storage_offset())
-                slot = buffer.slot_at(offset)
-                version = local_leaf(buffer.parameters[slot])._version
-                shape, stride = tuple(tensor.shape), tensor.stride()
-                return _Gathered(buffer, slot, version, shape, stride, offset)
+                full = buffer.full
+                # An address is used again when its memory is free: only that of the present values
+                # tells. A view as another dtype, or a lazy conjugate, would be found again as
+                # something else.
+                if (
+                    full is not None
+                    and full.data_ptr() == owners.starts[at]
+                    and tensor.dtype is full.dtype
+                    and not (tensor.is_conj() or tensor.is_neg())
+                ):
+                    offset: int = tensor.storage_offset()  # type: ignore[assignment]
+                    slot = bisect_right(buffer.starts, offset) - 1
+                    slot = slot if slot > 0 else 0
+                    version = buffer.leaves[slot]._version
+                    return _Gathered(buffer, slot, version, tensor.shape, tensor.stride(), offset)
         if self._outer is not None:
             pack, unpack = self._outer
             return _Outer(pack(tensor), unpack)
@@ -115,14 +131,24 @@ class SavedTensors:
             return tensor
 
     def _unpack(self, packed: Any) -> Any:
-        if type(packed) is tuple:
+        kind = type(packed)
+        if kind is tuple:
             tensor, version = packed
             if tensor._version != version:
                 _require_version(tensor._version, version, "a saved tensor")
             return tensor
-        if isinstance(packed, _Gathered):
-            return _found(packed, self._find)
-        if isinstance(packed, _Outer):
+        if kind is _Gathered:
+            buffer = packed.buffer
+            # Before anything is gathered: all ranks wrote to it, or none did.
+            now = buffer.leaves[packed.slot]._version
+            if now != packed.version:
+                name = buffer.row.plan.slots[packed.slot].names[0]
+                _require_version(now, packed.version, f"parameter '{name}'")
+            full = buffer.full
+            if full is None or self._backward.token is None:
+                full = self._find(buffer)
+            return full.as_strided(packed.size, packed.stride, packed.offset)
+        if kind is _Outer:
             return packed.unpack(packed.packed)
         return packed
 
@@ -136,25 +162,6 @@ def is_checkpointed_now() -> bool:
             return getattr(pair[0], "__module__", None) == "torch.utils.checkpoint"
         pair = owner.outer
     return False
-
-
-def _is_view_of(tensor: Tensor, owners: Addresses, at: int) -> bool:
-    full = owners.buffers[at].full
-    # An address is used again when its memory is free: only that of the present values tells.
-    if full is None or full.data_ptr() != owners.starts[at]:
-        return False
-    # A view as another dtype, or a lazy conjugate, would be found again as something else.
-    return tensor.dtype == full.dtype and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _found(packed: _Gathered, find: Callable[[FlatBuffer], Tensor]) -> Tensor:
-    buffer = packed.buffer
-    # Before anything is gathered: all ranks wrote to it, or none did.
-    now = local_leaf(buffer.parameters[packed.slot])._version
-    if now != packed.version:
-        name = buffer.row.plan.slots[packed.slot].names[0]
-        _require_version(now, packed.version, f"parameter '{name}'")
-    return find(buffer).as_strided(packed.size, packed.stride, packed.offset)
 
 
 def _require_version(now: int, then: int, what: str) -> None:

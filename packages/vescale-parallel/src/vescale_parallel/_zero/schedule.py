@@ -71,6 +71,7 @@ class Schedule:
         self.units, self.ahead, self.behind, self.told = units, ahead, behind, told
         self.root = units[0]
         self.order: list[Unit] = []
+        self._backwards: list[Unit] = [self.root]
         self._seen: list[Unit] = []
         # Units that backward has reached and not left.
         self._behind: list[Unit] = []
@@ -129,28 +130,29 @@ class Schedule:
         unit.depth += 1
 
     def _begin(self, unit: Unit) -> None:
+        recomputes = in_backward()
         # While gathered values are in the modules, what they hold is not what is stored, and that
         # is right.
         if not (unit.is_swapped or unit.is_lent):
             unit.require_stored()
-        if not in_backward():
+        if not recomputes:
             if unit is self.root or not self.root.depth:
                 self.told.begin()
             # Before the gather: behind it, ranks of different units would already have each other's
             # weights.
             self._agree_on(unit, unit.name or "(the model)")
-        self._gather(unit)
+        self._gather(unit, anew=not recomputes)
         # To a forward that takes gathered parameters as arguments; the modules then keep the stored
         # ones.
         unit.lend()
         # A replay of a recording computes without the modules: backward must not look for
         # parameters in them.
         unit.ran_modules = unit.is_swapped
-        if not in_backward():
+        if not recomputes:
             # Of a unit that is called by itself nothing is learned: no end would clear it.
             if unit is self.root or self.root.depth:
                 self._seen.append(unit)
-            self._prefetch(unit, self.order)
+            self._prefetch(unit, self.order, anew=True)
         # Last: what is pushed is popped by the forward hook, which an error here would skip.
         self._push()
 
@@ -180,6 +182,9 @@ class Schedule:
             # What this forward called is what is prefetched in the next: a model may take another
             # way each time, and is then only slower.
             self.order, self._seen = self._seen, []
+            # The root's outputs come first in backward as well.
+            inner = [one for one in reversed(self.order) if one is not self.root]
+            self._backwards = [self.root, *inner]
             self._release_all(but=self._first_behind() if returns else ())
             self._forget_prepared()
 
@@ -235,11 +240,10 @@ class Schedule:
         for other in [one for one in self._behind if not one.trains and one is not self.root]:
             self._leave(other)
         self._behind.append(unit)
-        self._gather(unit)
+        anew = not in_backward()
+        self._gather(unit, anew=anew)
         self._lend(unit, ran_modules)
-        # The root's outputs come first here as well.
-        backwards = [one for one in reversed(self.order) if one is not self.root]
-        self._prefetch(unit, [self.root, *backwards])
+        self._prefetch(unit, self._backwards, anew=anew)
 
     def _lend(self, unit: Unit, ran_modules: bool) -> None:
         if ran_modules and not unit.is_swapped:
@@ -294,9 +298,9 @@ class Schedule:
                 buffer.drop_unreduced()
         self._release_all()
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit, *, anew: bool) -> None:
         # Never anew in backward: it would compute with other weights than its forward did.
-        unit.wait(anew=not in_backward())
+        unit.wait(anew=anew)
         for buffer in unit.buffers:
             self._owners.note(buffer)
 
@@ -308,7 +312,7 @@ class Schedule:
             buffer.wait()
             self._owners.note(buffer)
         assert buffer.full is not None
-        return buffer.full.detach()
+        return buffer.full
 
     def _release(self, unit: Unit) -> None:
         unit.release()
@@ -319,16 +323,20 @@ class Schedule:
     def _release_all(self, but: Sequence[Unit] = ()) -> None:
         for unit in self.units:
             if unit not in but and unit.depth == 0:
-                self._release(unit)
+                for buffer in unit.buffers:
+                    # Mostly nothing of it is there any more.
+                    if buffer.full is not None or buffer.pending is not None:
+                        self._release(unit)
+                        break
 
-    def _prefetch(self, unit: Unit, order: Sequence[Unit]) -> None:
+    def _prefetch(self, unit: Unit, order: Sequence[Unit], *, anew: bool) -> None:
         """Start the gathers of the units that come next."""
         if unit in order:
             # By its first call: one that is called twice is there for the second one already, or is
             # gathered then.
             at = order.index(unit)
             for other in order[at + 1 : at + 1 + self.ahead]:
-                other.start(anew=not in_backward())
+                other.start(anew=anew)
 
     def _prepare(self, unit: Unit) -> None:
         """Make the last nodes of the units that come next, before what this unit computes.
@@ -351,7 +359,7 @@ class Schedule:
         if not torch.is_grad_enabled():
             self._saved.append(None)
             return
-        saved = SavedTensors(self._owners, self._find)
+        saved = SavedTensors(self._owners, self._backward, self._find)
         if saved.is_needed:
             saved.push()
         self._saved.append(saved if saved.is_needed else None)

@@ -275,7 +275,8 @@ class Unit:
         """
         for one in self.held:
             for module, name in one.places:
-                if module._parameters.get(name) is not one.stored:
+                held = module._parameters
+                if name not in held or held[name] is not one.stored:
                     raise StaleParameterError(
                         f"parameter '{one.name}' was replaced by another object after parallelize: "
                         "its values are in a buffer that is gathered, and the new object's are "
