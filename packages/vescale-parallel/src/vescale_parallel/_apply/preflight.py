@@ -5,6 +5,7 @@ for ever. It takes part in the comparison, and then all ranks raise.
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,10 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._errors import DisagreementError, PlanError
+from vescale_parallel._experts.kinds import is_known
+from vescale_parallel._experts.moe import Experts
+from vescale_parallel._experts.resolve import ExpertsRow
+from vescale_parallel._experts.trial import why_not_apart
 from vescale_parallel._invariant.resolve import BATCH_NORMS
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._zero import host
@@ -54,6 +59,7 @@ def preflight(
         if plan.deterministic is not None and options.get("static"):
             _require_no_statistics(model)
         _require_fresh(model, mesh, on_host=any(row.offload for row in report.parameters))
+        _require_apart(model, report.experts)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
     if report is not None and report.split is not None:
@@ -132,6 +138,20 @@ def _require_plain(model: nn.Module) -> None:
             f"parameters of type {listed(kinds)} compute by themselves and cannot be distributed: "
             f"{listed(special)}. Parallelize the model with plain parameters."
         )
+
+
+def _require_apart(model: nn.Module, rows: Sequence[ExpertsRow]) -> None:
+    """Refuse modules that the plan calls experts, and that compute something else in parts."""
+    found = []
+    for row in rows:
+        module = model.get_submodule(row.module)
+        # Those that say by themselves what they are keep to it.
+        if row.axes and not (isinstance(module, Experts) or is_known(module)):
+            why = why_not_apart(module, row.kind, row.counts)
+            if why is not None:
+                found.append(f"  - '{row.module}', a {type(module).__name__}: {why}.")
+    if found:
+        raise PlanError("\n".join(["experts that ranks cannot share:", *found]))
 
 
 def _require_fresh(model: nn.Module, mesh: DeviceMesh, *, on_host: bool) -> None:
