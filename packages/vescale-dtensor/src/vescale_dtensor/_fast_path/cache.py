@@ -42,22 +42,53 @@ class CallTable(BoundedCache[Key, CompiledCall]):
         self.exact_keys.clear()
 
 
+# What a call of two DTensors is made of, where `lookup` runs it inline: spec and dtype of the result
+# (None: it can be no other, see `forms.keeps_dtype`), the call's token (see `_tensor/lineage.py`),
+# and function and spec as they are noted in `executed.calls`: making that tuple at each call would
+# be a quarter of what a lineage costs.
+InlineCall = tuple[Spec, torch.dtype | None, int, tuple[Any, Spec]]
+
+
+class PairCache:
+    """Calls of two DTensors in the state of `GRAD_IDLE`, which also holds them.
+
+    Attributes:
+        calls: function -> spec of the first -> spec of the second -> the call. Three dicts cost
+            half of one whose key is a tuple of the three, which has to be made and hashed.
+    """
+
+    __slots__ = ("_count", "calls")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.calls: dict[Any, dict[Spec, dict[Spec, CompiledCall | InlineCall]]] = {}
+
+    def store(
+        self, func: Callable[..., Any], first: Spec, second: Spec, call: CompiledCall | InlineCall
+    ) -> None:
+        """Store a call, after making room for it."""
+        if self._count >= _MOST_CALLS:
+            self.clear()
+        self._count += 1
+        self.calls.setdefault(func, {}).setdefault(first, {})[second] = call
+
+    def clear(self) -> None:
+        """Drop all entries: that costs time only."""
+        self.calls.clear()
+        self._count = 0
+
+
 # Grad mode off; on, and no operand requires grad; on, and autograd records. The state is a table,
 # not a part of the key: compiled calls are made for one state, and check nothing when they run.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
-# In the state of `GRAD_IDLE`: function and the specs of its two DTensors -> spec and dtype of the
-# result (None: it can be no other, see `forms.keeps_dtype`), the call's token (see
-# `_tensor/lineage.py`), and function and spec as they are noted in `executed.calls`: making that
-# tuple at each call would be a quarter of what a lineage costs.
-binary_cache: BoundedCache[Key, tuple[Spec, torch.dtype | None, int, tuple[Any, Spec]]]
-binary_cache = BoundedCache(_MOST_CALLS)
+PAIRS = PairCache()
 # Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
 # list; `REDUCES_GRADIENTS` if it is such a call once gradients of leaves in it hold their totals.
 ListResult = tuple[Spec, ...] | None | Literal["reduces gradients"]
 REDUCES_GRADIENTS: Final = "reduces gradients"
 list_cache: BoundedCache[Key, ListResult] = BoundedCache(4096)
 
-for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, binary_cache, list_cache):
+for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, PAIRS, list_cache):
     on_change(_cache.clear)  # every entry followed from a rule
     on_reset(_cache.clear)  # a compiled call skips the comparison of plain operands
     on_world_change(_cache.clear)  # specs, in keys and calls, hold meshes

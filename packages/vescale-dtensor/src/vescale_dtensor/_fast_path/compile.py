@@ -28,9 +28,9 @@ from vescale_dtensor._fast_path.cache import (
     GRAD_IDLE,
     GRAD_RECORDED,
     NO_GRAD,
+    PAIRS,
     CallTable,
     CompiledCall,
-    binary_cache,
 )
 from vescale_dtensor._fast_path.compile_general import (
     compile_general,
@@ -201,8 +201,8 @@ def _specialize(
         compiled = compile_binary(func, wrap_result, masks, token)
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
-            key = (func, call.args[0]._spec, call.args[1]._spec)
-            binary_cache.store(key, (specs[0], dtype, token, mark.call))
+            first, second = call.args
+            PAIRS.store(func, first._spec, second._spec, (specs[0], dtype, token, mark.call))
     elif places == (0,) and rule.views:
         wrap_result = result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device or is_conversion(call.func)

@@ -73,7 +73,7 @@ def result_wrapper(
         note_call(call)
         if result.dtype is not dtype:  # autocast, or another default dtype
             return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
         wrapper._lineage = lineage
@@ -83,7 +83,7 @@ def result_wrapper(
         note_call(call)
         if result.dtype is not dtype:
             return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=result.requires_grad)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, result.requires_grad)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
         wrapper._lineage = lineage
@@ -147,7 +147,7 @@ def compile_unary_no_grad(
         lineage = hash((first._lineage, token)) if token else first._lineage
         if dtype is not None and result.dtype is not dtype:
             return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
         wrapper._lineage = lineage
@@ -190,7 +190,7 @@ def compile_with_value(
             lineage = with_numbers(lineage, mark, (value,), {})
         if result.dtype is not dtype:
             return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
         wrapper._lineage = lineage

@@ -8,6 +8,7 @@ DTensor as they are written, which is cheaper to build.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from marshal import dumps
 from typing import Any
 
 import torch
@@ -32,49 +33,67 @@ GETITEM = torch.Tensor.__getitem__
 
 def exact_key(
     func: Callable[..., Any], spec: Spec, values: Any, named: dict[str, Any]
-) -> tuple[Any, ...]:
-    """The exact key of a call of one DTensor and of values: these values and their types.
+) -> tuple[Any, ...] | None:
+    """The exact key of a call of one DTensor and of values: each with its type, and its name.
 
-    `values` are the positional ones; how many there are follows from the names of the others.
+    Args:
+        func: the torch function.
+        spec: of the DTensor.
+        values: the positional arguments behind it.
+        named: the named ones.
+
+    Returns:
+        The key; None if there is another DTensor among the values.
     """
     # 1 == 1.0 == True, and torch takes one of them: so types count, those in a tuple too. Up to
     # three values are written out, flat: there are mostly no more, and each tuple within a key has
-    # to be made and hashed. Such a key has a type where another form has the values, or no type.
-    kinds: Any
-    if not named and len(values) == 1:
-        (one,) = values
-        kinds = type(one)
-        return (func, spec, kinds if kinds is not tuple else kinds_within(values), one)
-    if not named and len(values) == 2:
-        one, two = values
-        kind, other = type(one), type(two)
-        if kind is not tuple and other is not tuple:
-            return (func, spec, kind, other, one, two)
-    elif not named and len(values) == 3:
-        one, two, three = values
-        kind, other, last = type(one), type(two), type(three)
-        if kind is not tuple and other is not tuple and last is not tuple:
-            return (func, spec, kind, other, last, one, two, three)
-    if named:
-        values = (*values, *named.values())
-    return (func, spec, values, kinds_within(values), *named)
-
-
-def kinds_within(values: Any) -> tuple[Any, ...]:
-    """The types of values, and behind them those of the items of tuples among them.
-
-    Which tuple an item is of follows from the values, which are in a key beside their types.
-    """
-    kinds = tuple(map(type, values))
-    count = kinds.count(tuple)
-    if count == 1:  # a shape among options, as of `layer_norm`
-        return kinds + kinds_within(values[kinds.index(tuple)])
-    if count:
-        # A loop, and no comprehension: until 3.12 that is a call of its own.
+    # to be made and hashed.
+    if not named:
+        if len(values) == 1:
+            (one,) = values
+            kind = type(one)
+            if kind is not tuple:
+                return (func, spec, kind, one)
+        elif len(values) == 2:
+            one, two = values
+            kind, other = type(one), type(two)
+            if kind is not tuple is not other and kind is not DTensor is not other:
+                return (func, spec, kind, other, one, two)
+        elif len(values) == 3:
+            one, two, three = values
+            kind, other, last = type(one), type(two), type(three)
+            if (
+                kind is not tuple is not other
+                and last is not tuple
+                and kind is not DTensor is not other
+                and last is not DTensor
+            ):
+                return (func, spec, kind, other, last, one, two, three)
+    if len(values) > 1:
         for value in values:
-            if type(value) is tuple:
-                kinds += kinds_within(value)
-    return kinds
+            if type(value) is DTensor:
+                return None
+    for value in named.values():
+        if type(value) is DTensor:
+            return None
+    try:
+        # These bytes tell types apart, at a third of what it costs to ask each value for its own.
+        # The second version has no references, so equal values have equal bytes.
+        return (func, spec, dumps((values, *named.values()), 2), *named)
+    except ValueError:  # dtypes and the like
+        held = tuple(named.values())
+        return (func, spec, values, held, kinds_within(values), kinds_within(held), *named)
+
+
+def kinds_within(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The types of the items of a tuple; of those that are tuples, the types of their items."""
+    # A loop, and neither `map`, which calls `type` at five times the cost, nor a comprehension,
+    # which is a call of its own until Python 3.12.
+    kinds: list[Any] = []
+    for value in values:
+        kind = type(value)
+        kinds.append(kind if kind is not tuple else kinds_within(value))
+    return tuple(kinds)
 
 
 def index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
@@ -146,15 +165,22 @@ def extend_key(values: Iterable[Any], key: list[Any], operands: list[DTensor], e
     return True
 
 
-def is_value_key(key: Any, numbers: bool) -> bool:
-    """Whether a key holds values alone.
+def are_values(arguments: Iterable[Any], numbers: bool) -> bool:
+    """Whether arguments are values that an exact key may hold.
 
     A tensor in it would be kept alive by the table. A number that may vary from call to call (a
     learning rate) would add an entry each time.
+
+    Args:
+        arguments: what the key is made of.
+        numbers: whether there may be numbers among them.
     """
     known = _ANY_VALUE if numbers else _VALUES
     return all(
-        is_value_key(part, numbers) if isinstance(part, tuple) else type(part) in known
-        for part in key
-        if part is not NAMED and not isinstance(part, type)
+        are_values(each, numbers)
+        if isinstance(each, tuple | list)
+        else are_values((each.start, each.stop, each.step), numbers)
+        if type(each) is slice
+        else type(each) in known
+        for each in arguments
     )

@@ -38,8 +38,8 @@ from vescale_dtensor._fast_path.cache import (
     GRAD_IDLE,
     GRAD_RECORDED,
     NO_GRAD,
+    PAIRS,
     CallTable,
-    binary_cache,
 )
 from vescale_dtensor._fast_path.compile import compile_call, compile_constant
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
@@ -48,10 +48,10 @@ from vescale_dtensor._fast_path.keys import (
     NAMED,
     NUMBERS,
     TENSORS,
+    are_values,
     exact_key,
     extend_key,
     index_key,
-    is_value_key,
 )
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._planning.attention_way import attention_way
@@ -69,6 +69,7 @@ from vescale_dtensor._torch.untraced import breaks_graph, is_compiling
 
 is_grad_enabled = torch.is_grad_enabled
 note_call = calls.append
+idle_pairs = PAIRS.calls
 
 # Always empty: a lookup in it misses, and `_general_call` joins the hidden node first.
 _NO_TABLE = CallTable()
@@ -87,40 +88,48 @@ def torch_function(
         if len(types) > 1 and is_for_others(types, args, kwargs):
             return NotImplemented
         return _uncompiled(func, args, kwargs or {})
-    if not kwargs and len(args) == 2 and type(args[1]) is DTensor is type(args[0]):
+    if len(args) == 2 and not kwargs:
         first, second = args
-        local, other = first._local_tensor, second._local_tensor
-        if local.requires_grad or other.requires_grad:
-            # `_table_for` written out, where neither has a hidden node.
-            usual = (
-                is_grad_enabled()
-                and not (first._may_have_hidden_node or second._may_have_hidden_node)
-                and (local.requires_grad or not any_requires_grad(first))
-                and (other.requires_grad or not any_requires_grad(second))
-                and forward_grad_enabled()
-            )
-            table = GRAD_RECORDED if usual else _table_for(args)
-        elif is_grad_enabled() and any_requires_grad(first, second):
-            table = _NO_TABLE  # a custom Function has returned one of them
-        else:
-            known = binary_cache.get((func, first._spec, second._spec))
-            if known is not None:
-                spec, dtype, token, call = known
-                # A compiled call written out: no call is more common. Autocast may give another
-                # dtype than the spec's, but for the functions of `keeps_dtype`.
-                result = func(local, other)
-                lineage = hash((first._lineage, second._lineage, token))
-                if dtype is not None and result.dtype is not dtype:
-                    return wrap_other_dtype(result, spec, lineage)
-                wrapper: DTensor = new_wrapper(DTensor, result, spec, requires_grad=False)
-                close_memory(wrapper)
-                wrapper._may_have_hidden_node = False
-                wrapper._lineage = lineage
-                note_call(call)
-                return wrapper
-            table = GRAD_IDLE
-        compiled = table.get((func, first._spec, second._spec))
-        return _general_call(func, args, {}) if compiled is None else compiled(first, second)
+        if type(first) is DTensor is type(second):
+            local, other = first._local_tensor, second._local_tensor
+            if local.requires_grad or other.requires_grad:
+                # `_table_for` written out, where neither has a hidden node.
+                usual = (
+                    is_grad_enabled()
+                    and not (first._may_have_hidden_node or second._may_have_hidden_node)
+                    and (local.requires_grad or not any_requires_grad(first))
+                    and (other.requires_grad or not any_requires_grad(second))
+                    and forward_grad_enabled()
+                )
+                table = GRAD_RECORDED if usual else _table_for(args)
+                compiled = table.get((func, first._spec, second._spec))
+                if compiled is None:
+                    return _general_call(func, args, {})
+                return compiled(first, second)
+            if is_grad_enabled() and any_requires_grad(first, second):
+                return _general_call(func, args, {})  # a custom Function has returned one of them
+            by_specs = idle_pairs.get(func)
+            if by_specs is None:
+                return _call_of_pair(func, first, second)
+            try:
+                known = by_specs[first._spec][second._spec]
+            except KeyError:
+                return _call_of_pair(func, first, second)
+            if type(known) is not tuple:
+                return known(first, second)
+            spec, dtype, token, call = known
+            # A compiled call written out: no call is more common. Autocast may give another dtype
+            # than the spec's, but for the functions of `keeps_dtype`.
+            result = func(local, other)
+            lineage = hash((first._lineage, second._lineage, token))
+            if dtype is not None and result.dtype is not dtype:
+                return wrap_other_dtype(result, spec, lineage)
+            wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
+            close_memory(wrapper)
+            wrapper._may_have_hidden_node = False
+            wrapper._lineage = lineage
+            note_call(call)
+            return wrapper
     if len(types) > 1 and is_for_others(types, args, kwargs):
         return NotImplemented  # torch asks the other class
     if not args or type(args[0]) is not DTensor:
@@ -137,6 +146,15 @@ def torch_function(
         compiled = table.get((func, first._spec))
         return _general_call(func, args, {}) if compiled is None else compiled(first)
     return _call_with_other(func, args, kwargs or {})
+
+
+def _call_of_pair(func: Callable[..., Any], first: DTensor, second: DTensor) -> Any:
+    """A call of two DTensors that `PAIRS` does not hold, where autograd records nothing."""
+    compiled = GRAD_IDLE.get((func, first._spec, second._spec))
+    if compiled is None:
+        return _general_call(func, (first, second), {})
+    PAIRS.store(func, first._spec, second._spec, compiled)
+    return compiled(first, second)
 
 
 # What `x += y` and its kin call.
@@ -192,12 +210,10 @@ def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     first, rest = args[0], args[1:]
     if func is GETITEM:
         return call_with_values(func, index_key(first._spec, rest[0]), first, rest, kwargs)
-    # No exact key holds a tensor: `layer_norm(x, shape, weight=…)`.
-    if len(rest) > 1 and DTensor in map(type, rest):
+    key = exact_key(func, first._spec, rest, kwargs)
+    if key is None:  # a DTensor among the values: `layer_norm(x, shape, weight=…)`
         return _general_call(func, args, kwargs)
-    if kwargs and DTensor in map(type, kwargs.values()):
-        return _general_call(func, args, kwargs)
-    return call_with_values(func, exact_key(func, first._spec, rest, kwargs), first, rest, kwargs)
+    return call_with_values(func, key, first, rest, kwargs)
 
 
 def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -335,7 +351,12 @@ def _general_call(
     full_key = tuple(key)
     compiled = table.get(full_key)
     if compiled is not None:
-        if exact_key is not None and len(operands) == 1 and is_value_key(exact_key[2:], exact):
+        if (
+            exact_key is not None
+            and len(operands) == 1
+            and are_values(args[1:], exact)
+            and are_values(kwargs.values(), exact)
+        ):
             table.exact_keys.store(exact_key, compiled)
         return compiled(*args, **kwargs)
     if any(operand._spec.has_known_total for operand in operands):

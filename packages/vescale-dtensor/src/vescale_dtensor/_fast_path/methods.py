@@ -177,7 +177,7 @@ def _with_values(name: str) -> Callable[..., Any]:
             # The same key as `lookup._call_with_other` builds: they share their entries.
             key = exact_key(func, self._spec, values, named)
             try:
-                compiled = table.exact_keys.get(key)
+                compiled = None if key is None else table.exact_keys.get(key)
             except TypeError:  # a list among the values: it does not hash
                 compiled = None
         if compiled is None:

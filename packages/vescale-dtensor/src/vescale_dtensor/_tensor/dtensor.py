@@ -225,7 +225,7 @@ def wrap(local: Tensor, spec: Spec) -> DTensor:
     It carries the local tensor's `requires_grad`, so that a custom autograd.Function, which only
     C++ sees, records it.
     """
-    wrapper: DTensor = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
+    wrapper: DTensor = new_wrapper(DTensor, local, spec, local.requires_grad)
     # The wrapper's storage is null: C++ code that asks for its address has to raise, not crash.
     close_memory(wrapper)
     # `Function.apply` attaches its node after forward, unseen. Forward mode is off in forward, also
@@ -242,7 +242,7 @@ def wrap_each(locals_: Sequence[Tensor], specs: Sequence[Spec]) -> list[DTensor]
     may_have_hidden_node = not forward_grad_enabled()
     wrappers = []
     for local, spec in zip(locals_, specs, strict=True):
-        wrapper = new_wrapper(DTensor, local, spec, requires_grad=local.requires_grad)
+        wrapper = new_wrapper(DTensor, local, spec, local.requires_grad)
         close_memory(wrapper)
         wrapper._may_have_hidden_node = may_have_hidden_node
         wrapper._lineage = 0

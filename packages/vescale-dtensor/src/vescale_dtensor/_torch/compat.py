@@ -33,7 +33,7 @@ compiler_callback: Callable[[], Any] = getattr(
 _dtensor_new: Any = getattr(torch.Tensor, "_dtensor__new__", None)
 
 
-def _wrapper_subclass(cls: type, local: Tensor, spec: Any, *, requires_grad: bool) -> Any:
+def _wrapper_subclass(cls: type, local: Tensor, spec: Any, requires_grad: bool) -> Any:
     """Construct a wrapper without the C++ constructor of stock DTensor (slower by 0.65 us)."""
     meta = spec.tensor_meta
     wrapper: Any = torch.Tensor._make_wrapper_subclass(
@@ -49,7 +49,10 @@ def _wrapper_subclass(cls: type, local: Tensor, spec: Any, *, requires_grad: boo
 
 
 new_wrapper: Any = _dtensor_new if _dtensor_new is not None else staticmethod(_wrapper_subclass)
-"""`new_wrapper(cls, local, spec, requires_grad=...)`: a wrapper with the spec's global metadata."""
+"""`new_wrapper(cls, local, spec, requires_grad)`: a wrapper with the spec's global metadata.
+
+By position: a name costs a tenth of what the constructor does.
+"""
 
 # Without it, such code gets the null pointer.
 close_memory: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda _: None)
