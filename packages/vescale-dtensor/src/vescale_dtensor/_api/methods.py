@@ -30,8 +30,15 @@ from vescale_dtensor._tensor.lineage import note_part
 from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.call_site import call_site
-from vescale_dtensor._torch.compat import dispatch_modes, is_transformed
-from vescale_dtensor._torch.untraced import eagerly, is_compiled, untraced
+from vescale_dtensor._torch.compat import (
+    any_requires_grad,
+    compiler_callback,
+    dispatch_modes,
+    is_transformed,
+)
+from vescale_dtensor._torch.untraced import eagerly, is_compiled, is_compiling, untraced
+
+is_grad_enabled = torch.is_grad_enabled
 
 
 def torch_dispatch(
@@ -134,19 +141,22 @@ def to_local(self: DTensor, *, grad_placements: Sequence[object] | None = None) 
     Its gradient is taken to have the layout of the tensor itself (`Replicate` where this is
     `Partial`), unless `grad_placements` says otherwise.
     """
-    if is_compiled():
+    # `is_compiled` written out.
+    if is_compiling() or compiler_callback() is not None:
         return eagerly(to_local, self, grad_placements=grad_placements)
     if observers:
         notify_to_local(self)
-    if not torch.is_grad_enabled():
+    if not is_grad_enabled():
         layout = self._spec.layout
         note_plain(shard=layout.replicated != layout.active)
-    elif grad_placements is None and not (
-        self._local_tensor.requires_grad or may_have_hidden_node(self)
-    ):
-        # `conversion.to_local` written out where autograd has nothing to type.
-        local_escaped(self)
-        return self._local_tensor
+    elif grad_placements is None and not self._may_have_hidden_node:
+        local = self._local_tensor
+        # Of a hidden node, too: see `may_have_hidden_node`.
+        if not any_requires_grad(local, self):
+            # `conversion.to_local` written out where autograd has nothing to type.
+            if not self._local_escaped or self._cached_redistribution is not None:
+                local_escaped(self)
+            return local
     return conversion.to_local(self, grad_placements)
 
 
@@ -178,10 +188,12 @@ def redistribute(
         LayoutError: placements that do not fit the tensor or the mesh.
         MeshError: a mesh of other ranks than the tensor's.
     """
-    dtypes = {"forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
-    if is_compiled():
-        return eagerly(redistribute_to, self, device_mesh, placements, **dtypes)
-    return redistribute_to(self, device_mesh, placements, **dtypes)
+    # `is_compiled` written out.
+    if is_compiling() or compiler_callback() is not None:
+        return eagerly(
+            redistribute_to, self, device_mesh, placements, forward_dtype, backward_dtype
+        )
+    return redistribute_to(self, device_mesh, placements, forward_dtype, backward_dtype)
 
 
 @untraced

@@ -25,15 +25,23 @@ from vescale_dtensor._autograd.uses import (
 )
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.executed import record
-from vescale_dtensor._layout.layout import ById, Layout, normalized
+from vescale_dtensor._layout.layout import Layout, normalized
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import spec_of
 from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.observers import notify_redistribution, observers
-from vescale_dtensor._torch.compat import materialized
-from vescale_dtensor._torch.worlds import cached
+from vescale_dtensor._torch.bounded_cache import BoundedCache
+from vescale_dtensor._torch.compat import any_requires_grad, materialized
+from vescale_dtensor._torch.worlds import on_world_change
+
+is_grad_enabled = torch.is_grad_enabled
+
+# The id of a mesh, a number of dims, and placements as they are passed -> the layout. No other mesh
+# can have that id: the layout keeps this one alive.
+_targets: BoundedCache[tuple[object, ...], Layout] = BoundedCache(4096)
+on_world_change(_targets.clear)
 
 
 def redistributed(
@@ -50,8 +58,12 @@ def redistributed(
         UnsupportedError: a gradient is wanted, and a placement on either side has none, as
             `Partial("max")`.
     """
-    if torch.is_grad_enabled():
-        join_hidden_node(tensor)
+    if is_grad_enabled():
+        # `join_hidden_node` written out.
+        if tensor._may_have_hidden_node or (
+            not tensor._local_tensor.requires_grad and any_requires_grad(tensor)
+        ):
+            join_hidden_node(tensor)
     else:
         local_outside_autograd(tensor)
     source = tensor._spec.layout
@@ -77,7 +89,7 @@ def redistributed(
         record(source.mesh, move.words, tensor._lineage)
     if observers:
         notify_redistribution(move.plan)
-    if not (local.requires_grad and torch.is_grad_enabled()):
+    if not (local.requires_grad and is_grad_enabled()):
         moved = wrap(run_redistribution(move.plan, materialized(local.detach())), move.spec)
         moved._lineage = tensor._lineage
         return moved
@@ -105,19 +117,23 @@ def redistribute_to(
     tensor: DTensor,
     device_mesh: DeviceMesh | None,
     placements: Sequence[object] | None,
-    *,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """See `DTensor.redistribute`."""
-    mesh = tensor._spec.layout.mesh
+    spec = tensor._spec
+    mesh = spec.layout.mesh
     if device_mesh is not None and device_mesh != mesh:
         mesh = device_mesh
     if placements is None:
         raise LayoutError(
             f"redistribute of {tensor!r}: give placements, one per axis of {describe(mesh)}"
         )
-    target = _target(ById(mesh), tuple(placements), tensor._spec.ndim)
+    key = (id(mesh), spec.ndim, *placements)
+    target = _targets.get(key)
+    if target is None:
+        target = Layout.of(mesh, normalized(tuple(placements), spec.ndim))
+        _targets.store(key, target)
     if forward_dtype is backward_dtype is None:
         return redistributed(tensor, target)
     # `forward_dtype` is the result's dtype, as in torch, so it is a cast with a gradient of its
@@ -126,11 +142,6 @@ def redistribute_to(
     if forward_dtype is not None:
         tensor = tensor.to(forward_dtype)
     return redistributed(tensor, target, None if wire == tensor.dtype else wire)
-
-
-@cached(4096)
-def _target(mesh: ById, placements: tuple[object, ...], ndim: int) -> Layout:
-    return Layout.of(mesh.mesh, normalized(placements, ndim))
 
 
 def replicated(tensor: DTensor) -> DTensor:
