@@ -15,6 +15,7 @@ from torch.overrides import has_torch_function_unary
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient, owner_of
+from vescale_dtensor._autograd.leaf_holds import LeafHolds
 from vescale_dtensor._autograd.local_use import join_hidden_node, leaf_gradient_of
 from vescale_dtensor._autograd.prepared import one_mesh
 from vescale_dtensor._autograd.redistribute import redistributed
@@ -41,14 +42,15 @@ def gradient(tensor: DTensor) -> DTensor | None:
         UnsupportedError: C++ accumulated a gradient on the wrapper itself.
     """
     local = tensor._local_tensor
-    leaf: LeafGradient | None = tensor._leaf_gradient
     # Optimizers read this several times a step for each parameter: the usual answer comes first.
-    if leaf is not None:
-        if leaf.kept is not None and leaf.local is local:
-            return leaf.kept.gradient(leaf)
-        wrapper: DTensor | None = tensor._leaf_holds.gradient
+    holds: LeafHolds | None = tensor._leaf_holds
+    if holds is not None:
+        wrapper = holds.gradient  # None where a layer above keeps contributions
         if wrapper is not None and wrapper._local_tensor is local.grad:
             return wrapper
+        found = _known_gradient(tensor, holds)
+        if found is not None:
+            return found
     if not local.is_leaf:
         retained: DTensor | None = tensor._retained_grad
         return retained
@@ -79,6 +81,21 @@ def gradient(tensor: DTensor) -> DTensor | None:
     made._is_trained_part = tensor._is_trained_part or local.requires_grad
     leaf.describe(made)
     return made
+
+
+def _known_gradient(tensor: DTensor, holds: LeafHolds) -> DTensor | None:
+    """What `.grad` reads as, if a layer above keeps contributions or did so until now."""
+    local = tensor._local_tensor
+    leaf: LeafGradient | None = tensor._leaf_gradient
+    if leaf is None:
+        return None
+    if leaf.kept is not None and leaf.local is local:
+        return leaf.kept.gradient(leaf)
+    wrapper = leaf.wrapper
+    if wrapper is None or wrapper._local_tensor is not local.grad:
+        return None
+    holds.gradient = wrapper
+    return wrapper
 
 
 def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:

@@ -90,6 +90,7 @@ def keep_gradient(parameter: Tensor, contribution: Tensor, keeper: GradientKeepe
     with torch.no_grad():
         wrapper = wrap_as(contribution, layout.with_placements(placements), parameter.shape)
     leaf.kept = KeptGradient(wrapper, keeper)
+    parameter._leaf_holds.gradient = None  # so that `.grad` looks for what is kept
 
 
 def release_kept_gradient(parameter: Tensor) -> None:

@@ -42,10 +42,10 @@ class CallTable(BoundedCache[Key, CompiledCall]):
         self.exact_keys.clear()
 
 
-# What a call of two DTensors is made of, where `lookup` runs it inline: spec and dtype of the result
-# (None: it can be no other, see `forms.keeps_dtype`), the call's token (see `_tensor/lineage.py`),
-# and function and spec as they are noted in `executed.calls`: making that tuple at each call would
-# be a quarter of what a lineage costs.
+# What a call of two DTensors is made of, where `lookup` runs it inline: spec and dtype of the
+# result (None: it can be no other, see `forms.keeps_dtype`), the call's token (see
+# `_tensor/lineage.py`), and function and spec as they are noted in `executed.calls`: making that
+# tuple at each call would be a quarter of what a lineage costs.
 InlineCall = tuple[Spec, torch.dtype | None, int, tuple[Any, Spec]]
 
 

@@ -307,31 +307,38 @@ def marked(
     result = run(*args, **kwargs)
     if type(result) is DTensor:
         first: Any = args[0] if args else None
-        mode = _MODES.get(func)
         # Most calls are of one DTensor and of values: no list of operands is made for them.
-        if type(first) is DTensor and _are_values(args[1:]) and _are_values(kwargs.values()):
+        if (
+            type(first) is DTensor
+            and (len(args) == 1 or _are_values(args[1:]))
+            and (not kwargs or _are_values(kwargs.values()))
+        ):
             if result is not first:
                 call = func, result._spec
-                mark = _calls.get(call) or call_mark(*call)
+                token, log, _ = mark = _calls.get(call) or call_mark(*call)
                 # As `_mark` does, with one operand.
-                if mark.token:
-                    result._lineage = hash((first._lineage, mark.token))
+                if token:
+                    result._lineage = hash((first._lineage, token))
                     calls.append(call)
-                    if mark.log.samples:
+                    if log.samples:
                         result._lineage = with_numbers(result._lineage, mark, args, kwargs)
                 else:
                     result._lineage = first._lineage
         else:
             mark_results(func, (result,), args, kwargs)
-        if mode is not None and result is not first:
-            result._lineage = hash((result._lineage, bool(kwargs.get(mode))))
+        if func in _MODES and result is not first:
+            result._lineage = hash((result._lineage, bool(kwargs.get(_MODES[func]))))
     elif isinstance(result, list | tuple):  # named ones, too
         mark_results(func, result, args, kwargs)
     return result
 
 
 def _are_values(arguments: Iterable[Any]) -> bool:
-    return not arguments or _VALUES.issuperset(map(type, arguments))
+    # A loop, and not `map`: that calls `type`, at five times the cost.
+    for each in arguments:  # noqa: SIM110 - a generator costs more than what it asks
+        if type(each) not in _VALUES:
+            return False
+    return True
 
 
 def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict[str, Any]) -> None:

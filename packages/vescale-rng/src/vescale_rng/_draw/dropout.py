@@ -52,8 +52,13 @@ def dropout(
     """
     # First of all: a layer calls it thousands of times with equal arguments, and looking at each of
     # them takes as long as drawing. What is remembered was looked at when it was.
-    if generator is None and type(layout) is ShardLayout and type(local) in _TENSORS:
-        ways = layout.known(_key(local, p)) if local.is_cpu else None
+    if (
+        generator is None
+        and type(layout) is ShardLayout
+        and type(local) in _TENSORS
+        and local.is_cpu
+    ):
+        ways = layout.known((dropout, p, type(p), local.shape, local.stride(), local.dtype))
         if ways is not None and policy() == "native" and not has_torch_function_unary(None):
             return local * _drawn_like(local, 1 - p, *ways).div_(1 - p)
     return _dropout(local, p, layout, generator)

@@ -47,14 +47,15 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     # Nothing is drawn, so that the generator stays where one device leaves it.
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
-    mesh = input._spec.layout.mesh
+    layout = input._spec.layout
+    mesh = layout.mesh
     # Where nothing is compared, nothing is noted: asked once for the number and for the draw.
     compared = log_of(mesh) is not None
     if compared and not pause.depth:  # other ranks may replay what is recorded here
         note_numbers(mesh, "dropout", {"p": p})
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
     # hidden node has to be joined to the graph.
-    if not (inplace or observers or input._spec.layout.partial or may_have_hidden_node(input)):
+    if not (inplace or observers or layout.partial or may_have_hidden_node(input)):
         return _dropped_without_plan(input, p, compared)
     result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
     return input.copy_(result) if inplace else result
@@ -63,10 +64,16 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 def _dropped_without_plan(input: DTensor, p: float, compared: bool) -> DTensor:
     """Dropout without a plan: elementwise, so the layout stays and nothing is sent."""
     spec = input._spec
-    local = unexpanded(recorded_local(input, 0) if torch.is_grad_enabled() else input._local_tensor)
+    local = input._local_tensor
+    if local.requires_grad and torch.is_grad_enabled():
+        local = recorded_local(input, 0)
+    strides = local.stride()
+    if 0 in strides:  # `unexpanded` written out
+        local = local.contiguous()
+        strides = local.stride()
     if compared:
         record_draw(spec.layout.mesh, local, None)
-    dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, local.stride()))
+    dropped = vescale_rng.dropout(local, p, rng_layout_of(spec, strides))
     return wrap(dropped, spec.dense if spec.has_gaps else spec)
 
 
