@@ -100,12 +100,12 @@ def another_mesh_in_one_world(rank, world):
     """Further meshes of one world empty nothing; returns whether a known call stayed known."""
     x = vd.distribute_tensor(torch.ones(4), device_mesh((world,)), [Shard(0)])
     _ = x + x
-    known = set(cache.GRAD_IDLE) | set(cache.PAIRS.calls)
+    known = set(cache.GRAD_IDLE) | set(cache.IDLE_CALLS.pairs)
     for _ in range(2):
         other = init_device_mesh("cpu", (world,))
         vd.distribute_tensor(torch.ones(4), other, [Shard(0)])
     gc.collect()
-    return bool(known) and known <= set(cache.GRAD_IDLE) | set(cache.PAIRS.calls)
+    return bool(known) and known <= set(cache.GRAD_IDLE) | set(cache.IDLE_CALLS.pairs)
 
 
 def test_within_a_world_nothing_is_emptied():

@@ -48,9 +48,9 @@ def gradient(tensor: DTensor) -> DTensor | None:
         wrapper = holds.gradient  # None where a layer above keeps contributions
         if wrapper is not None and wrapper._local_tensor is local.grad:
             return wrapper
-        found = _known_gradient(tensor, holds)
-        if found is not None:
-            return found
+        known = _known_gradient(tensor, holds)
+        if known is not None:
+            return known
     if not local.is_leaf:
         retained: DTensor | None = tensor._retained_grad
         return retained

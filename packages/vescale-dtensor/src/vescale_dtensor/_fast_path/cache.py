@@ -6,7 +6,7 @@ Tables are bounded; an entry that was dropped is compiled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -42,53 +42,59 @@ class CallTable(BoundedCache[Key, CompiledCall]):
         self.exact_keys.clear()
 
 
-# What a call of two DTensors is made of, where `lookup` runs it inline: spec and dtype of the
-# result (None: it can be no other, see `forms.keeps_dtype`), the call's token (see
+# What a call of one or two DTensors is made of, where `lookup` runs it inline: spec and dtype of
+# the result (None: it can be no other, see `forms.keeps_dtype`), the call's token (see
 # `_tensor/lineage.py`), and function and spec as they are noted in `executed.calls`: making that
 # tuple at each call would be a quarter of what a lineage costs.
 InlineCall = tuple[Spec, torch.dtype | None, int, tuple[Any, Spec]]
 
 
-class PairCache:
-    """Calls of two DTensors in the state of `GRAD_IDLE`, which also holds them.
+class IdleCalls:
+    """Calls of one or two DTensors and nothing else, of those that `GRAD_IDLE` holds.
 
     Attributes:
-        calls: function -> spec of the first -> spec of the second -> the call. Three dicts cost
-            half of one whose key is a tuple of the three, which has to be made and hashed.
+        ones: function -> spec -> the call. Two dicts cost half of one whose key is a tuple of the
+            two, which has to be made and hashed.
+        pairs: function -> spec of the first -> spec of the second -> the call.
     """
 
-    __slots__ = ("_count", "calls")
+    __slots__ = ("_count", "ones", "pairs")
 
     def __init__(self) -> None:
         self._count = 0
-        self.calls: dict[Any, dict[Spec, dict[Spec, CompiledCall | InlineCall]]] = {}
+        self.ones: dict[Any, dict[Spec, CompiledCall | InlineCall]] = {}
+        self.pairs: dict[Any, dict[Spec, dict[Spec, CompiledCall | InlineCall]]] = {}
 
     def store(
-        self, func: Callable[..., Any], first: Spec, second: Spec, call: CompiledCall | InlineCall
+        self, func: Callable[..., Any], specs: Sequence[Spec], call: CompiledCall | InlineCall
     ) -> None:
-        """Store a call, after making room for it."""
+        """Store the call of DTensors with these specs, after making room for it."""
         if self._count >= _MOST_CALLS:
             self.clear()
         self._count += 1
-        self.calls.setdefault(func, {}).setdefault(first, {})[second] = call
+        if len(specs) == 1:
+            self.ones.setdefault(func, {})[specs[0]] = call
+        else:
+            self.pairs.setdefault(func, {}).setdefault(specs[0], {})[specs[1]] = call
 
     def clear(self) -> None:
         """Drop all entries: that costs time only."""
-        self.calls.clear()
+        self.ones.clear()
+        self.pairs.clear()
         self._count = 0
 
 
 # Grad mode off; on, and no operand requires grad; on, and autograd records. The state is a table,
 # not a part of the key: compiled calls are made for one state, and check nothing when they run.
 NO_GRAD, GRAD_IDLE, GRAD_RECORDED = CallTable(), CallTable(), CallTable()
-PAIRS = PairCache()
+IDLE_CALLS = IdleCalls()
 # Functions of lists, with grad mode off -> specs of the results; None if it writes to its first
 # list; `REDUCES_GRADIENTS` if it is such a call once gradients of leaves in it hold their totals.
 ListResult = tuple[Spec, ...] | None | Literal["reduces gradients"]
 REDUCES_GRADIENTS: Final = "reduces gradients"
 list_cache: BoundedCache[Key, ListResult] = BoundedCache(4096)
 
-for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, PAIRS, list_cache):
+for _cache in (NO_GRAD, GRAD_IDLE, GRAD_RECORDED, IDLE_CALLS, list_cache):
     on_change(_cache.clear)  # every entry followed from a rule
     on_reset(_cache.clear)  # a compiled call skips the comparison of plain operands
     on_world_change(_cache.clear)  # specs, in keys and calls, hold meshes

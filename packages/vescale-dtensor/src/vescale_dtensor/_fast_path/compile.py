@@ -27,8 +27,8 @@ from vescale_dtensor._dispatch.registry import rule_for
 from vescale_dtensor._fast_path.cache import (
     GRAD_IDLE,
     GRAD_RECORDED,
+    IDLE_CALLS,
     NO_GRAD,
-    PAIRS,
     CallTable,
     CompiledCall,
 )
@@ -202,13 +202,17 @@ def _specialize(
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
             first, second = call.args
-            PAIRS.store(func, first._spec, second._spec, (specs[0], dtype, token, mark.call))
+            inline = (specs[0], dtype, token, mark.call)
+            IDLE_CALLS.store(func, (first._spec, second._spec), inline)
     elif places == (0,) and rule.views:
         wrap_result = result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device or is_conversion(call.func)
-        return compile_view(func, wrap_result, masks, call.func, copies, mark)
+        return compile_view(func, wrap_result, masks, call.func, copies, mark, bool(call.kwargs))
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
         compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, mark, dtype)
+        if table is GRAD_IDLE and bound is None and token:
+            inline = (specs[0], dtype, token, mark.call)
+            IDLE_CALLS.store(func, (call.args[0]._spec,), inline)
     elif places == (0,) and masks is None and len(call.args) == 2 and not call.kwargs:
         compiled = compile_with_value(func, specs[0], table is NO_GRAD, mark)
     elif places == (0,):

@@ -226,6 +226,7 @@ def compile_view(
     original: Callable[..., Any],
     copies: bool,
     mark: Mark,
+    named: bool,
 ) -> CompiledCall:
     """`compile_first_dtensor` for a view, with the checks of `unless_copy_or_gradient`.
 
@@ -236,20 +237,21 @@ def compile_view(
         original: the torch function of the call, for the slow path.
         copies: whether the result is a copy on one device too.
         mark: of the call.
+        named: whether there are arguments by name: to spread none costs as much as a look-up.
     """
     token, log, _ = mark
     one = None if masks is None else masks[0]
 
-    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
+    def run(first: DTensor, *rest: Any) -> Any:
         if first._view_copy_of is not None or first._grad_of is not None:
-            return dispatch(original, (first, *rest), named)
+            return dispatch(original, (first, *rest), {})
         local = first._local_tensor
-        result = func(local if one is None else recorded_local(first, one), *rest, **named)
+        result = func(local if one is None else recorded_local(first, one), *rest)
         if result is local:
             return first
         lineage = hash((first._lineage, token)) if token else first._lineage
         if log.samples:
-            lineage = with_numbers(lineage, mark, rest, named)
+            lineage = with_numbers(lineage, mark, rest, {})
         wrapper = wrap_result(result, lineage)
         # The local op copies where its strides allow no view, though one device views. The branch
         # depends on the rank; nothing but the mark follows from it.
@@ -257,7 +259,22 @@ def compile_view(
             mark_copy(wrapper, first)
         return wrapper
 
-    return run
+    def run_named(first: DTensor, *rest: Any, **options: Any) -> Any:
+        if first._view_copy_of is not None or first._grad_of is not None:
+            return dispatch(original, (first, *rest), options)
+        local = first._local_tensor
+        result = func(local if one is None else recorded_local(first, one), *rest, **options)
+        if result is local:
+            return first
+        lineage = hash((first._lineage, token)) if token else first._lineage
+        if log.samples:
+            lineage = with_numbers(lineage, mark, rest, options)
+        wrapper = wrap_result(result, lineage)
+        if not (copies or local.is_contiguous() or same_memory(result, local)):
+            mark_copy(wrapper, first)
+        return wrapper
+
+    return run_named if named else run
 
 
 def compile_positional(

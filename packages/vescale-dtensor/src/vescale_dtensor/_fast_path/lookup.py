@@ -6,7 +6,8 @@ first. Anything unusual goes to the slow path in `_dispatch`, which handles ever
 There are three ways to a compiled call, from cheap to general. All of them must build equal keys
 for equal calls, or find nothing:
 
-- `torch_function` looks up one DTensor, or two, without a loop;
+- `torch_function` looks up one DTensor, or two, without a loop: they are most of all calls, and
+  half a microsecond matters to each;
 - `_call_with_other` and its helpers do so for one DTensor and plain values, numbers or tensors;
 - `_general_call` walks any arguments. Only it compiles what is missing.
 """
@@ -37,8 +38,8 @@ from vescale_dtensor._dispatch.registry import (
 from vescale_dtensor._fast_path.cache import (
     GRAD_IDLE,
     GRAD_RECORDED,
+    IDLE_CALLS,
     NO_GRAD,
-    PAIRS,
     CallTable,
 )
 from vescale_dtensor._fast_path.compile import compile_call, compile_constant
@@ -69,7 +70,7 @@ from vescale_dtensor._torch.untraced import breaks_graph, is_compiling
 
 is_grad_enabled = torch.is_grad_enabled
 note_call = calls.append
-idle_pairs = PAIRS.calls
+idle_ones, idle_pairs = IDLE_CALLS.ones, IDLE_CALLS.pairs
 
 # Always empty: a lookup in it misses, and `_general_call` joins the hidden node first.
 _NO_TABLE = CallTable()
@@ -78,83 +79,83 @@ _NO_TABLE = CallTable()
 def torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """`DTensor.__torch_function__`: answer a torch function that was called with a DTensor.
-
-    Calls of one DTensor, of two, and of one with values are looked up without a loop. They are most
-    of all calls, and half a microsecond matters to each.
-    """
+    """`DTensor.__torch_function__`: answer a torch function that was called with a DTensor."""
     # Observers and modes have to see each call, and compiled calls do not notify them.
     if observers or is_compiling() or dispatch_modes():
-        if len(types) > 1 and is_for_others(types, args, kwargs):
-            return NotImplemented
-        return _uncompiled(func, args, kwargs or {})
-    if len(args) == 2 and not kwargs:
+        others = len(types) > 1 and is_for_others(types, args, kwargs)
+        return NotImplemented if others else _uncompiled(func, args, kwargs or {})
+    count = 0 if kwargs else len(args)
+    known: Any
+    if count == 2:
         first, second = args
-        if type(first) is DTensor is type(second):
-            local, other = first._local_tensor, second._local_tensor
-            if local.requires_grad or other.requires_grad:
-                # `_table_for` written out, where neither has a hidden node.
-                usual = (
-                    is_grad_enabled()
-                    and not (first._may_have_hidden_node or second._may_have_hidden_node)
-                    and (local.requires_grad or not any_requires_grad(first))
-                    and (other.requires_grad or not any_requires_grad(second))
-                    and forward_grad_enabled()
-                )
-                table = GRAD_RECORDED if usual else _table_for(args)
-                compiled = table.get((func, first._spec, second._spec))
-                if compiled is None:
-                    return _general_call(func, args, {})
-                return compiled(first, second)
-            if is_grad_enabled() and any_requires_grad(first, second):
-                return _general_call(func, args, {})  # a custom Function has returned one of them
-            by_specs = idle_pairs.get(func)
-            if by_specs is None:
-                return _call_of_pair(func, first, second)
-            try:
-                known = by_specs[first._spec][second._spec]
-            except KeyError:
-                return _call_of_pair(func, first, second)
-            if type(known) is not tuple:
-                return known(first, second)
-            spec, dtype, token, call = known
-            # A compiled call written out: no call is more common. Autocast may give another dtype
-            # than the spec's, but for the functions of `keeps_dtype`.
-            result = func(local, other)
-            lineage = hash((first._lineage, second._lineage, token))
-            if dtype is not None and result.dtype is not dtype:
-                return wrap_other_dtype(result, spec, lineage)
-            wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
-            close_memory(wrapper)
-            wrapper._may_have_hidden_node = False
-            wrapper._lineage = lineage
-            note_call(call)
-            return wrapper
-    if len(types) > 1 and is_for_others(types, args, kwargs):
-        return NotImplemented  # torch asks the other class
-    if not args or type(args[0]) is not DTensor:
-        return _call_of_plain(_general_call, func, args, kwargs or {})
-    if len(args) == 1 and not kwargs:
+        if type(first) is not DTensor or type(second) is not DTensor:
+            return _call_with_other(func, types, args, {})
+        local, other = first._local_tensor, second._local_tensor
+        if local.requires_grad or other.requires_grad:
+            # `_table_for` written out, where neither has a hidden node.
+            usual = (
+                is_grad_enabled()
+                and not (first._may_have_hidden_node or second._may_have_hidden_node)
+                and (local.requires_grad or not any_requires_grad(first))
+                and (other.requires_grad or not any_requires_grad(second))
+                and forward_grad_enabled()
+            )
+            table = GRAD_RECORDED if usual else _table_for(args)
+            known = table.get((func, first._spec, second._spec))
+            return _general_call(func, args, {}) if known is None else known(first, second)
+        if is_grad_enabled() and any_requires_grad(first, second):
+            return _general_call(func, args, {})  # a custom Function has returned one of them
+        by_specs = idle_pairs.get(func)
+        if by_specs is None:
+            return _idle_call(func, args)
+        try:
+            known = by_specs[first._spec][second._spec]
+        except KeyError:
+            return _idle_call(func, args)
+        if type(known) is not tuple:
+            return known(first, second)
+        spec, dtype, token, call = known
+        result = func(local, other)
+        lineage = hash((first._lineage, second._lineage, token))
+    elif count == 1 and type(args[0]) is DTensor:
         (first,) = args
-        # `table_for_operand` written out.
-        if first._local_tensor.requires_grad:
-            usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
-            table = GRAD_RECORDED if usual else table_for_operand(first)
-        else:
-            hidden = is_grad_enabled() and any_requires_grad(first)
-            table = _NO_TABLE if hidden else GRAD_IDLE
-        compiled = table.get((func, first._spec))
-        return _general_call(func, args, {}) if compiled is None else compiled(first)
-    return _call_with_other(func, args, kwargs or {})
+        local = first._local_tensor
+        if local.requires_grad:
+            known = table_for_operand(first).get((func, first._spec))
+            return _general_call(func, args, {}) if known is None else known(first)
+        if is_grad_enabled() and any_requires_grad(first):
+            return _general_call(func, args, {})
+        by_spec = idle_ones.get(func)
+        known = None if by_spec is None else by_spec.get(first._spec)
+        if type(known) is not tuple:
+            return _idle_call(func, args) if known is None else known(first)
+        spec, dtype, token, call = known
+        result = func(local)
+        if result is local:  # one local tensor keeps one wrapper
+            return first
+        lineage = hash((first._lineage, token))
+    else:
+        return _call_with_other(func, types, args, kwargs or {})
+    # A compiled call written out: none are more common. Autocast may give another dtype than the
+    # spec's, but for the functions of `keeps_dtype`.
+    note_call(call)
+    if dtype is not None and result.dtype is not dtype:
+        return wrap_other_dtype(result, spec, lineage)
+    wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
+    close_memory(wrapper)
+    wrapper._may_have_hidden_node = False
+    wrapper._lineage = lineage
+    return wrapper
 
 
-def _call_of_pair(func: Callable[..., Any], first: DTensor, second: DTensor) -> Any:
-    """A call of two DTensors that `PAIRS` does not hold, where autograd records nothing."""
-    compiled = GRAD_IDLE.get((func, first._spec, second._spec))
+def _idle_call(func: Callable[..., Any], operands: Any) -> Any:
+    """A call of DTensors alone that `IDLE_CALLS` does not hold; autograd records nothing."""
+    specs = tuple([operand._spec for operand in operands])
+    compiled = GRAD_IDLE.get((func, *specs))
     if compiled is None:
-        return _general_call(func, (first, second), {})
-    PAIRS.store(func, first._spec, second._spec, compiled)
-    return compiled(first, second)
+        return _general_call(func, operands, {})
+    IDLE_CALLS.store(func, specs, compiled)
+    return compiled(*operands)
 
 
 # What `x += y` and its kin call.
@@ -184,8 +185,14 @@ def _call_of_plain(
     return result
 
 
-def _call_with_other(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """A call whose first argument is a DTensor, and whose others are something else."""
+def _call_with_other(
+    func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A call that is not of one or two DTensors and nothing else."""
+    if len(types) > 1 and is_for_others(types, args, kwargs):
+        return NotImplemented  # torch asks the other class
+    if not args or type(args[0]) is not DTensor:
+        return _call_of_plain(_general_call, func, args, kwargs)
     # No table holds such a call of a function with a handler, so the handler comes first.
     handler = handlers.get(func)
     if handler is not None:
@@ -277,9 +284,12 @@ def call_with_values(
         compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash
         return _general_call(func, (first, *values), named)
-    if compiled is not None:
+    if compiled is None:
+        return _general_call(func, (first, *values), named, key)
+    # What is spread over a call is collected first, and costs as much as a look-up.
+    if named:
         return compiled(first, *values, **named)
-    return _general_call(func, (first, *values), named, key)
+    return compiled(first, values[0]) if len(values) == 1 else compiled(first, *values)
 
 
 def table_for_operand(first: DTensor) -> CallTable:

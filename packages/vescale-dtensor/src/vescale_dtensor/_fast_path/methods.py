@@ -186,7 +186,7 @@ def _with_values(name: str) -> Callable[..., Any]:
             if has_torch_function_unary(self):
                 return func(self, *values, **named)
             return torch_function(DTensor, func, (), (self, *values), named)
-        return compiled(self, *values, **named)
+        return compiled(self, *values, **named) if named else compiled(self, *values)
 
     return method
 

@@ -65,7 +65,11 @@ class Sampling:
         samples: see `vescale_comm.ExecutionLog`.
     """
 
-    samples: bool = False
+    # A slot: every call with values looks at it, and a default on the class is found more slowly.
+    __slots__ = ("samples",)
+
+    def __init__(self) -> None:
+        self.samples = False
 
 
 nothing = Sampling()
