@@ -78,3 +78,23 @@ def program(rank: int, world_size: int) -> None:
 
 def test_kept_gradients_are_found() -> None:
     simulate(2).run(program)
+
+
+def after_a_look(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    whole = torch.tensor([4.0, 5.0, 6.0])
+    for released in (False, True):
+        parameter = nn.Parameter(distribute_tensor(whole, mesh, [RaggedShard((0,), SHARES)]))
+        (parameter * 10).sum().backward()
+        before = parameter.grad
+        Keeper(parameter, rank)
+        if released:
+            release_kept_gradient(parameter)
+            assert parameter.grad is before
+            assert gradient(parameter) == [10.0, 10.0, 10.0]
+        else:
+            assert gradient(parameter) == [13.0, 16.0, 19.0]
+
+
+def test_gradients_are_kept_beside_one_that_was_read() -> None:
+    simulate(2).run(after_a_look)
