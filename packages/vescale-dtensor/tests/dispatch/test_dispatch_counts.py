@@ -253,6 +253,7 @@ def calls_of_known_functions(rank, world):
     x, y = (distributed(mesh, torch.ones(4, WIDE), Shard(0)) for _ in "xy")
     parameter = nn.Parameter(distributed(mesh, torch.ones(4, WIDE), Shard(0)))
     parameter.grad = distributed(mesh, torch.ones(4, WIDE), Shard(0))
+    columns = distributed(mesh, torch.ones(4, WIDE), Shard(1))
     placements = [Shard(0)]
     cases = {
         "add": lambda: torch.add(x, y),
@@ -262,7 +263,7 @@ def calls_of_known_functions(rank, world):
         "gradient": lambda: parameter.grad,
         "softmax": lambda: torch.softmax(x, -1),
         "norm": lambda: F.layer_norm(x, (WIDE,)),
-        "slice": lambda: x[0:2],
+        "slice": lambda: columns[0:2],
     }
     for call in cases.values():
         for _ in range(3):
