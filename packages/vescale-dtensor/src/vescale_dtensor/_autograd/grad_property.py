@@ -48,9 +48,9 @@ def gradient(tensor: DTensor) -> DTensor | None:
         wrapper = holds.gradient  # None where a layer above keeps contributions
         if wrapper is not None and wrapper._local_tensor is local.grad:
             return wrapper
-        known = _known_gradient(tensor, holds)
-        if known is not None:
-            return known
+    leaf: LeafGradient | None = tensor._leaf_gradient
+    if leaf is not None and leaf.kept is not None and leaf.local is local:
+        return leaf.kept.gradient(leaf)
     if not local.is_leaf:
         retained: DTensor | None = tensor._retained_grad
         return retained
@@ -81,21 +81,6 @@ def gradient(tensor: DTensor) -> DTensor | None:
     made._is_trained_part = tensor._is_trained_part or local.requires_grad
     leaf.describe(made)
     return made
-
-
-def _known_gradient(tensor: DTensor, holds: LeafHolds) -> DTensor | None:
-    """What `.grad` reads as, if a layer above keeps contributions or did so until now."""
-    local = tensor._local_tensor
-    leaf: LeafGradient | None = tensor._leaf_gradient
-    if leaf is None:
-        return None
-    if leaf.kept is not None and leaf.local is local:
-        return leaf.kept.gradient(leaf)
-    wrapper = leaf.wrapper
-    if wrapper is None or wrapper._local_tensor is not local.grad:
-        return None
-    holds.gradient = wrapper
-    return wrapper
 
 
 def track_gradient_view(gradient: DTensor, view: DTensor) -> DTensor:

@@ -98,3 +98,6 @@ def release_kept_gradient(parameter: Tensor) -> None:
     leaf = parameter._leaf_gradient if isinstance(parameter, DTensor) else None
     if leaf is not None:
         leaf.kept = None
+        holds = leaf.holds
+        if holds is not None:
+            holds.gradient = leaf.wrapper  # that was read before, if somebody has it still

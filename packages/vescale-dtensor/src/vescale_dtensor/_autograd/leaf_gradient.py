@@ -275,7 +275,8 @@ class LeafGradient:
         self._wrapper, self.shape = weakref.ref(wrapper), tuple(wrapper._spec.shape)
         holds = None if self._holds is None else self._holds()
         if holds is not None:
-            holds.gradient = wrapper
+            # Not where a layer above keeps contributions: then `.grad` is to look for those.
+            holds.gradient = None if self.kept is not None else wrapper
         wrapper._grad_of = self, None if self._reducer is None else self._reducer()
 
     def track(self, view: DTensor) -> None:
