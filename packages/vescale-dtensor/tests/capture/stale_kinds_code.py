@@ -1,6 +1,7 @@
 """Kinds of Python state that lie in code, and behind objects of the standard library."""
 
 import functools
+import inspect
 import io
 import operator
 import queue
@@ -305,4 +306,100 @@ COUNTED = Settings()
 KINDS["attrgetter"] = replace(
     KINDS["attrgetter"],
     change=mutated(lambda v: setattr(COUNTED, "factor", COUNTED.factor % 7 + 1)),
+)
+
+
+# --- attributes that are missing at first: code goes on without them
+
+
+class Swallowing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return True
+
+
+def number_of(v):
+    return v.number
+
+
+def caught_by_the_caller(x, v):
+    try:
+        return x * number_of(v)
+    except AttributeError:
+        return x
+
+
+def caught_without_a_name(x, v):
+    try:
+        return x * v.number
+    except:  # noqa: E722
+        return x
+
+
+def caught_by_another_name(x, v):
+    try:
+        return x * v.number
+    except ERRORS:
+        return x
+
+
+def swallowed(x, v):
+    with Swallowing():
+        x = x * v.number
+    return x
+
+
+def left(x, v):
+    try:
+        x = x * v.number
+    finally:
+        return x  # noqa: B012
+
+
+ERRORS = KeyError, AttributeError
+
+
+def numbered(v):
+    v.number = getattr(v, "number", 1.0) + 1
+    return v
+
+
+for _use in (caught_by_the_caller, caught_without_a_name, caught_by_another_name, swallowed, left):
+    for _what, _make in (("function", lambda: lambda: None), ("tensor", lambda: torch.ones(3))):
+        _words = _use.__name__.replace("_", " ")
+        kind(f"attribute that a {_what} lacks, {_words}", _make, numbered, _use)
+OTHER_MODULE = types.ModuleType("capture_that_lacks")
+
+
+def imported_if_there(x, v):
+    try:
+        from capture_that_lacks import number
+    except ImportError:
+        number = 1.0
+    return x * number
+
+
+def lacking():
+    vars(OTHER_MODULE).pop("number", None)
+    sys.modules["capture_that_lacks"] = OTHER_MODULE
+    return OTHER_MODULE
+
+
+kind("name to import that a Python module lacks", lacking, numbered, imported_if_there)
+
+
+def with_signature(v):
+    known = getattr(v, "__signature__", inspect.Signature())
+    more = inspect.Parameter(f"p{len(known.parameters)}", inspect.Parameter.KEYWORD_ONLY)
+    v.__signature__ = known.replace(parameters=[*known.parameters.values(), more])
+    return v
+
+
+kind(
+    "signature that a function is given",
+    lambda: lambda a, b: a,
+    with_signature,
+    lambda x, v: x * len(inspect.signature(v).parameters),
 )

@@ -355,6 +355,29 @@ def around(rank, world_size):
     assert torch.equal(torch.func.grad(of_outside)(torch.ones(4)), torch.full((4,), 3.0))
 
 
+class Output(types.SimpleNamespace):
+    pass
+
+
+def namespaces(rank, world_size):
+    """Results and arguments in namespaces, which `object` cannot make."""
+
+    def function(batch, kind):
+        return kind(loss=batch.x * batch.scale, batch=batch, more=types.SimpleNamespace(a=batch.x))
+
+    captured = vd.capture(function)
+    for kind in (types.SimpleNamespace, Output):
+        for seed in range(CALLS):
+            batch = types.SimpleNamespace(x=one(seed)[0], scale=2.0)
+            found = captured(batch, kind)
+            assert type(found) is kind
+            assert list(vars(found)) == ["loss", "batch", "more"]
+            assert found.batch is batch
+            assert found.more.a is batch.x
+            assert torch.equal(found.loss.to_local(), (batch.x * 2.0).to_local())
+    assert captured.replays == 2 * (CALLS - 1)
+
+
 def copied(rank, world_size):
     """A copy has programs of its own; and a captured function stays what it is."""
     model = vd.distribute_module(nn.Linear(4, 3), line())
@@ -394,7 +417,9 @@ def threads(rank, world_size):
     assert captured.replays
 
 
-@pytest.mark.parametrize("case", [transformed, around, copied], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [transformed, around, namespaces, copied], ids=lambda case: case.__name__
+)
 def test_functions_of_functions(case):
     simulate(2)(case)
 

@@ -6,6 +6,7 @@ was read: a branch that did not run counts, and so does an attribute of any obje
 
 from __future__ import annotations
 
+import builtins
 import re
 import sys
 from collections.abc import Iterator
@@ -30,8 +31,15 @@ _PARTS = frozenset({"LOAD_ATTR", "IMPORT_FROM"})
 # what loads a global; of an attribute, too, where there is no LOAD_METHOD.
 _NULL_AFTER = sys.version_info >= (3, 13)
 _METHODS_IN_ATTR = sys.version_info >= (3, 12)
-# Whoever names one of these may find that an attribute is missing.
-_MISSES = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
+# Whoever names one of these may find that an attribute is missing, or a name to import.
+_MISSES = frozenset(
+    {"AttributeError", "Exception", "BaseException", "suppress", "ImportError"}
+    | {"ModuleNotFoundError"}
+)
+_CATCHES = frozenset({"CHECK_EXC_MATCH", "CHECK_EG_MATCH"})
+_DECIDES = _CATCHES | {"RERAISE", "WITH_EXCEPT_START"}
+# Methods that may swallow an exception which names nothing there.
+_ENDS = frozenset({"__exit__", "__aexit__"})
 # Whoever names one of these may read an attribute of any name.
 _BY_ANY_NAME = frozenset(
     {"__dict__", "vars", "attrgetter", "methodcaller", "__getattribute__"}
@@ -55,6 +63,7 @@ class CodeNames(NamedTuple):
         modules: what `import` statements inside of it import.
         any_attribute: whether it may use attributes whose names are not in it.
         optional: those of attributes that it can do without.
+        goes_on: whether what it calls may lack attributes without an error that ends the call.
         texts: constant strings in it that may be names of Python modules.
         identity: whether it may ask which of two equal objects it has.
         values: names of variables whose values it takes other than to call them.
@@ -66,6 +75,7 @@ class CodeNames(NamedTuple):
     modules: tuple[str, ...]
     any_attribute: bool
     optional: frozenset[str]
+    goes_on: bool
     texts: tuple[str, ...]
     identity: bool
     values: frozenset[str]
@@ -92,7 +102,8 @@ def code_names(code: CodeType) -> CodeNames:
     any_attribute |= any(i.opname == "MATCH_CLASS" and i.arg for i in instructions)
     # A missing attribute is read, too, where code goes on without it: to have one later makes a
     # difference.
-    optional = strings | (attributes if _MISSES & globals_ else set())
+    goes_on = code.co_name in _ENDS or bool(_MISSES & globals_) or _may_catch(instructions)
+    optional = strings | (attributes if goes_on else set())
     names = frozenset(globals_), frozenset(attributes | strings)
     by_module = _BY_MODULE & (globals_ | attributes)
     asked = any(_compares_objects(*pair) for pair in pairwise(instructions))
@@ -101,11 +112,34 @@ def code_names(code: CodeType) -> CodeNames:
         modules,
         any_attribute,
         frozenset(optional),
+        goes_on or bool(strings),
         texts if by_module else (),
         asked or bool(_BY_IDENTITY & (globals_ | attributes)),
         frozenset(_taken(instructions, _VARIABLES)),
         frozenset(strings | set(_taken(instructions, _PARTS))),
     )
+
+
+def _may_catch(instructions: list[Instruction]) -> bool:
+    """Whether a handler may take what a missing attribute raises."""
+    handling = False
+    for at, (one, after) in enumerate(pairwise(instructions)):
+        # `except:`, and `return` in `finally`: done with it, and neither asked nor raised again.
+        if handling and one.opname == "POP_EXCEPT":
+            return True
+        handling = one.opname == "PUSH_EXC_INFO" or (handling and one.opname not in _DECIDES)
+        if after.opname in _CATCHES:
+            many = one.arg if one.opname == "BUILD_TUPLE" else None
+            named = [one] if many is None else instructions[at - many : at]
+            if not all(i.opname in _GLOBAL and _is_other_error(i.argval) for i in named):
+                return True
+    return False
+
+
+def _is_other_error(name: str) -> bool:
+    """Whether a class of Python's has this name, of errors that have to do with no attribute."""
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and name not in _MISSES
 
 
 def _taken(instructions: list[Instruction], loads: frozenset[str]) -> Iterator[str]:

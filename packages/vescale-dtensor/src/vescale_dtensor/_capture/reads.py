@@ -50,6 +50,8 @@ _DEFAULTS = frozenset({"__defaults__", "__kwdefaults__", "__code__"})
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
 _OF_OTHERS = frozenset({"base", "__traceback__"})  # of arrays and exceptions
 _ASKED = frozenset({_CLOSURE}) | _DEFAULTS | _OF_FUNCTIONS | _OF_OTHERS
+# What users may hang on functions so that they seem to be others.
+_TOLD = frozenset({"__signature__", "__wrapped__"})
 # Parts of the standard library that ask functions and classes about themselves.
 _ASKING = ("/inspect.py", "/typing.py")
 _FUNCTIONS = FunctionType, BuiltinFunctionType
@@ -107,9 +109,10 @@ class StateReads(Walk):
         elif code.co_filename.startswith(TORCH):
             self._name_settings(space, code.co_names)
         elif code.co_filename.endswith(_ASKING):
-            names = code_names(code).attributes & _ASKED
-            self._name_attributes(names, names)
-            self._ask_all(names)
+            names = code_names(code).attributes & (_ASKED | _TOLD)
+            self._name_attributes(names)
+            self.goes_on = True
+            self._ask_all(names & _ASKED)
         waiting = self._waiting.pop(id(code), None)
         if waiting is None and kind == USER:
             self._find_what_leads_to(code)
@@ -137,7 +140,7 @@ class StateReads(Walk):
         # Functions that are defined inside, bodies of modules, and code that is executed.
         if id(code) in self._inner or code.co_filename.startswith("<") or id(code) in self._met:
             return
-        self._name_attributes([code.co_name], ())
+        self._name_attributes([code.co_name])
         self._walk()
         if id(code) in self._met or code.co_name in {"<module>", *self.unguarded}:
             return
@@ -162,6 +165,7 @@ class StateReads(Walk):
             self._name_globals(known, names.globals - space.keys(), follow=known is not _BUILTINS)
             self._guard_libraries(self._libraries.name(names.attributes, names.optional))
             self.any_attribute |= names.any_attribute
+            self.goes_on |= names.goes_on
             if names.any_attribute and not self.computes_names:
                 self.computes_names = True
                 self._guard_any_names()
@@ -186,8 +190,8 @@ class StateReads(Walk):
             # Not classes: those of Python lead to what `isinstance` asks, which changes.
             self._name_functions(space, names, _FUNCTIONS)
             if "_FIELDS" in names.globals:  # by which dataclasses find those of a class
-                self._name_attributes(["__dataclass_fields__"], ())
-        self._name_attributes(names.attributes, names.optional if kind == USER else ())
+                self._name_attributes(["__dataclass_fields__"])
+        self._name_attributes(names.attributes)
         self._ask_all(names.attributes & _ASKED)
         if self.any_attribute:  # getattr with a name that is computed may read any of them
             self._follow_all()

@@ -49,6 +49,9 @@ Form = TreeSpec | RecordForm
 """How flat values are put together."""
 
 
+_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
 def is_record(value: Any) -> bool:
     """Whether an object is nothing but its attributes."""
     cls = type(value)
@@ -137,7 +140,10 @@ def unflatten(flat: list[Any], form: Form) -> Any:
 def _made(record: Record, values: list[Any]) -> Any:
     """A new object with these attributes."""
     # As copying and unpickling do: __init__ may ask for other arguments, and count its calls.
-    made: Any = object.__new__(record.cls)
+    cls: Any = record.cls
+    # By the first class that Python code has not made: `SimpleNamespace` is not made by `object`.
+    root: Any = next(base for base in cls.__mro__ if not base.__flags__ & _MADE_IN_PYTHON)
+    made = root.__new__(cls)
     for name, value in zip(record.names, values, strict=True):
         # Not by the class: frozen dataclasses refuse, others may run code.
         object.__setattr__(made, name, value)

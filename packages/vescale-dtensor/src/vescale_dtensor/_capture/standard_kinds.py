@@ -40,7 +40,7 @@ class StandardKinds:
     def _follow_all(self) -> None:
         raise NotImplementedError
 
-    def _name_attributes(self, names: Iterable[str], optional: Iterable[str]) -> None:
+    def _name_attributes(self, names: Iterable[str]) -> None:
         raise NotImplementedError
 
     def _meet_object(self, value: Any, origin: Origin | None) -> None:
@@ -68,7 +68,7 @@ class StandardKinds:
         """Take in the names that an `attrgetter` or `methodcaller` will read."""
         parts, keywords = _given_to(value)
         names = [name for one in parts if type(one) is str for name in one.split(".")]
-        self._name_attributes(names, names)
+        self._name_attributes(names)
         for one in (*parts, *keywords.values()):
             self.meet(one, origin)
 

@@ -169,8 +169,10 @@ class _Row:
             # Of globals, absent names count: one that is defined later hides a builtin.
             self.absent = place.names - place.mapping.keys()
         elif place.owner is None and type(place.mapping) is dict and not reads.any_attribute:
-            # Of a tensor, a function, a Python module: others do not stand in for what is missing.
-            self.absent = set(filter(relevant, reads.optional - place.mapping.keys()))
+            # Of a tensor, a function, a Python module: others do not stand in for what is missing,
+            # which raises. Whether any code goes on then matters, not which: it may be the caller.
+            missing = reads.attributes if reads.goes_on else set()
+            self.absent = set(filter(relevant, missing - place.mapping.keys()))
         # Guards are made of what places hold now: own changes are none, or equal containers.
         place.was.clear()  # of what no code reads, nothing is kept alive
 

@@ -78,7 +78,7 @@ class Walk(StandardKinds):
         attributes: all names of attributes in code that ran.
         any_attribute: whether it may use others.
         computes_names: whether it is code of the user's that may.
-        optional: those of attributes that may be missing: given to `hasattr`, say.
+        goes_on: whether code of the user's may go on where an attribute is missing.
         unguarded: names that are not followed.
         parts: the parameters, buffers and submodules of modules, as they were.
         noted: whether any function in C was met whose calls matter.
@@ -95,7 +95,7 @@ class Walk(StandardKinds):
         self.attributes: set[str] = {"forward"}  # which modules call without a name of the user's
         self.any_attribute = False
         self.computes_names = False
-        self.optional: set[str] = set()
+        self.goes_on = False
         self.unguarded = unguarded
         self.parts: list[Contents] = []
         self.noted = False
@@ -120,9 +120,8 @@ class Walk(StandardKinds):
 
     # --- names
 
-    def _name_attributes(self, names: Iterable[str], optional: Iterable[str]) -> None:
+    def _name_attributes(self, names: Iterable[str]) -> None:
         """Follow these attributes of all objects met so far, and of those met later."""
-        self.optional.update(optional)
         new = set(names) - self.attributes - self.unguarded
         for name in new:
             self.attributes.add(name)
@@ -432,7 +431,7 @@ class Walk(StandardKinds):
             lazy = type(value) is not ModuleType or "__getattr__" in vars(value)
             owner = value if lazy else None
             if lazy:
-                self._name_attributes(["__getattr__"], ())
+                self._name_attributes(["__getattr__"])
                 self.meet(type(value), title)
             self._add_namespace(Namespace(vars(value), dict(vars(value)), title, owner))
         else:
