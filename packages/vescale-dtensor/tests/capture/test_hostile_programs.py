@@ -335,6 +335,7 @@ def transformed(rank, world_size):
 
 def around(rank, world_size):
     """Where a transform runs around it, a captured function is what it is without capture."""
+    warnings.simplefilter("ignore")  # torch's own, of torch.jit in forward mode
     captured = vd.capture(torch.mul)
     for seed in range(CALLS):
         captured(one(seed)[0], torch.ones(4))
