@@ -51,7 +51,8 @@ def dropout(
         DeviceError: the generator is of another device.
     """
     # First of all: a layer calls it thousands of times with equal arguments, and looking at each of
-    # them takes as long as drawing. What is remembered was looked at when it was.
+    # them takes as long as drawing. What is remembered was looked at when it was. `_key` is
+    # written out.
     if (
         generator is None
         and type(layout) is ShardLayout

@@ -17,9 +17,10 @@ from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import pause
 from vescale_dtensor._tensor.observers import observers
+from vescale_dtensor._torch.compat import any_requires_grad
 
 # So many elements of a `normal_` on CPU are drawn as one block, where memory has no gaps.
 _BLOCK = 16
@@ -54,8 +55,10 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if compared and not pause.depth:  # other ranks may replay what is recorded here
         note_numbers(mesh, "dropout", {"p": p})
     # The common case needs no plan. Observers want one, a partial operand is reduced first, and a
-    # hidden node has to be joined to the graph.
-    if not (inplace or observers or layout.partial or may_have_hidden_node(input)):
+    # hidden node has to be joined to the graph: `may_have_hidden_node` is written out.
+    recorded = input._local_tensor.requires_grad
+    hidden = input._may_have_hidden_node or (not recorded and any_requires_grad(input))
+    if not (inplace or observers or layout.partial or hidden):
         return _dropped_without_plan(input, p, compared)
     result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
     return input.copy_(result) if inplace else result
