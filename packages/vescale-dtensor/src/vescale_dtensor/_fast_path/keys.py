@@ -107,8 +107,11 @@ def index_key(spec: Spec, index: Any) -> tuple[Any, ...]:
     if kind is slice:
         start, stop, step = index.start, index.stop, index.step
         # Bounds that are an int or None tell themselves apart.
-        plain = (type(start) is int or start is None) and (type(stop) is int or stop is None)
-        if plain and step is None:
+        if (
+            step is None
+            and (type(start) is int or start is None)
+            and (type(stop) is int or stop is None)
+        ):
             return (GETITEM, spec, slice, start, stop)
         return (GETITEM, spec, slice, start, stop, step, type(start), type(stop), type(step))
     if kind is tuple:

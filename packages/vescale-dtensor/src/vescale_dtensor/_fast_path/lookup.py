@@ -216,7 +216,7 @@ def _call_with_other(
         return _general_call(func, args, {}) if compiled is None else compiled(first, number)
     first, rest = args[0], args[1:]
     if func is GETITEM:
-        return call_with_values(func, index_key(first._spec, rest[0]), first, rest, kwargs)
+        return call_with_values(func, index_key(first._spec, args[1]), first, rest, kwargs)
     key = exact_key(func, first._spec, rest, kwargs)
     if key is None:  # a DTensor among the values: `layer_norm(x, shape, weight=…)`
         return _general_call(func, args, kwargs)
