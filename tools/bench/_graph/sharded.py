@@ -18,7 +18,10 @@ CAP_BYTES = 2 << 20
 
 
 class OnGraph:
-    """The whole training step as one graph; the flags say what is done with it, in their order."""
+    """The whole training step as one graph; the flags say what is done with it, in their order.
+
+    `share`: of what it makes as traced, which is all that it may take: the rest is computed twice.
+    """
 
     def __init__(
         self,
@@ -26,13 +29,19 @@ class OnGraph:
         mesh: DeviceMesh,
         *,
         plan: Plan = PLAN_ZERO3,
+        share: float | None = None,
         scheduled: bool = False,
         planned: bool = False,
         compiled: bool = False,
     ) -> None:
         self.model = parallelize(seeded(sizes), mesh, plan)
         self.optimizer: Optimizer = adamw(self.model.parameters())
-        self.scheduled, self.planned, self.compiled = scheduled, planned, compiled
+        self.share, self.scheduled, self.planned, self.compiled = (
+            share,
+            scheduled,
+            planned,
+            compiled,
+        )
         self._step: Callable[..., Tensor] | None = None
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -45,6 +54,10 @@ class OnGraph:
         model = self.model
         made = graph.train_step(model, lambda x, y: model(x, y), tokens, targets)
         made = made.with_optimizer(self.optimizer)
+        if self.share is not None:
+            before = memory.plan(made.graph_module, solver="rules", seconds=0).program_peak
+            smaller = graph.recompute(made.graph_module, self.share * before)
+            made = made.running(smaller.graph_module)
         if self.scheduled:
             found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, memory_bytes="traced")
             made = made.running(found.graph_module)

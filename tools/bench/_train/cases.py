@@ -102,6 +102,10 @@ CONTEXT: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
 GRAPH, SCHEDULED, SIMPLE = "ours, graph", "ours, scheduled graph", "SimpleFSDP's form, compiled"
 PLANNED = "ours, graph in a planned order"
 COMPILED = "ours, scheduled graph, regions compiled"
+FITTED = "ours, scheduled graph, part computed twice"
+FITTED_COMPILED = f"{FITTED}, regions compiled"
+SHARE = 0.66
+"""Of what a graph makes, kept by those that compute the rest twice: near the least there is."""
 
 GRAPHS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
     "dp4.zero3.graph": (
@@ -113,6 +117,8 @@ GRAPHS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
             SCHEDULED: partial(OnGraph, scheduled=True),
             PLANNED: partial(OnGraph, planned=True),
             COMPILED: partial(OnGraph, scheduled=True, compiled=True),
+            FITTED: partial(OnGraph, share=SHARE, scheduled=True),
+            FITTED_COMPILED: partial(OnGraph, share=SHARE, scheduled=True, compiled=True),
             SIMPLE: SimpleFSDP,
         },
     ),

@@ -3,7 +3,8 @@
 How a graph goes through the files:
 
 - `traced`: the graph runs once on fake tensors; out comes a `program`: operations, the storages
-  they make, and who waits for whom (arguments, writes in place, draws, collectives).
+  they make, and who waits for whom (arguments, writes in place, draws, collectives). `sent`: what
+  backends of collectives take for themselves.
 - `simulated`: what lives at each step of an order. Every plan is judged by it.
 - `reach`: what is the same in every order: key points, and a lower bound of the peak.
 - `orders`, `search`: orders by rules, and branch and bound over a few operations.

@@ -5,7 +5,7 @@ graph runs on fake tensors under a mode that sees every operator, so that a node
 a method, a function of torch or a module alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from vescale_comm.nested import tensors_within
 from vescale_parallel._common.torch_compat import FakeTensor, FakeTensorMode, schema_of
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.program import Operation, Program, Storage, program
+from vescale_parallel._memory.sent import bytes_while_sent
 
 _PURE: Final = ("torch", "_operator", "operator", "math", "builtins")
 _COLLECTIVES: Final = ("c10d", "_dtensor", "vescale_comm")
@@ -321,6 +322,7 @@ class _Reader:
                 name = f"{node.name}.{number}" if number else node.name
                 device = str(self._device(key, node))
                 storages.append(Storage(name, size, at, users, key in self.kept, device))
+            storages += self._while_sent(at, node)
             operations.append(Operation(node.name, temporary))
         results = {node: self._results(value) for node, value in self.ran.values.items()}
         outside = set(self.users) - set(self.storage)
@@ -335,6 +337,16 @@ class _Reader:
             tuple(frozenset(one.written) for one in seen),
             tuple(not (one.draws or one.communicates or one.effects) for one in seen),
         )
+
+    def _while_sent(self, at: int, node: fx.Node) -> Iterator[Storage]:
+        """What the backend of a collective takes until somebody has waited for it."""
+        inputs = node.all_input_nodes
+        given, value = self.ran.values[inputs[0]] if inputs else None, self.ran.values[node]
+        size = bytes_while_sent(node, given, value)
+        if size:
+            waits = [self.step[one] for one in node.users if "wait_tensor" in str(one.target)]
+            users = tuple(sorted({at, *waits}))
+            yield Storage(f"{node.name}.sent", size, at, users, False, str(value.device))
 
     def _device(self, key: int, node: fx.Node) -> torch.device:
         for tensor in tensors_within(self.ran.values[node]):

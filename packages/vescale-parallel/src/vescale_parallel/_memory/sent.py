@@ -1,0 +1,41 @@
+"""What a backend of collectives takes for itself while it sends.
+
+gloo gathers into memory of its own, as large as the result, and copies from there; and of a
+reduce-scatter it sums up a copy of all that it is given. NCCL works on the tensors themselves.
+Counted by the allocator's events on torch 2.13 (tests/graph/test_peaks).
+"""
+
+from typing import Any, Final
+
+from torch import Tensor, fx
+from vescale_comm import CommError, as_group
+
+from vescale_parallel._common.torch_compat import schema_of
+
+_GATHERS: Final = "_c10d_functional::all_gather_into_tensor"
+_SCATTERS: Final = "_c10d_functional::reduce_scatter_tensor"
+
+
+def bytes_while_sent(node: fx.Node, given: Any, made: Any) -> int:
+    """Bytes that live from the start of a collective until somebody has waited for it.
+
+    Beside what it makes, and what it is given.
+
+    Args:
+        node: of a graph; most are no collective.
+        given: the value of its first argument.
+        made: its own value.
+    """
+    schema = getattr(node.target, "_schema", None)
+    name = "" if schema is None else schema_of(node.target).name
+    of = {_GATHERS: made, _SCATTERS: given}.get(name)
+    if not isinstance(of, Tensor) or _backend(str(node.args[-1]), of.device.type) != "gloo":
+        return 0
+    return of.numel() * of.itemsize
+
+
+def _backend(group: str, device: str) -> str:
+    try:
+        return as_group(group).backends.get(device, "")
+    except CommError:  # a graph of another process: nobody knows what will carry it
+        return ""
