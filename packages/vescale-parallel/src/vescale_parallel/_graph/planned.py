@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Final
@@ -165,11 +165,27 @@ def _merged(
         if key is not None and _can_travel(entry, exact):
             open_[key] = bucket
 
+    return _in_place(agreed, order, filled)
+
+
+def _in_place(agreed: Agreed, order: Order, buckets: Sequence[Sequence[int]]) -> Buckets:
+    """Buckets in the order in which they are started."""
+    place = {at: position for position, at in enumerate(order)}
+
     def where(bucket: Sequence[int]) -> int:
         free = all(is_free(agreed, one) for one in bucket)
         return place[bucket[0] if free else bucket[-1]]
 
-    return tuple(tuple(one) for one in sorted(filled, key=where))
+    return tuple(tuple(one) for one in sorted(buckets, key=where))
+
+
+def halved(agreed: Agreed, order: Order, buckets: Buckets, at: Collection[int]) -> Buckets:
+    """Cut some buckets in two; each half goes where a bucket of its members would be."""
+    found: list[tuple[int, ...]] = []
+    for number, bucket in enumerate(buckets):
+        middle = (len(bucket) + 1) // 2 if number in at else len(bucket)
+        found += [part for part in (bucket[:middle], bucket[middle:]) if part]
+    return _in_place(agreed, order, found)
 
 
 def _can_travel(entry: Entry, exact: bool) -> bool:

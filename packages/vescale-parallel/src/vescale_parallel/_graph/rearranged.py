@@ -6,7 +6,8 @@ place and other effects keep their order among each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from vescale_parallel._graph.collectives import Collective, collectives, depende
 from vescale_parallel._graph.emitted import Memory, Waits, emitted, overlapped
 from vescale_parallel._graph.planned import Buckets
 from vescale_parallel._memory.copied import copied_module
+from vescale_parallel._memory.simulated import profile
 
 aten: Any = torch.ops.aten
 
@@ -37,8 +39,10 @@ def rearranged(
     overlap: bool,
     ahead_bytes: int | None,
     memory_bytes: int | None,
-) -> tuple[fx.GraphModule, int]:
+) -> tuple[fx.GraphModule, int, frozenset[int]]:
     """The graph with these collectives, started in this order, and the bytes of its peak.
+
+    And which merged buckets have something that lives where more than `memory_bytes` does.
 
     Args:
         module: the graph; it stays as it is.
@@ -55,10 +59,15 @@ def rearranged(
     # Noted before anything is merged: merged nodes stand where their last member stood.
     place = {node: at for at, node in enumerate(made.graph.nodes)}
     chain: list[tuple[fx.Node, int]] = []
-    for bucket in buckets:
+    merged: dict[int, list[fx.Node]] = {}
+    for number, bucket in enumerate(buckets):
         members = [found[at] for at in bucket]
         size = sum(one.bytes for one in members)
-        start = members[0].start if len(members) == 1 else _merge(made, members, waits, place)
+        start = members[0].start
+        if len(members) > 1:
+            given = [one for member in members for one in member.start.all_input_nodes]
+            start, results = _merge(made, members, waits, place)
+            merged[number] = [*given, *results]
         chain.append((start, size))
     for (before, _), (after, _) in pairwise(chain):
         # One chain of all collectives: backends match them by order, so every rank has to start
@@ -69,6 +78,7 @@ def rearranged(
     plain = emitted(waits, steps)
     _put(made, plain)
     _, peak, program = dependencies(made)
+    order = plain
     if overlap:
         order, peak = overlapped(
             chain, waits, steps, ahead_bytes, Memory(program, plain, memory_bytes)
@@ -76,7 +86,29 @@ def rearranged(
         _put(made, order)
     made.graph.lint()
     made.recompile()
-    return made, peak
+    if memory_bytes is None or peak <= memory_bytes:
+        return made, peak, frozenset()
+    index = {node: at for at, node in enumerate(plain)}
+    during = profile(program, [index[node] for node in order]).during
+    over = [at for at, size in enumerate(during) if size > memory_bytes]
+    return made, peak, _alive_in(merged, order, over)
+
+
+def _alive_in(
+    merged: Mapping[int, Sequence[fx.Node]], order: Sequence[fx.Node], steps: Sequence[int]
+) -> frozenset[int]:
+    """Which buckets have something that lives at one of these steps.
+
+    From the first member that is there, and waits for the others, to the last use of a result.
+    """
+    place = {node: at for at, node in enumerate(order)}
+    found = set()
+    for number, nodes in merged.items():
+        first = min(place.get(node, 0) for node in nodes)
+        last = max(place.get(user, 0) for node in nodes for user in [node, *node.users])
+        if bisect_right(steps, last) > bisect_left(steps, first):
+            found.add(number)
+    return frozenset(found)
 
 
 def _put(module: fx.GraphModule, order: Iterable[fx.Node]) -> None:
@@ -87,8 +119,8 @@ def _put(module: fx.GraphModule, order: Iterable[fx.Node]) -> None:
 
 def _merge(
     module: fx.GraphModule, members: Sequence[Collective], waits: Waits, place: dict[fx.Node, int]
-) -> fx.Node:
-    """Put one collective in the place of several; returns the node that starts it."""
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Put one collective in the place of several; returns the node that starts it, and results."""
     maker = _Maker(module, members, waits)
     merge = {"all_reduce": _reduced, "all_gather": _gathered, "reduce_scatter": _scattered}
     results = merge[members[0].kind](maker, members)
@@ -113,7 +145,7 @@ def _merge(
             module.graph.erase_node(gone)
             waits.pop(gone)
             place.pop(gone)
-    return maker.start
+    return maker.start, results
 
 
 class _Maker:

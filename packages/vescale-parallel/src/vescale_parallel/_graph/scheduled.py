@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from torch import fx
-from vescale_comm.agreement import gather_numbers
+from vescale_comm.agreement import gather_numbers, gather_texts
 
 from vescale_parallel._common.messages import human_bytes, table
 from vescale_parallel._cost import Link
@@ -97,8 +98,9 @@ def schedule(
         ahead_bytes: of collectives that may be under way before anything needs them; None: one
             gather ahead of what is in use, about a unit.
         memory_bytes: what may live at most while the graph runs, without inputs. What is started
-            early is started later where more would live, and buckets are made smaller, those of
-            gathers first, until it fits on all ranks; at last, nothing is moved. "traced": as much
+            early is started later where more would live; buckets of which something lives there are
+            halved; and at last all are made smaller, those of gathers first, until it fits on all
+            ranks, or nothing is moved. "traced": as much
             as the graph as it was takes, or the least that is found with something moved. None: any
             number.
         exact: leave apart what is added up over three or more ranks in floating point.
@@ -126,7 +128,7 @@ def schedule(
     # The graph as it was: nothing merged, nothing moved. It may fit where no other order does.
     if limits.memory is not None:
         tried.append((tuple((at,) for at in range(len(known.entries))), False))
-    best, least = _least(graph, known, waits, before, tried, limits.ahead, bound)
+    best, least = _least(graph, known, waits, before, tried, orders[0], limits.ahead, bound)
     if least and limits.memory is not None:
         raise GraphError(
             f"no schedule of the graph lives in {limits.memory} bytes on all ranks: the least that "
@@ -142,28 +144,43 @@ def _least(
     waits: Waits,
     before: int,
     tried: Sequence[tuple[planned.Buckets, bool]],
+    order: planned.Order,
     ahead_bytes: int | None,
     bound: int | None,
 ) -> tuple[Schedule, int]:
     """The first schedule within the bound, or the one that passes it least; and by how much.
+
+    Of each that passes it, buckets that are in the way are halved until none is.
 
     Collective: all ranks take the same one.
     """
     best: Schedule | None = None
     least = 0
     for merged, moved in tried:
-        made, peak = rearranged(
-            graph, waits, merged, overlap=moved, ahead_bytes=ahead_bytes, memory_bytes=bound
-        )
-        # Peaks differ over ranks. Each takes the number of the one that is worst off, so that all
-        # stop at the same candidate, and none goes on to a collective alone.
-        over = _highest(peak if bound is None else max(0, peak - bound))
-        if best is None or over < least:
-            best, least = Schedule(made, known, merged, peak, before), over
-        if bound is None or over == 0:
-            break
+        rest: planned.Buckets | None = merged
+        while rest is not None:
+            made, peak, alive = rearranged(
+                graph, waits, rest, overlap=moved, ahead_bytes=ahead_bytes, memory_bytes=bound
+            )
+            # Peaks differ over ranks. Each takes the number of the one that is worst off, so that
+            # all stop at the same candidate, and none goes on to a collective alone.
+            over = _highest(peak if bound is None else max(0, peak - bound))
+            if best is None or over < least:
+                best, least = Schedule(made, known, rest, peak, before), over
+            if bound is None or over == 0:
+                return best, least
+            rest = _smaller(known, order, rest, alive)
     assert best is not None
     return best, least
+
+
+def _smaller(
+    known: Agreed, order: planned.Order, buckets: planned.Buckets, alive: Collection[int]
+) -> planned.Buckets | None:
+    """Halve the buckets that are in the way on any rank; None if there are none. Collective."""
+    told = gather_texts(json.dumps(sorted(alive)))
+    every = {at for one in told for at in json.loads(one)}
+    return planned.halved(known, order, buckets, every) if every else None
 
 
 @dataclass(frozen=True)
