@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,12 +55,15 @@ class OnGraph:
         model = self.model
         made = graph.train_step(model, lambda x, y: model(x, y), tokens, targets)
         made = made.with_optimizer(self.optimizer)
+        bound: float | Literal["traced"] = "traced"
         if self.share is not None:
             before = memory.plan(made.graph_module, solver="rules", seconds=0).program_peak
-            smaller = graph.recompute(made.graph_module, self.share * before)
+            bound = self.share * before
+            # A little less, which buckets then take.
+            smaller = graph.recompute(made.graph_module, 0.96 * bound)
             made = made.running(smaller.graph_module)
         if self.scheduled:
-            found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, memory_bytes="traced")
+            found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, memory_bytes=bound)
             made = made.running(found.graph_module)
         if self.planned:
             made = made.running(memory.plan(made.graph_module, solver="rules", seconds=0).apply())

@@ -97,7 +97,8 @@ def _held_back(order: Sequence[fx.Node], over: Sequence[int], chain: Chain, wait
             free = (order[at] for at in reversed(steps) if order[at] not in after)
             before, late = next(free, None), start
         else:
-            late = order[steps[0]]
+            # Not before the wait of another sum, which may be wanted earlier than this one.
+            late = next((order[at] for at in steps if not is_wait(order[at])), start)
             before = None if wait in _after(late, following) else wait
         if before is not None and before not in waits[late]:
             waits[late].add(before)

@@ -78,21 +78,14 @@ def _prefetched(agreed: Agreed, order: Sequence[int]) -> Order:
     return tuple(found)
 
 
-def by_size(
-    agreed: Agreed,
-    order: Order,
-    gathers: Mapping[int, int],
-    others: Mapping[int, int],
-    *,
-    exact: bool,
-) -> Buckets:
+def by_size(agreed: Agreed, order: Order, caps: Mapping[int, int], *, exact: bool) -> Buckets:
     """Merge neighbours of one kind, group and dtype, up to a number of bytes.
 
-    `gathers`, `others`: these, by the number of members; of gathers of parameters, and of the rest.
+    `caps`: these, by the number of members.
     """
 
     def cap(at: int) -> int:
-        return (gathers if is_free(agreed, at) else others)[agreed.entries[at].members]
+        return caps[agreed.entries[at].members]
 
     return _merged(agreed, order, lambda at: _key(agreed.entries[at]), cap, exact=exact)
 

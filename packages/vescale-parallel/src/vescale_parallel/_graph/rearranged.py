@@ -65,9 +65,12 @@ def rearranged(
         size = sum(one.bytes for one in members)
         start = members[0].start
         if len(members) > 1:
-            given = [one for member in members for one in member.start.all_input_nodes]
+            merged[number] = [one for member in members for one in member.start.all_input_nodes]
             start, results = _merge(made, members, waits, place)
-            merged[number] = [*given, *results]
+            if members[0].kind == "all_gather":
+                merged[number] += results
+            # Of a sum, a rank keeps its share, merged or not: only what is sent counts.
+            merged[number].append(next(iter(start.users)))
         chain.append((start, size))
     for (before, _), (after, _) in pairwise(chain):
         # One chain of all collectives: backends match them by order, so every rank has to start

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from torch import fx
 from vescale_comm.agreement import gather_numbers, gather_texts
@@ -23,9 +23,6 @@ from vescale_parallel._graph.rearranged import rearranged
 Wanted = Literal["auto"] | Sequence[str | Sequence[str]] | None
 CAP_BYTES: Final = 25 * 2**20
 _SHARE: Final = 0.1  # of a bucket's time that latency may take
-_NONE: Final = 1 << 62
-_DIVISORS: Final = ((1, 1), (4, 1), (16, 1), (_NONE, 1), (_NONE, 4), (_NONE, 16), (_NONE, _NONE))
-"""Of the sizes of buckets, where memory is short: of gathers, and of all others."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,9 @@ def schedule(
             gather ahead of what is in use, about a unit.
         memory_bytes: what may live at most while the graph runs, without inputs. What is started
             early is started later where more would live; buckets of which something lives there are
-            halved; and at last all are made smaller, those of gathers first, until it fits on all
-            ranks, or nothing is moved. "traced": as much
-            as the graph as it was takes, or the least that is found with something moved. None: any
-            number.
+            halved, until it fits on all ranks; then nothing is gathered ahead; and at last nothing
+            is moved. "traced": as much as the graph as it was takes, or the least that is found
+            with something moved. None: any number.
         exact: leave apart what is added up over three or more ranks in floating point.
 
     Raises:
@@ -122,13 +118,15 @@ def schedule(
         orders = [planned.early(known), planned.early(known, ahead=False)]
     bound = before if memory_bytes == "traced" else limits.memory
     tried = [
-        (one, overlap)
-        for one in _tried(known, orders, buckets, limits.cap, link, exact, bound is not None)
+        _Try(_buckets(known, order, buckets, limits.cap, link, exact), order, overlap)
+        # Without a bound the first one is taken.
+        for order in (orders if bound is not None else orders[:1])
     ]
     # The graph as it was: nothing merged, nothing moved. It may fit where no other order does.
     if limits.memory is not None:
-        tried.append((tuple((at,) for at in range(len(known.entries))), False))
-    best, least = _least(graph, known, waits, before, tried, orders[0], limits.ahead, bound)
+        order = tuple(range(len(known.entries)))
+        tried.append(_Try(tuple((at,) for at in order), order, moved=False))
+    best, least = _least(graph, known, waits, before, tried, limits.ahead, bound)
     if least and limits.memory is not None:
         raise GraphError(
             f"no schedule of the graph lives in {limits.memory} bytes on all ranks: the least that "
@@ -138,13 +136,20 @@ def schedule(
     return best
 
 
+class _Try(NamedTuple):
+    """Buckets, the order of collectives that they were made of, and whether nodes may be moved."""
+
+    buckets: planned.Buckets
+    order: planned.Order
+    moved: bool
+
+
 def _least(
     graph: fx.GraphModule,
     known: Agreed,
     waits: Waits,
     before: int,
-    tried: Sequence[tuple[planned.Buckets, bool]],
-    order: planned.Order,
+    tried: Sequence[_Try],
     ahead_bytes: int | None,
     bound: int | None,
 ) -> tuple[Schedule, int]:
@@ -156,7 +161,7 @@ def _least(
     """
     best: Schedule | None = None
     least = 0
-    for merged, moved in tried:
+    for merged, order, moved in tried:
         rest: planned.Buckets | None = merged
         while rest is not None:
             made, peak, alive = rearranged(
@@ -217,48 +222,24 @@ def _seen(graph: fx.GraphModule) -> tuple[list[Collective], Waits, int, str]:
         return [], {}, 0, str(error)
 
 
-def _tried(
-    known: Agreed,
-    orders: Sequence[planned.Order],
-    wanted: Wanted,
-    cap_bytes: int,
-    link: Link | None,
-    exact: bool,
-    bounded: bool,
-) -> Iterator[planned.Buckets]:
-    """Buckets as they are wanted, and then, where memory is bounded, smaller and smaller ones."""
-    members = {one.members for one in known.entries}
-    most = sum(one.bytes for one in known.entries)
-    full = {n: min(most, _saturating(link, n) if link else cap_bytes) for n in members}
-    tried = []
-    order = orders[0]
-    for gathers, others in _DIVISORS if bounded else _DIVISORS[:1]:
-        caps = [{n: cap // by for n, cap in full.items()} for by in (gathers, others)]
-        merged = _buckets(known, order, wanted, caps, exact)
-        if merged not in tried:
-            tried.append(merged)
-            yield merged
-        # Buckets of the user's own cannot be halved: without them is what is left to try.
-        wanted = wanted if wanted == "auto" else None
-    # At last, nothing is gathered before what was used earlier is summed.
-    for order in orders[1:] if bounded else ():
-        yield tuple((at,) for at in order)
-
-
 def _buckets(
     known: Agreed,
     order: planned.Order,
     wanted: Wanted,
-    caps: Sequence[dict[int, int]],
+    cap_bytes: int,
+    link: Link | None,
     exact: bool,
 ) -> planned.Buckets:
     if wanted is None:
         return tuple((at,) for at in order)
-    if isinstance(wanted, str):
-        if wanted != "auto":
-            raise GraphError(f"buckets={wanted!r}: 'auto', a list of modules or globs, or None")
-        return planned.by_size(known, order, caps[0], caps[1], exact=exact)
-    return planned.by_parameters(known, order, wanted, exact=exact)
+    if not isinstance(wanted, str):
+        return planned.by_parameters(known, order, wanted, exact=exact)
+    if wanted != "auto":
+        raise GraphError(f"buckets={wanted!r}: 'auto', a list of modules or globs, or None")
+    members = {one.members for one in known.entries}
+    most = sum(one.bytes for one in known.entries)
+    caps = {n: min(most, _saturating(link, n) if link else cap_bytes) for n in members}
+    return planned.by_size(known, order, caps, exact=exact)
 
 
 def _saturating(link: Link, members: int) -> int:
