@@ -5,6 +5,7 @@ Top to bottom (imports point down):
 - `parallelize`: ask, agree, then distribute and install; what can be refused is refused before
   anything of the model has changed.
 - `preflight`, `facts`: whether all ranks pass the same, before anything is changed.
+- `experts_trial`: whether modules that a plan names as experts compute the same in parts.
 - `zero_install`: parameters stored as shards, from a report to units and their schedule.
 - `pipeline_install`: a model in stages: where parameters lie, what each rank installs.
 - `boundaries`: hooks that redistribute what enters and leaves a module; `placements`: from layouts

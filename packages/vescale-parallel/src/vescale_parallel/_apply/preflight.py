@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from vescale_comm.agreement import gather_numbers, named, several_ranks
 from vescale_dtensor import DTensor
 
+from vescale_parallel._apply.experts_trial import why_not_apart
 from vescale_parallel._apply.facts import ADVICE, Given, facts_of, mesh_facts
 from vescale_parallel._apply.gradients import BucketedReducer
 from vescale_parallel._check.report import Report
@@ -27,7 +28,6 @@ from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._experts.kinds import is_known
 from vescale_parallel._experts.moe import Experts
 from vescale_parallel._experts.resolve import ExpertsRow
-from vescale_parallel._experts.trial import why_not_apart
 from vescale_parallel._invariant.resolve import BATCH_NORMS
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._zero import host
