@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -148,9 +149,13 @@ def torch_function(
     return wrapper
 
 
+# For `map`, which calls no Python.
+_spec_of = attrgetter("_spec")
+
+
 def _idle_call(func: Callable[..., Any], operands: Any) -> Any:
     """A call of DTensors alone that `IDLE_CALLS` does not hold; autograd records nothing."""
-    specs = tuple([operand._spec for operand in operands])
+    specs = tuple(map(_spec_of, operands))
     compiled = GRAD_IDLE.get((func, *specs))
     if compiled is None:
         return _general_call(func, operands, {})
@@ -369,7 +374,7 @@ def _general_call(
         ):
             table.exact_keys.store(exact_key, compiled)
         return compiled(*args, **kwargs)
-    if any(operand._spec.has_known_total for operand in operands):
+    if any([operand._spec.has_known_total for operand in operands]):
         return _call_with_known_totals(func, args, kwargs, full_key, table)
     return compile_call(func, args, kwargs, full_key, table)
 
