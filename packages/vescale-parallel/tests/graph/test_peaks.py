@@ -13,6 +13,8 @@ from vescale_parallel import Plan, graph, memory, mesh, parallelize
 from vescale_parallel._graph.collectives import collectives
 
 WORDS = 40
+# Bytes for which some collectives may be merged, and not all.
+ROOM = 85_000, 120_000
 
 
 class Net(nn.Module):
@@ -50,7 +52,8 @@ def scheduled(rank, world_size):
         with torch.no_grad():
             call = functools.partial(bounded.graph_module, *given)
             counted = memory.measured(call).peak
-    return bounded, free, fitted, under_way(bounded.graph_module), counted
+    roomy = [graph.schedule(whole.graph_module, memory_bytes=one) for one in ROOM]
+    return bounded, free, fitted, under_way(bounded.graph_module), counted, roomy
 
 
 def under_way(module):
@@ -66,8 +69,9 @@ def under_way(module):
 
 
 def test_gathers_ahead_are_bounded():
-    for bounded, free, fitted, (most, ahead), _ in simulate(2).run(scheduled):
+    for bounded, free, fitted, (most, ahead), *_ in simulate(2).run(scheduled):
         assert bounded.peak < free.peak
+        assert bounded.peak <= bounded.peak_before
         assert fitted.peak <= fitted.peak_before
         assert most == 1
         assert ahead > 2
@@ -75,5 +79,13 @@ def test_gathers_ahead_are_bounded():
 
 
 def test_the_peak_is_what_the_allocator_counts():
-    [(bounded, *_, counted)] = simulate(1).run(scheduled)
+    [(bounded, *_, counted, _)] = simulate(1).run(scheduled)
     assert abs(counted - bounded.peak) <= 0.02 * bounded.peak
+
+
+def test_buckets_are_small_only_where_they_are_in_the_way():
+    for bounded, free, *_, roomy in simulate(2).run(scheduled):
+        counts = [len(one.buckets) for one in (bounded, *roomy, free)]
+        assert counts == [11, 7, 5, 4]
+        assert all(one.peak <= room for one, room in zip(roomy, ROOM, strict=True))
+        assert {len(bucket) for bucket in roomy[0].buckets} == {1, 2}

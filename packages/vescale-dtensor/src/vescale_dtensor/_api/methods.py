@@ -34,8 +34,8 @@ from vescale_dtensor._torch.compat import (
     any_requires_grad,
     compiler_callback,
     dispatch_modes,
-    is_transformed,
 )
+from vescale_dtensor._torch.transforms import is_transformed
 from vescale_dtensor._torch.untraced import eagerly, is_compiled, is_compiling, untraced
 
 is_grad_enabled = torch.is_grad_enabled

@@ -46,7 +46,8 @@ from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._tensor.value_digest import sampled_digests
 from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.compat import is_traced, is_transformed
+from vescale_dtensor._torch.compat import is_traced
+from vescale_dtensor._torch.transforms import is_transformed
 from vescale_dtensor._torch.untraced import untraced
 from vescale_dtensor._torch.worlds import on_world_change
 

@@ -45,10 +45,10 @@ from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
     function_modes,
-    in_transform,
     jit_traces,
     set_late_globals,
 )
+from vescale_dtensor._torch.transforms import in_transform
 from vescale_dtensor._torch.worlds import on_world_change
 
 Check = bool | Literal["sampled"]
@@ -462,9 +462,8 @@ def capture(
     of torch, numpy, the standard library and these packages counts as constant.
 
     Where the function itself changes such state, a first call is run and not recorded, since it may
-    make what later calls find (a cache, the state of an optimizer). After the first two shapes that
-    come again, others are recorded as replays pay for them, and what keeps changing is named by a
-    warning.
+    make what later calls find (a cache, the state of an optimizer). Of many shapes, a second one is
+    recorded once it comes again or something was replayed, and others as replays pay for them.
 
     Args:
         function: a function, or an `nn.Module` (its hooks are recorded with it).

@@ -1,9 +1,10 @@
 """What calls that no program stands for cost: how often to record, and what to tell the user.
 
 A recording takes about ten times as long as the call itself, so it has to be earned. The first
-kinds of calls are recorded as they come, and so is what their state settles to; after that replays
-pay for recordings, and only kinds of calls that come often are worth one. Until then the function
-itself runs. Whatever makes calls differ again and again is named once.
+kind of call is recorded as it comes, a second one once it comes again or something was replayed,
+and so is what their state settles to; after that replays pay for recordings, and only kinds of
+calls that come often are worth one. Until then the function itself runs. Whatever makes calls
+differ again and again is named once.
 """
 
 from __future__ import annotations

@@ -60,12 +60,12 @@ from vescale_dtensor._layout.notation import short, short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import (
     dispatch_modes,
-    in_transform,
     jit_traces,
     overrides_enabled,
     set_grad_mode,
     storage_identity,
 )
+from vescale_dtensor._torch.transforms import in_transform
 
 _GETTER = "__get__"
 _MODES = frozenset({"_set_grad_enabled", "set_grad_enabled"})

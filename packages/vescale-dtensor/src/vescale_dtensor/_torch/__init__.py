@@ -1,6 +1,7 @@
 """What this package needs of torch and Python that has nothing to do with distribution.
 
-- `compat` is the one list of torch's private API, each entry feature-tested, with its fallback.
+- `compat` is the list of torch's private API, each entry feature-tested, with its fallback;
+  `transforms` is the part of it that tells of torch.func and forward mode.
 - `overridable` lets a TorchFunctionMode see one of our functions as a single call.
 - `schemas` reads from torch's schemas what a function's arguments are called and which it writes.
 - `scalars` converts NumPy's and torch's numbers; `opmath` is the precision in which reductions of

@@ -1,4 +1,7 @@
-"""The one list of torch's private API that this package uses, feature-tested, with fallbacks."""
+"""The list of torch's private API that this package uses, feature-tested, with fallbacks.
+
+But for what tells that torch.func or forward mode is at work: `transforms`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types
@@ -149,30 +151,6 @@ def traced_graph() -> Any:
     """The `torch.fx.Graph` that make_fx writes at the moment; None where nobody traces."""
     mode: Any = get_proxy_mode()
     return None if mode is None else getattr(mode.tracer, "graph", None)
-
-
-# Without these, every tensor is asked, and none counts as a functorch wrapper.
-_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-"""Whether vmap, torch.func.grad or another transform runs, as far as torch tells."""
-
-_is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func runs, or a level of forward mode is open."""
-    return transforms_active() or getattr(forward_ad, "_current_level", -1) >= 0
-
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether a plain tensor stands for something else: in vmap, torch.func.grad, forward mode."""
-    if _transforms_active() and _is_transformed(tensor):
-        return True
-    # Forward mode has no wrapper: the tangent is asked for, and only while a level is open.
-    if getattr(forward_ad, "_current_level", 0) < 0:
-        return False
-    dual: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-    return dual.tangent is not None
 
 
 def applied(function: type[torch.autograd.Function]) -> Any:

@@ -128,12 +128,15 @@ def schedule(
         tried.append(_Try(tuple((at,) for at in order), order, moved=False))
     best, least = _least(graph, known, waits, before, tried, limits.ahead, bound)
     if least and limits.memory is not None:
-        raise GraphError(
-            f"no schedule of the graph lives in {limits.memory} bytes on all ranks: the least that "
-            f"was found is {limits.memory + least}, and the graph as it was takes "
-            f"{_highest(before)}"
-        )
+        raise _too_little(limits.memory, least, _highest(before))
     return best
+
+
+def _too_little(memory: int, least: int, before: int) -> GraphError:
+    return GraphError(
+        f"no schedule of the graph lives in {memory} bytes on all ranks: the least that was found "
+        f"is {memory + least}, and the graph as it was takes {before}"
+    )
 
 
 class _Try(NamedTuple):

@@ -2,7 +2,7 @@
 
 gloo gathers into memory of its own, as large as the result, and copies from there; and of a
 reduce-scatter it sums up a copy of all that it is given. NCCL works on the tensors themselves.
-Counted by the allocator's events on torch 2.13 (tests/graph/test_peaks).
+Counted by the allocator's events on torch 2.13 (tests/memory/test_collectives).
 """
 
 from typing import Any, Final

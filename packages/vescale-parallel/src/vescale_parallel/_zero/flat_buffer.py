@@ -27,7 +27,7 @@ from vescale_dtensor import (
 )
 
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._zero.flat_plan import Place, owned_places, place_of
+from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
 from vescale_parallel._zero.host import HOST, HostShard
 from vescale_parallel._zero.packed import packed_pieces
 from vescale_parallel._zero.resolve import BufferRow
@@ -86,15 +86,13 @@ class FlatBuffer:
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
         self._packed: Tensor | None = None
         self._slots = list(map(place_of, row.plan.slots, shapes))
-        self._ends = [
-            one.offset + math.prod(shape) for one, shape in zip(row.plan.slots, shapes, strict=True)
-        ]
         # Of the slots, ascending, for whoever looks for the one in which an element of `full` is.
         self.starts = [slot.offset for slot in row.plan.slots]
+        self._ends = [at + math.prod(shape) for at, shape in zip(self.starts, shapes, strict=True)]
         self._owned = owned_places(row.plan, group.rank, shapes)
-        self._pieces = _pieces(self._owned, row.plan.sizes[group.rank])
+        self._pieces = pieces_of(self._owned, row.plan.sizes[group.rank])
         self._sizes = None if row.plan.is_even else row.plan.sizes
-        self._events = {verb: f"{verb} {_words(row)}" for verb in ("gathers", "reduces")}
+        self._events = {verb: f"{verb} {row.title}" for verb in ("gathers", "reduces")}
         self._allocate()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:
@@ -498,26 +496,3 @@ class _Kept:
     def drop(self) -> None:
         """Forget what is kept: `.grad` was set."""
         self._buffer.drop_slot(self._slot)
-
-
-def _pieces(owned: Sequence[tuple[int, int]], size: int) -> tuple[list[int], list[int]]:
-    """Sizes by which a shard falls apart into what is owned of each slot, and which piece is whose.
-
-    Between and behind them lies padding.
-    """
-    sizes: list[int] = []
-    places: list[int] = []
-    done = 0
-    for at, end in owned:
-        if end > at > done:
-            sizes.append(at - done)
-        places.append(len(sizes))
-        sizes.append(end - at)
-        done = max(done, end)
-    return [*sizes, size - done], places
-
-
-def _words(row: BufferRow) -> str:
-    """What a buffer is called where ranks are compared."""
-    unit = f"unit '{row.unit}'" if row.unit else "the rest of the model"
-    return f"{unit} ('{row.plan.slots[0].names[0]}', ...)"

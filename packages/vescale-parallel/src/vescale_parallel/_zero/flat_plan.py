@@ -212,3 +212,24 @@ def _granules_kept(one: Wanted, offset: int, size: int) -> bool:
 
 def _aligned(at: int, alignment: int) -> int:
     return -(-at // alignment) * alignment
+
+
+def pieces_of(owned: Sequence[tuple[int, int]], size: int) -> tuple[list[int], list[int]]:
+    """Return the sizes of the pieces that a shard is split into, and the piece of each slot.
+
+    A piece is what a rank owns of a slot, or the padding between two of them or behind the last.
+
+    Args:
+        owned: for each slot, where its part in the shard begins and ends.
+        size: of the shard, in elements.
+    """
+    sizes: list[int] = []
+    places: list[int] = []
+    done = 0
+    for at, end in owned:
+        if end > at > done:
+            sizes.append(at - done)
+        places.append(len(sizes))
+        sizes.append(end - at)
+        done = max(done, end)
+    return [*sizes, size - done], places

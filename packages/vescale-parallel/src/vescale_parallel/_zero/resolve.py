@@ -51,6 +51,12 @@ class BufferRow:
     offload: str = ""
 
     @property
+    def title(self) -> str:
+        """What it is called where ranks are compared."""
+        unit = f"unit '{self.unit}'" if self.unit else "the rest of the model"
+        return f"{unit} ('{self.plan.slots[0].names[0]}', ...)"
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered buffer."""
         return self.plan.total * self.compute.itemsize

@@ -57,8 +57,9 @@ class SavedTensors:
 
     Args:
         owners: where gathered buffers are.
-        backward: what is watched.
-        find: gathers a buffer again, and returns its values; also asked where nothing is watched.
+        backward: tells whether the backward that runs is watched, so that its end is noticed.
+        find: gathers a buffer, if it is not, and watches the backward, if it is not; returns the
+            gathered values.
     """
 
     def __init__(
