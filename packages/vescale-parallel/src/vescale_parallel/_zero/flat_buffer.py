@@ -30,7 +30,7 @@ from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
 from vescale_parallel._zero.host import HOST, HostShard
 from vescale_parallel._zero.packed import packed_pieces
-from vescale_parallel._zero.resolve import BufferRow
+from vescale_parallel._zero.resolve import BufferRow, title_of
 from vescale_parallel._zero.told import Told
 
 _data_ptr = Tensor.data_ptr
@@ -92,7 +92,8 @@ class FlatBuffer:
         self._owned = owned_places(row.plan, group.rank, shapes)
         self._pieces = pieces_of(self._owned, row.plan.sizes[group.rank])
         self._sizes = None if row.plan.is_even else row.plan.sizes
-        self._events = {verb: f"{verb} {row.title}" for verb in ("gathers", "reduces")}
+        title = title_of(row)
+        self._events = {verb: f"{verb} {title}" for verb in ("gathers", "reduces")}
         self._allocate()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:

@@ -51,12 +51,6 @@ class BufferRow:
     offload: str = ""
 
     @property
-    def title(self) -> str:
-        """What it is called where ranks are compared."""
-        unit = f"unit '{self.unit}'" if self.unit else "the rest of the model"
-        return f"{unit} ('{self.plan.slots[0].names[0]}', ...)"
-
-    @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered buffer."""
         return self.plan.total * self.compute.itemsize
@@ -107,6 +101,12 @@ class BufferRow:
         packed = self.plan.total * self.reduce.itemsize
         shard = 0 if self.offload else self.shard_bytes
         return shard + (packed if self.zero == 1 else 0)
+
+
+def title_of(row: BufferRow) -> str:
+    """What a buffer is called where ranks are compared."""
+    unit = f"unit '{row.unit}'" if row.unit else "the rest of the model"
+    return f"{unit} ('{row.plan.slots[0].names[0]}', ...)"
 
 
 def levels_of(
