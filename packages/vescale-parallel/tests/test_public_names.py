@@ -61,8 +61,8 @@ PUBLIC = {
     "PlanError": [],
     "PretrainedError": [],
     "Report": [
-        *("activations", "batch", "batch_is", "boundaries", "budget", "buffers", "bytes_per_rank"),
-        *("captured", "cast_buffers", "cost", "experts", "invariant", "mesh"),
+        *("activations", "batch", "batch_is", "behind", "boundaries", "budget", "buffers"),
+        *("bytes_per_rank", "captured", "cast_buffers", "cost", "experts", "invariant", "mesh"),
         *(
             "microbatches",
             "notes",

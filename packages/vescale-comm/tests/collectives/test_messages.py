@@ -154,6 +154,8 @@ STARTS = {
     "all_gather": lambda x, **k: all_gather(x, dim=1, **k),
     "uneven": lambda x, **k: all_gather(x, sizes=[4] * 3, **k),
     "reduce_scatter": lambda x, **k: reduce_scatter(x, sizes=[1, 0, 3], **k),
+    "even": lambda x, **k: reduce_scatter(torch.cat([x, x[:2]]), **k),
+    "even avg": lambda x, **k: reduce_scatter(torch.cat([x, x[:2]]), op="avg", **k),
     "all_to_all": lambda x, **k: all_to_all([x, x[:1], 2 * x], shapes=shapes_to(k), **k),
     "gather_pieces": lambda x, **k: gather_pieces(x, shapes=[(4, 2)] * 3, **k),
     "broadcast": lambda x, **k: broadcast(x, source=1, **k),

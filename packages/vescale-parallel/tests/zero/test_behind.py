@@ -1,13 +1,16 @@
 """With `behind=n` gradients of n units are reduced while others compute, with the same bits.
 
+Left open, as many units are as cost no memory that matters.
+
 Trained beside the same plan without it, and with it the numbers of reductions under way, between
 their start and their end, are counted.
 """
 
 import copy
+import json
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,8 +18,10 @@ from torch import Tensor, nn
 from vescale_comm import simulate, trace
 from vescale_dtensor import DTensor
 from vescale_parallel import no_sync
+from vescale_parallel._plan.report_json import report_json
+from vescale_parallel._zero.behind import Behind, behind_of
 from vescale_parallel._zero.flat_buffer import FlatBuffer
-from zero_models import adamw, batch, distributed, make, schedule_of
+from zero_models import Decoder, adamw, batch, distributed, make, plan_for, schedule_of
 
 DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
 MESHES = [DP, DP_TP, HSDP]
@@ -113,7 +118,7 @@ STEPS: tuple[Step, ...] = (
 
 
 def alike(
-    rank: int, world_size: int, sizes: dict[str, int], zero: Any, step: Step, behind: int, how: Any
+    rank: int, world_size: int, sizes: dict[str, int], zero: Any, step: Step, behind: Any, how: Any
 ) -> None:
     models = [distributed(make(**how), sizes, zero, behind=n) for n in (0, behind)]
     # Before any step: a schedule adds a hook to all optimizers, and simulated ranks share those.
@@ -129,17 +134,20 @@ def alike(
         for optimizer in optimizers:
             optimizer.step()
     backward(copied, 9)
-    assert schedule_of(copied).behind == behind
+    # These blocks are small: all of them may be on their way.
+    assert schedule_of(copied).behind == (len(models[1].blocks) if behind == "auto" else behind)
     for unit in schedule_of(models[1]).units:
         assert unit._early is None
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
-    ("sizes", "zero", "behind"), [(DP, 3, 1), (DP_TP, 3, 2), (HSDP, 1, 1), (DP, 2, 5)], ids=str
+    ("sizes", "zero", "behind"),
+    [(DP, 3, 1), (DP_TP, 3, 2), (HSDP, 1, 1), (DP, 2, 5), (DP, 3, "auto")],
+    ids=str,
 )
 def test_the_bits_of_reductions_that_are_waited_for(
-    sizes: dict[str, int], zero: int, step: Step, behind: int
+    sizes: dict[str, int], zero: int, step: Step, behind: Any
 ):
     simulate(prod(sizes.values()))(alike, sizes, zero, step, behind, {})
 
@@ -149,7 +157,7 @@ def test_recomputed_blocks(how: dict[str, bool]):
     simulate(2)(alike, {"dp": 2}, 3, backward, 1, how)
 
 
-def under_way(rank: int, world_size: int, behind: int) -> list[int]:
+def under_way(rank: int, world_size: int, behind: Any) -> list[int]:
     """How many reductions were under way after each start and end, in the third step."""
     model = distributed(make(blocks=4), {"dp": world_size}, 3, behind=behind)
     seen: list[int] = []
@@ -186,11 +194,73 @@ def under_way(rank: int, world_size: int, behind: int) -> list[int]:
     return list(seen)
 
 
-@pytest.mark.parametrize("behind", [0, 1, 2])
-def test_no_more_than_the_bound_are_under_way(behind: int):
+@pytest.mark.parametrize("behind", [0, 1, 2, "auto"])
+def test_no_more_than_the_bound_are_under_way(behind: Any):
+    bound = 4 if behind == "auto" else behind
     for seen in simulate(2)(under_way, behind):
         # All four blocks, whose gradients are reduced behind; the root comes last.
-        assert max(seen, default=0) == behind
-        assert len(seen) == (8 if behind else 0)
+        assert max(seen, default=0) == bound
+        assert len(seen) == (8 if bound else 0)
         # As many as there may be, and one more is started only when one has ended.
-        assert seen[:behind] == list(range(1, behind + 1))
+        assert seen[:bound] == list(range(1, bound + 1))
+
+
+class Rows(NamedTuple):
+    """Of a flat buffer, what the choice goes by."""
+
+    unit: str
+    packed_bytes: int
+    zero: int = 3
+    trainable: bool = True
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("said", "buffers", "units", "packed"),
+    [
+        # All of them, and the rest of the model is not behind anything.
+        (None, [Rows("a", MIB), Rows("b", 2 * MIB), Rows("", 9 * MIB)], 2, 3 * MIB),
+        # So many that any of them fit: the largest count.
+        (None, [Rows(str(i), i * MIB) for i in range(1, 5)], 1, 4 * MIB),
+        (None, [Rows(str(i), MIB) for i in range(9)], 4, 4 * MIB),
+        (None, [Rows("a", 2 * MIB), Rows("a", 3 * MIB), Rows("b", 5 * MIB)], 0, 0),
+        # What level 1 packs into is kept in any case; frozen parameters are not packed.
+        (None, [Rows("a", 9 * MIB, zero=1), Rows("b", 9 * MIB, zero=1)], 2, 0),
+        (None, [Rows("a", MIB), Rows("b", 9 * MIB, trainable=False)], 1, MIB),
+        (1, [Rows("a", 9 * MIB), Rows("b", 8 * MIB)], 1, 9 * MIB),
+        (0, [Rows("a", MIB)], 0, 0),
+    ],
+)
+def test_as_many_as_cost_nothing(said: int | None, buffers: Any, units: int, packed: int):
+    found = behind_of(said, buffers)
+    assert found == Behind(units, packed, said is None)
+
+
+def test_of_the_rest_alone_nothing_is_chosen():
+    assert behind_of(None, [Rows("", MIB)]) is None
+    assert behind_of(None, []) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "width", "text"),
+    [
+        ({}, 12, "up to 3 units are reduced while backward computes, in 2.6 KiB at most"),
+        ({}, 12, "(behind='auto': as many as stay below 4.0 MiB)"),
+        ({}, 1 << 16, "waits for each reduction (behind='auto': one more would take over 4.0 MiB)"),
+        ({"behind": 1}, 1 << 16, "up to 1 unit are reduced"),
+        ({"behind": 0}, 12, "backward waits for each reduction (behind=0)"),
+    ],
+)
+def test_what_is_chosen_is_told(words: Any, width: int, text: str):
+    with torch.device("meta"):
+        model = Decoder(width=width)
+    report = plan_for(DP, 3, **words).check(model, DP)
+    assert text in str(report)
+    assert json.loads(report_json(report))["behind"]["units"] == report.behind.units
+
+
+def test_where_nothing_is_reduced_behind_nothing_is_told():
+    assert plan_for(DP, 0).check(make(), DP).behind is None
+    assert plan_for({"dp": 1}, 3).check(make(), {"dp": 1}).behind is None

@@ -153,6 +153,7 @@ def test_json_keeps_every_word():
         ({"zero": 1, "units": ["{a"]}, "never closed"),
         ({"zero": 1, "prefetch": -1}, "prefetch=-1"),
         ({"zero": 1, "behind": True}, "behind=True"),
+        ({"zero": 1, "behind": "all"}, "behind='all': a number of units, 0 or more, or 'auto'"),
         ({"zero": 1, "block": 0}, "block=0: a number of elements, 1 or more"),
         ({"zero": 1, "block": (128,)}, r"block=\(128,\): a number of elements, 1 or more, or the"),
         ({"zero": 1, "block": [4, "4"]}, "block='4': a number"),

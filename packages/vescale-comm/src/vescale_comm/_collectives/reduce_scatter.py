@@ -10,9 +10,14 @@ from vescale_comm._checks.arguments import check_dim, check_tensor
 from vescale_comm._checks.chunk_sizes import chunk_sizes
 from vescale_comm._collectives.compressed import CompressedReduceScatter
 from vescale_comm._engine.autograd import Linear
-from vescale_comm._engine.fast_path import fast_reduce_scatter, is_fast, note_checked
+from vescale_comm._engine.fast_path import (
+    StartedScatter,
+    fast_reduce_scatter,
+    is_fast,
+    note_checked,
+)
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import ready, run_or_start
+from vescale_comm._engine.pending import Pending, ready, run_or_start
 from vescale_comm._engine.sharded import LinearReduceScatter
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy
@@ -66,12 +71,19 @@ def reduce_scatter(
     if type(group) is not Group:
         group = as_group(group)
     plain = order == "native" and sizes is None and wire is None and feedback is None
-    if plain and not async_op and is_fast(_FAST_KEYS.get(op, ""), x, group):
+    if plain and not (async_op and dim) and is_fast(_FAST_KEYS.get(op, ""), x, group):
         along = check_dim("reduce_scatter", dim, tuple(x.shape)) if dim else 0
         # Not part of the key: the extent differs from call to call, and the full check names it.
         if x.shape[along] % group.size == 0:
+            if async_op:
+                started = StartedScatter(x, group, mean=op == "avg")
+                return cast(Tensor, Pending("reduce_scatter", started, _same))
             return fast_reduce_scatter(x, group, along, mean=op == "avg")
     return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
+
+
+def _same(result: Tensor) -> Tensor:
+    return result
 
 
 def _reduce_scatter(

@@ -160,6 +160,40 @@ def fast_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, mean: bool = F
     return out if result is None else out.view(result)
 
 
+class StartedScatter:
+    """Reduces and scatters equal shards along dim 0, while this rank goes on; `finish` waits.
+
+    Args:
+        x: this rank's contribution.
+        group: of the ranks.
+        mean: whether the sum is divided by their number.
+    """
+
+    __slots__ = ("_group", "_mean", "_out", "_work", "_x")
+
+    def __init__(self, x: Tensor, group: Group, *, mean: bool) -> None:
+        if group._log is not None:
+            record_fast(group._log, "reduce_scatter", x, x.numel(), together=False)
+        # Both are kept until it is over: a backend that reads freed memory would not say so.
+        self._x, self._group, self._mean = x, group, mean
+        self._out = out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+        try:
+            if _scatter is None:
+                self._work = reduce_scatter_single(out, x, group=group.process_group, async_op=True)
+            else:
+                self._work = group.process_group.reduce_scatter_single(out, x, _SUM)
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described("reduce_scatter", x, group), error) from error
+
+    def finish(self) -> Tensor:
+        """Wait, and return this rank's shard."""
+        try:
+            _wait(self._work)
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described("reduce_scatter", self._x, self._group), error) from error
+        return self._out.div_(self._group.size) if self._mean else self._out
+
+
 def _wait(work: Any) -> None:
     if work is not None:
         work.wait()

@@ -99,7 +99,7 @@ def parallelize(
         _install_hooks(model, where.mesh, here, plan.batch_is)
         install_experts(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
-        install_zero(model, report, where, plan.prefetch, behind=plan.behind)
+        install_zero(model, report, where, plan.prefetch)
     install_attention(model, plan.sequence)
     scene = None
     if isinstance(where, StagePlacements):

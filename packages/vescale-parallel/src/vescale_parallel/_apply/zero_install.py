@@ -92,7 +92,6 @@ def install_zero(
     where: StoredPlacements,
     ahead: int,
     *,
-    behind: int = 0,
     compares: bool = True,
 ) -> None:
     """Put the stored parameters into buffers, and register the hooks that gather them.
@@ -102,7 +101,6 @@ def install_zero(
         report: the plan, resolved.
         where: of the parameters.
         ahead: how many units are gathered ahead.
-        behind: of how many units gradients are reduced while others compute.
         compares: whether all ranks compare what they gather first; stages do so at other times.
     """
     cast_buffers(model, report)
@@ -131,6 +129,7 @@ def install_zero(
         )
         for name in names
     ]
+    behind = 0 if report.behind is None else report.behind.units
     schedule = Schedule(units, ahead, told, behind=behind, compares=compares)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])

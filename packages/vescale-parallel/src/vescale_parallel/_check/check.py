@@ -34,6 +34,7 @@ from vescale_parallel._pipeline.rules import AXIS
 from vescale_parallel._pipeline.split import Split, split_model
 from vescale_parallel._static.units import captured_units
 from vescale_parallel._zero import host
+from vescale_parallel._zero.behind import behind_of
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes
 from vescale_parallel._zero.offload import offload_notes, wanted_offload, with_offload
 from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with_units
@@ -64,6 +65,11 @@ def check_rules(
     if problems:
         head = f"the plan does not fit {type(model).__name__}: {count(len(problems), 'problem')}"
         raise PlanError("\n  - ".join([head, *problems]))
+    buffers = (
+        buffers_of(rules.zero, model, parameters, sizes)
+        if split is None
+        else tuple(one for of_rank in split.buffers for one in of_rank)
+    )
     return Report(
         mesh=tuple(sizes.items()),
         parameters=tuple(parameters),
@@ -77,12 +83,9 @@ def check_rules(
             + dtype_notes(parameters, rules.zero)
             + offload_notes(rules.zero, offload, parameters, sizes, host_only=host_only)
         ),
-        buffers=(
-            buffers_of(rules.zero, model, parameters, sizes)
-            if split is None
-            else tuple(one for of_rank in split.buffers for one in of_rank)
-        ),
+        buffers=buffers,
         over=rules.zero.over,
+        behind=behind_of(rules.zero.behind, buffers) if buffers and split is None else None,
         cast_buffers=cast_buffers_of(rules.zero, model),
         captured=tuple(captured_units(model)),
         regions=tuple(regions),

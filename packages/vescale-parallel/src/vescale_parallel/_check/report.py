@@ -34,6 +34,7 @@ from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._pipeline.split import Split
 from vescale_parallel._static.units import CapturedUnit
+from vescale_parallel._zero.behind import Behind
 from vescale_parallel._zero.offload import memory_table
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
@@ -51,6 +52,8 @@ class Report:
         notes: what is legal but may surprise.
         buffers: the flat buffers that hold the parameters with a `zero` level.
         over: the axis that those are sharded over.
+        behind: of how many units gradients are on their way at a time; None where it is no
+            question: without buffers, in stages, and of logical shards.
         cast_buffers: buffers of modules that are stored in another dtype, by name.
         regions: modules that are computed again in backward; with a budget, the first of them.
         budget: bytes of activations of a rank, or None.
@@ -72,6 +75,7 @@ class Report:
     notes: tuple[str, ...]
     buffers: tuple[BufferRow, ...] = ()
     over: str = ""
+    behind: Behind | None = None
     cast_buffers: tuple[tuple[str, torch.dtype], ...] = ()
     regions: tuple[RegionRow, ...] = ()
     budget: float | None = None
@@ -192,6 +196,8 @@ class Report:
         parts = [f"plan on mesh({sizes}), batch {batch}", self._parameters()]
         if self.buffers:
             parts.append(buffer_table(self.buffers, self.over))
+        if self.behind is not None:
+            parts.append(self.behind.text())
         if any(one.offload for one in self.buffers):
             parts.append(memory_table(self.buffers))
         if self.cast_buffers:

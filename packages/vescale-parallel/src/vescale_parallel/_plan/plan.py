@@ -73,7 +73,8 @@ class Plan:
             repeated blocks of the model (the members of a list of one type), and the rest.
         prefetch: how many units are gathered ahead of the one that computes.
         behind: of how many units gradients may be on their way at a time, while backward computes
-            the ones before; 0: it waits for each. Each takes memory for all its gradients.
+            the ones before; 0: it waits for each. Each takes memory for all its gradients; "auto":
+            as many as take 4 MiB together, so that small units overlap and large ones do not.
         precision: dtypes by their use, as `{"compute": "bfloat16", "reduce": "float32"}`, or glob
             over names of parameters and buffers to such a mapping. Parameters are cast to `compute`
             before they are sent, and modules compute with them in it; `zero` sums gradients in
@@ -128,7 +129,7 @@ class Plan:
     over: str = "dp"
     units: str | tuple[str, ...] | None = None
     prefetch: int = 1
-    behind: int = 0
+    behind: int | Literal["auto"] = "auto"
     precision: Mapping[str, Any] | None = None
     owned: str | tuple[str, ...] | None = None
     block: int | tuple[int, int] = 1
@@ -193,7 +194,10 @@ class Plan:
         require_together(report, self.batch_is, self.deterministic)
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
-        return replace(report, batch_is=self.batch_is, invariant=invariant, sequence=self.sequence)
+        report = replace(report, batch_is=self.batch_is, sequence=self.sequence)
+        # Logical shards keep their gradients until the last of them: no reduction is behind it.
+        behind = report.behind if invariant is None else None
+        return replace(report, invariant=invariant, behind=behind)
 
     def explain(
         self,

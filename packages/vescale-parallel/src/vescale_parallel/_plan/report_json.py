@@ -35,6 +35,7 @@ def report_json(report: Report) -> str:
             }
             for row in report.buffers
         ],
+        "behind": None if report.behind is None else asdict(report.behind),
         "batch_is": report.batch_is,
         "recomputed": [
             {"module": row.module, "rule": row.rule, "kind": row.kind, "saved": list(row.saved)}

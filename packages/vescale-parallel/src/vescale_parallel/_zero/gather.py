@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from vescale_parallel._errors import ParallelError
+
+_wants = attrgetter("requires_grad")
 
 Kept = list[Tensor | None]
 """Gradients that are in no buffer."""
@@ -55,11 +58,12 @@ class Early:
 
     def fits(self, leaves: Sequence[Tensor]) -> bool:
         """Whether it leads back to these leaves, all as they are now."""
+        # Without a line of Python for each: this is asked of every unit at every step.
         return (
             torch.is_grad_enabled()
             and len(leaves) == len(self.leaves)
-            and all([one is two for one, two in zip(leaves, self.leaves, strict=True)])
-            and [one.requires_grad for one in leaves] == self.trained
+            and all(map(is_, leaves, self.leaves))
+            and list(map(_wants, leaves)) == self.trained
         )
 
 
@@ -143,10 +147,15 @@ class GatherUnit(torch.autograd.Function):
         return None, None, torch.empty(0, device=device)
 
 
-def early_node(unit: Gathers, leaves: Sequence[Tensor]) -> Early:
-    """Make the node that ends the backward of a unit, before the unit runs."""
+def early_node(unit: Gathers, leaves: Sequence[Tensor]) -> Early | None:
+    """Make the node that ends the backward of a unit, before the unit runs.
+
+    None where no backward comes to it.
+    """
     passed = Passed(is_early=True)
-    trained = [one.requires_grad for one in leaves]
+    trained = list(map(_wants, leaves))
+    if True not in trained:
+        return None
     return Early(_stored(unit, passed, leaves), passed, leaves, trained)
 
 

@@ -72,6 +72,11 @@ class BufferRow:
         return sent if self.trainable else 0
 
     @property
+    def packed_bytes(self) -> int:
+        """Bytes of the buffer that a reduce-scatter reads, of all its gradients."""
+        return self.plan.total * self.reduce.itemsize if self.trainable else 0
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes that stay on the device between steps on the rank with most."""
         return max(self.stored_on(rank) for rank in range(self.plan.shards))
@@ -98,9 +103,8 @@ class BufferRow:
         if not self.trainable:
             return 0
         # At level 1 the buffer that the reduce-scatter reads is kept beside its result.
-        packed = self.plan.total * self.reduce.itemsize
         shard = 0 if self.offload else self.shard_bytes
-        return shard + (packed if self.zero == 1 else 0)
+        return shard + (self.packed_bytes if self.zero == 1 else 0)
 
 
 def title_of(row: BufferRow) -> str:

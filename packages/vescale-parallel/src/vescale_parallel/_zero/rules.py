@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import expand_braces
+from vescale_parallel._zero.behind import AUTO
 from vescale_parallel._zero.offload import parse_offload
 from vescale_parallel._zero.precision import Dtypes, parse_precision
 
@@ -19,6 +20,7 @@ LEVELS: Final = {
 """What each level shards over the axis."""
 
 _CATCH_ALL: Final = "*"
+_BEHIND: Final = f"a number of units, 0 or more, or '{AUTO}'"
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class ZeroRules:
         over: the mesh axis that shards.
         units: globs over names of modules that are gathered as one; none: repeated blocks.
         prefetch: how many units are gathered ahead.
-        behind: of how many units gradients are reduced while others compute.
+        behind: of how many units gradients are reduced while others compute; None: as many as cost
+            no memory that matters, see `behind_of`.
         owned: globs over names of parameters that one rank of `over` stores in full.
         block: so many elements in a row of a parameter stay on one rank.
         tile_rows: so many rows of a matrix stay on one rank.
@@ -42,7 +45,7 @@ class ZeroRules:
     over: str
     units: tuple[str, ...]
     prefetch: int
-    behind: int
+    behind: int | None
     precision: Mapping[str, Dtypes]
     owned: tuple[str, ...]
     block: int
@@ -97,7 +100,7 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
         over=over,
         units=_globs("units", said.units),
         prefetch=_number("prefetch", said.prefetch, "a number of units, 0 or more", 0),
-        behind=_number("behind", said.behind, "a number of units, 0 or more", 0),
+        behind=None if said.behind == AUTO else _number("behind", said.behind, _BEHIND, 0),
         precision=parse_precision(said.precision),
         owned=_globs("owned", said.owned),
         block=block,

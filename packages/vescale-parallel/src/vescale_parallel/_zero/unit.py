@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,8 @@ from vescale_dtensor import Gathering, local_leaf, local_leaves
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
 from vescale_parallel._zero.gather import Early, early_node, gather_unit
+
+_wants = attrgetter("requires_grad")
 
 Places = tuple[tuple[nn.Module, str], ...]
 """Modules that hold one parameter, and under which names."""
@@ -144,7 +147,7 @@ class Unit:
     @property
     def trains(self) -> bool:
         """Whether a backward will come to the node of this unit."""
-        return any(one.stored.requires_grad for one in self.held)
+        return True in map(_wants, local_leaves(self._stored))
 
     def views(self) -> list[Tensor]:
         """The gathered values, one for each held parameter, without a history."""
@@ -153,10 +156,13 @@ class Unit:
         return views + [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in kept]
 
     @cached_property
+    def _stored(self) -> list[nn.Parameter]:
+        return [one.stored for one in self.held]
+
+    @cached_property
     def _gathering(self) -> Gathering:
         # At the first use: while a model is copied, the copies have no parameters yet.
-        stored = [one.stored for one in self.held]
-        return Gathering(stored, self.mesh, [one.placements for one in self.held])
+        return Gathering(self._stored, self.mesh, [one.placements for one in self.held])
 
     def aliases(self) -> tuple[list[Tensor], list[int]]:
         """The gathered values, an alias for each kind of use, and which get no gradient."""
@@ -220,7 +226,7 @@ class Unit:
 
     def made(self) -> list[Tensor]:
         """Make the gathered parameters, recorded where gradients are."""
-        leaves = local_leaves([one.stored for one in self.held])
+        leaves = local_leaves(self._stored)
         # Of this run alone: the next one has nodes of its own.
         early, self._early = self._early, None
         fulls: list[Any] = list(self.wrapped(gather_unit(self, leaves, early)))
@@ -232,8 +238,8 @@ class Unit:
 
     def prepare(self) -> None:
         """Make the node at the end of its backward now, so that the engine comes to it later."""
-        if self._early is None and self.trains and torch.is_grad_enabled():
-            self._early = early_node(self, local_leaves([one.stored for one in self.held]))
+        if self._early is None and torch.is_grad_enabled():
+            self._early = early_node(self, local_leaves(self._stored))
 
     def forget_prepared(self) -> None:
         """The run that it was made for has not come."""
