@@ -14,7 +14,15 @@ PUBLIC = {
     "BufferRow": [
         *("compute", "dtype", "gather_bytes", "gathered_bytes", "gradient_bytes", "host_bytes"),
         *("offload", "owned"),
-        *("plan", "reduce", "reduce_bytes", "shard_bytes", "stored_bytes", "stored_on"),
+        *(
+            "packed_bytes",
+            "plan",
+            "reduce",
+            "reduce_bytes",
+            "shard_bytes",
+            "stored_bytes",
+            "stored_on",
+        ),
         *("trainable", "unit", "zero"),
     ],
     "CapturedUnit": ["name", "programs", "refusal", "replays"],
