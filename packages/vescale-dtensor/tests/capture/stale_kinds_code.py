@@ -8,8 +8,12 @@ import queue
 import sys
 import threading
 import types
+import weakref
+from abc import ABCMeta
 from array import array
+from collections import Counter, OrderedDict
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from stale_kinds import (
@@ -370,6 +374,22 @@ for _use in (caught_by_the_caller, caught_without_a_name, caught_by_another_name
     for _what, _make in (("function", lambda: lambda: None), ("tensor", lambda: torch.ones(3))):
         _words = _use.__name__.replace("_", " ")
         kind(f"attribute that a {_what} lacks, {_words}", _make, numbered, _use)
+# Not by `class`: then the class would say that it is of this module.
+WITH_ROOM = {
+    "staticmethod": lambda: staticmethod(len),
+    "classmethod": lambda: classmethod(len),
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "class made by ABCMeta": lambda: ABCMeta("Made", (), {}),
+    "fraction of a derived class": lambda: ABCMeta("Half", (Fraction,), {})(1, 2),
+    "bytearray of a derived class": type("Bytes", (bytearray,), {}),
+    "array of a derived class": lambda: type("Numbers", (array,), {})("f", [2.0]),
+    "property of a derived class": type("Property", (property,), {}),
+    "weak reference of a derived class": lambda: type("Weak", (weakref.ref,), {})(Swallowing),
+    "ExceptionGroup": lambda: ExceptionGroup("two", [KeyError(1)]),
+}
+for _what, _make in WITH_ROOM.items():
+    kind(f"attribute that a {_what} lacks", _make, numbered, caught_by_the_caller)
 OTHER_MODULE = types.ModuleType("capture_that_lacks")
 
 
@@ -388,6 +408,59 @@ def lacking():
 
 
 kind("name to import that a Python module lacks", lacking, numbered, imported_if_there)
+
+
+def of_a_library():
+    return torch.nn.functional.number_that_libraries_lack
+
+
+def of_a_class():
+    return torch.nn.Linear.number_that_libraries_lack
+
+
+def of_an_import():
+    import torch.nn.functional as lib
+
+    return lib.number_that_libraries_lack
+
+
+def of_an_imported_name():
+    from torch.nn import functional
+
+    return functional.number_that_libraries_lack
+
+
+def caught_here(number):
+    def use(x, v):
+        try:
+            return x * number()
+        except AttributeError:
+            return x
+
+    return use
+
+
+def added(owner):
+    def change(v):
+        owner.number_that_libraries_lack = getattr(owner, "number_that_libraries_lack", 1.0) + 1
+        return v
+
+    return change
+
+
+def cleaned(owner):
+    def make():
+        if hasattr(owner, "number_that_libraries_lack"):
+            del owner.number_that_libraries_lack
+        return 1.0
+
+    return make
+
+
+for _read in (of_a_library, of_a_class, of_an_import, of_an_imported_name):
+    _owner = torch.nn.Linear if _read is of_a_class else torch.nn.functional
+    _words = _read.__name__.replace("_", " ")
+    kind(f"name {_words} that it lacks", cleaned(_owner), added(_owner), caught_here(_read))
 
 
 def with_signature(v):

@@ -8,6 +8,7 @@ standard library) are watched for the names they use.
 
 from __future__ import annotations
 
+import abc
 import sys
 import sysconfig
 import types
@@ -49,6 +50,8 @@ _BASES_OF_EXTENSIONS = frozenset({"pybind11_builtins"})
 # Called for every module, and guarded by `ModuleGuard`: not worth the names.
 _PLUMBING = frozenset({"_wrapped_call_impl", "_call_impl", "inner", "__getattr__", "__setattr__"})
 
+# Modules of Python whose code makes classes for users.
+_MAKERS = {"types": types, "abc": abc}
 _ON_THE_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made, and some of C
 
 USER, STATEFUL, LIBRARY = "user", "stateful", "library"
@@ -126,9 +129,9 @@ def _is_hidden(root: str) -> bool:
 def is_library_class(cls: type) -> bool:
     """Whether the attributes of a class itself count as constant."""
     name = str(cls.__module__)
-    # What `dataclasses.make_dataclass` and `types.new_class` make for the user says that it is
-    # of this module.
-    if name == "types" and vars(types).get(cls.__name__) is not cls:
+    # What `dataclasses.make_dataclass`, `types.new_class` and `ABCMeta(...)` make for the user says
+    # that it is of these modules.
+    if name in _MAKERS and vars(_MAKERS[name]).get(cls.__name__) is not cls:
         return not cls.__flags__ & _ON_THE_HEAP
     return name in _BASES_OF_EXTENSIONS or is_library_module(name)
 

@@ -27,6 +27,7 @@ _BY_STRING = frozenset({"getattr", "setattr", "hasattr", "delattr"})
 _PLAIN_LOADS = frozenset({"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"})
 _VARIABLES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"})
 _PARTS = frozenset({"LOAD_ATTR", "IMPORT_FROM"})
+_STEPS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 # Where a call puts a NULL beside the function: before it up to CPython 3.12. In the lowest bit of
 # what loads a global; of an attribute, too, where there is no LOAD_METHOD.
 _NULL_AFTER = sys.version_info >= (3, 13)
@@ -68,6 +69,7 @@ class CodeNames(NamedTuple):
         identity: whether it may ask which of two equal objects it has.
         values: names of variables whose values it takes other than to call them.
         parts: names of attributes of which it does.
+        paths: globals with the attributes that are read one of another: ("torch", "nn", "Linear").
     """
 
     globals: frozenset[str]
@@ -80,6 +82,7 @@ class CodeNames(NamedTuple):
     identity: bool
     values: frozenset[str]
     parts: frozenset[str]
+    paths: frozenset[tuple[str, ...]]
 
 
 # Code objects are equal by contents, and equal code has the same names.
@@ -117,7 +120,20 @@ def code_names(code: CodeType) -> CodeNames:
         asked or bool(_BY_IDENTITY & (globals_ | attributes)),
         frozenset(_taken(instructions, _VARIABLES)),
         frozenset(strings | set(_taken(instructions, _PARTS))),
+        frozenset(_paths(instructions)),
     )
+
+
+def _paths(instructions: list[Instruction]) -> Iterator[tuple[str, ...]]:
+    """Each global of which an attribute is read, with it, and with what is read of that in turn."""
+    path: list[str] = []
+    for instruction in instructions:
+        if path and instruction.opname in _STEPS:
+            path.append(instruction.argval)
+            continue
+        if len(path) > 1:
+            yield tuple(path)
+        path = [instruction.argval] if instruction.opname in _GLOBAL else []
 
 
 def _may_catch(instructions: list[Instruction]) -> bool:

@@ -7,6 +7,7 @@ The code of libraries counts as constant, but not which function a name there st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
 from sys import modules as imported
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -14,7 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._capture.code_files import USER, is_library_class, kind_of_code
+from vescale_dtensor._capture.code_files import (
+    USER,
+    is_library_class,
+    is_library_module,
+    kind_of_code,
+)
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -95,6 +101,58 @@ class Libraries:
             return names  # it answers for missing names, so to have one later makes a difference
         inherited = _OF_TENSORS if owner in (Tensor, DTensor) else frozenset()
         return names & (space.keys() | self._optional | inherited)
+
+
+def missing_on(path: tuple[str, ...], space: Mapping[str, Any]) -> Iterator[Names]:
+    """Where to look for the name that a library lacks on a path of attributes, if there is one.
+
+    To have it later makes a difference wherever code goes on without it. It may be a caller that
+    does, so what the code itself catches does not matter.
+
+    Args:
+        path: a global, and the attributes that are read one of another.
+        space: the globals of the code that reads them.
+    """
+    owner = space.get(path[0])
+    for name in path[1:]:
+        if not isinstance(owner, ModuleType | type):
+            return
+        spaces = _namespaces(owner)
+        found = next((one for one in spaces if name in one), None)
+        if found is None:
+            yield from ((one, {name}) for one in spaces if _is_of_library(owner))
+            return
+        owner = found[name]
+
+
+def missing_of_imports(modules: Iterable[str], names: AbstractSet[str]) -> Iterator[Names]:
+    """Where to look for names that libraries lack which a function imports for itself.
+
+    Args:
+        modules: those that its `import` statements name.
+        names: all attributes that it reads, of whatever; what it imports from a module among them.
+    """
+    for full in modules:
+        parents = full.split(".")
+        known = [imported.get(".".join(parents[: n + 1])) for n in range(len(parents))]
+        # Not `getattr`, which may import what a module has by need.
+        given = [vars(one).get(name) for one in known[-1:] if one is not None for name in names]
+        for owner in {id(one): one for one in (*known, *given)}.values():
+            if isinstance(owner, ModuleType) and _is_of_library(owner):
+                yield vars(owner), set(names - vars(owner).keys())
+
+
+def _namespaces(owner: Any) -> list[Mapping[str, Any]]:
+    """Those in which an attribute of a Python module, or of a class, is looked for."""
+    owners = [owner] if isinstance(owner, ModuleType) else owner.__mro__
+    return [vars(one) for one in owners]
+
+
+def _is_of_library(owner: Any) -> bool:
+    """Whether what a Python module, or a class, holds counts as constant."""
+    if isinstance(owner, ModuleType):
+        return is_library_module(owner.__name__)
+    return is_library_class(owner) and not owner.__flags__ & _IMMUTABLE
 
 
 def _replaceable(space: Mapping[str, Any]) -> Names:

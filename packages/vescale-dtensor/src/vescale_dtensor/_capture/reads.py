@@ -31,6 +31,7 @@ from vescale_dtensor._capture.code_files import (
     kind_of_code,
 )
 from vescale_dtensor._capture.code_names import CodeNames, code_names
+from vescale_dtensor._capture.libraries import missing_of_imports, missing_on
 from vescale_dtensor._capture.looks import Steady
 from vescale_dtensor._capture.places import (
     Namespace,
@@ -173,6 +174,9 @@ class StateReads(Walk):
             self.values |= names.values
             self.parts_taken |= names.parts
             self._ask_of_libraries(names)
+            for path in names.paths:
+                self._guard_libraries(missing_on(path, space))
+            self._guard_libraries(missing_of_imports(names.modules, names.attributes))
             for text in names.texts:
                 # One that is not there may be later: `"name" in sys.modules`.
                 if all(map(str.isidentifier, text.split("."))):

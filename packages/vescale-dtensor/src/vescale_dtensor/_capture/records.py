@@ -7,6 +7,7 @@ is a record: a leaf, followed by the values of its attributes, which may be reco
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +91,10 @@ def _flatten(tree: Any, seen: set[int]) -> tuple[list[Any], Form]:
 
 
 def _has_more_than_items(value: Any) -> bool:
-    """Whether a node is a tuple with attributes, which its items alone would not make again."""
-    if not isinstance(value, tuple) or type(value) is tuple:
-        return False
-    return bool(attributes_of(value))
+    """Whether a node has attributes of its own: its items alone would not make it again."""
+    derived = isinstance(value, tuple) and type(value) is not tuple
+    # torch's pytree knows no other class whose objects have room for them.
+    return (derived or type(value) is OrderedDict) and bool(attributes_of(value))
 
 
 def exact_keys(form: Form) -> Any:

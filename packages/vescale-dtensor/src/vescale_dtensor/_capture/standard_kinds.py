@@ -9,6 +9,7 @@ from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from vescale_dtensor._capture.code_files import is_library_class
+from vescale_dtensor._capture.equality import has_attributes
 from vescale_dtensor._capture.looks import (
     Steady,
     decimals,
@@ -46,6 +47,15 @@ class StandardKinds:
     def _meet_object(self, value: Any, origin: Origin | None) -> None:
         raise NotImplementedError
 
+    def _meet_more(self, value: Any, origin: Origin | None) -> None:
+        """Take in what users may have set on an object beside what its kind says.
+
+        Its class is the user's, or one of Python's whose instances have room for attributes:
+        `OrderedDict` has, `dict` has not.
+        """
+        if has_attributes(type(value)) or not is_library_class(type(value)):
+            self._meet_object(value, origin)
+
     def _meet_environment(self, value: Any, origin: Origin | None) -> None:
         """Take in the variables of the environment, as one value."""
         self._look(partial(environment, value), origin)
@@ -79,14 +89,14 @@ class StandardKinds:
     def _meet_zoned(self, value: Any, origin: Origin | None) -> None:
         """Take in the zone of a moment; a class of the user's may have more."""
         self.meet(value.tzinfo, Origin(origin, ".tzinfo", "tzinfo"))
-        if not is_library_class(type(value)):
-            self._meet_object(value, origin)
+        self._meet_more(value, origin)
 
     def _meet_view(self, value: Any, origin: Origin | None) -> None:
         self.meet(value.mapping, origin)
 
     def _meet_wrapped(self, value: Any, origin: Origin | None) -> None:
         self.meet(getattr(value, "__wrapped__", None), origin)
+        self._meet_more(value, origin)
 
     def _meet_cache(self, value: Any, origin: Origin | None) -> None:
         """Take in a function that remembers results, and what it has remembered."""
@@ -107,12 +117,12 @@ class StandardKinds:
     def _meet_handler(self, value: Any, origin: Origin | None) -> None:
         """Take in which messages a handler takes; a class of the user's may have more."""
         self._look(Steady(partial(handling, value)), origin)
-        if not is_library_class(type(value)):
-            self._meet_object(value, origin)
+        self._meet_more(value, origin)
 
     def _meet_property(self, value: property, origin: Origin | None) -> None:
         for function in (value.fget, value.fset, value.fdel):
             self.meet(function, origin)
+        self._meet_more(value, origin)
 
     def _meet_captured(self, value: Any, origin: Origin | None) -> None:
         """Take in the function of a captured one: inside of a recording it runs itself."""
@@ -148,6 +158,7 @@ class StandardKinds:
     def _meet_bytes(self, value: Any, origin: Origin | None) -> None:
         # By value: the buffer stays the same object whatever is written into it.
         self._look(partial(bytes, value), origin)
+        self._meet_more(value, origin)
 
 
 def name_called_by(value: Any) -> str:

@@ -289,6 +289,7 @@ class Walk(StandardKinds):
         """Take in what a weak reference leads to, if it lives; the guard asks it again."""
         found = value()
         self.places.append(Look(value, found, origin))
+        self._meet_more(value, origin)
         if found is None or id(found) in self._known:
             return
         self.meet(found, origin)
@@ -375,13 +376,11 @@ class Walk(StandardKinds):
         if isinstance(value, defaultdict):
             factory = Origin(origin, ".default_factory", "default_factory")
             self._look(partial(getattr, value, "default_factory"), factory)
-        if not is_library_class(type(value)):
-            self._meet_object(value, origin)
+        self._meet_more(value, origin)
 
     def _meet_items(self, value: Any, origin: Origin | None) -> None:
         self._meet_all(value, origin)
-        if not is_library_class(type(value)):
-            self._meet_object(value, origin)
+        self._meet_more(value, origin)
 
     def _meet_partial(self, value: Any, origin: Origin | None) -> None:
         # No profiler hears of what a partial calls.
