@@ -23,7 +23,7 @@ from vescale_comm._engine.primitives import (
 )
 from vescale_comm._engine.recorded import record_fast
 from vescale_comm._groups.group import Group
-from vescale_comm._torch.compat import being_traced
+from vescale_comm._torch.compat import being_traced, dispatch_modes
 from vescale_comm._wire.backend_dtypes import BACKEND_DTYPES
 
 
@@ -46,7 +46,8 @@ def is_fast(op: str, x: Any, group: Group) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
         and not has_torch_function_unary(None)  # a mode that records sees collectives
-        and not being_traced(x)  # asked as well: in a backward no torch function mode is active
+        # Asked as well: in a backward no torch function mode is active. `x` itself is no tracer's.
+        and not (dispatch_modes() and being_traced(x))
     )
 
 
@@ -130,7 +131,8 @@ class StartedGather:
     def finish(self) -> Tensor:
         """Wait, and return the memory that was filled."""
         try:
-            _wait(self._work)
+            if self._work is not None:
+                self._work.wait()
         except (RuntimeError, ValueError) as error:
             raise failure(_described("all_gather", self._x, self._group), error) from error
         return self._out
@@ -188,7 +190,8 @@ class StartedScatter:
     def finish(self) -> Tensor:
         """Wait, and return this rank's shard."""
         try:
-            _wait(self._work)
+            if self._work is not None:
+                self._work.wait()
         except (RuntimeError, ValueError) as error:
             raise failure(_described("reduce_scatter", self._x, self._group), error) from error
         return self._out.div_(self._group.size) if self._mean else self._out

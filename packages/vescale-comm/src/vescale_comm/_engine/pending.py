@@ -43,7 +43,7 @@ class Pending(Generic[Result]):
         self._started: _Finishable | None = started
         self._world = current_world()
         # Weakly: a handle without references has to die, and warn.
-        _alive.add(self)
+        _alive[id(self)] = weakref.ref(self)
 
     def wait(self) -> Result:
         """Return the result when it is there.
@@ -59,6 +59,7 @@ class Pending(Generic[Result]):
                 f"first at {site_of(self._waited_at)}, now at {call_site()}. Keep what wait() "
                 "returned"
             )
+        del _alive[id(self)]
         self._waited_at = call_place()
         return self._then(started.finish())
 
@@ -74,19 +75,22 @@ class Pending(Generic[Result]):
         if started is None:
             return
         self._started = None
+        del _alive[id(self)]
         # Not waited for here: the other members may never come, and this may be the garbage
         # collector's doing, at any line of the program.
         message = f"the handle of {self._name} from {site_of(self._place)} was never waited for"
         warnings.warn(message, UnwaitedWarning, stacklevel=2, source=self)
 
 
-_alive: "weakref.WeakSet[Pending[Any]]" = weakref.WeakSet()
+# Those under way, by id, which leave it by themselves: methods of a WeakSet are calls of Python.
+_alive: dict[int, "weakref.ref[Pending[Any]]"] = {}
 
 
 def unwaited() -> list[str]:
     """Return a line for each handle of this process that is under way: op, and where it began."""
     world = current_world()  # the handles of other simulated ranks are not this one's
-    mine = [each for each in _alive if each._started is not None and each._world is world]
+    living = [each for ref in list(_alive.values()) if (each := ref()) is not None]
+    mine = [each for each in living if each._started is not None and each._world is world]
     return sorted(map(repr, mine))
 
 

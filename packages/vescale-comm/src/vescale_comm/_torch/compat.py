@@ -43,14 +43,14 @@ def forget_shardings() -> None:
         clear()
 
 
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 
 
 def being_traced(x: object) -> bool:
     """Return whether what is done to `x` is written down, and not done or not only done."""
     if type(x) is not torch.Tensor and isinstance(x, _TRACED):
         return True
-    return _dispatch_modes() > 0 and _proxies() is not None
+    return dispatch_modes() > 0 and _proxies() is not None
 
 
 def _proxies() -> Any:

@@ -7,6 +7,7 @@
 - `offload`: what a plan says of the host's memory, and what that means. Pure.
 - `precision`: the dtypes that a plan says; `dtypes`: those of each parameter. Pure.
 - `flat_buffer`: one flat buffer in memory: this rank's shard, all gathered values, the gradients.
+- `unrecorded`: computing without a history.
 - `packed`: gradients as what is concatenated to send them. Pure.
 - `host`: shards that lie on the host, and the one way between it and the device.
 - `gather`: the two nodes of autograd; `unit`: the buffers of a module, and whether its modules

@@ -32,6 +32,7 @@ from vescale_parallel._zero.host import HOST, HostShard
 from vescale_parallel._zero.packed import packed_pieces
 from vescale_parallel._zero.resolve import BufferRow, title_of
 from vescale_parallel._zero.told import Told
+from vescale_parallel._zero.unrecorded import unrecorded
 
 _data_ptr = Tensor.data_ptr
 
@@ -148,7 +149,10 @@ class FlatBuffer:
             return
         self.told.record(self._events["gathers"])
         # First of all: what is sent is the shard, and not the parameters.
-        self.leaves = leaves = self._ensure_views(self.locals)
+        leaves = local_leaves(self.parameters)
+        if not self._are_views(leaves):
+            leaves = self._ensure_views(leaves)
+        self.leaves = leaves
         # Asked of what lies on the host only, whose copies on the device may be used again.
         is_old = self.host is not None and self._is_old()
         # Where a write came from outside of the version counter, it is gathered at each use.
@@ -176,12 +180,13 @@ class FlatBuffer:
         self.pending = (pending, target)
 
     def _new_full(self) -> Tensor:
-        total, device = self.row.plan.total, self.device
+        shard, total, dtype = self.shard, self.row.plan.total, self.compute
+        device = shard.device if self.host is None else self.device
         if not torch.is_inference_mode_enabled():
-            return self.shard.new_empty(total, dtype=self.compute, device=device)
+            return shard.new_empty(total, dtype=dtype, device=device)
         # What is kept outlives a forward in inference mode, whose tensors no backward may have.
         with torch.inference_mode(not self.is_kept):
-            return self.shard.new_empty(total, dtype=self.compute, device=device)
+            return shard.new_empty(total, dtype=dtype, device=device)
 
     @property
     def compute(self) -> torch.dtype:
@@ -244,7 +249,7 @@ class FlatBuffer:
             self._tell_kept()
 
     def _pack(self, gradients: Sequence[Tensor | None]) -> None:
-        with torch.no_grad():
+        with unrecorded():
             if self.unreduced is None and self._pack_at_once(gradients):
                 return
             if self.unreduced is None:
@@ -352,7 +357,7 @@ class FlatBuffer:
             return None
         # The next run of the unit may come before this is over.
         kept, self._packed = self._packed, None
-        with torch.no_grad():
+        with unrecorded():
             pending = reduce_scatter(packed, self.group, async_op=True, **self._how(packed))
         self._under_way.append(pending)
         return pending, arrived, kept
@@ -363,7 +368,7 @@ class FlatBuffer:
             return [None] * len(self.parameters)
         pending, arrived, kept = started
         self._under_way.remove(pending)
-        with torch.no_grad():
+        with unrecorded():
             host, dtype = self.host, self.shard.dtype
             total = pending.wait() if host is None else host.total(pending, dtype)
         if self._packed is None:
@@ -394,9 +399,7 @@ class FlatBuffer:
         return [shards[place] if slot in arrived else None for slot, place in enumerate(at)]
 
     def flush(self) -> None:
-        """Reduce what `no_sync` has kept, and accumulate it. Collective, if there is any."""
-        if self.unreduced is None:
-            return
+        """Reduce what `no_sync` has kept in `unreduced`, and accumulate it. Collective."""
         for parameter, total in zip(self.parameters, self.reduced(), strict=True):
             if total is not None:
                 # By a backward of its own, which runs the hooks of the parameter.

@@ -132,7 +132,11 @@ class GatherUnit(torch.autograd.Function):
         Raises:
             ParallelError: this backward is itself recorded, which a reduction is not.
         """
-        if torch.is_grad_enabled() and any(g is not None for g in gradients):
+        first = None
+        for first in gradients:
+            if first is not None:
+                break
+        if first is not None and torch.is_grad_enabled():
             raise ParallelError(
                 "create_graph=True: gradients of parameters that are sharded by zero=... cannot be "
                 "differentiated again. Take the gradient with respect to activations, or "
@@ -142,7 +146,7 @@ class GatherUnit(torch.autograd.Function):
         passed.kept = ctx.unit.pack(gradients)
         if passed.is_early:
             passed.started = ctx.unit.start_reduce()
-        device = next((g.device for g in gradients if g is not None), None)
+        device = None if first is None else first.device
         # Not None, without which the engine would not go on to the stored leaves.
         return None, None, torch.empty(0, device=device)
 

@@ -28,19 +28,17 @@ _CHANGED = (
 )
 
 
-# Not frozen, here and below: that would make each field of each saved tensor a call.
-@dataclass(slots=True)
-class _Gathered:
-    """A view of a gathered buffer: the values are those of its owner at that version."""
+class _Gathered(tuple[FlatBuffer, int, int, tuple[int, ...], tuple[int, ...], int]):
+    """A view of a gathered buffer: the values are those of its owner at that version.
 
-    buffer: FlatBuffer
-    slot: int
-    version: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    That buffer, the slot in it, the version; size, strides and offset of the view. A tuple, since
+    each saved weight makes one, and a class of ours would make that a call.
+    """
+
+    __slots__ = ()
 
 
+# Not frozen: that would make each field a call.
 @dataclass(slots=True)
 class _Outer:
     """What the hooks around ours made of a tensor, and how they undo it."""
@@ -118,7 +116,7 @@ class SavedTensors:
                     slot = bisect_right(buffer.starts, offset) - 1
                     slot = slot if slot > 0 else 0
                     version = buffer.leaves[slot]._version
-                    return _Gathered(buffer, slot, version, tensor.shape, tensor.stride(), offset)
+                    return _Gathered((buffer, slot, version, tensor.shape, tensor.stride(), offset))
         if self._outer is not None:
             pack, unpack = self._outer
             return _Outer(pack(tensor), unpack)
@@ -127,7 +125,8 @@ class SavedTensors:
         # Detached: an output that its own node saved would hold the node, and be never freed. With
         # its version: torch checks none of what passes through hooks.
         try:
-            return tensor.detach(), tensor._version
+            kept = tensor.detach() if tensor.requires_grad else tensor
+            return kept, tensor._version
         except RuntimeError:  # tensors of inference mode count no versions
             return tensor
 
@@ -139,16 +138,16 @@ class SavedTensors:
                 _require_version(tensor._version, version, "a saved tensor")
             return tensor
         if kind is _Gathered:
-            buffer = packed.buffer
+            buffer, slot, version, size, stride, offset = packed
             # Before anything is gathered: all ranks wrote to it, or none did.
-            now = buffer.leaves[packed.slot]._version
-            if now != packed.version:
-                name = buffer.row.plan.slots[packed.slot].names[0]
-                _require_version(now, packed.version, f"parameter '{name}'")
+            now = buffer.leaves[slot]._version
+            if now != version:
+                name = buffer.row.plan.slots[slot].names[0]
+                _require_version(now, version, f"parameter '{name}'")
             full = buffer.full
             if full is None or self._backward.token is None:
                 full = self._find(buffer)
-            return full.as_strided(packed.size, packed.stride, packed.offset)
+            return full.as_strided(size, stride, offset)
         if kind is _Outer:
             return packed.unpack(packed.packed)
         return packed

@@ -237,7 +237,7 @@ class Schedule:
             self._lend(unit, ran_modules)
             return
         # Units without a gradient of their own have no node that tells when they are done.
-        for other in [one for one in self._behind if not one.trains and one is not self.root]:
+        for other in [one for one in self._behind if one is not self.root and not one.trains]:
             self._leave(other)
         self._behind.append(unit)
         anew = not in_backward()
@@ -274,7 +274,9 @@ class Schedule:
         for unit in self.units:
             # One that still keeps gradients waits for its own backward.
             if unit.syncs:
-                unit.flush()
+                for buffer in unit.buffers:
+                    if buffer.unreduced is not None:  # mostly nothing, and no call
+                        buffer.flush()
 
     def drop_kept(self) -> None:
         """Drop what `no_sync` has kept of a step that failed: the next one starts anew."""
@@ -290,7 +292,7 @@ class Schedule:
         self._behind = []
         for unit in self.units:
             # Not what runs: a forward may take gradients itself.
-            if not unit.depth:
+            if not unit.depth and (unit.is_swapped or unit.is_lent):
                 unit.swap_out()
             for buffer in unit.buffers:
                 # Of a backward that raised: parts of its gradients would be added to the next
@@ -352,8 +354,9 @@ class Schedule:
                 other.prepare()
 
     def _forget_prepared(self) -> None:
-        for unit in self.units:
-            unit.forget_prepared()
+        if self.behind:
+            for unit in self.units:
+                unit.forget_prepared()
 
     def _push(self) -> None:
         if not torch.is_grad_enabled():
@@ -397,7 +400,8 @@ def watch_steps(schedule: Schedule) -> None:
         buffers = stepped_by.buffers(known(), optimizer)
         for buffer in buffers:
             # Of backwards in `no_sync` that none outside has followed.
-            buffer.flush()
+            if buffer.unreduced is not None:
+                buffer.flush()
         # All sums over axes that only replicate, in one collective: an op of the optimizer that met
         # one unsummed might first redistribute it.
         reduce_gradients([one for buffer in buffers for one in buffer.parameters])

@@ -213,11 +213,6 @@ class Unit:
         pairs = zip(self.held[len(found) :], kept, strict=True)
         return found + [None if g is None else g.to(one.stored.dtype) for one, g in pairs]
 
-    def flush(self) -> None:
-        """Reduce what `no_sync` has kept, and accumulate it. Collective."""
-        for buffer in self.buffers:
-            buffer.flush()
-
     def fulls(self) -> list[Tensor]:
         """The gathered parameters, one for each that is held; the same ones until `swap_out`."""
         if self._fulls is None:
