@@ -7,6 +7,7 @@
 - `builder`: nodes that are added to a traced graph by hand.
 - `optimizers`: what torch's optimizers do to one parameter, as operators.
 - `clipping`, `update`, `updated`: clipped gradients, and the step of an optimizer, in the graph.
+- `lowered`: a graph as it is executed, with fewer calls.
 - `step`: what a user holds: it runs the graph, and sets gradients as a backward would.
 
 The graph has operators of torch on local tensors only: autograd nodes of this package leave their

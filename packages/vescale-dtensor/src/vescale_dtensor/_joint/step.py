@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from vescale_dtensor._capture.program import Program
 from vescale_dtensor._capture.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.clipping import Clip
+from vescale_dtensor._joint.lowered import Lowered
 from vescale_dtensor._joint.storage import ParameterStorage
 from vescale_dtensor._joint.tracing import Step, StoredPlaces, Wanted, traced
 from vescale_dtensor._joint.update import Update
@@ -60,6 +61,11 @@ class Joint:
     _stored: tuple[ParameterStorage, ...] = ()
     _update: Update | None = None
     _norm: Callable[[Tensor], Tensor] | None = None
+    _executed: Callable[..., Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        executed = Lowered(self.run) if isinstance(self.run, fx.GraphModule) else self.run
+        object.__setattr__(self, "_executed", executed)
 
     def arguments(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The arguments of the graph for a call of the step: local tensors.
@@ -158,7 +164,7 @@ class Joint:
             update.before()
         # The backward is in the graph: recorded for autograd, buffers would get a history.
         with torch.no_grad():
-            results = list(self.run(*given))
+            results = list(self._executed(*given))
         program.after_writes(call.flat)
         if update is not None:
             update.after()
