@@ -59,8 +59,8 @@ class OnGraph:
         if self.share is not None:
             before = memory.plan(made.graph_module, solver="rules", seconds=0).program_peak
             bound = self.share * before
-            # A little less, which buckets then take.
-            smaller = graph.recompute(made.graph_module, 0.96 * bound)
+            # Buckets take what is left of it, away from the peak: less gave them no more room.
+            smaller = graph.recompute(made.graph_module, bound)
             made = made.running(smaller.graph_module)
         if self.scheduled:
             found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, memory_bytes=bound)

@@ -86,6 +86,6 @@ def test_the_peak_is_what_the_allocator_counts():
 def test_buckets_are_small_only_where_they_are_in_the_way():
     for bounded, free, *_, roomy in simulate(2).run(scheduled):
         counts = [len(one.buckets) for one in (bounded, *roomy, free)]
-        assert counts == [11, 7, 5, 4]
+        assert counts == [10, 7, 5, 4]
         assert all(one.peak <= room for one, room in zip(roomy, ROOM, strict=True))
         assert {len(bucket) for bucket in roomy[0].buckets} == {1, 2}

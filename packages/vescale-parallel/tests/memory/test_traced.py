@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_parallel import ParallelError
+from vescale_parallel._memory import traced as traced_room
+from vescale_parallel._memory.copied import copied_module
 from vescale_parallel._memory.program import Program
-from vescale_parallel._memory.traced import Traced, traced
+from vescale_parallel._memory.traced import Traced, Tracing, traced
 
 
 def of_function(function: Callable[..., Any], *inputs: Any) -> Traced:
@@ -126,3 +128,46 @@ def test_symbolic_shapes_are_told_and_made_concrete_by_inputs():
         traced(module, None)
     found = traced(module, [torch.ones(5, 8)])
     assert [one.bytes for one in found.program.storages if one.bytes] == [160]
+
+
+def test_a_graph_that_was_changed_is_asked_of_what_is_new(monkeypatch: pytest.MonkeyPatch):
+    def function(x: Tensor) -> list[Tensor]:
+        made = (x * 2).t()
+        made.add_(1)
+        return [made.cos() @ x, torch.rand_like(x) + made, x.sum()]
+
+    ran: list[str] = []
+    run_new = traced_room._Interpreter._run_new
+    monkeypatch.setattr(
+        traced_room._Interpreter,
+        "_run_new",
+        lambda self, node: [ran.append(node.name), run_new(self, node)][1],
+    )
+    module, memory = make_fx(function, tracing_mode="fake")(torch.ones(3, 3)), Tracing()
+    assert traced(module, None, memory=memory).program == traced(module, None).program
+    copy, copies = copied_module(module)
+    (product,) = (one for one in copies.values() if "mm" in one.name)
+    with copy.graph.inserting_before(product):
+        # The same operator on the same values: what it makes is another storage.
+        again = copy.graph.node_copy(product.args[0])
+    product.replace_input_with(product.args[0], again)
+    copy.recompile()
+    ran.clear()
+    found = traced(copy, None, memory=memory)
+    # Constants and inputs, the new node, who reads it, and the results.
+    calls = [one.name for one in copy.graph.nodes if one.op == "call_function"]
+    assert [one for one in ran if one in calls] == [again.name, product.name]
+    assert found.program == traced(copy, None).program
+    assert found.plain == traced(copy, None).plain
+
+
+def test_what_changes_shapes_in_place_is_asked_anew():
+    def function(x: Tensor) -> Tensor:
+        made = x * 2
+        made.unsqueeze_(0)
+        return made + 1
+
+    module, memory = make_fx(function, tracing_mode="fake")(torch.ones(3, 3)), Tracing()
+    first, second = (traced(module, None, memory=memory) for _ in range(2))
+    shapes = [[one.shape for one in found.results[found.nodes[-1]]] for found in (first, second)]
+    assert shapes == [[(1, 3, 3)], [(1, 3, 3)]]

@@ -14,7 +14,7 @@ from vescale_comm import as_group
 from vescale_parallel._errors import GraphError, MemoryPlanError
 from vescale_parallel._memory.program import Program
 from vescale_parallel._memory.simulated import profile
-from vescale_parallel._memory.traced import traced
+from vescale_parallel._memory.traced import Tracing, traced
 
 ops: Any = torch.ops._c10d_functional
 NAMESPACE: Final = "_c10d_functional"
@@ -138,18 +138,22 @@ def _direction(node: fx.Node) -> str:
 
 
 def dependencies(
-    module: fx.GraphModule,
+    module: fx.GraphModule, memory: Tracing | None = None
 ) -> tuple[dict[fx.Node, set[fx.Node]], int, Program]:
     """What each node waits for, the most bytes that live at once, and the graph's program.
 
     A node waits for its arguments, for writers and readers of memory, and for earlier draws.
     Collectives are not made to wait for each other: who orders them says so.
 
+    Args:
+        module: the graph.
+        memory: see `traced`.
+
     Raises:
         GraphError: the graph cannot run without values.
     """
     try:
-        of = traced(module, None, ("draws", "effects"))
+        of = traced(module, None, ("draws", "effects"), memory)
     except MemoryPlanError as error:
         raise GraphError(str(error)) from error
     nodes = of.nodes

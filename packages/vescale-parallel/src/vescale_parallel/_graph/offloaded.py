@@ -27,7 +27,7 @@ from vescale_parallel._graph.rearranged import copied
 from vescale_parallel._graph.recomputed import Choice, Chooser, repeat
 from vescale_parallel._graph.timeline import computing_seconds
 from vescale_parallel._memory.simulated import profile
-from vescale_parallel._memory.traced import Result, Traced, traced
+from vescale_parallel._memory.traced import Result, Traced, Tracing, traced
 
 aten: Any = torch.ops.aten
 _ALIGNMENT: Final = 64
@@ -142,9 +142,9 @@ def offload(
     if machine is None:
         machine = _MACHINE
     # First no more than has to be; what that wins may not be enough where all that can be is.
-    found = []
+    found, tracing = [], Tracing()
     for at_once in (False, True):
-        one = _attempt(graph, inputs, goal, machine, at_once=at_once, recompute=recompute)
+        one = _attempt(graph, inputs, goal, machine, tracing, at_once=at_once, recompute=recompute)
         if one.peak <= goal:
             return one
         found.append(one)
@@ -163,6 +163,7 @@ def _attempt(
     inputs: Sequence[Any] | None,
     goal: int,
     machine: Machine,
+    tracing: Tracing,
     *,
     at_once: bool,
     recompute: bool,
@@ -174,7 +175,7 @@ def _attempt(
     made = _Made(copied(graph, {})[0])
     peaks: list[int] = []
     while True:
-        of = traced(made.module, inputs)
+        of = traced(made.module, inputs, memory=tracing)
         peaks.append(profile(of.program, range(len(of.program))).peak)
         stuck = len(peaks) > _PATIENCE and min(peaks[-_PATIENCE:]) >= min(peaks[:-_PATIENCE])
         chosen: list[_Move | Choice] = []
@@ -190,10 +191,10 @@ def _attempt(
                 rates = machine.flops, machine.memory_bandwidth
                 for node, source in repeat(made.module.graph, one, of):
                     made.again[node.name] = computing_seconds(source, *rates)
-    _start_early(traced(made.module, inputs), max(goal, peaks[-1]), machine)
+    _start_early(of, max(goal, peaks[-1]), machine)
     made.module.graph.lint()
     made.module.recompile()
-    of = traced(made.module, inputs)
+    of = traced(made.module, inputs, memory=tracing)
     return Offloaded(
         made.module,
         peaks[0],

@@ -158,10 +158,10 @@ def _merged(
         if key is not None and _can_travel(entry, exact):
             open_[key] = bucket
 
-    return _in_place(agreed, order, filled)
+    return in_place(agreed, order, filled)
 
 
-def _in_place(agreed: Agreed, order: Order, buckets: Sequence[Sequence[int]]) -> Buckets:
+def in_place(agreed: Agreed, order: Order, buckets: Sequence[Sequence[int]]) -> Buckets:
     """Buckets in the order in which they are started."""
     place = {at: position for position, at in enumerate(order)}
 
@@ -178,7 +178,29 @@ def halved(agreed: Agreed, order: Order, buckets: Buckets, at: Collection[int]) 
     for number, bucket in enumerate(buckets):
         middle = (len(bucket) + 1) // 2 if number in at else len(bucket)
         found += [part for part in (bucket[:middle], bucket[middle:]) if part]
-    return _in_place(agreed, order, found)
+    return in_place(agreed, order, found)
+
+
+def neighbours(agreed: Agreed, merged: Buckets, buckets: Buckets) -> list[tuple[Buckets, Buckets]]:
+    """Pairs that one bucket of `merged` was cut into, and the buckets with a pair put together.
+
+    What is in the way of a bound is one end of a bucket; halves of the rest may still travel
+    together. Reductions come first, of each kind the small ones.
+    """
+    pairs: list[Buckets] = []
+    for whole in merged:
+        place = {at: position for position, at in enumerate(whole)}
+        parts = sorted((one for one in buckets if one[0] in place), key=lambda one: place[one[0]])
+        pairs += pairwise(parts)
+
+    def worth(pair: Buckets) -> tuple[bool, int]:
+        size = sum(agreed.entries[at].bytes for one in pair for at in one)
+        return agreed.entries[pair[0][0]].kind == "all_gather", size
+
+    return [
+        (pair, (*(one for one in buckets if one not in pair), pair[0] + pair[1]))
+        for pair in sorted(pairs, key=worth)
+    ]
 
 
 def _can_travel(entry: Entry, exact: bool) -> bool:

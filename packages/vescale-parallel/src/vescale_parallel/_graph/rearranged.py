@@ -21,6 +21,7 @@ from vescale_parallel._graph.emitted import Memory, Waits, emitted, overlapped
 from vescale_parallel._graph.planned import Buckets
 from vescale_parallel._memory.copied import copied_module
 from vescale_parallel._memory.simulated import profile
+from vescale_parallel._memory.traced import Tracing
 
 aten: Any = torch.ops.aten
 
@@ -39,6 +40,7 @@ def rearranged(
     overlap: bool,
     ahead_bytes: int | None,
     memory_bytes: int | None,
+    tracing: Tracing | None = None,
 ) -> tuple[fx.GraphModule, int, frozenset[int]]:
     """The graph with these collectives, started in this order, and the bytes of its peak.
 
@@ -53,6 +55,7 @@ def rearranged(
             reductions up to a fixed size.
         memory_bytes: what may live at once; what is started early is started later, and what is
             waited for late is waited for earlier, where more would live. None: no bound.
+        tracing: what is known of nodes from other such calls for the same graph.
     """
     made, waits = copied(module, waits)
     found = collectives(made.graph)
@@ -80,7 +83,7 @@ def rearranged(
     steps = [node for node in sorted(place, key=place.__getitem__) if node in waits]
     plain = emitted(waits, steps)
     _put(made, plain)
-    _, peak, program = dependencies(made)
+    _, peak, program = dependencies(made, tracing)
     order = plain
     if overlap:
         order, peak = overlapped(

@@ -21,7 +21,7 @@ from vescale_parallel._graph.machine import Machine
 from vescale_parallel._graph.rearranged import copied
 from vescale_parallel._graph.timeline import computing_seconds
 from vescale_parallel._memory.simulated import profile
-from vescale_parallel._memory.traced import Traced, traced
+from vescale_parallel._memory.traced import Traced, Tracing, traced
 
 _LONGEST: Final = 64  # operators that are repeated for one value, at most
 _ROUNDS: Final = 64
@@ -102,10 +102,13 @@ def recompute(
     goal = bytes_of("recompute: memory_bytes", memory_bytes)
     rates = (_FLOPS, _BANDWIDTH) if machine is None else (machine.flops, machine.memory_bandwidth)
     # First no more than has to be; what that wins may not be enough where all that can be is.
-    found = [_attempt(graph, inputs, goal, at_once, rates) for at_once in (False, True)]
-    for one in found:
+    tracing = Tracing()
+    found = []
+    for at_once in (False, True):
+        one = _attempt(graph, inputs, goal, at_once, rates, tracing)
         if one.peak <= goal:
             return one
+        found.append(one)
     raise GraphError(
         f"recompute: memory_bytes={goal:,}, but the graph takes {found[0].peak_before:,} "
         f"bytes as it is, and {min(one.peak for one in found):,} with all computed again that can "
@@ -119,6 +122,7 @@ def _attempt(
     goal: int,
     at_once: bool,
     rates: tuple[float, float],
+    tracing: Tracing,
 ) -> Recomputed:
     """Choose in rounds, each at the peak that the one before has left; return the last, or best.
 
@@ -128,7 +132,7 @@ def _attempt(
     seconds: dict[str, float] = {}
     peaks: list[int] = []
     while True:
-        of = traced(module, inputs)
+        of = traced(module, inputs, memory=tracing)
         peaks.append(profile(of.program, range(len(of.program))).peak)
         stuck = len(peaks) > _PATIENCE and min(peaks[-_PATIENCE:]) >= min(peaks[:-_PATIENCE])
         chosen = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from torch import fx
@@ -19,10 +20,12 @@ from vescale_parallel._graph.budget import Bytes, bytes_of
 from vescale_parallel._graph.collectives import Collective, collectives, dependencies, needs
 from vescale_parallel._graph.emitted import Waits
 from vescale_parallel._graph.rearranged import rearranged
+from vescale_parallel._memory.traced import Tracing
 
 Wanted = Literal["auto"] | Sequence[str | Sequence[str]] | None
 CAP_BYTES: Final = 25 * 2**20
 _SHARE: Final = 0.1  # of a bucket's time that latency may take
+_JOINS: Final = 16  # tries to put halves of buckets together again: each makes the graph anew
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def schedule(
             gather ahead of what is in use, about a unit.
         memory_bytes: what may live at most while the graph runs, without inputs. What is started
             early is started later where more would live; buckets of which something lives there are
-            halved, until it fits on all ranks; then nothing is gathered ahead; and at last nothing
+            halved, until it fits on all ranks, and halves put together again that fit; then nothing is gathered ahead; and at last nothing
             is moved. "traced": as much as the graph as it was takes, or the least that is found
             with something moved. None: any number.
         exact: leave apart what is added up over three or more ranks in floating point.
@@ -111,7 +114,8 @@ def schedule(
     options["memory_bytes"] = memory_bytes
     # A fault of this rank is raised in `agreed`, on all ranks: the others are on their way there.
     limits, wrong = _limits(cap_bytes, ahead_bytes, memory_bytes)
-    found, waits, before, fault = _seen(graph)
+    tracing = Tracing()
+    found, waits, before, fault = _seen(graph, tracing)
     known = agreed(found, needs(found, waits), wrong or fault, options)
     orders = [tuple(range(len(known.entries)))]
     if overlap:
@@ -126,7 +130,7 @@ def schedule(
     if limits.memory is not None:
         order = tuple(range(len(known.entries)))
         tried.append(_Try(tuple((at,) for at in order), order, moved=False))
-    best, least = _least(graph, known, waits, before, tried, limits.ahead, bound)
+    best, least = _least(graph, known, waits, before, tried, limits.ahead, bound, tracing)
     if least and limits.memory is not None:
         raise _too_little(limits.memory, least, _highest(before))
     return best
@@ -155,6 +159,7 @@ def _least(
     tried: Sequence[_Try],
     ahead_bytes: int | None,
     bound: int | None,
+    tracing: Tracing,
 ) -> tuple[Schedule, int]:
     """The first schedule within the bound, or the one that passes it least; and by how much.
 
@@ -162,24 +167,54 @@ def _least(
 
     Collective: all ranks take the same one.
     """
+
+    def made_of(rest: planned.Buckets, moved: bool) -> tuple[Schedule, int, Collection[int]]:
+        bounds = {"ahead_bytes": ahead_bytes, "memory_bytes": bound}
+        made, peak, alive = rearranged(graph, waits, rest, overlap=moved, tracing=tracing, **bounds)
+        # Peaks differ over ranks. Each takes the number of the one that is worst off, so that
+        # all stop at the same candidate, and none goes on to a collective alone.
+        over = _highest(peak if bound is None else max(0, peak - bound))
+        return Schedule(made, known, rest, peak, before), over, alive
+
     best: Schedule | None = None
     least = 0
-    for merged, order, moved in tried:
-        rest: planned.Buckets | None = merged
+    for one in tried:
+        rest: planned.Buckets | None = one.buckets
         while rest is not None:
-            made, peak, alive = rearranged(
-                graph, waits, rest, overlap=moved, ahead_bytes=ahead_bytes, memory_bytes=bound
-            )
-            # Peaks differ over ranks. Each takes the number of the one that is worst off, so that
-            # all stop at the same candidate, and none goes on to a collective alone.
-            over = _highest(peak if bound is None else max(0, peak - bound))
+            found, over, alive = made_of(rest, one.moved)
             if best is None or over < least:
-                best, least = Schedule(made, known, rest, peak, before), over
-            if bound is None or over == 0:
-                return best, least
-            rest = _smaller(known, order, rest, alive)
+                best, least = found, over
+            if bound is None:
+                return found, over
+            if over == 0:
+                return _joined(found, one, partial(made_of, moved=one.moved)), 0
+            rest = _smaller(known, one.order, rest, alive)
     assert best is not None
     return best, least
+
+
+def _joined(
+    found: Schedule,
+    of: _Try,
+    made_of: Callable[[planned.Buckets], tuple[Schedule, int, Collection[int]]],
+) -> Schedule:
+    """Put halves of buckets together again, as long as all ranks stay within the bound.
+
+    Collective: ranks try the same, and keep what fits on all of them.
+    """
+    refused: set[planned.Buckets] = set()
+    for _ in range(_JOINS):
+        pairs = planned.neighbours(found.agreed, of.buckets, found.buckets)
+        new = next((one for one in pairs if one[0] not in refused), None)
+        if new is None:
+            break
+        pair, buckets = new
+        made, over, _ = made_of(planned.in_place(found.agreed, of.order, buckets))
+        if over:
+            refused.add(pair)
+        else:
+            found = made
+    return found
 
 
 def _smaller(
@@ -214,13 +249,13 @@ def _limits(
         return _Limits(), str(error)
 
 
-def _seen(graph: fx.GraphModule) -> tuple[list[Collective], Waits, int, str]:
+def _seen(graph: fx.GraphModule, tracing: Tracing) -> tuple[list[Collective], Waits, int, str]:
     """The collectives of this rank's graph, what nodes wait for, the peak, and what is wrong.
 
     A fault is told to the others: they would wait for this rank's list.
     """
     try:
-        return collectives(graph.graph), *dependencies(graph)[:2], ""
+        return collectives(graph.graph), *dependencies(graph, tracing)[:2], ""
     except GraphError as error:
         return [], {}, 0, str(error)
 

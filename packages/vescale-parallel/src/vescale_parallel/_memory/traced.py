@@ -6,7 +6,7 @@ a method, a function of torch or a module alike.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -143,12 +143,42 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {self.key(one) for one in tensors_within(value)}
 
 
+class Tracing:
+    """What nodes do, kept from one graph to the next: who changes a graph asks of what is new only.
+
+    For copies of one graph, with other nodes put in, taken out or moved.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = _Recorder(self.mode)
+        self.inputs: list[Any] | None = None
+        self.known: dict[Any, tuple[Any, _Seen]] = {}
+
+    def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """By what a node is known: its name, what it calls, with which values; None if it is not.
+
+        Names are unique in a graph, so that no two nodes share what one of them made.
+        """
+        if node.op not in ("call_function", "call_method"):
+            return None  # inputs and constants are asked for by name, and modules may be others
+        given = fx.node.map_arg((node.args, node.kwargs), lambda one: _Value(id(values[one])))
+        return node.name, node.op, node.target, repr(given)
+
+
+class _Value(int):
+    """A value that is alive as long as it is known, by its address."""
+
+    def __repr__(self) -> str:
+        return f"<{int(self)}>"
+
+
 class _Interpreter(fx.Interpreter):
     """Runs the graph and notes what each node does."""
 
-    def __init__(self, module: fx.GraphModule, recorder: _Recorder) -> None:
+    def __init__(self, module: fx.GraphModule, memory: Tracing) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.recorder = recorder
+        self.memory, self.recorder = memory, memory.recorder
         self.seen: dict[fx.Node, _Seen] = {}
         self.values: dict[fx.Node, Any] = {}
 
@@ -157,6 +187,19 @@ class _Interpreter(fx.Interpreter):
         return self.recorder.fake(value)
 
     def run_node(self, n: fx.Node) -> Any:
+        key = self.memory.key(n, self.values)
+        if key is not None and key in self.memory.known:
+            value, seen = self.memory.known[key]
+            # A reader of the program adds to it.
+            self.seen[n] = replace(seen, touched=set(seen.touched))
+        else:
+            value = self._run_new(n)
+            if key is not None:
+                self.memory.known[key] = value, self.seen[n]
+        self.values[n] = value
+        return value
+
+    def _run_new(self, n: fx.Node) -> Any:
         recorder = self.recorder
         recorder.now = now = _Seen()
         try:
@@ -173,7 +216,7 @@ class _Interpreter(fx.Interpreter):
         now.effects = n.op != "placeholder" and (n.is_impure() or not _pure(n, self.module))
         # Those are ordered by what they write, or by the chain of collectives.
         now.effects &= not now.written and not now.communicates
-        self.seen[n], self.values[n] = now, value
+        self.seen[n] = now
         return value
 
 
@@ -182,27 +225,42 @@ CHAINS: Final = ("draws", "communicates", "effects")
 
 
 def traced(
-    module: fx.GraphModule, inputs: Sequence[Any] | None, chains: Sequence[str] = CHAINS
+    module: fx.GraphModule,
+    inputs: Sequence[Any] | None,
+    chains: Sequence[str] = CHAINS,
+    memory: Tracing | None = None,
 ) -> Traced:
     """Run a graph without values, and return what a planner needs to know of it.
 
-    `chains`: who waits for the one before; a scheduler of collectives orders those by itself.
+    Args:
+        module: the graph.
+        inputs: of it; None: what its placeholders say.
+        chains: who waits for the one before; a scheduler of collectives orders those by itself.
+        memory: of earlier calls, for graphs that were made of the same one, with its inputs.
 
     Raises:
         MemoryPlanError: shapes depend on values, inputs are missing, or a node cannot run so.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder(mode)
+    # A shape that was changed in place is another one when the graph runs for the second time.
+    if memory is None or any(map(_changes_shapes, module.graph.nodes)):
+        memory = Tracing()
+    recorder = memory.recorder
     # Whatever history inputs have: a graph of a step holds its backward as operators.
-    with mode, torch.no_grad():
-        if inputs is None:
-            values = _from_metadata(module)
-        else:
-            values = [recorder.fake(one) for one in _as_many(module, inputs)]
-        interpreter = _Interpreter(module, recorder)
+    with memory.mode, torch.no_grad():
+        if memory.inputs is None and inputs is None:
+            memory.inputs = _from_metadata(module)
+        elif memory.inputs is None:
+            memory.inputs = [recorder.fake(one) for one in _as_many(module, inputs or ())]
+        interpreter = _Interpreter(module, memory)
         with recorder:
-            interpreter.run(*values, enable_io_processing=False)
-    return _Reader(module, interpreter, chains).traced(values)
+            interpreter.run(*memory.inputs, enable_io_processing=False)
+    return _Reader(module, interpreter, chains).traced(memory.inputs)
+
+
+def _changes_shapes(node: fx.Node) -> bool:
+    if node.op == "call_function":
+        return torch.Tag.inplace_view in getattr(node.target, "tags", ())
+    return node.op == "call_method" and str(node.target).endswith("_")
 
 
 def placeholders(module: fx.GraphModule) -> list[fx.Node]:
@@ -310,18 +368,19 @@ class _Reader:
         for at, node in enumerate(self.nodes):
             made, temporary = self.ran.seen[node].made, 0
             held = self.ran.recorder.keep(self.ran.values[node])
+            # A node that makes several numbers them, in the order in which they were seen.
+            number = 0
             for key, size in made.items():
                 # What is returned, or written to something that lives on, outlives the node.
                 if key not in held and len(self.users.get(key, ())) < 2:
                     temporary += size
                     continue
-                # A node that makes several numbers them, in the order in which they were seen.
-                number = sum(one.maker == at for one in storages)
                 self.storage[key] = len(storages)
                 users = tuple(sorted(self.users[key] | {at}))
                 name = f"{node.name}.{number}" if number else node.name
                 device = str(self._device(key, node))
                 storages.append(Storage(name, size, at, users, key in self.kept, device))
+                number += 1
             storages += self._while_sent(at, node)
             operations.append(Operation(node.name, temporary))
         results = {node: self._results(value) for node, value in self.ran.values.items()}
