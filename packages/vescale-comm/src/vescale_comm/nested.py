@@ -7,6 +7,7 @@ of other packages that walk through arguments use these, so that what one of the
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,6 +118,17 @@ def map_tensors(
         return function(value)
     if value is None or type(value) in _PLAIN:
         return value
+    if type(value) is tuple or type(value) is list:
+        # The usual ones, without a call for each of their items.
+        items = [
+            function(one)
+            if isinstance(one, Tensor)
+            else (one if one is None or type(one) in _PLAIN else mapped_of(one))
+            for one in value
+        ]
+        if not copies and all(map(is_, items, value)):
+            return value
+        return noted(items) if type(value) is list else tuple(items)
     given = list(_items(value))
     changed = [(key, mapped_of(one)) for key, one in given]
     if not copies and all([new is old for (_, new), (_, old) in zip(changed, given, strict=True)]):

@@ -1,6 +1,6 @@
 """Messages between two members."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +55,9 @@ def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool =
     # Detached: `like` only says shape and dtype, so that it may require a gradient.
     _check_peer("recv", "source", like.detach(), source, group)
     steps = _recv(like, source, group)
-    result = Pending("recv", Started(steps), _same) if async_op else complete(steps)
-    return cast(Tensor, result)
+    result: Any = Pending("recv", Started(steps), _same) if async_op else complete(steps)
+    found: Tensor = result
+    return found
 
 
 def _send(x: Tensor, flat: Tensor, target: int, group: Group) -> Steps[None]:

@@ -3,7 +3,7 @@
 Hooks (traces, checks, faults) wrap each call here, and errors of a backend become ours.
 """
 
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -29,12 +29,13 @@ def complete(steps: Steps[Result], *, in_graph: bool = False) -> Result:
     return _rest(steps, None, in_graph)
 
 
-def _rest(steps: Steps[Result], arrived: list[Tensor] | None, in_graph: bool) -> Result:
+# `Any` and no `cast` here and below: that is a call, of each collective.
+def _rest(steps: Steps[Result], arrived: Any, in_graph: bool) -> Result:
     """Run what is left of a collective, of which the last primitive returned `arrived`."""
     try:
         while True:
             # The first send takes None: that is how a generator begins.
-            primitive = steps.send(cast(list[Tensor], arrived))
+            primitive = steps.send(arrived)
             primitive.in_graph = in_graph
             if being_traced(primitive.x):
                 arrived = functional(primitive)
@@ -97,12 +98,16 @@ def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
     if log is not None:
         # After the hooks: what a check of theirs refuses has not been executed.
         recorded(log, primitive, together=not async_op)
-    process_group = cast(object, primitive.group.process_group)
+    process_group: Any = primitive.group.process_group
+    annotated: Any = process_group
+    work: Waitable | None
     try:
         if isinstance(process_group, AnnotatedGroup):
             # For this one call: a simulation compares more than torch tells a process group.
             with process_group.annotated(primitive.common(), in_graph=primitive.in_graph):
-                return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
-        return cast(Waitable | None, primitive.launch(cast(Any, process_group), async_op))
+                work = primitive.launch(annotated, async_op)
+                return work
+        work = primitive.launch(process_group, async_op)
+        return work
     except (RuntimeError, ValueError) as error:
         raise failure(primitive, error) from error

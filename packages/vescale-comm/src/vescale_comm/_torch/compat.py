@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def being_traced(x: object) -> bool:
 def _proxies() -> Any:
     """Return the mode that writes down what is done to tensors, if one is entered."""
     found = sys.modules.get("torch.fx.experimental.proxy_tensor")  # not imported: not entered
-    return None if found is None else cast(Any, found).get_proxy_mode()
+    return None if found is None else found.get_proxy_mode()
 
 
 def is_registered(process_group: ProcessGroup) -> bool:

@@ -253,7 +253,11 @@ class Gathering:
         DTensors would compute. Elsewhere uses of them count as varying on every axis.
         """
         for parameter in self._parameters:
-            if parameter._local_tensor.requires_grad:
+            local, leaf = parameter._local_tensor, parameter._leaf_gradient
+            # Without a call where it is noted already, as in each step but the first.
+            is_new = leaf is None or leaf.local is not local
+            new = is_new or parameter._spec.layout.replicated & ~leaf.partial
+            if local.requires_grad and new:
                 _note_partial(parameter)
 
 

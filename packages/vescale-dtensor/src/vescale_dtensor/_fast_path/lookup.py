@@ -122,7 +122,10 @@ def torch_function(
         (first,) = args
         local = first._local_tensor
         if local.requires_grad:
-            known = table_for_operand(first).get((func, first._spec))
+            # `table_for_operand` written out, where optimizers ask each parameter for its dtype.
+            stepped = first._stray_grad_guard is not None and not is_grad_enabled()
+            table = NO_GRAD if stepped else table_for_operand(first)
+            known = table.get((func, first._spec))
             return _general_call(func, args, {}) if known is None else known(first)
         if is_grad_enabled() and any_requires_grad(first):
             return _general_call(func, args, {})

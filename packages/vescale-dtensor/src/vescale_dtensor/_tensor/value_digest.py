@@ -78,6 +78,20 @@ def _item(tensor: Tensor) -> Any:
         return tensor.item()
 
 
+def _items(values: Any) -> list[Any]:
+    """`_item` of each, at the cost of one; empty where they are not all plain tensors without dims.
+
+    Optimizers pass the count of the steps of each parameter.
+    """
+    for one in values:
+        if type(one) not in _PLAIN or one.ndim or one.layout is not torch.strided or one.is_meta:
+            return []
+    if not values or any([one.is_cuda for one in values]) or dispatch_modes():
+        return []
+    with torch.no_grad(), no_torch_function():
+        return [one.item() for one in values]
+
+
 def _has_item(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
@@ -110,7 +124,7 @@ def numbers_within(values: Iterable[Any], named: Mapping[str, Any]) -> list[Any]
         elif kind is slice:
             found.append(numbers_within((value.start, value.stop, value.step), {}))
         elif kind in _SEQUENCES:
-            inside = numbers_within(value, {})
+            inside = _items(value) or numbers_within(value, {})
             if inside:
                 found.append(inside)
         elif kind in _PLAIN and not value.ndim and not unread and _has_item(value):

@@ -36,7 +36,6 @@ from vescale_parallel._deferred.recording import DeferredTensor
 from vescale_parallel._invariant.meshes import compute_mesh
 from vescale_parallel._invariant.step import InvariantStep
 from vescale_parallel._notation.rows import ParameterRow
-from vescale_parallel._pipeline.stage import Scene
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._static.units import install_compile_entries, install_static
@@ -104,7 +103,8 @@ def parallelize(
     scene = None
     if isinstance(where, StagePlacements):
         scene = install_stages(model, here, mesh, where, plan.prefetch)
-    _install_whole_forwards(model, scene, static)
+    if scene is None:
+        _install_whole_forwards(model, static)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, where.mesh, here)
     if static and scene is not None:
@@ -117,12 +117,12 @@ def parallelize(
     return model
 
 
-def _install_whole_forwards(model: nn.Module, scene: Scene | None, static: bool) -> None:
-    """Let forwards be captured, or found by `torch.compile`; the blocks of stages are later on."""
-    if not static:
-        install_compile_entries(model, captures=scene is None)
-    elif scene is None:
+def _install_whole_forwards(model: nn.Module, static: bool) -> None:
+    """Let forwards be captured, or found by `torch.compile`."""
+    if static:
         install_static(model)
+    else:
+        install_compile_entries(model)
 
 
 def _placements(mesh: DeviceMesh, report: Report) -> StoredPlacements | StagePlacements:

@@ -26,12 +26,16 @@ from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.held import HeldParameters, is_plain
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.rules import AXIS
+from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.split import Split
-from vescale_parallel._pipeline.stage import Scene
 from vescale_parallel._pipeline.step import MicrobatchStep, StagedStep
 from vescale_parallel._pipeline.streams import Streams
 from vescale_parallel._pipeline.units import install_units
-from vescale_parallel._static.units import finish_static_blocks, install_static_blocks
+from vescale_parallel._static.units import (
+    finish_static_blocks,
+    install_static_blocks,
+    tell_compilers,
+)
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.unit import Unit
@@ -182,6 +186,8 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
         setattr(model, STEP, step)
         install_units(scene, step)
+        # Around it all, where a compiler comes first.
+        tell_compilers(model)
         # A replay calls no hooks within, and what they collect goes to the other stages.
         finish_static_blocks(model, scene.own_blocks, lambda: scene.collects)
     elif here.microbatches > 1:

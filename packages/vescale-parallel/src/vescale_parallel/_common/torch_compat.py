@@ -1,7 +1,7 @@
 """What this package needs of torch that torch does not document, each with what happens without.
 
-- `hooks_of`: whether a tensor has hooks. Without the two attributes it finds none, and hooks that
-  were registered before `parallelize` stay behind on the plain parameter.
+- `hooks_of`, `any_hooks`: whether a tensor has hooks. Without the two attributes it finds none, and
+  hooks that were registered before `parallelize` stay behind on the plain parameter.
 - `no_torch_function`: a context in which torch function modes see nothing, for checks that are no
   part of what a mode records. Without it they are seen, and `capture` refuses what it sees of them.
 - `in_backward`: whether a backward runs. Without it a recomputation counts as a forward: what it
@@ -13,7 +13,9 @@
   taken to have some, and Muon orthogonalises each matrix on every rank.
 - `saved_tensors_hooks_now`: hooks that others have set on tensors that autograd saves. Without it
   ours would hide them, so activation checkpointing around a unit saves no memory.
-- `is_innermost`: whether a torch function mode is the one that sees functions first. Without it the
+- `compiler_callback`: what torch.compile has asked Python to call for each new frame. Without it a
+  compiler is seen only where it traces.
+- `innermost_mode`: the torch function mode that sees functions first. Without it the
   modes of stages see every function of their blocks, which takes time.
 - `plain_functions`: a context in which functions take instances of subclasses as plain tensors, as
   torch's notes on extending it show. `wrapper_of`: a tensor of a subclass that has no storage.
@@ -25,7 +27,7 @@
   makes. Documented as torch.compiler's fake tensors, imported from where torch itself has them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,10 +41,12 @@ __all__ = [
     "FakeTensorMode",
     "after_backward",
     "alias_below_autograd",
+    "any_hooks",
+    "compiler_callback",
     "has_step_hooks",
     "hooks_of",
     "in_backward",
-    "is_innermost",
+    "innermost_mode",
     "missing_for_deferred",
     "no_torch_function",
     "plain_functions",
@@ -62,6 +66,17 @@ def hooks_of(tensor: Tensor) -> list[str]:
     if getattr(tensor, "_post_accumulate_grad_hooks", None):
         found.append("register_post_accumulate_grad_hook")
     return found
+
+
+def any_hooks(tensors: Iterable[Tensor]) -> bool:
+    """Return whether one of these leaves has hooks: `hooks_of` at the cost of one call."""
+    return any(
+        [
+            getattr(one, "_backward_hooks", None)
+            or getattr(one, "_post_accumulate_grad_hooks", None)
+            for one in tensors
+        ]
+    )
 
 
 _task: Any = getattr(torch._C, "_current_graph_task_id", None)
@@ -108,10 +123,18 @@ def alias_below_autograd(tensor: Tensor) -> Tensor:
 plain_functions: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 
 
-def is_innermost(mode: Any) -> bool:
-    """Return whether no other torch function mode was entered after this one."""
-    top = getattr(torch.overrides, "_get_current_function_mode", None)
-    return top is not None and top() is mode
+def _no_mode() -> None:
+    return None
+
+
+compiler_callback: Callable[[], Any] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
+    "get_eval_frame_callback",
+    _no_mode,
+)
+"""Return what torch.compile has asked Python to call for each new frame; None outside of it."""
+innermost_mode: Any = getattr(torch.overrides, "_get_current_function_mode", _no_mode)
+"""Return the torch function mode that was entered last, or None."""
 
 
 _make_wrapper: Any = getattr(Tensor, "_make_wrapper_subclass", None)

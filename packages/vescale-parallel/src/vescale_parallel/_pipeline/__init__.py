@@ -14,8 +14,9 @@ Top to bottom (imports point down):
 - `outputs`: what the model returns, for ranks whose stage is not the last.
 - `finish`: losses and gradients of all stages put together.
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
-- `stage`: one forward of one stage; `units`: the hooks through which it acts. `route`: the calls of
-  units that one forward notes and the next one follows. `boundary`: what passes to the next stage.
+- `stage`: one forward of one stage; `scene`: what it works on; `units`: what takes the place of
+  forwards, through which it acts. `route`: the calls of units that one forward notes and the next
+  one follows. `boundary`: what passes to the next stage.
 - `collected`: what hooks within blocks bring to code outside; `results`: how that passes between
   stages; `kinds`: what all stages know of a kind of microbatch.
 - `foreign`: values of other stages, and what is computed from them. `leaks`: what gets out of

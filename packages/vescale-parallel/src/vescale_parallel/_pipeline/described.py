@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.nested import map_tensors
 from vescale_dtensor import DTensor
 
+from vescale_parallel._pipeline.standing import Watcher, standing
+
 
 class TensorSpec(NamedTuple):
     """What a tensor is, but for its values.
@@ -92,8 +94,10 @@ class Blanks:
     def __init__(self, device: str) -> None:
         self._device = device
         self._made: dict[object, tuple[Tensor, int]] = {}
-        # By the `id` of what is kept beside them.
-        self._standing: dict[int, tuple[Described, list[Tensor]]] = {}
+        # By the `id` of what is kept beside them, and whether the tensors tell of their uses.
+        self._standing: dict[tuple[int, bool], tuple[Described, list[Tensor]]] = {}
+        # The forwards in which they stand in: the last one is told.
+        self.watchers: list[Watcher] = []
         self._is_written = False
 
     def begin(self) -> None:
@@ -104,22 +108,39 @@ class Blanks:
         if self._is_written:
             self._standing.clear()
 
-    def stands_for(self, described: Described) -> bool:
-        """Whether the tensors of `stand_in` are there already."""
-        return id(described) in self._standing
-
-    def stand_in(self, described: Described, mesh: DeviceMesh) -> tuple[Any, list[Tensor]]:
-        """`placeholders`, of which the tensors are the same ones in each forward."""
-        _, made = self._standing.get(id(described), (None, None))
-        if made is None:
-            value, made = placeholders(described, mesh, self)
-            if not self._is_written and not any([one.is_inference() for one in made]):
-                self._standing[id(described)] = described, made
-            return value, made
-        nesting = described.nesting
+    def ready(
+        self, described: Described, *, tells: bool = False
+    ) -> tuple[Any, list[Tensor]] | None:
+        """What `stand_in` returns, where the tensors are there already."""
+        found = self._standing.get((id(described), tells))
+        if found is None:
+            return None
+        made, nesting = found[1], described.nesting
         if isinstance(nesting, Tensor):
             return made[0], made
         return map_tensors(lambda number: made[int(number)], nesting), made
+
+    def stand_in(
+        self, described: Described, mesh: DeviceMesh, *, tells: bool = False
+    ) -> tuple[Any, list[Tensor]]:
+        """`placeholders`, of which the tensors are the same ones in each forward.
+
+        Args:
+            described: the nesting.
+            mesh: of the stage.
+            tells: whether the tensors tell `watchers` of functions that take them.
+        """
+        known = self.ready(described, tells=tells)
+        if known is not None:
+            return known
+        value, made = placeholders(described, mesh, self)
+        is_kept = not self._is_written and not any([one.is_inference() for one in made])
+        if tells:
+            made = [standing(one, self.watchers) for one in made]
+            value = map_tensors(lambda number: made[int(number)], described.nesting)
+        if is_kept:
+            self._standing[id(described), tells] = described, made
+        return value, made
 
     def local(self, spec: TensorSpec) -> Tensor:
         """A local tensor of that form: an object of its own, in shared memory."""

@@ -17,7 +17,7 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import local_of
 from vescale_parallel._pipeline.kinds import Kind, Repeated
 from vescale_parallel._pipeline.messages import Lines
-from vescale_parallel._pipeline.stage import Scene
+from vescale_parallel._pipeline.scene import Scene
 
 _NOTE: Final = b"\0"
 """How what is no failure begins: no compressed text does."""
@@ -119,7 +119,7 @@ def finish_step(
         if anywhere >> at & 1:
             there.append(parameter)
             if leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf)
+                leaf.grad = scene.nothing_like(leaf)
     reduce_gradients(there)
     last = scene.split.ranks[-1]
     if whole:

@@ -9,13 +9,14 @@ mark, and are this stage's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from vescale_comm.nested import map_tensors, named_tensors_within, tensors_within
+from vescale_dtensor import DTensor
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.leaks import Leaks, name_of
@@ -38,6 +39,12 @@ _READS: Final = frozenset(
 )
 """What turns values into numbers or shapes of Python."""
 
+_FLAT: Final = frozenset(
+    {Tensor, nn.Parameter, DTensor, type(None), bool, int, float, str}
+    | {torch.dtype, torch.device, torch.Size}
+)
+"""Types of arguments that hold no other tensors."""
+
 
 class Foreign(TorchFunctionMode):
     """Marks what is computed from values of other stages, while one stage runs its forward.
@@ -47,11 +54,12 @@ class Foreign(TorchFunctionMode):
         collected: by `id` of a marked tensor, which result of an earlier unit it stands for.
         used: which of these were used, as far as functions were watched.
         leaks: what watches values that get out of blocks; None: nobody looks.
+        is_touched: whether a function took a marked tensor, other than to ask for its shape.
     """
 
     def __init__(self, stage: int, leaks: Leaks | None = None) -> None:
         super().__init__()
-        self.stage, self.leaks = stage, leaks
+        self.stage, self.leaks, self.is_touched = stage, leaks, False
         # The tensors are kept: an `id` names an object only as long as it lives.
         self._marked: dict[int, Tensor] = {}
         self.known: dict[int, Tensor] = {}
@@ -84,6 +92,19 @@ class Foreign(TorchFunctionMode):
             return value
         return map_tensors(lambda one: self.known.get(id(one), one), value)
 
+    def is_plainly_known(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether arguments are seen at once to be of this stage; False: it takes a closer look."""
+        # Of each call of a module and of each function: without a call for most arguments.
+        marked = self._marked
+        for one in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(one)
+            if kind in _FLAT:
+                if id(one) in marked:
+                    return False
+            elif kind is not tuple or not self.is_plainly_known(one, {}):
+                return False
+        return True
+
     def unknown_within(self, value: Any) -> list[str]:
         """Paths of the tensors in a nesting whose values are not here."""
         if not self._marked or self._marked.keys().isdisjoint(map(id, tensors_within(value))):
@@ -96,6 +117,8 @@ class Foreign(TorchFunctionMode):
     ) -> Any:
         """Run a function; its results are marked where an argument is."""
         kwargs = kwargs or {}
+        if self.leaks is None and self.is_plainly_known(args, kwargs):
+            return func(*args, **kwargs)
         result = self._run(func, args, kwargs)
         if self.leaks is not None:
             given, made = tensors_within((args, kwargs)), tensors_within(result)
@@ -106,12 +129,16 @@ class Foreign(TorchFunctionMode):
     def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._marked:
             return func(*args, **kwargs)
+        given = tensors_within((args, kwargs))
+        if self._marked.keys().isdisjoint(map(id, given)):
+            return func(*args, **kwargs)
         if self.known:
             args, kwargs = self.resolved(args), self.resolved(kwargs)
-        given = tensors_within((args, kwargs))
-        if self._marked.keys().isdisjoint(map(id, given)) or not any(map(self.is_unknown, given)):
-            return func(*args, **kwargs)
+            given = tensors_within((args, kwargs))
         name = getattr(func, "__name__", "")
+        if not any(map(self.is_unknown, given)):
+            self.is_touched = True
+            return func(*args, **kwargs)
         if name in _READS or (name == "__getitem__" and self._selects_by_value(args)):
             raise PipelineError(
                 f"{resolve_name(func) or name}: the model reads a value that another stage than "
@@ -119,6 +146,7 @@ class Foreign(TorchFunctionMode):
                 "dtypes, not values."
             )
         result = func(*args, **kwargs)
+        self.is_touched = self.is_touched or name != "__get__" or isinstance(result, Tensor)
         self.mark(tensors_within(result))
         if args and isinstance(args[0], Tensor) and _writes(name, kwargs):
             self.mark(_written(args[0], kwargs))

@@ -16,7 +16,7 @@ from vescale_parallel._errors import PlanError
 from vescale_parallel._pipeline.described import local_of
 from vescale_parallel._pipeline.given import best_in_place
 from vescale_parallel._pipeline.messages import Lines
-from vescale_parallel._pipeline.stage import Scene
+from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._schedules.choice import make_schedule
 from vescale_parallel._schedules.timeline import StageTimes

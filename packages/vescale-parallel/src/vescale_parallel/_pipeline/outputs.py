@@ -12,7 +12,7 @@ from vescale_comm.nested import map_tensors, named_tensors_within
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import as_strided_like, describe, local_of, wrapped
 from vescale_parallel._pipeline.messages import Lines
-from vescale_parallel._pipeline.stage import Scene
+from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.text import to_text
 from vescale_parallel._schedules.actions import Schedule
 

@@ -22,7 +22,8 @@ from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.kinds import Entry, Kind, Repeated, is_lacking, trimmed
 from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
-from vescale_parallel._pipeline.stage import Scene, StageForward
+from vescale_parallel._pipeline.scene import Scene
+from vescale_parallel._pipeline.stage import StageForward
 from vescale_parallel._pipeline.streams import words_between
 from vescale_parallel._pipeline.text import add_record, to_text
 from vescale_parallel._step.parts import Part

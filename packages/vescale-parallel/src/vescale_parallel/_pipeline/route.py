@@ -29,10 +29,22 @@ class Turn(NamedTuple):
     call: Any = None
 
 
-Routes = dict[int, tuple[Turn, ...]]
+class Route(NamedTuple):
+    """The calls of a forward of a stage.
+
+    Attributes:
+        turns: they.
+        is_quiet: whether the model passes values of other stages on, and no function takes them.
+    """
+
+    turns: tuple[Turn, ...]
+    is_quiet: bool = False
+
+
+Routes = dict[int, Route]
 """By stage; of one kind of microbatch, on one rank."""
 
-_NONE: Final[tuple[Turn, ...]] = ()
+_NONE: Final = Route(())
 
 
 class Following:
@@ -40,11 +52,13 @@ class Following:
 
     Attributes:
         left: whether there is no route, or the forward has left it.
+        is_quiet: as that of the route.
     """
 
     def __init__(self, stage: int, routes: Routes | None) -> None:
         self._stage, self._routes = stage, routes
-        self._turns = _NONE if routes is None else routes.get(stage, _NONE)
+        route = _NONE if routes is None else routes.get(stage, _NONE)
+        self._turns, self.is_quiet = route.turns, route.is_quiet
         self._at = 0
         self.left = not self._turns
         # What is noted; None: nothing shall be.
@@ -71,9 +85,13 @@ class Following:
         """
         done = [one.name for one in self._turns[: self._at - before]]
         self.left = True
-        if self._routes is not None:
-            self._routes.pop(self._stage, None)  # the next forward notes its own
+        self.drop()
         return done
+
+    def drop(self) -> None:
+        """Let the next forward note a route of its own."""
+        if self._routes is not None:
+            self._routes.pop(self._stage, None)
 
     def note(self, turn: Turn) -> None:
         """Note a call that was looked at closely."""
@@ -88,7 +106,7 @@ class Following:
         """Whether the forward has followed its route to the end."""
         return not self.left and self._at == len(self._turns)
 
-    def ended(self) -> None:
+    def ended(self, *, is_quiet: bool = False) -> None:
         """The forward has ended, and nothing was wrong."""
         if self._noted and self._routes is not None:
-            self._routes[self._stage] = tuple(self._noted)
+            self._routes[self._stage] = Route(tuple(self._noted), is_quiet)

@@ -7,7 +7,7 @@ so all of them come to the end of the step, where every rank hears of it and rai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from vescale_parallel._pipeline.kinds import Entry, Kind
 from vescale_parallel._pipeline.measured import Stopwatch
 from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_into
 from vescale_parallel._pipeline.route import Routes
-from vescale_parallel._pipeline.stage import Scene, StageForward
+from vescale_parallel._pipeline.scene import Scene
+from vescale_parallel._pipeline.stage import StageForward
 from vescale_parallel._pipeline.streams import Place
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
@@ -107,6 +108,8 @@ class Runner:
         # Of this step: between steps nothing is held.
         self._blanks = Blanks(lines.device)
         self._now = 0
+        zero = getattr(scene.model, SCHEDULE, None)
+        self._zero = zero if isinstance(zero, Zero) else None
         self.loss: Tensor | None = None
 
     def run(self) -> Exception | None:
@@ -118,14 +121,18 @@ class Runner:
     def _run(self, around: ExitStack) -> Exception | None:
         row = self._schedule.ranks[self._scene.rank]
         failure: Exception | None = None
+        watch = self._watch
         # The backward behind which no other comes on this rank: only there are gradients complete.
         last = max((at for at, action in enumerate(row) if action.kind != "F"), default=-1)
         for at, action in enumerate(row):
             try:
                 if not at:
                     around.enter_context(self._scene.held)
-                with self._watch.action(action) if self._watch else nullcontext():
+                if watch is None:
                     self._act(action, syncs=at == last)
+                else:
+                    with watch.action(action):
+                        self._act(action, syncs=at == last)
             except CommError:
                 raise  # who does not answer now would not later: nothing can be told to others
             except Exception as error:
@@ -152,21 +159,17 @@ class Runner:
         if action.kind == "F":
             self._forward(action)
             return
-        # Gradients are reduced once, behind the last of them.
-        with nullcontext() if syncs else self._no_sync():
+        zero = self._zero
+        if zero is None:
             self._backward(action)
-        if syncs:
-            self._flush()
-
-    def _no_sync(self) -> AbstractContextManager[None]:
-        zero = getattr(self._scene.model, SCHEDULE, None)
-        return zero.no_sync() if isinstance(zero, Zero) else nullcontext()
-
-    def _flush(self) -> None:
-        """Reduce what the last backward has left: one without parameters of units reduces none."""
-        zero = getattr(self._scene.model, SCHEDULE, None)
-        if isinstance(zero, Zero):
+        elif syncs:
+            self._backward(action)
+            # What the last backward has left: one without parameters of units reduces none.
             zero.flush()
+        else:
+            # Gradients are reduced once, behind the last of them.
+            with zero.no_sync():
+                self._backward(action)
 
     def _forward(self, action: Action) -> None:
         self._now = action.microbatch
@@ -179,14 +182,13 @@ class Runner:
         loss = None
         if found is not None:
             # By rows: the last microbatch may have fewer, and the batch's loss is the mean over
-            # rows.
-            weighed = found * here.weight
-            # Not the loss itself: its history would keep the graphs of all microbatches alive.
-            value = weighed.detach()
+            # rows. Not the loss itself: its history would keep the graphs of all microbatches
+            # alive.
+            value = found.detach() * here.weight
             self.loss = value if self.loss is None else self.loss + value
             # Backward starts below the wrapper, so that gradients of the other half are asked for
-            # by plain nodes.
-            loss = local_of(weighed)
+            # by plain nodes. It starts with the weight, which is the gradient of the product.
+            loss = local_of(found)
         if torch.is_grad_enabled():
             self._kept[stage, action.microbatch] = _Kept(running.received, running.sent, loss)
 
@@ -223,25 +225,20 @@ class Runner:
         # for.
         kept = self._kept.pop((stage, microbatch))
         needs, _ = message_into(action, self._schedule.stages)
-        if needs is not None:
-            # Gradients come only for what requires one: both sides take that from the same specs.
-            specs = self._entry(stage + 1).specs
-            wanted = [one for one, s in zip(kept.sent, specs, strict=True) if s.requires_grad]
-            gradients = self._take(needs)
-        else:
+        leaves = _wanting(kept.received, self._entry(stage)) if stage else []
+        if needs is None:
             assert kept.loss is not None
-            wanted, gradients = [kept.loss], [torch.ones_like(kept.loss)]
-        pairs = [
-            (one, g)
-            for one, g in zip(wanted, gradients, strict=True)
-            # A loss without a history is torch's error, as on one device.
-            if one.requires_grad or needs is None
-        ]
-        leaves = []
-        if stage:
-            specs = self._entry(stage).specs
-            leaves = [one for one, s in zip(kept.received, specs, strict=True) if s.requires_grad]
-        return _Returning([one for one, _ in pairs], [g for _, g in pairs], leaves)
+            weight = torch.full_like(kept.loss, self._microbatches[microbatch].weight)
+            # One without a history is torch's error, as on one device.
+            return _Returning([kept.loss], [weight], leaves)
+        # Gradients come only for what requires one: both sides take that from the same specs.
+        found = _Returning([], [], leaves)
+        wanted = _wanting(kept.sent, self._entry(stage + 1))
+        for one, gradient in zip(wanted, self._take(needs), strict=True):
+            if one.requires_grad:
+                found.outputs.append(one)
+                found.gradients.append(gradient)
+        return found
 
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
         """Receive what the stage before has sent for this microbatch."""
@@ -276,8 +273,11 @@ class Runner:
             self._sent[message] = self._lines.send(tensors, target)
 
     def _take(self, message: Message) -> list[Tensor]:
-        with self._watch.pause() if self._watch else nullcontext():
+        if self._watch is None:
             found = self._inbox.take(message)
+        else:
+            with self._watch.pause():
+                found = self._inbox.take(message)
         # Who has sent this has taken what came before in its row: that memory can go.
         for sent in list(self._sent):
             # No test of handles: whether a send has ended differs from rank to rank, and polling
@@ -303,6 +303,11 @@ class Runner:
             for one in self._specs(gives)
         ]
         self._send(gives, empty)
+
+
+def _wanting(tensors: Sequence[Tensor], entry: Entry) -> list[Tensor]:
+    """Those of a stage's entry that get gradients."""
+    return [one for one, s in zip(tensors, entry.specs, strict=True) if s.requires_grad]
 
 
 def forwards_only(schedule: Schedule) -> Schedule:

@@ -7,19 +7,16 @@ a module outside of the blocks that holds parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from vescale_comm import CommError
 from vescale_comm.nested import named_tensors_within
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._common.torch_compat import is_innermost
+from vescale_parallel._common.torch_compat import innermost_mode
 from vescale_parallel._errors import ParallelError, PipelineError
 from vescale_parallel._pipeline.collected import Lacking, call_hooks
 from vescale_parallel._pipeline.described import (
@@ -31,88 +28,15 @@ from vescale_parallel._pipeline.described import (
     wrapped,
 )
 from vescale_parallel._pipeline.foreign import Foreign
-from vescale_parallel._pipeline.held import HeldParameters
-from vescale_parallel._pipeline.kinds import Call, Entry, Kind
+from vescale_parallel._pipeline.kinds import Call, Kind
 from vescale_parallel._pipeline.leaks import Leaks
 from vescale_parallel._pipeline.left import Left, StandingIn, left_by
 from vescale_parallel._pipeline.results import Results
 from vescale_parallel._pipeline.route import Act, Following, Routes, Turn
-from vescale_parallel._pipeline.split import Split
-from vescale_parallel._pipeline.streams import Place, Streams, after, words_between
+from vescale_parallel._pipeline.scene import Neighbours, Scene, StageEnded, Unit
+from vescale_parallel._pipeline.standing import CAN_STAND
+from vescale_parallel._pipeline.streams import Place, after, words_between
 from vescale_parallel._step.parts import Part, loss_of
-
-
-@dataclass
-class Scene:
-    """A rank's part of a pipeline.
-
-    Attributes:
-        model: the whole model; parameters of other stages have no elements.
-        split: its stages.
-        mesh: the ranks of a stage.
-        rank: this rank's coordinate on the axis of stages.
-        held: parameters of this rank's stages.
-        streams: this rank's random streams.
-        absent: names of units outside of the blocks whose parameters are not here.
-        recomputing: stages of this rank that compute parts of their forward again in backward.
-        kept: bytes that a forward of a stage of this rank keeps, where they were counted.
-        running: the forward that runs, if any.
-        call: what a stage runs, where it is not the model with its hooks.
-        collects: whether hooks on modules within blocks are called on every stage.
-        foreign_to: by stage, the units that it has to stand in for.
-        behind: with `zero`, parameters that every stage holds, which the model swaps in forward
-            only: what is computed again in backward looks for them as well.
-    """
-
-    model: nn.Module
-    split: Split
-    mesh: DeviceMesh
-    rank: int
-    held: HeldParameters | nullcontext[None]
-    streams: Streams
-    absent: frozenset[str]
-    running: StageForward | None = None
-    call: Callable[..., Any] | None = None
-    collects: bool = False
-    behind: HeldParameters | nullcontext[None] = field(default_factory=nullcontext)
-    recomputing: set[int] = field(default_factory=set)
-    kept: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Number the blocks."""
-        self.block_numbers = {name: at for at, name in enumerate(self.split.blocks)}
-        ends = [0]
-        for stage in self.split.stages:
-            ends.append(ends[-1] + len(stage))
-        self.starts = ends
-        # Asked at each call of a unit, several times.
-        self.foreign_to = [
-            self.absent.union(*(s for other, s in enumerate(self.split.stages) if other != stage))
-            for stage in range(len(self.split.stages))
-        ]
-
-    @property
-    def own_blocks(self) -> list[str]:
-        """The blocks of this rank's stages."""
-        pairs = zip(self.split.stages, self.split.ranks, strict=True)
-        return [name for stage, rank in pairs if rank == self.rank for name in stage]
-
-
-class Neighbours(Protocol):
-    """Who gives to a stage, and takes from it."""
-
-    def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
-        """Return what the stage receives, as local tensors."""
-
-    def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
-        """Hand over to the stage after this one; returns the local tensors with their history."""
-
-
-class StageEnded(Exception):
-    """The forward of a stage has come to the first block of the next one; no error.
-
-    Hooks that run also after an error (those of `zero`) run after no other kind of exception.
-    """
 
 
 class StageForward:
@@ -152,10 +76,14 @@ class StageForward:
         # The unit of this rank that is called with what only other stages know.
         self._lacks: str | None = None
         self._left = StandingIn()
-        # Whether functions come to `foreign`.
+        # Whether functions come to `foreign`; whether none has to, as tensors tell of their uses.
         self._looks = False
+        self._is_quiet = False
         self._results = Results(self.foreign, stage, kind.uses, self.is_rehearsal)
         self._way = Following(stage, routes)
+        if blanks is not None and self._way.is_quiet and not scene.collects | scene.is_compiled:
+            self._is_quiet, self._modes = True, innermost_mode()
+            blanks.watchers[:] = [self]
         self._foreign_to = scene.foreign_to[stage]
 
     def run(self, part: Part, start: Place | None = None) -> Tensor | None:
@@ -168,9 +96,7 @@ class StageForward:
         self.scene.running = self
         self._start = self.scene.streams.here() if start is None else start
         try:
-            # Not only to return: what the model has put in `finally` blocks runs, as after an
-            # error.
-            with self.scene.held, suppress(StageEnded):
+            with self.scene.held:
                 self._look()
                 found = loss_of(part, self._output(part))
                 # A loss of shape (1,) is one of torch's scalars too; sums and messages need one
@@ -178,12 +104,17 @@ class StageForward:
                 found = found.reshape(()) if found.ndim else found
                 self._require_end(found)
                 self._require_draws()
-                self._way.ended()
+                self._ended()
                 return found
-            # Ended at the next stage's first block: an error would not have come here.
-            self._way.ended()
+        except StageEnded:
+            # Not only to return: what the model has put in `finally` blocks runs, as after an
+            # error. It has come to the next stage's first block.
+            self._ended()
         finally:
             self._look_away()
+            self._is_quiet = False
+            if self._blanks is not None:
+                self._blanks.watchers.clear()  # this forward holds its activations
             self._left.restore()
             # Whoever calls the model afterwards, as to evaluate it on one rank, is not a stage.
             self.scene.running = None
@@ -191,16 +122,42 @@ class StageForward:
                 self.scene.recomputing.add(self.stage)
         return None
 
+    def _ended(self) -> None:
+        if self._way.left:
+            # Of plain tensors: what stands for distributed ones is distributed as well.
+            is_quiet = not self.foreign.is_touched and self.scene.mesh.size() == 1
+            self._way.ended(is_quiet=CAN_STAND and is_quiet)
+
+    def begin_to_look(self) -> bool:
+        """A function takes what stands for a value of another stage, which none did before.
+
+        Returns:
+            Whether functions come to `foreign` now, and did not before.
+        """
+        if not self._is_quiet:
+            return False
+        if innermost_mode() is not self._modes:
+            raise PipelineError(
+                f"between its blocks the model computes with values of other stages than "
+                f"{self.stage}, and did not for a batch of this shape before. Inside of a mode "
+                "of its own (torch.device, DeviceContext) this cannot be watched from here on."
+            )
+        self._is_quiet = False
+        self._way.drop()
+        self._look()
+        return True
+
     def _look(self) -> None:
+        if self._looks or self._is_quiet:
+            return
         # Without values of other stages there is nothing to be told apart.
-        is_needed = self.foreign.leaks is not None or self.foreign.has_marked
-        if is_needed and not self._looks:
+        if self.foreign.leaks is not None or self.foreign.has_marked:
             self.foreign.__enter__()  # type: ignore[no-untyped-call]
             self._looks = True
 
     def _look_away_here(self) -> None:
         """Look away until the next `_look` of the same depth, unless modes of the model run."""
-        if self._looks and is_innermost(self.foreign):
+        if self._looks and innermost_mode() is self.foreign:
             self._look_away()
 
     def _look_away(self) -> None:
@@ -244,11 +201,52 @@ class StageForward:
                 "makes them: pipeline={'everywhere': ...}."
             )
 
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model calls a unit before which nobody has been called; returns its result."""
+        turn = self._way.due(unit.name)
+        if turn is not None and unit.leaves and not self.scene.collects:
+            # By far the most calls: each function that they call shows in a step of small blocks.
+            if turn.act == "run" and self.foreign.is_plainly_known(args, kwargs):
+                if self._is_quiet:
+                    return unit.forward(*args, **kwargs)
+                self._look_away_here()
+                output = unit.forward(*args, **kwargs)
+                self._look()
+                return output
+            if turn.act == "stand in":
+                return self._stand_in_at(turn)
+        if unit.module._forward_pre_hooks:
+            self._require_no_difference(unit, args, kwargs)
+        given = self._entered(turn, unit.name, args, kwargs)
+        return self.compute(unit, *given)
+
+    def _require_no_difference(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse hooks that have come since the step began, where they have seen what stands in."""
+        is_first = self.scene.block_numbers.get(unit.name) in self.scene.starts[1:-1]
+        if is_first or not self.foreign.is_plainly_known(args, kwargs):
+            raise PipelineError(
+                f"a forward pre-hook was registered on '{unit.name}' while the model ran, and has "
+                "seen what stands for values of other stages. Register it before forward_backward."
+            )
+
+    def compute(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit that has been entered, or stand in for it; returns its result."""
+        if self.is_foreign(unit.name):
+            return self.stand_in(unit.name)
+        output = unit.forward(*args, **kwargs)
+        if unit.leaves:
+            self.leave(unit.name, output)
+        return output
+
     def enter(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model calls a unit."""
-        turn = self._way.due(name)
+        return self._entered(self._way.due(name), name, args, kwargs)
+
+    def _entered(
+        self, turn: Turn | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if turn is not None and turn.act == "stand in":
             return self.foreign.resolved((args, kwargs)) if self.foreign.known else (args, kwargs)
         # What is done here is none of the model's functions.
@@ -267,6 +265,7 @@ class StageForward:
 
     def _look_closely(self, *, before: bool = False) -> None:
         """From here on find out at each call of a unit what is to be done there."""
+        self._is_quiet = False
         if not self._way.left:
             for name in self._way.leave(before=before):
                 self._calls[name] += 1
@@ -429,12 +428,27 @@ class StageForward:
     def stand_in(self, name: str) -> Any:
         """What a unit of another stage returns here."""
         turn = self._way.now(name)
-        if turn is not None and turn.call is not None and self._blanks is not None:
-            if any(turn.call.words) or not self._blanks.stands_for(turn.call.output):
-                self._look_away_here()
-                self.scene.streams.skip(turn.call.words)
-            value, made = self._blanks.stand_in(turn.call.output, self.scene.mesh)
-            return self._stood_in((name, turn.number), turn.call, value, made)
+        return self._stand_in_closely(name) if turn is None else self._stand_in_at(turn)
+
+    def _stand_in_at(self, turn: Turn) -> Any:
+        """The same, at a turn of the route."""
+        call: Call | None = turn.call
+        if call is None or call.output is None or self._blanks is None:
+            return self._stand_in_closely(turn.name)
+        draws = any(call.words)
+        known = None if draws else self._blanks.ready(call.output, tells=self._is_quiet)
+        if known is not None and not self.scene.collects:
+            # By far the most: without a call for each of the steps below.
+            self.foreign.mark(known[1])
+            if not self._is_quiet:
+                self._look()
+            return known[0]
+        self._look_away_here()
+        self.scene.streams.skip(call.words)
+        found = self._blanks.stand_in(call.output, self.scene.mesh, tells=self._is_quiet)
+        return self._stood_in((turn.name, turn.number), call, *found)
+
+    def _stand_in_closely(self, name: str) -> Any:
         self._look_closely()
         call = self.kind.calls.get((name, self._calls[name] - 1))
         if call is None or call.output is None:

@@ -34,9 +34,9 @@ from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
-from vescale_parallel._pipeline.stage import Scene
+from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
-from vescale_parallel._pipeline.units import watch_within
+from vescale_parallel._pipeline.units import look_at_hooks, watch_within
 from vescale_parallel._pipeline.walked import Walked
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part, loss_of
@@ -233,6 +233,8 @@ class StagedStep:
     ) -> list[Microbatch]:
         """The microbatches of a call that all ranks make alike, rehearsed. Collective."""
         scene = self._scene
+        look_at_hooks(scene)
+        scene.is_compiled = walked.is_compiled
         start = scene.streams.here()
         modes = (*walked.modes(self._mesh.device_type), what)
         hooked = walked.hooked()

@@ -5,17 +5,26 @@ A compiler that looks into them would trace what stages exchange: it calls them 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from vescale_dtensor import untraced
 
-from vescale_parallel._common.torch_compat import in_backward
+from vescale_parallel._common.torch_compat import compiler_callback, in_backward
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.collected import Within, hooked_within
 from vescale_parallel._pipeline.outputs import Evaluates, require_no_cache
-from vescale_parallel._pipeline.stage import Scene
+from vescale_parallel._pipeline.scene import Scene
+
+_AS_IT_IS: Final = (
+    "torch.compile runs this block of a model in stages as it is: its backend is given nothing to "
+    "compile."
+)
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 _NO_COPY: Final = (
     "a model whose stages lie on several ranks cannot be copied. Copy it before parallelize, or "
@@ -32,13 +41,21 @@ def install_units(scene: Scene, step: Evaluates) -> None:
     """
     for name in (*scene.split.blocks, *scene.split.stem):
         module = scene.model.get_submodule(name)
-        # First of all: other hooks of the module see what has come from the stage before.
-        module.register_forward_pre_hook(_Enter(scene, name), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_Leave(scene, name))
         # An attribute of the object: code that asks for the type of a block finds its own.
-        module.forward = _Forward(scene, name, module.forward)
+        module.forward = forward = UnitForward(scene, name, module, module.forward)
+        scene.units.append(forward)
     scene.model.register_forward_pre_hook(_Refuse(scene), prepend=True, with_kwargs=True)
     scene.model.forward = _Whole(scene, scene.model.forward, step)
+
+
+def look_at_hooks(scene: Scene) -> None:
+    """Be called before hooks on units that others have registered, and nowhere else.
+
+    A hook costs twice a call of a module; who sees no difference is spared it.
+    """
+    for unit in scene.units:
+        if unit.module._forward_pre_hooks or unit.before is not None:
+            unit.listen()
 
 
 def watch_within(scene: Scene) -> bool:
@@ -56,40 +73,93 @@ def watch_within(scene: Scene) -> bool:
     return found
 
 
-class _OfScene:
-    def __init__(self, scene: Scene, name: str) -> None:
-        self.scene, self.name = scene, name
+class UnitForward:
+    """Takes the place of a unit's forward: as it was, on the stages that have the unit.
+
+    Attributes:
+        name: of the unit.
+        module: it.
+        forward: what it computes by.
+        before: the handle of the hook that is called before those of others, where there are any:
+            they see what has come from the stage before.
+        leaves: whether the end of a call is seen here, and not behind hooks that were there first.
+    """
+
+    def __init__(
+        self, scene: Scene, name: str, module: nn.Module, forward: Callable[..., Any]
+    ) -> None:
+        self.scene, self.name, self.module, self.forward = scene, name, module, forward
+        self.before: RemovableHandle | None = None
+        # Those of `parallelize` may change the result, which is described as others get it.
+        self.leaves = not module._forward_hooks
+        if not self.leaves:
+            module.register_forward_hook(_Leave(self))
+        if module._forward_pre_hooks:
+            self.listen()
+
+    def listen(self) -> None:
+        """Be the first of the module's hooks, as long as it has others."""
+        own = 0 if self.before is None else 1
+        others = len(self.module._forward_pre_hooks) - own
+        if self.before is not None and not others:
+            self.before.remove()
+            self.before = None
+        elif self.before is None and others:
+            register = self.module.register_forward_pre_hook
+            self.before = register(_Enter(self), prepend=True, with_kwargs=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute, or stand in for who does."""
+        # `untraced` written out: most calls of a step come here.
+        if _is_compiling() or compiler_callback() is not None:
+            return self._within_compiled(*args, **kwargs)
+        running = self.scene.running
+        if running is None:
+            return self.forward(*args, **kwargs)
+        if self.before is None:
+            return running.call(self, args, kwargs)
+        return running.compute(self, args, kwargs)
+
+    @untraced
+    def _within_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        running = self.scene.running
+        if running is None:
+            return self.forward(*args, **kwargs)
+        if not self.scene.is_told:
+            self.scene.is_told = True
+            warnings.warn(_AS_IT_IS, stacklevel=2)
+        # Tensors that tell of functions that take them are none for a compiler.
+        running.foreign.is_touched = True
+        running.begin_to_look()
+        if self.before is None:
+            return running.call(self, args, kwargs)
+        return running.compute(self, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise PipelineError(_NO_COPY)
 
 
-class _Enter(_OfScene):
+class _OfUnit:
+    def __init__(self, unit: UnitForward) -> None:
+        self.unit = unit
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise PipelineError(_NO_COPY)
+
+
+class _Enter(_OfUnit):
     @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        running = self.scene.running
-        return None if running is None else running.enter(self.name, args, kwargs)
+        running = self.unit.scene.running
+        return None if running is None else running.enter(self.unit.name, args, kwargs)
 
 
-class _Leave(_OfScene):
+class _Leave(_OfUnit):
     @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        running = self.scene.running
-        if running is not None and not running.is_foreign(self.name):
-            running.leave(self.name, output)
-
-
-class _Forward(_OfScene):
-    def __init__(self, scene: Scene, name: str, forward: Any) -> None:
-        super().__init__(scene, name)
-        self.forward = forward
-
-    @untraced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running = self.scene.running
-        if running is not None and running.is_foreign(self.name):
-            return running.stand_in(self.name)
-        return self.forward(*args, **kwargs)
+        running = self.unit.scene.running
+        if running is not None and not running.is_foreign(self.unit.name):
+            running.leave(self.unit.name, output)
 
 
 class _Refuse:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from vescale_dtensor import local_leaves
 
-from vescale_parallel._common.torch_compat import hooks_of
+from vescale_parallel._common.torch_compat import any_hooks, hooks_of
 from vescale_parallel._pipeline.finish import Trained
 from vescale_parallel._zero.schedule import SCHEDULE
 
@@ -21,18 +21,21 @@ class Walked(NamedTuple):
         named: each parameter once, by its first name, in the order of `named_parameters`.
         leaves: the local tensor of each, in that order.
         flags: what models of Hugging Face are asked for by their configuration, beside arguments.
+        is_compiled: whether torch.compile runs the model, or a module of it.
     """
 
     training: tuple[bool, ...]
     named: dict[str, nn.Parameter]
     leaves: tuple[Tensor, ...]
     flags: tuple[str, ...] = ()
+    is_compiled: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> Walked:
         """Walk through a model."""
         named: dict[str, nn.Parameter] = {}
         training: list[bool] = []
+        is_compiled = False
         seen, walked, stored = set(), set(), _stored_beside(model)
         # `named_modules` by hand, in its order: its generators would be half of all calls of a
         # step.
@@ -43,6 +46,7 @@ class Walked(NamedTuple):
                 continue
             walked.add(id(module))
             training.append(module.training)
+            is_compiled = is_compiled or module._compiled_call_impl is not None
             for name, held in module._parameters.items():
                 one = stored.get((id(module), name), held) if stored else held
                 if one is not None and id(one) not in seen:
@@ -50,9 +54,10 @@ class Walked(NamedTuple):
                     named[prefix + name] = one
             below = module._modules
             if below:
+                is_compiled = is_compiled or "_orig_mod" in below  # what torch.compile returns
                 left += [(f"{prefix}{n}.", m) for n, m in reversed(below.items()) if m is not None]
         leaves = tuple(local_leaves(named.values()))
-        return cls(tuple(training), named, leaves, _flags_of(model))
+        return cls(tuple(training), named, leaves, _flags_of(model), is_compiled)
 
     def trained(self) -> Trained:
         """The parameters that get gradients."""
@@ -62,7 +67,7 @@ class Walked(NamedTuple):
 
     def hooked(self) -> list[str]:
         """Names of parameters on which somebody has registered hooks."""
-        if not any(map(hooks_of, self.leaves)):
+        if not any_hooks(self.leaves):
             return []
         return [n for n, leaf in zip(self.named, self.leaves, strict=True) if hooks_of(leaf)]
 

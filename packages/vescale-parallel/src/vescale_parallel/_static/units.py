@@ -100,18 +100,18 @@ def finish_static_blocks(
             one.is_paused = is_paused
 
 
-def install_compile_entries(model: nn.Module, *, captures: bool) -> None:
-    """Let `torch.compile` of a parallelised model, or of a block, capture instead of tracing it.
+def tell_compilers(model: nn.Module) -> None:
+    """Let `torch.compile` of a model in stages run it as it is, and say so."""
+    model.forward = CompileEntry(ROOT, model, model.forward, (), captures=False)
 
-    Args:
-        model: the model.
-        captures: False: forwards of it cannot be captured, and just run as they are.
-    """
+
+def install_compile_entries(model: nn.Module) -> None:
+    """Let `torch.compile` of a parallelised model, or of a block, capture instead of tracing it."""
     units, names = _units_of(model)
     entries = []
     for name in names:
         module = model.get_submodule(name)
-        may = captures and not (units and _holds_any(name, names))
+        may = not (units and _holds_any(name, names))
         entry = CompileEntry(name, module, module.forward, units, may)
         module.forward = entry
         entries.append(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -13,6 +14,11 @@ from vescale_parallel._step.parts import Part, loss_of
 
 STEP: Final = "_vescale_step"
 """The attribute of a parallelised model that holds what computes its steps."""
+
+_AS_IT_IS: Final = (
+    "forward_backward in stages or microbatches runs the model within torch.compile as it is: its "
+    "backend is given nothing to compile."
+)
 
 
 @runtime_checkable
@@ -63,6 +69,9 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
     part = Part.of(args, kwargs, loss)
     step = getattr(model, STEP, None)
     if isinstance(step, Step):
+        # What torch.compile returns has the model inside, to which all attributes lead.
+        if "_orig_mod" in model._modules:
+            warnings.warn(_AS_IT_IS, stacklevel=2)
         return step.forward_backward(part)
     targets = tuple(distribute_batch(model, one) for one in part.targets)
     found = loss_of(replace(part, targets=targets), model(*part.args, **part.kwargs))
