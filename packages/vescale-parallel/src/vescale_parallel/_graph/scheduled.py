@@ -99,9 +99,9 @@ def schedule(
             gather ahead of what is in use, about a unit.
         memory_bytes: what may live at most while the graph runs, without inputs. What is started
             early is started later where more would live; buckets of which something lives there are
-            halved, until it fits on all ranks, and halves put together again that fit; then nothing is gathered ahead; and at last nothing
-            is moved. "traced": as much as the graph as it was takes, or the least that is found
-            with something moved. None: any number.
+            halved, until it fits on all ranks, and halves put together again that fit; then nothing
+            is gathered ahead; and at last nothing is moved. "traced": as much as the graph as it
+            was takes, or the least that is found with something moved. None: any number.
         exact: leave apart what is added up over three or more ranks in floating point.
 
     Raises:
