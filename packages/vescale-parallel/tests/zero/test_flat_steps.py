@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from vescale_comm import simulate
+from vescale_comm import execution_log, simulate
 from vescale_comm.testing import WorkerError, run
 from vescale_dtensor import DTensor
+from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
 from zero_models import batch, distributed, make, schedule_of, train
 
 DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
@@ -325,3 +327,24 @@ def drifting(rank: int, world_size: int) -> None:
 def test_a_step_that_a_rank_leaves_out_is_told():
     with pytest.raises(WorkerError, match="drifted apart"):
         run(drifting, 4)
+
+
+def in_stages(rank: int, world_size: int) -> tuple[int, int]:
+    """What this rank has executed of what all do together, after two steps."""
+    plan = Plan(zero=3, pipeline={"schedule": "1f1b", "microbatches": 2})
+    model: Any = make(blocks=4)
+    parallelize(model, make_mesh(device_type="cpu", pp=2, dp=world_size // 2), plan)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(2):
+        forward_backward(model, *batch(number))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    log = execution_log(range(world_size))
+    assert log is not None
+    return log.count, log.digest
+
+
+def test_ranks_of_stages_do_not_drift_apart():
+    # In processes, which compare what they write to: each stage has buffers of its own.
+    assert len(set(run(in_stages, 4))) == 1

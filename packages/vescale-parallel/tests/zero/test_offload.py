@@ -12,10 +12,27 @@ import torch
 from offload_runs import HALF, RUNS, alike, backward, built
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import GraphError, ParallelError, Plan, PlanError, graph
+from vescale_parallel import (
+    GraphError,
+    ParallelError,
+    Plan,
+    PlanError,
+    forward_backward,
+    graph,
+    parallelize,
+)
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._zero import host
-from zero_models import batch, distributed, make, plan_for, schedule_of
+from zero_models import (
+    PARAMETERS,
+    Decoder,
+    batch,
+    distributed,
+    make,
+    plan_for,
+    schedule_of,
+    whole,
+)
 
 DP, DP_TP, HSDP, ONE = {"dp": 2}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}, {"dp": 1}
 
@@ -214,9 +231,68 @@ def test_words_that_cannot_be_read(words: dict[str, Any], said: str):
 def test_plans_that_do_not_fit(words: dict[str, Any], said: str):
     with pytest.raises(PlanError, match=said):
         Plan(**words).check(make(), DP)
-    stages = Plan(zero=3, offload=True, pipeline={"microbatches": 2})
-    with pytest.raises(PlanError, match="pipeline with offload: stages keep"):
-        stages.check(make(), {"pp": 2, "dp": 2})
+
+
+def in_stages(sizes: dict[str, int], schedule: str, zero: int, words: Any) -> Any:
+    """Three clipped steps of a decoder in stages."""
+    torch.manual_seed(3)
+    model = Decoder(tied=words.pop("tied", False), blocks=4)
+    static = words.pop("static", False)
+    pipeline = {"schedule": schedule, "microbatches": 4}
+    how = Plan(parameters=PARAMETERS, pipeline=pipeline, zero=zero, **words)
+    torch.manual_seed(11)
+    parallelize(model, make_mesh(device_type="cpu", **sizes), how, static=static)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        forward_backward(model, *batch(step))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if step < 2:
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "zero", "words"),
+    [
+        ({"pp": 2, "dp": 2}, "1f1b", 3, {"offload": True}),
+        ({"pp": 2, "dp": 1}, "gpipe", 3, {"offload": True, "checkpoint": "full"}),
+        ({"pp": 2, "dp": 2}, "zb-h1", 2, {"offload": True, "tied": True}),
+        ({"pp": 2, "dp": 2}, "interleaved", 1, {"offload": "optimizer"}),
+        ({"pp": 2, "dp": 2}, "1f1b", 3, {"offload": "optimizer", "precision": HALF}),
+        ({"pp": 2, "dp": 2}, "1f1b", 3, {"offload": True, "static": True}),
+    ],
+)
+def test_stages_have_the_bits_of_stages_on_the_device(
+    links: list[CountingLink], sizes: dict[str, int], schedule: str, zero: int, words: Any
+):
+    def run(rank: int, world_size: int) -> None:
+        # One rank has shards with offload only.
+        level = zero if sizes["dp"] > 1 else 0
+        plain = in_stages(sizes, schedule, level, {**words, "offload": None})
+        model = in_stages(sizes, schedule, zero, dict(words))
+        link = next(b.host.link for u in schedule_of(model).units for b in u.buffers)
+        assert link.down
+        assert link.up
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(one.detach()), whole(other.detach())), name
+            assert torch.equal(whole(one.grad), whole(other.grad)), name
+        held = {id(p) for u in schedule_of(model).units for b in u.buffers for p in b.parameters}
+        for one in model.parameters():
+            own = one.to_local()
+            if id(one) in held and own.numel():
+                assert link.is_held(own)
+
+    simulate(prod(sizes.values()))(run)
+
+
+def test_what_every_stage_holds_stays_on_the_device():
+    sizes = {"pp": 2, "dp": 2}
+    torch.manual_seed(0)
+    model = Decoder(tied=True, blocks=4)
+    report = Plan(zero=3, offload=True, pipeline={"microbatches": 2}).check(model, sizes)
+    assert "what zero does not shard stays on the device: 'embed.weight'" in str(report)
+    assert {row.name for row in report.parameters if not row.offload} >= {"embed.weight"}
 
 
 def test_a_mesh_without_the_axis_is_told():

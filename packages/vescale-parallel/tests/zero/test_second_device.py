@@ -61,11 +61,52 @@ def work(rank: int, size: int, port: int, folder: str) -> None:
     offload_runs.backward(model, 0)
     most = sorted(row.gathered_bytes for row in rows)
     assert device.peak() - device.live() >= most[-1]
+    in_stages(
+        DeviceMesh(second_device.NAME, torch.arange(size)[:, None], mesh_dim_names=("pp", "dp"))
+    )
     model.to(second_device.NAME)
     # Moved to a device of this kind parameters are other objects; to a GPU see test_offload.
     with pytest.raises(ParallelError, match="was replaced by another object"):
         offload_runs.backward(model, 0)
     dist.destroy_process_group()
+
+
+def in_stages(mesh: Any) -> None:
+    """What stages hold lies on the host, with the bits of stages on the device."""
+    import offload_runs
+    from vescale_parallel import forward_backward
+    from zero_models import adamw, batch, whole
+
+    for zero, schedule, offload in (
+        (3, "1f1b", True),
+        (3, "zb-h1", "optimizer"),
+        (2, "gpipe", True),
+    ):
+        models = []
+        for word in (offload, None):
+            pipeline = {"schedule": schedule, "microbatches": 2}
+            level = zero if word else 0  # one rank has shards with offload only
+            model = offload_runs.built(
+                mesh,
+                level,
+                pipeline=pipeline,
+                offload=word,
+                activations={},
+                axes=("pp", "dp", "tp"),
+            )
+            optimizer = adamw(model.parameters())
+            for step in range(3):
+                tokens = [one.to(mesh.device_type) for one in batch(step)]
+                forward_backward(model, *tokens)
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(model)
+        for (name, one), other in zip(
+            models[0].named_parameters(), models[1].parameters(), strict=True
+        ):
+            found, expected = (whole(each.detach()).to("cpu") for each in (one, other))
+            assert torch.equal(found, expected), (zero, schedule, name)
+        assert sum(one.device.type == "cpu" for one in models[0].parameters()) > 4
 
 
 @pytest.mark.slow

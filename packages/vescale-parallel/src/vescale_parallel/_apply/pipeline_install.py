@@ -223,7 +223,7 @@ def install_stages(
     if any(split.buffers):
         # The units of `zero` swap by hooks, and gather what they share.
         stored = StoredPlacements(where.mesh, where.stored, {}, here.over, where.mesh)
-        install_zero(model, here, stored, ahead, compares=False)
+        install_zero(model, here, stored, ahead, is_alike=False)
         held = nullcontext()
         behind = _held_behind(model, here, where.mesh)
     else:

@@ -92,7 +92,7 @@ def install_zero(
     where: StoredPlacements,
     ahead: int,
     *,
-    compares: bool = True,
+    is_alike: bool = True,
 ) -> None:
     """Put the stored parameters into buffers, and register the hooks that gather them.
 
@@ -101,7 +101,8 @@ def install_zero(
         report: the plan, resolved.
         where: of the parameters.
         ahead: how many units are gathered ahead.
-        compares: whether all ranks compare what they gather first; stages do so at other times.
+        is_alike: whether all ranks have these units, and compare what they gather first; of stages
+            each has its own.
     """
     cast_buffers(model, report)
     # Parameters that are not sharded take part only to change their mesh, or their dtype.
@@ -130,7 +131,7 @@ def install_zero(
         for name in names
     ]
     behind = 0 if report.behind is None else report.behind.units
-    schedule = Schedule(units, ahead, told, behind=behind, compares=compares)
+    schedule = Schedule(units, ahead, told, behind=behind, is_alike=is_alike)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 

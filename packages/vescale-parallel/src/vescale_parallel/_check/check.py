@@ -148,8 +148,6 @@ def _split(
     others = [rules.batch, *rules.parameters.values(), *rules.activations.values()]
     if any(AXIS in one.axes for one in others if one is not None):
         problems.append(f"pipeline: its stages lie over '{AXIS}', so no layout can name that axis.")
-    if rules.zero.offload:
-        problems.append("pipeline with offload: stages keep what they hold on the device.")
     if rules.checkpoint.budget is not None:
         problems.append("pipeline with a budget of activations: name blocks in checkpoint=.")
     try:
@@ -186,7 +184,10 @@ def _with_stages(
         # sharded or everywhere.
         if not row.zero:
             owners |= dict.fromkeys(row.names, None)
-    kept = [row if owners[row.name] is not None else replace(row, zero=0) for row in rows]
+    # What every stage holds is in no buffer, so it stays on the device.
+    kept = [
+        row if owners[row.name] is not None else replace(row, zero=0, offload="") for row in rows
+    ]
     buffers = tuple(
         buffers_of(rules.zero, model, [r for r in kept if owners[r.name] == rank], sizes)
         for rank in range(sizes[AXIS])

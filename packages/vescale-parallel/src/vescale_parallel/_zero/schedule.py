@@ -62,12 +62,14 @@ class Schedule:
         ahead: how many units are gathered ahead.
         behind: of how many units gradients are reduced while others compute.
         told: who is told of gathers and reductions.
+        is_alike: whether all ranks have these units; of a model in stages each has its own.
         order: the units as the last forward of the root ran them.
     """
 
     def __init__(
-        self, units: list[Unit], ahead: int, told: Told, *, behind: int = 0, compares: bool = True
+        self, units: list[Unit], ahead: int, told: Told, *, behind: int = 0, is_alike: bool = True
     ) -> None:
+        self.is_alike = is_alike
         self.units, self.ahead, self.behind, self.told = units, ahead, behind, told
         self.root = units[0]
         self.order: list[Unit] = []
@@ -76,7 +78,7 @@ class Schedule:
         # Units that backward has reached and not left.
         self._behind: list[Unit] = []
         self._backward = EndOfBackward(self._end, self._forget)
-        self._unchecked = _CHECKED_FORWARDS if compares else 0
+        self._unchecked = _CHECKED_FORWARDS if is_alike else 0
         self._owners = Addresses()
         self._saved: list[SavedTensors | None] = []
         for unit in units:
@@ -96,7 +98,7 @@ class Schedule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
         units = [deepcopy(one, memo) for one in self.units]
-        made = Schedule(units, self.ahead, self.told, behind=self.behind)
+        made = Schedule(units, self.ahead, self.told, behind=self.behind, is_alike=self.is_alike)
         memo[id(self)] = made
         return made
 
@@ -406,6 +408,11 @@ def watch_steps(schedule: Schedule) -> None:
         # one unsummed might first redistribute it.
         reduce_gradients([one for buffer in buffers for one in buffer.parameters])
         taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
+        schedule = known()
+        # Of stages each rank has other buffers, and all of them the optimizer's other parameters:
+        # stepped by buffer, ranks would write to different ones, and be taken for drifting apart.
+        if schedule is None or not schedule.is_alike:
+            return None
         return flat.begin(optimizer, buffers, args, kwargs)
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
