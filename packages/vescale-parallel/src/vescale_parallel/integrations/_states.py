@@ -16,6 +16,7 @@ from vescale_dtensor.state_dict import full_state_dict
 
 from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._plan.plan import Plan
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 
 PlanFor = Plan | Callable[[nn.Module], Plan] | None
 """A plan, or what makes one of the model that the trainer has made; None: data parallel."""
@@ -49,6 +50,13 @@ def decided(decision: bool, *, every: bool) -> bool:
 def is_parallel(model: nn.Module) -> bool:
     """Return whether a model has distributed parameters."""
     return any(isinstance(one, DTensor) for one in model.parameters())
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether `offload=` keeps something of a model on the host, where it has to stay."""
+    schedule = getattr(model, SCHEDULE, None)
+    units = schedule.units if isinstance(schedule, Schedule) else []
+    return any(buffer.host is not None for unit in units for buffer in unit.buffers)
 
 
 def made_parallel(model: nn.Module, mesh: Any, plan: PlanFor, **options: Any) -> nn.Module:

@@ -26,6 +26,7 @@ from vescale_parallel._step.forward_backward import STEP, forward_backward
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
+    is_offloaded,
     is_parallel,
     loading_whole,
     made_parallel,
@@ -77,6 +78,19 @@ class ParallelTrainer:
         one_process()
         base: Any = super()
         base.create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+
+        def prepare_model(model: Any, device_placement: Any = None, **options: Any) -> Any:
+            # What `offload=` keeps on the host stays there: gathers bring values to the device.
+            placed = False if is_offloaded(model) else device_placement
+            return prepare(model, device_placement=placed, **options)
+
+        self.accelerator.prepare_model = prepare_model
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        if not is_offloaded(model):
+            base: Any = super()
+            base._move_model_to_device(model, device)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make a model anew, and parallelise it."""
