@@ -67,7 +67,7 @@ def _name(value: Any, path: str, found: dict[str, Tensor]) -> None:
     for key, one in _items(value):
         if isinstance(one, Tensor):
             found[f"{path}[{key!r}]"] = one
-        elif one is not None and type(one) not in _PLAIN:
+        elif one is not None and type(one) not in _PLAIN and (type(one) is not dict or one):
             _name(one, f"{path}[{key!r}]", found)
 
 
@@ -118,6 +118,8 @@ def map_tensors(
         return function(value)
     if value is None or type(value) in _PLAIN:
         return value
+    if type(value) is dict and not value and not copies:
+        return value  # as most calls have no arguments by name
     if type(value) is tuple or type(value) is list:
         # The usual ones, without a call for each of their items.
         items = [

@@ -28,9 +28,13 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_assigned, note_dropped, pause
 from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
+    close_memory,
+    forward_grad_enabled,
     materialized,
-    own_gradient,
+    new_wrapper,
+    stored_gradient,
     with_own_elements,
+    without_overrides,
 )
 from vescale_dtensor._torch.overridable import overridable
 
@@ -55,8 +59,11 @@ def gradient(tensor: DTensor) -> DTensor | None:
         retained: DTensor | None = tensor._retained_grad
         return retained
     # That of the local tensor first, which is an attribute: `zero_grad` comes here for each.
-    if (local.requires_grad or tensor.requires_grad) and own_gradient(tensor) is not None:
-        raise _stray_gradient(tensor)
+    if local.requires_grad or tensor.requires_grad:
+        with without_overrides():
+            stray = stored_gradient(tensor)
+        if stray is not None:
+            raise _stray_gradient(tensor)
     found = local.grad
     if found is None:
         return None
@@ -75,7 +82,17 @@ def gradient(tensor: DTensor) -> DTensor | None:
         leaf.describe(None)
         leaf.track(made)
         return made
-    made = wrap(found, leaf.gradient_spec(tensor._spec, found.dtype))
+    # `gradient_spec`, of what it has remembered, and `wrap` written out: each parameter that is
+    # stepped comes here once in a step.
+    known, partial = leaf._gradient_spec, 0 if leaf.is_reduced else leaf.partial
+    if known is not None and known[0] is tensor._spec and known[1:3] == (partial, found.dtype):
+        spec = known[3]
+    else:
+        spec = leaf.gradient_spec(tensor._spec, found.dtype)
+    made: DTensor = new_wrapper(DTensor, found, spec, found.requires_grad)
+    close_memory(made)
+    made._may_have_hidden_node = not forward_grad_enabled()
+    made._lineage = 0
     # `note_part` written out, of what is known to be a leaf.
     made._part_of = weakref.ref(tensor)
     made._is_trained_part = tensor._is_trained_part or local.requires_grad

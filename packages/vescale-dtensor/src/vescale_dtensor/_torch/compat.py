@@ -202,11 +202,11 @@ def hidden_output_number(wrapper: Tensor) -> int:
         return int(_output_number.__get__(wrapper))
 
 
-def own_gradient(wrapper: Tensor) -> Tensor | None:
-    """Return the gradient that C++ accumulated on a wrapper itself; ours are on local tensors."""
-    with without_overrides():
-        found: Tensor | None = _grad.__get__(wrapper)
-        return found
+stored_gradient: Any = _grad.__get__
+"""Return the gradient that C++ accumulated on a wrapper itself; ours are on local tensors.
+
+To be called `without_overrides`, or it is asked for by `DTensor.grad`.
+"""
 
 
 def engine_gradients(

@@ -6,7 +6,7 @@ a module outside of the blocks that holds parameters.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -67,7 +67,7 @@ class StageForward:
         self.is_rehearsal = kind.loss is None
         self.foreign = Foreign(stage, Leaks() if self.is_rehearsal else None)
         # By name and number of the call: a shared module is called several times in a forward.
-        self._calls: Counter[str] = Counter()
+        self._calls: defaultdict[str, int] = defaultdict(int)
         self._next_block = 0
         # Where the forward began, and, in a rehearsal, units.
         self._start: Place = ()
