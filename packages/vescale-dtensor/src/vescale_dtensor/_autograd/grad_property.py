@@ -78,10 +78,10 @@ def gradient(tensor: DTensor) -> DTensor | None:
         # Recorded (create_graph), and complete where the leaf is a partial sum. To differentiate
         # it again takes a change of type, which is a node, so there is no wrapper to keep.
         partial = 0 if leaf.is_reduced else leaf.partial
-        made = as_gradient(found, leaf.layout, partial, tensor.shape, of_leaf=True)
+        recorded = as_gradient(found, leaf.layout, partial, tensor.shape, of_leaf=True)
         leaf.describe(None)
-        leaf.track(made)
-        return made
+        leaf.track(recorded)
+        return recorded
     # `gradient_spec`, of what it has remembered, and `wrap` written out: each parameter that is
     # stepped comes here once in a step.
     known, partial = leaf._gradient_spec, 0 if leaf.is_reduced else leaf.partial
