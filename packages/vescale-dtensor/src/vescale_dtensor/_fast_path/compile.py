@@ -43,6 +43,7 @@ from vescale_dtensor._fast_path.forms import (
     compile_in_place,
     compile_linear_without_bias,
     compile_positional,
+    compile_ternary,
     compile_unary_no_grad,
     compile_unary_recorded,
     compile_view,
@@ -224,6 +225,9 @@ def _specialize(
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
         wrap_result = result_wrapper(call.func, specs[0], table)
         compiled = compile_linear_without_bias(func, wrap_result, masks, token)
+    elif len(call.args) == 3 == len(places) and not call.kwargs and not rule.views:
+        wrap_result = result_wrapper(call.func, specs[0], table)
+        compiled = compile_ternary(func, wrap_result, masks, token)
     else:
         compiled = compile_positional(
             func,

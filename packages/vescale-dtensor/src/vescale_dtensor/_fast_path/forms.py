@@ -109,6 +109,24 @@ def compile_binary(
     )
 
 
+def compile_ternary(
+    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
+) -> CompiledCall:
+    """The call of three DTensors and nothing else: a linear layer with its bias."""
+    if masks is None:
+        return lambda one, other, third: wrap_result(
+            func(one._local_tensor, other._local_tensor, third._local_tensor),
+            hash((one._lineage, other._lineage, third._lineage, token)),
+        )
+    mask, another, last = masks
+    return lambda one, other, third: wrap_result(
+        func(
+            recorded_local(one, mask), recorded_local(other, another), recorded_local(third, last)
+        ),
+        hash((one._lineage, other._lineage, third._lineage, token)),
+    )
+
+
 def compile_linear_without_bias(
     func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
 ) -> CompiledCall:

@@ -138,6 +138,8 @@ def torch_function(
         if result is local:  # one local tensor keeps one wrapper
             return first
         lineage = hash((first._lineage, token))
+    elif count == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
+        return _call_of_three(func, args, {})
     else:
         return _call_with_other(func, types, args, kwargs or {})
     # A compiled call written out: none are more common. Autocast may give another dtype than the
@@ -242,7 +244,7 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
         if table is GRAD_IDLE or other is _NO_TABLE:
             table = other
     elif last is DTensor:
-        table, last = _table_for([first, second, third]), third._spec
+        table, last = _table_of_three(first, second, third), third._spec
     elif last in NUMBERS and func in scalar_agnostic:
         table = _table_for([first, second])
     else:
@@ -256,6 +258,24 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     if compiled is None:
         return _general_call(func, args, kwargs)
     return compiled(first, second, third, **kwargs)
+
+
+def _table_of_three(first: DTensor, second: DTensor, third: DTensor) -> CallTable:
+    """`_table_for` without its loop: a linear layer with its bias asks each time."""
+    one, other, last = first._local_tensor, second._local_tensor, third._local_tensor
+    if one.requires_grad and other.requires_grad and last.requires_grad:
+        hidden = (
+            first._may_have_hidden_node
+            or second._may_have_hidden_node
+            or third._may_have_hidden_node
+        )
+        if is_grad_enabled() and not hidden and forward_grad_enabled():
+            return GRAD_RECORDED
+    elif not (one.requires_grad or other.requires_grad or last.requires_grad):
+        # As in `torch_function`: what a custom Function has returned is joined first.
+        hidden = is_grad_enabled() and any_requires_grad(first, second, third)
+        return _NO_TABLE if hidden else GRAD_IDLE
+    return _table_for((first, second, third))
 
 
 def _call_with_plain(func: Callable[..., Any], args: Any) -> Any:
@@ -431,6 +451,10 @@ def _table_for(operands: Sequence[DTensor]) -> CallTable:
         return GRAD_IDLE if idle else _table_outside_autograd(operands)
     if not forward_grad_enabled():
         return _NO_TABLE
+    recorded = [operand._local_tensor.requires_grad for operand in operands]
+    # One question for all of them: each costs as much as a look-up.
+    if True not in recorded and not any_requires_grad(*operands):
+        return GRAD_IDLE
     found = GRAD_IDLE
     for operand in operands:
         # `may_have_hidden_node` written out.
