@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from vescale_dtensor import Joint
-from vescale_parallel import Plan, graph, memory, parallelize
+from vescale_parallel import GraphError, Plan, graph, memory, parallelize
 
 from tools.bench._train.model import Sizes, seeded
 from tools.bench._train.ours import PLAN_ZERO3
@@ -18,10 +18,25 @@ from tools.bench._train.training import adamw
 CAP_BYTES = 2 << 20
 
 
+_STEP = 0.05  # of what a graph makes
+
+
+def _recomputed(module: fx.GraphModule, share: float, before: int) -> tuple[fx.GraphModule, float]:
+    """The graph with a part computed twice, and the bytes that it was asked to take."""
+    while True:
+        try:
+            return graph.recompute(module, share * before).graph_module, share * before
+        except GraphError:
+            if share >= 1:
+                raise
+            share = min(1.0, share + _STEP)
+
+
 class OnGraph:
     """The whole training step as one graph; the flags say what is done with it, in their order.
 
     `share`: of what it makes as traced, which is all that it may take: the rest is computed twice.
+    Where gathers and gradients rule, so little is out of reach, and more is allowed in steps.
     """
 
     def __init__(
@@ -58,10 +73,9 @@ class OnGraph:
         bound: float | Literal["traced"] = "traced"
         if self.share is not None:
             before = memory.plan(made.graph_module, solver="rules", seconds=0).program_peak
-            bound = self.share * before
             # Buckets take what is left of it, away from the peak: less gave them no more room.
-            smaller = graph.recompute(made.graph_module, bound)
-            made = made.running(smaller.graph_module)
+            smaller, bound = _recomputed(made.graph_module, self.share, before)
+            made = made.running(smaller)
         if self.scheduled:
             found = graph.schedule(made.graph_module, cap_bytes=CAP_BYTES, memory_bytes=bound)
             made = made.running(found.graph_module)
