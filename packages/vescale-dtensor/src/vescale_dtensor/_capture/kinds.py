@@ -11,7 +11,7 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar
 from datetime import date, datetime, time, timedelta, tzinfo
 from decimal import Decimal
@@ -121,12 +121,6 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
 )  # fmt: skip
 
 
-def kind_of_class(cls: type) -> str:
-    """The kind of the instances of a class; `opaque` if their state cannot be seen."""
-    kind: str = _kind_of_class(cls)
-    return kind
-
-
 def _find_kind(cls: type) -> str:
     """See `kind_of_class`."""
     for classes, kind in _BY_CLASS:
@@ -160,7 +154,13 @@ def _find_kind(cls: type) -> str:
     return "referring" if cls.__flags__ & _HAS_REFERENCES else "constant"
 
 
-_kind_of_class: Any = functools.lru_cache(maxsize=4096)(_find_kind)
+# To the type checker a class cannot be hashed.
+_cached: Any = functools.lru_cache(maxsize=4096)
+kind_of_class: Callable[[type], str] = _cached(_find_kind)
+"""`kind_of_class(cls)`: the kind of the instances of a class; `opaque`: their state is unseen.
+
+Asked in C: a recording asks it of every object that it meets.
+"""
 
 
 def _kind_of_numpy(cls: type) -> str:

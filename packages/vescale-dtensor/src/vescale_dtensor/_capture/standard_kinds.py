@@ -25,6 +25,11 @@ from vescale_dtensor._capture.places import MISSING, Origin, environment, in_cel
 _BY_GIVEN_NAME = (getattr, hasattr, vars, dir)
 
 
+def has_more(cls: type) -> bool:
+    """Whether objects of a class may have something that users have set on them."""
+    return has_attributes(cls) or not is_library_class(cls)
+
+
 class StandardKinds:
     """The kinds of objects that lead to others, or to a value that the guard asks for again.
 
@@ -53,7 +58,7 @@ class StandardKinds:
         Its class is the user's, or one of Python's whose instances have room for attributes:
         `OrderedDict` has, `dict` has not.
         """
-        if has_attributes(type(value)) or not is_library_class(type(value)):
+        if has_more(type(value)):
             self._meet_object(value, origin)
 
     def _meet_environment(self, value: Any, origin: Origin | None) -> None:

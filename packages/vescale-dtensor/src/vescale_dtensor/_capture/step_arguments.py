@@ -10,7 +10,7 @@ import dis
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -29,6 +29,7 @@ _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)
 _MUTABLE = frozenset({"contents", "bytes", "array"})
 
 
+@lru_cache(maxsize=1024)  # asked of every function that a recording sees
 def is_in_place(name: str) -> bool:
     """Whether a function changes its operand by its name: not all changes count as versions."""
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

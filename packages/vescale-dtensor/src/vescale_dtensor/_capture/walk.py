@@ -42,7 +42,7 @@ from vescale_dtensor._capture.places import (
     in_slot,
 )
 from vescale_dtensor._capture.process_state import is_asked, is_unsteady, is_unsteady_method
-from vescale_dtensor._capture.standard_kinds import StandardKinds, name_called_by
+from vescale_dtensor._capture.standard_kinds import StandardKinds, has_more, name_called_by
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # A bound on time and memory: beyond it the state counts as hidden, and the recording is refused.
@@ -376,11 +376,13 @@ class Walk(StandardKinds):
         if isinstance(value, defaultdict):
             factory = Origin(origin, ".default_factory", "default_factory")
             self._look(partial(getattr, value, "default_factory"), factory)
-        self._meet_more(value, origin)
+        if has_more(type(value)):
+            self._meet_object(value, origin)
 
     def _meet_items(self, value: Any, origin: Origin | None) -> None:
         self._meet_all(value, origin)
-        self._meet_more(value, origin)
+        if has_more(type(value)):
+            self._meet_object(value, origin)
 
     def _meet_partial(self, value: Any, origin: Origin | None) -> None:
         # No profiler hears of what a partial calls.
