@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vescale_comm import trace
+from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_dtensor import DTensor
-from vescale_parallel import ParallelError, Plan
+from vescale_parallel import ParallelError, Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
 from vescale_parallel._zero.flat_plan import Wanted, plan_flat
 from vescale_parallel._zero.owners import balanced_owners, plan_owned, step_cost
 from zero_models import adamw, batch, distributed, make, require_same_values, train, whole
@@ -230,3 +231,22 @@ def test_explain_tells_owners_and_the_rank_with_most():
     scalars = 3 * 4
     assert report.bytes_per_rank == max(by_rank) + scalars
     assert max(by_rank) < sum(row.stored_bytes for row in report.buffers)
+
+
+def muon_in_stages(rank: int, world_size: int) -> None:
+    model: Any = make(blocks=4, tied=False)
+    plan = Plan(zero=3, pipeline={"microbatches": 2})
+    parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), plan)
+    optimizer = muon([p for p in model.parameters() if p.ndim == 2])
+    forward_backward(model, *batch(0))
+    before = [whole(p.detach()).clone() for p in model.parameters()]
+    with pytest.raises(ParallelError, match="Leave zero out of the plan"):
+        optimizer.step()
+    assert all(map(torch.equal, before, map(whole, model.parameters())))
+    elementwise = adamw(model.parameters())
+    elementwise.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_of_stages_is_refused_on_every_rank():
+    simulate(4)(muon_in_stages)

@@ -71,6 +71,23 @@ def step_owned(
     return taken
 
 
+def refuse_in_stages(optimizer: Optimizer) -> None:
+    """Refuse a Muon of a model in stages whose parameters `zero` shards.
+
+    Each stage would gather other matrices at the same time, which ranks that compare what they
+    execute take for programs that have drifted apart.
+
+    Raises:
+        ParallelError: on every rank, before anything is stepped.
+    """
+    if type(optimizer) is _MUON:
+        raise ParallelError(
+            "Muon.step: parameters of a model in stages that zero shards are gathered by each "
+            "stage for itself, which is not done yet. Leave zero out of the plan (Muon then steps "
+            "each stage's own matrices), or the pipeline, or use another optimizer."
+        )
+
+
 def _step_group(optimizer: Optimizer, group: dict[str, Any], stored: dict[int, bool]) -> None:
     """Step all parameters of a group: those that the optimizer could step itself as well.
 
