@@ -4,15 +4,12 @@ Times depend on what else a machine does; such counts do not. Beside torch's own
 model is cut by hand, what is counted here is all that stages of a model that nobody cut cost more.
 """
 
-import gc
-import sys
 from collections import Counter
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from counted_calls import counted
 from torch import Tensor, nn
 from vescale_comm.testing import run
 from vescale_parallel import Plan, forward_backward, mesh, parallelize
@@ -47,26 +44,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x).square().mean()
-
-
-def counted(step: Callable[[], Any]) -> Counter[str]:
-    """Calls in a step, backward included: of which function, and the last part of its path."""
-    found: Counter[str] = Counter()
-
-    def called(frame: FrameType, event: str, argument: Any) -> None:
-        _, inside, file = frame.f_code.co_filename.rpartition("/vescale_")
-        if event == "call" and inside:
-            found[f"{file}:{frame.f_code.co_name}"] += 1
-
-    gc.collect()
-    gc.disable()  # finalizers come when it pleases the collector
-    sys.setprofile(called)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return found
 
 
 def calls(rank: int, world_size: int, static: bool) -> list[Counter[str]]:

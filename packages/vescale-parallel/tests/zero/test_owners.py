@@ -233,9 +233,9 @@ def test_explain_tells_owners_and_the_rank_with_most():
     assert max(by_rank) < sum(row.stored_bytes for row in report.buffers)
 
 
-def muon_in_stages(rank: int, world_size: int) -> None:
+def muon_in_stages(rank: int, world_size: int, zero: Any) -> None:
     model: Any = make(blocks=4, tied=False)
-    plan = Plan(zero=3, pipeline={"microbatches": 2})
+    plan = Plan(zero=zero, pipeline={"microbatches": 2})
     parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), plan)
     optimizer = muon([p for p in model.parameters() if p.ndim == 2])
     forward_backward(model, *batch(0))
@@ -248,5 +248,6 @@ def muon_in_stages(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon_of_stages_is_refused_on_every_rank():
-    simulate(4)(muon_in_stages)
+@pytest.mark.parametrize("zero", [3, {"blocks.0.*": 3, "*": 0}], ids=["all", "one stage's"])
+def test_muon_of_stages_is_refused_on_every_rank(zero: Any):
+    simulate(4)(muon_in_stages, zero)

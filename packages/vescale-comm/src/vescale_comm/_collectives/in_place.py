@@ -15,7 +15,7 @@ from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter, reduce
 from vescale_comm._engine.autograd import needs_gradient
 from vescale_comm._engine.fast_path import StartedGather, is_fast, note_checked
 from vescale_comm._engine.operators import Finished
-from vescale_comm._engine.pending import Pending
+from vescale_comm._engine.pending import Pending, identity
 from vescale_comm._engine.primitives import AllGather, Reduce, Steps
 from vescale_comm._engine.runner import Started, complete
 from vescale_comm._errors import CommArgumentError
@@ -85,7 +85,7 @@ def all_gather_into(
     # Before all checks, which take longer: what is taken here passes them.
     if sizes is None and is_fast("all_gather", x, group) and _fits(out, x, group):
         started = StartedGather(out, x, group, async_op=async_op)
-        return Pending("all_gather_into", started, _same) if async_op else started.finish()
+        return Pending("all_gather_into", started, identity) if async_op else started.finish()
     _check("all_gather_into", out, x)
     # Planned only to check the arguments and to learn the sizes; the gather below writes to `out`.
     plan = plan_all_gather(x, group, 0, sizes)
@@ -132,11 +132,7 @@ def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
 
 def _run(name: str, steps: Steps[Tensor], async_op: bool) -> Any:
     # Never through `autograd`: `_check` has refused whatever a graph would have to know of.
-    return Pending(name, Started(steps), _same) if async_op else complete(steps)
-
-
-def _same(result: Tensor) -> Tensor:
-    return result
+    return Pending(name, Started(steps), identity) if async_op else complete(steps)
 
 
 def _fits(out: Tensor, x: Tensor, group: Group) -> bool:

@@ -17,7 +17,7 @@ from vescale_comm._engine.fast_path import (
     note_checked,
 )
 from vescale_comm._engine.operators import call, name_of, register
-from vescale_comm._engine.pending import Pending, ready, run_or_start
+from vescale_comm._engine.pending import Pending, identity, ready, run_or_start
 from vescale_comm._engine.sharded import LinearReduceScatter
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy
@@ -77,13 +77,9 @@ def reduce_scatter(
         if x.shape[along] % group.size == 0:
             if async_op:
                 started = StartedScatter(x, group, mean=op == "avg")
-                return cast(Tensor, Pending("reduce_scatter", started, _same))
+                return cast(Tensor, Pending("reduce_scatter", started, identity))
             return fast_reduce_scatter(x, group, along, mean=op == "avg")
     return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
-
-
-def _same(result: Tensor) -> Tensor:
-    return result
 
 
 def _reduce_scatter(

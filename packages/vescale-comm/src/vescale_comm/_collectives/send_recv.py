@@ -10,7 +10,7 @@ from vescale_comm._checks.arguments import (
     check_tensor,
 )
 from vescale_comm._engine.autograd import needs_gradient
-from vescale_comm._engine.pending import Pending
+from vescale_comm._engine.pending import Pending, identity
 from vescale_comm._engine.primitives import PointToPoint, Steps
 from vescale_comm._engine.runner import Started, complete
 from vescale_comm._errors import CommArgumentError
@@ -55,7 +55,7 @@ def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool =
     # Detached: `like` only says shape and dtype, so that it may require a gradient.
     _check_peer("recv", "source", like.detach(), source, group)
     steps = _recv(like, source, group)
-    result: Any = Pending("recv", Started(steps), _same) if async_op else complete(steps)
+    result: Any = Pending("recv", Started(steps), identity) if async_op else complete(steps)
     found: Tensor = result
     return found
 
@@ -72,10 +72,6 @@ def _recv(like: Tensor, source: int, group: Group) -> Steps[Tensor]:
 
 def _nothing(result: object) -> None:
     return None
-
-
-def _same(result: Tensor) -> Tensor:
-    return result
 
 
 def _check_peer(op: str, name: str, x: Tensor, member: int, group: Group) -> None:

@@ -94,7 +94,8 @@ def unwaited() -> list[str]:
     return sorted(map(repr, mine))
 
 
-def _identity(x: Any) -> Any:
+def identity(x: Any) -> Any:
+    """Return it: what is made of a result that is as it should be."""
     return x
 
 
@@ -103,7 +104,7 @@ def run_or_start(
     collective: Linear,
     x: Tensor,
     async_op: bool,
-    then: Callable[[Tensor], Any] = _identity,
+    then: Callable[[Tensor], Any] = identity,
 ) -> Any:
     """Run a collective and return `then(result)`, or start it and return a handle."""
     if async_op:
@@ -127,4 +128,4 @@ class Ready:
 
 def ready(name: str, result: Any, async_op: bool) -> Any:
     """Return a result that is there already, as a handle where one was asked for."""
-    return Pending(name, Ready(result), _identity) if async_op else result
+    return Pending(name, Ready(result), identity) if async_op else result

@@ -133,11 +133,12 @@ def missing_of_imports(modules: Iterable[str], names: AbstractSet[str]) -> Itera
         names: all attributes that it reads, of whatever; what it imports from a module among them.
     """
     for full in modules:
-        parents = full.split(".")
-        known = [imported.get(".".join(parents[: n + 1])) for n in range(len(parents))]
-        # Not `getattr`, which may import what a module has by need.
-        given = [vars(one).get(name) for one in known[-1:] if one is not None for name in names]
-        for owner in {id(one): one for one in (*known, *given)}.values():
+        parts = full.split(".")
+        met = [imported.get(".".join(parts[: end + 1])) for end in range(len(parts))]
+        if isinstance(met[-1], ModuleType):  # others may put anything there
+            # Not `getattr`, which may import what a module has by need.
+            met += [vars(met[-1]).get(name) for name in names]
+        for owner in {id(one): one for one in met}.values():
             if isinstance(owner, ModuleType) and _is_of_library(owner):
                 yield vars(owner), set(names - vars(owner).keys())
 

@@ -37,6 +37,7 @@ from vescale_parallel._static.units import (
     tell_compilers,
 )
 from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._zero.owner_steps import refuse_in_stages
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT
@@ -223,6 +224,8 @@ def install_stages(
     if any(split.buffers):
         # The units of `zero` swap by hooks, and gather what they share.
         stored = StoredPlacements(where.mesh, where.stored, {}, here.over, where.mesh)
+        slots = [slot for rows in split.buffers for row in rows for slot in row.plan.slots]
+        refuse_in_stages(model, frozenset(name for slot in slots for name in slot.names))
         install_zero(model, here, stored, ahead, is_alike=False)
         held = nullcontext()
         behind = _held_behind(model, here, where.mesh)

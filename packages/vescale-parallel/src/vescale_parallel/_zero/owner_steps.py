@@ -8,13 +8,15 @@ rank alike, and sharded again. States stay under their parameters, as DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_dtensor import DTensor, distribute_tensor, gradient_total, local_leaf
 
 from vescale_parallel._common.torch_compat import has_step_hooks
@@ -71,21 +73,33 @@ def step_owned(
     return taken
 
 
-def refuse_in_stages(optimizer: Optimizer) -> None:
-    """Refuse a Muon of a model in stages whose parameters `zero` shards.
+def refuse_in_stages(model: nn.Module, names: Collection[str]) -> None:
+    """Refuse a Muon's step of these parameters of a model in stages, on every rank.
 
     Each stage would gather other matrices at the same time, which ranks that compare what they
-    execute take for programs that have drifted apart.
+    execute take for programs that have drifted apart. To be called before `watch_steps`, so that
+    nothing is reduced or stepped by then.
 
-    Raises:
-        ParallelError: on every rank, before anything is stepped.
+    Args:
+        model: of which every rank has all parameters by name.
+        names: of those that `zero` shards on any stage, so that all ranks refuse alike.
     """
-    if type(optimizer) is _MUON:
-        raise ParallelError(
-            "Muon.step: parameters of a model in stages that zero shards are gathered by each "
-            "stage for itself, which is not done yet. Leave zero out of the plan (Muon then steps "
-            "each stage's own matrices), or the pipeline, or use another optimizer."
-        )
+    # Weakly, and never removed, as the hooks of `watch_steps`.
+    known = weakref.ref(model)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        model = known()
+        if type(optimizer) is not _MUON or model is None:
+            return
+        stored = {id(one) for name, one in model.named_parameters() if name in names}
+        if any(id(one) in stored for group in optimizer.param_groups for one in group["params"]):
+            raise ParallelError(
+                "Muon.step: parameters of a model in stages that zero shards are gathered by each "
+                "stage for itself, which is not done yet. Leave zero out of the plan (Muon then "
+                "steps each stage's own matrices), or the pipeline, or use another optimizer."
+            )
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _step_group(optimizer: Optimizer, group: dict[str, Any], stored: dict[int, bool]) -> None:

@@ -32,7 +32,7 @@ from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.flat_steps import Call, FlatSteps
-from vescale_parallel._zero.owner_steps import Taken, give_back, refuse_in_stages, step_owned
+from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.saved import SavedTensors
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Unit
@@ -407,10 +407,8 @@ def watch_steps(schedule: Schedule) -> None:
         # All sums over axes that only replicate, in one collective: an op of the optimizer that met
         # one unsummed might first redistribute it.
         reduce_gradients([one for buffer in buffers for one in buffer.parameters])
-        schedule = known()
-        if buffers and schedule is not None and not schedule.is_alike:
-            refuse_in_stages(optimizer)
         taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
+        schedule = known()
         # Of stages each rank has other buffers, and all of them the optimizer's other parameters:
         # stepped by buffer, ranks would write to different ones, and be taken for drifting apart.
         if schedule is None or not schedule.is_alike:
