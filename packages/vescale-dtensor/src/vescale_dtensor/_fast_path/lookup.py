@@ -14,7 +14,7 @@ for equal calls, or find nothing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 from types import FunctionType
@@ -24,7 +24,6 @@ import torch
 
 from vescale_dtensor._autograd.conversion import as_replicated
 from vescale_dtensor._autograd.function_results import note_plain_target
-from vescale_dtensor._autograd.local_use import join_hidden_node, local_outside_autograd
 from vescale_dtensor._autograd.redistribution_cache import cached_total
 from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.dispatch import dispatch
@@ -55,6 +54,12 @@ from vescale_dtensor._fast_path.keys import (
     extend_key,
     index_key,
 )
+from vescale_dtensor._fast_path.tables import (
+    NO_TABLE,
+    table_for_operand,
+    table_for_operands,
+    table_of_three,
+)
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._planning.attention_way import attention_way
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -73,9 +78,6 @@ is_grad_enabled = torch.is_grad_enabled
 note_call = calls.append
 idle_ones, idle_pairs = IDLE_CALLS.ones, IDLE_CALLS.pairs
 
-# Always empty: a lookup in it misses, and `_general_call` joins the hidden node first.
-_NO_TABLE = CallTable()
-
 
 def torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -83,8 +85,7 @@ def torch_function(
     """`DTensor.__torch_function__`: answer a torch function that was called with a DTensor."""
     # Observers and modes have to see each call, and compiled calls do not notify them.
     if observers or is_compiling() or dispatch_modes():
-        others = len(types) > 1 and is_for_others(types, args, kwargs)
-        return NotImplemented if others else _uncompiled(func, args, kwargs or {})
+        return _watched_call(func, types, args, kwargs or {})
     count = 0 if kwargs else len(args)
     known: Any
     if count == 2:
@@ -93,7 +94,7 @@ def torch_function(
             return _call_with_other(func, types, args, {})
         local, other = first._local_tensor, second._local_tensor
         if local.requires_grad or other.requires_grad:
-            # `_table_for` written out, where neither has a hidden node.
+            # `table_for_operands` written out, where neither has a hidden node.
             usual = (
                 is_grad_enabled()
                 and not (first._may_have_hidden_node or second._may_have_hidden_node)
@@ -101,16 +102,13 @@ def torch_function(
                 and (other.requires_grad or not any_requires_grad(second))
                 and forward_grad_enabled()
             )
-            table = GRAD_RECORDED if usual else _table_for(args)
+            table = GRAD_RECORDED if usual else table_for_operands(args)
             known = table.get((func, first._spec, second._spec))
             return _general_call(func, args, {}) if known is None else known(first, second)
         if is_grad_enabled() and any_requires_grad(first, second):
             return _general_call(func, args, {})  # a custom Function has returned one of them
-        by_specs = idle_pairs.get(func)
-        if by_specs is None:
-            return _idle_call(func, args)
         try:
-            known = by_specs[first._spec][second._spec]
+            known = idle_pairs[func][first._spec][second._spec]
         except KeyError:
             return _idle_call(func, args)
         if type(known) is not tuple:
@@ -118,8 +116,7 @@ def torch_function(
         spec, dtype, token, call = known
         result = func(local, other)
         lineage = hash((first._lineage, second._lineage, token))
-    elif count == 1 and type(args[0]) is DTensor:
-        (first,) = args
+    elif count == 1 and type(first := args[0]) is DTensor:
         local = first._local_tensor
         if local.requires_grad:
             # `table_for_operand` written out, where optimizers ask each parameter for its dtype.
@@ -238,15 +235,15 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     first, second, third = args
     last: Any = type(third)
     if third is None:
-        # `_table_for` of two operands without its loop: a linear layer without bias.
+        # `table_for_operands` of two operands without its loop: a linear layer without bias.
         table, last = table_for_operand(first), None
         other = table_for_operand(second)  # asked in any case: it guards a leaf's gradient
-        if table is GRAD_IDLE or other is _NO_TABLE:
+        if table is GRAD_IDLE or other is NO_TABLE:
             table = other
     elif last is DTensor:
-        table, last = _table_of_three(first, second, third), third._spec
+        table, last = table_of_three(first, second, third), third._spec
     elif last in NUMBERS and func in scalar_agnostic:
-        table = _table_for([first, second])
+        table = table_for_operands([first, second])
     else:
         return _general_call(func, args, kwargs)
     key: tuple[Any, ...] = (func, first._spec, second._spec, last)
@@ -258,24 +255,6 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     if compiled is None:
         return _general_call(func, args, kwargs)
     return compiled(first, second, third, **kwargs)
-
-
-def _table_of_three(first: DTensor, second: DTensor, third: DTensor) -> CallTable:
-    """`_table_for` without its loop: a linear layer with its bias asks each time."""
-    one, other, last = first._local_tensor, second._local_tensor, third._local_tensor
-    if one.requires_grad and other.requires_grad and last.requires_grad:
-        hidden = (
-            first._may_have_hidden_node
-            or second._may_have_hidden_node
-            or third._may_have_hidden_node
-        )
-        if is_grad_enabled() and not hidden and forward_grad_enabled():
-            return GRAD_RECORDED
-    elif not (one.requires_grad or other.requires_grad or last.requires_grad):
-        # As in `torch_function`: what a custom Function has returned is joined first.
-        hidden = is_grad_enabled() and any_requires_grad(first, second, third)
-        return _NO_TABLE if hidden else GRAD_IDLE
-    return _table_for((first, second, third))
 
 
 def _call_with_plain(func: Callable[..., Any], args: Any) -> Any:
@@ -307,7 +286,7 @@ def call_with_values(
         usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
         table = GRAD_RECORDED if usual else table_for_operand(first)
     else:
-        table = _NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
+        table = NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
     try:
         compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash
@@ -318,32 +297,6 @@ def call_with_values(
     if named:
         return compiled(first, *values, **named)
     return compiled(first, values[0]) if len(values) == 1 else compiled(first, *values)
-
-
-def table_for_operand(first: DTensor) -> CallTable:
-    """The table for a call of one DTensor; an empty one if it may have a hidden node."""
-    if not first._local_tensor.requires_grad:
-        # What autograd does not record gives what it knows nothing of. A custom Function may return
-        # any tensor, also one that was never touched in its forward: C++ has marked it then.
-        return _NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
-    if is_grad_enabled():
-        usual = not first._may_have_hidden_node and forward_grad_enabled()
-        return GRAD_RECORDED if usual else _NO_TABLE
-    # `_table_outside_autograd` written out: optimizers ask each parameter for its dtype.
-    if first._stray_grad_guard is None:
-        local_outside_autograd(first)
-    return NO_GRAD
-
-
-def _table_outside_autograd(operands: Iterable[DTensor]) -> CallTable:
-    """`NO_GRAD`, for a call with grad mode off of operands of which one may require grad.
-
-    A use without grad may be the forward of a custom Function: see `local_outside_autograd`.
-    """
-    for operand in operands:
-        if operand._stray_grad_guard is None and operand._local_tensor.requires_grad:
-            local_outside_autograd(operand)
-    return NO_GRAD
 
 
 def _general_call(
@@ -385,7 +338,7 @@ def _general_call(
         key.extend(kwargs)
         if not extend_key(kwargs.values(), key, operands, exact):
             return dispatch(func, args, kwargs)
-    table = _table_for(operands)
+    table = table_for_operands(operands)
     full_key = tuple(key)
     compiled = table.get(full_key)
     if compiled is not None:
@@ -439,32 +392,11 @@ def _known_totals(value: Any) -> Any:
     return value
 
 
-def _table_for(operands: Sequence[DTensor]) -> CallTable:
-    """The table for the autograd state of a call. Joins hidden nodes of its operands.
-
-    Raises:
-        UnsupportedError: see `join_hidden_node`.
-    """
-    if not is_grad_enabled():
-        # As where grad mode is on: what requires no grad gives what autograd knows nothing of.
-        idle = not any([operand._local_tensor.requires_grad for operand in operands])
-        return GRAD_IDLE if idle else _table_outside_autograd(operands)
-    if not forward_grad_enabled():
-        return _NO_TABLE
-    recorded = [operand._local_tensor.requires_grad for operand in operands]
-    # One question for all of them: each costs as much as a look-up.
-    if True not in recorded and not any_requires_grad(*operands):
-        return GRAD_IDLE
-    found = GRAD_IDLE
-    for operand in operands:
-        # `may_have_hidden_node` written out.
-        if operand._may_have_hidden_node or (
-            not operand._local_tensor.requires_grad and any_requires_grad(operand)
-        ):
-            join_hidden_node(operand)
-        if operand._local_tensor.requires_grad:
-            found = GRAD_RECORDED
-    return found
+def _watched_call(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A call while somebody observes, traces or compiles, if it is none of another class."""
+    if len(types) > 1 and is_for_others(types, args, kwargs):
+        return NotImplemented  # torch asks that class
+    return _uncompiled(func, args, kwargs)
 
 
 def _uncompiled(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -24,11 +24,8 @@ from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._errors import MeshError
 from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
 from vescale_dtensor._fast_path.keys import NUMBERS, exact_key
-from vescale_dtensor._fast_path.lookup import (
-    is_grad_enabled,
-    table_for_operand,
-    torch_function,
-)
+from vescale_dtensor._fast_path.lookup import is_grad_enabled, torch_function
+from vescale_dtensor._fast_path.tables import table_for_operand
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_part
 from vescale_dtensor._tensor.observers import observers

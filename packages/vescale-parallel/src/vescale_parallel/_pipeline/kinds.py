@@ -64,6 +64,15 @@ class Kind(NamedTuple):
     loss: TensorSpec | None = None
     uses: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing distributed goes from unit to unit, as it may on a mesh of one rank.
+
+        What stands for distributed tensors is distributed as well, and cannot tell of its uses.
+        """
+        given = [call.output for call in self.calls.values() if call.output is not None]
+        return all(spec.placements is None for one in given for spec in one.specs)
+
 
 class Repeated(PipelineError):
     """What another stage has said: that one raises its own error.

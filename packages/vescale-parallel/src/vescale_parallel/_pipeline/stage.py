@@ -125,16 +125,8 @@ class StageForward:
     def _ended(self) -> None:
         if self._way.left:
             alone = self.scene.mesh.size() == 1
-            is_quiet = alone and not self.foreign.is_touched and self._passes_plain_tensors()
+            is_quiet = alone and self.kind.is_plain and not self.foreign.is_touched
             self._way.ended(is_quiet=CAN_STAND and is_quiet)
-
-    def _passes_plain_tensors(self) -> bool:
-        """Whether nothing distributed goes from unit to unit, as it may on a mesh of one rank.
-
-        What stands for distributed tensors is distributed as well, and cannot tell of its uses.
-        """
-        given = [call.output for call in self.kind.calls.values() if call.output is not None]
-        return all(spec.placements is None for one in given for spec in one.specs)
 
     def begin_to_look(self) -> bool:
         """A function takes what stands for a value of another stage, which none did before.

@@ -30,7 +30,7 @@ from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
 from vescale_parallel._zero.host import HOST, HostShard
 from vescale_parallel._zero.packed import packed_pieces
-from vescale_parallel._zero.resolve import BufferRow, title_of
+from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unrecorded import unrecorded
 
@@ -68,13 +68,11 @@ class FlatBuffer:
         host: HostShard | None = None,
     ) -> None:
         self.told, self.host = told, host
-        self.is_kept = row.zero < 3
+        self.is_kept, self.reduced_next = row.zero < 3, False
         self.row, self.group, self.parameters, self.shapes = row, group, parameters, shapes
         self.full: Tensor | None = None
         self.unreduced: Tensor | None = None
-        self.reduced_next = False
-        # A parameter without a gradient on this rank may have one elsewhere: both are sent, as all
-        # of the buffer is.
+        # A parameter without a gradient here may have one elsewhere: all of the buffer is sent.
         self.arrived: set[int] = set()
         self._told_kept: set[int] = set()
         self.pending: Any = None
@@ -93,8 +91,7 @@ class FlatBuffer:
         self._owned = owned_places(row.plan, group.rank, shapes)
         self._pieces = pieces_of(self._owned, row.plan.sizes[group.rank])
         self._sizes = None if row.plan.is_even else row.plan.sizes
-        title = title_of(row)
-        self._events = {verb: f"{verb} {title}" for verb in ("gathers", "reduces")}
+        self._events = events_of(row)
         self._allocate()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:

@@ -107,10 +107,11 @@ class BufferRow:
         return shard + (self.packed_bytes if self.zero == 1 else 0)
 
 
-def title_of(row: BufferRow) -> str:
-    """What a buffer is called where ranks are compared."""
+def events_of(row: BufferRow) -> dict[str, str]:
+    """What is done to a buffer, by verb, as it is called where ranks are compared."""
     unit = f"unit '{row.unit}'" if row.unit else "the rest of the model"
-    return f"{unit} ('{row.plan.slots[0].names[0]}', ...)"
+    title = f"{unit} ('{row.plan.slots[0].names[0]}', ...)"
+    return {verb: f"{verb} {title}" for verb in ("gathers", "reduces")}
 
 
 def levels_of(
