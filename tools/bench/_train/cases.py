@@ -27,7 +27,15 @@ _OURS: dict[str, Build] = {
 }
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
-    "dp2.tp2": ({"dp": 2, "tp": 2}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
+    "dp2.tp2": (
+        {"dp": 2, "tp": 2},
+        {
+            TORCH: ByTorch,
+            **_OURS,
+            WHOLE_STEP: partial(OnGraph, plan=PLAN, scheduled=True),
+            HAND: ByHand,
+        },
+    ),
     "dp4": ({"dp": 4}, {TORCH: ByTorch, **_OURS, HAND: ByHand}),
     # torch's variant is FSDP2 alone here, and the one by hand shards as it does.
     "dp4.zero3": (
@@ -128,8 +136,10 @@ GRAPHS: dict[str, tuple[dict[str, int], dict[str, Build]]] = {
 GOALS: dict[tuple[str, int, str], float] = {
     ("dp2.tp2", 64, EAGER): 2.3,
     ("dp2.tp2", 64, STEP): 3.2,
+    ("dp2.tp2", 64, WHOLE_STEP): 3.2,
     ("dp2.tp2", 512, EAGER): 1.7,
     ("dp2.tp2", 512, STEP): 2.2,
+    ("dp2.tp2", 512, WHOLE_STEP): 2.2,
     ("dp4.zero3", 64, STATIC): 2.5,
     ("dp4.zero3", 512, STATIC): 1.8,
     ("dp4.zero3", 64, WHOLE_STEP): 2.5,
