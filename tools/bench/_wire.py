@@ -59,10 +59,18 @@ class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, arguments: dict[str, Any]) -> None:
-        members = _group(arguments).size()
+        group = _group(arguments)
+        members = group.size()
         if members > 1:
             self.counts[name] += 1
-            self.bytes += _SENT[name](_input_bytes(arguments), members)
+            size = _input_bytes(arguments)
+            parts = arguments.get("input_split_sizes")
+            if parts:
+                # What a member keeps may be more, or less, than what it sends to each other one.
+                own = size * int(parts[group.rank()]) // max(1, sum(map(int, parts)))
+                self.bytes += size - own
+            else:
+                self.bytes += _SENT[name](size, members)
 
 
 def _collective(func: Any) -> str | None:

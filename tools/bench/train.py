@@ -3,8 +3,10 @@
 Every variant trains the same model on the same batches with the same optimizer (AdamW, fused), in
 the same four gloo processes of one thread each, and they take turns of a few steps. Before
 anything is timed, the losses of the first steps must be those of one plain device within 1e-5. The
-figures are tokens per second, live bytes at the peak of a step (storages are counted, see
-`_train/memory.py`), collectives, and bytes sent per rank.
+figures are tokens per second, bytes at the peak of a step, collectives, and bytes sent per rank.
+Bytes are counted twice: `MB` is what was there before the step and the most that it takes of the
+allocator, what the transport takes for itself included (gloo gathers into memory of its own, and
+sums up a copy); `MB live` are storages of tensors (see `_train/memory.py`), without the transport.
 
     nox -s bench -- train                                  # all: some minutes on two idle cores
     nox -s bench -- train --hidden 64 --layouts dp2.tp2    # one case
@@ -110,9 +112,11 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
     if STEP in found[0] and HAND in found[0]:
         yield _speed(f"{case} {STEP}", job, found[0], STEP, HAND, 1.0)
     for name in others:
-        ours, torchs = (max(one[n].peak.total for one in found) / 1e6 for n in (name, first))
         goal = MEMORY_GOAL if job.layout in SHARDED and name != HAND else None
+        ours, torchs = (max(one[n].memory for one in found) / 1e6 for n in (name, first))
         yield Ratio(f"{case} {name}", ours, torchs, "MB", first, goal)
+        ours, torchs = (max(one[n].peak.total for one in found) / 1e6 for n in (name, first))
+        yield Ratio(f"{case} {name}", ours, torchs, "MB live", first)
     for name in others:
         ours, torchs = (sum(found[0][n].collectives.values()) for n in (name, first))
         yield Ratio(f"{case} {name}", ours, torchs, "coll.", first)

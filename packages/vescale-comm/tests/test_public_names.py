@@ -83,6 +83,7 @@ PUBLIC = {
         "named",
         "several_ranks",
     ],
+    "vescale_comm.graphs": ["Started", "finish", "start_all_gather", "start_all_reduce"],
     "vescale_comm.nested": [
         "Copied",
         "field_names",

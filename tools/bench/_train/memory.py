@@ -33,12 +33,14 @@ class Peak:
     Attributes:
         parameters, gradients, states: of those that hold after the step as well.
         rest: activations, gathered parameters, buffers of communication, caches, tables.
+        held: what was there before the step, of whatever kind.
     """
 
     parameters: int
     gradients: int
     states: int
     rest: int
+    held: int = 0
 
     @property
     def total(self) -> int:
@@ -60,7 +62,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in before:
             self._note(tensor)
         self.peak: Sizes = self._sizes()
-        self._highest = sum(self.peak.values())
+        self.held = self._highest = sum(self.peak.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -123,7 +125,7 @@ def peak_of(
     kinds = _kinds(training.optimizer, live)
     known = {key for keys in kinds.values() for key in keys}
     totals = {name: _bytes(live.peak, keys) for name, keys in kinds.items()}
-    return Peak(**totals, rest=_bytes(live.peak, set(live.peak) - known))
+    return Peak(**totals, rest=_bytes(live.peak, set(live.peak) - known), held=live.held)
 
 
 def _bytes(sizes: Sizes, keys: set[int]) -> int:

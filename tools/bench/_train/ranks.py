@@ -79,6 +79,11 @@ class Found:
     bubble: Bubble | None = None
 
     @property
+    def memory(self) -> int:
+        """Bytes at the peak of a step: what was there before it, and the most that it takes."""
+        return self.peak.held + self.taken
+
+    @property
     def median(self) -> float:
         """Seconds of a step."""
         return statistics.median(self.seconds)

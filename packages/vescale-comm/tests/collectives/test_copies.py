@@ -2,7 +2,8 @@
 
 Counted with a mode that sees every operator: an allocation for what is received, torch's own
 collective, and, along an inner dim, where the wire takes one member after the other, one
-concatenation.
+concatenation. What is small two members send each other, over gloo: each copies its own part of a
+gather, and adds up a sum by itself.
 """
 
 import pytest
@@ -16,15 +17,21 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 x, deep = torch.ones(4, 6), torch.ones(1, 4, 6)
 GATHER, SCATTER, SCATTER_LIST = "gather", "scatter", "scatter of a list"
+SUM = ("empty_like", "alltoall_base", "add")
+PARTS = ("new_empty", "select", "copy", "select", "alltoall_base")
+large = torch.ones(1024, 1025)
 
 # name: (call, operators)
 CALLS = {
-    "all_reduce": (lambda r: all_reduce(x), ["clone", "allreduce"]),
-    "all_reduce, avg": (lambda r: all_reduce(x, op="avg"), ["clone", "allreduce", "div"]),
-    "all_gather": (lambda r: all_gather(x), ["new_empty", GATHER]),
-    "all_gather after 1": (lambda r: all_gather(deep, dim=1), ["new_empty", GATHER]),
-    "all_gather inside": (lambda r: all_gather(x, dim=1), ["new_empty", GATHER, "cat"]),
-    "gather_pieces": (lambda r: gather_pieces(x, shapes=[(4, 6)] * 2), ["new_empty", GATHER]),
+    "all_reduce": (lambda r: all_reduce(x), SUM),
+    "all_reduce, avg": (lambda r: all_reduce(x, op="avg"), [*SUM, "div"]),
+    "all_reduce, large": (lambda r: all_reduce(large), ["clone", "allreduce"]),
+    "all_reduce, max": (lambda r: all_reduce(x, op="max"), ["clone", "allreduce"]),
+    "all_gather": (lambda r: all_gather(x), PARTS),
+    "all_gather after 1": (lambda r: all_gather(deep, dim=1), PARTS),
+    "all_gather inside": (lambda r: all_gather(x, dim=1), [*PARTS, "cat"]),
+    "all_gather, large": (lambda r: all_gather(large), ["new_empty", GATHER]),
+    "gather_pieces": (lambda r: gather_pieces(x, shapes=[(4, 6)] * 2), PARTS),
     "reduce_scatter": (lambda r: reduce_scatter(x), ["new_empty", SCATTER]),
     "reduce_scatter, avg": (lambda r: reduce_scatter(x, op="avg"), ["new_empty", SCATTER, "div"]),
     "reduce_scatter after 1": (lambda r: reduce_scatter(deep, dim=1), ["new_empty", SCATTER]),

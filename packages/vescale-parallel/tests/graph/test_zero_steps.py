@@ -122,6 +122,17 @@ def test_bits_of_eager_mode_in_processes():
     assert first == second
 
 
+def test_bits_of_eager_mode_of_four_processes():
+    """Gradients are exchanged over gloo, and each rank adds up its part: in buckets, too."""
+    everyone = run(trained, 4, {"dp": 4}, 3, 0.3, 4)
+    assert all(one == everyone[0] for one in everyone)
+    plain, merged, layers = everyone[0]
+    exchanges = [sum(kind == "all_to_all" for kind, *_ in one) for one in (plain, merged, layers)]
+    assert exchanges[0] == 4
+    assert exchanges[1] < 4
+    assert exchanges[2] < 4
+
+
 def gradients(rank, world_size):
     """Without an optimizer, gradients are set; what no_sync keeps is refused."""
     eager, model = (built({"dp": 2}, 3)[0] for _ in range(2))

@@ -14,6 +14,7 @@ from vescale_comm._collectives.compressed import CompressedAllReduce
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._engine.autograd import Linear, no_gradient
+from vescale_comm._engine.exchanged import sums_pair
 from vescale_comm._engine.fast_path import fast_all_reduce
 from vescale_comm._engine.hooks import hooks
 from vescale_comm._engine.operators import call, name_of, register
@@ -168,5 +169,7 @@ def plan_all_reduce(
         options.reduceOp = dist.ReduceOp(how.backend_op)
         # Backends round an average at different places; dividing the sum here is the same on all.
         divisor = group.size if how.mean else None
-        group._known[op, order, None, None, x.dtype, x.device] = options, divisor
+        backend = group.backends[x.device.type]
+        paired = sums_pair(backend, group.size, x.dtype, how.backend_op)
+        group._known[op, order, None, None, x.dtype, x.device] = options, divisor, paired
     return LinearAllReduce(group, op, order, owned)

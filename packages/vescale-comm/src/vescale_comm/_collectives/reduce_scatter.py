@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -11,6 +12,7 @@ from vescale_comm._checks.chunk_sizes import chunk_sizes
 from vescale_comm._collectives.compressed import CompressedReduceScatter
 from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.fast_path import (
+    StartedFold,
     StartedScatter,
     fast_reduce_scatter,
     is_fast,
@@ -27,6 +29,8 @@ from vescale_comm._wire.reduction import reduction
 
 # Under which name calls of an op are known.
 _FAST_KEYS = {"sum": "reduce_scatter", "avg": "reduce_scatter, averaged"}
+_FOLD_KEYS = {"sum": "reduce_scatter, by rank", "avg": "reduce_scatter, by rank, averaged"}
+_FOLDED = frozenset({torch.float32, torch.float64})
 
 
 def reduce_scatter(
@@ -70,7 +74,7 @@ def reduce_scatter(
         return cast(Tensor, call("reduce_scatter", x, name_of(group), *how, async_op=async_op))
     if type(group) is not Group:
         group = as_group(group)
-    plain = order == "native" and sizes is None and wire is None and feedback is None
+    plain = order == "native" and _is_plain(sizes, wire, feedback)
     if plain and not (async_op and dim) and is_fast(_FAST_KEYS.get(op, ""), x, group):
         along = check_dim("reduce_scatter", dim, tuple(x.shape)) if dim else 0
         # Not part of the key: the extent differs from call to call, and the full check names it.
@@ -79,7 +83,17 @@ def reduce_scatter(
                 started = StartedScatter(x, group, mean=op == "avg")
                 return cast(Tensor, Pending("reduce_scatter", started, identity))
             return fast_reduce_scatter(x, group, along, mean=op == "avg")
+    elif order == "rank" and dim == 0 and _is_plain(sizes, wire, feedback):
+        if is_fast(_FOLD_KEYS.get(op, ""), x, group) and x.shape[0] % group.size == 0:
+            fold = StartedFold(x, group, mean=op == "avg", async_op=async_op)
+            if async_op:
+                return cast(Tensor, Pending("reduce_scatter", fold, identity))
+            return fold.finish()
     return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
+
+
+def _is_plain(sizes: object, wire: object, feedback: object) -> bool:
+    return sizes is None and wire is None and feedback is None
 
 
 def _reduce_scatter(
@@ -100,6 +114,8 @@ def _reduce_scatter(
     # Only what the backend reduces as it is: encoded or folded elements need more than one step.
     if op in _FAST_KEYS and reduction(op, x.dtype, group.backends[x.device.type]).plain:
         note_checked(_FAST_KEYS[op], x, group)
+    if op in _FOLD_KEYS and order == "rank" and x.dtype in _FOLDED:
+        note_checked(_FOLD_KEYS[op], x, group)
     return cast(Tensor, run_or_start("reduce_scatter", collective, x, async_op))
 
 

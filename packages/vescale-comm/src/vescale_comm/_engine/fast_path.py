@@ -13,6 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
+from vescale_comm._engine.exchanged import (
+    PairSum,
+    folded,
+    gathers,
+    is_small,
+    start_exchange,
+    start_gather,
+)
 from vescale_comm._engine.failures import failure
 from vescale_comm._engine.hooks import hooks
 from vescale_comm._engine.primitives import (
@@ -56,19 +64,25 @@ def fast_all_reduce(
     group: Group,
     options: Any,
     divisor: int | None,
+    paired: bool,
     *,
     in_graph: bool = False,
     owned: bool = False,
 ) -> Tensor:
     """All-reduces a copy of `x`, or `x` if it is `owned`, and divides it in place.
 
-    `options` are torch's.
+    `options` are torch's; `paired`: two members may send each other what they have.
     """
     if group._log is not None:
         record_fast(group._log, "all_reduce", x, x.numel(), in_graph=in_graph)
-    out = x if owned else x.clone(memory_format=torch.contiguous_format)
     try:
-        _wait(group.process_group.allreduce([out], options))
+        if paired and is_small(x):
+            own = x.contiguous()
+            target = own if owned else None
+            out = PairSum(group.process_group, own, group.rank, target).finish()
+        else:
+            out = x if owned else x.clone(memory_format=torch.contiguous_format)
+            _wait(group.process_group.allreduce([out], options))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("all_reduce", x, group), error) from error
     return out if divisor is None else out.div_(divisor)
@@ -89,7 +103,9 @@ def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
         record_fast(group._log, "all_gather", x, group.size * x.numel())
     out = x.new_empty((group.size * shape[0], *shape[1:]))
     try:
-        if _gather is None:
+        if gathers(group.backends.get(x.device.type), out):
+            start_gather(group.process_group, out, x, group.rank, group.size).wait()
+        elif _gather is None:
             all_gather_single(out, x, group=group.process_group)
         else:
             _wait(group.process_group.all_gather_single(out, x))
@@ -121,7 +137,9 @@ class StartedGather:
         # Both are kept until it is over: a backend that reads freed memory would not say so.
         self._out, self._x, self._group = out, x, group
         try:
-            if _gather is None:
+            if gathers(group.backends.get(x.device.type), out):
+                self._work = start_gather(group.process_group, out, x, group.rank, group.size)
+            elif _gather is None:
                 self._work = all_gather_single(out, x, group=group.process_group, async_op=async_op)
             else:
                 self._work = group.process_group.all_gather_single(out, x)
@@ -195,6 +213,40 @@ class StartedScatter:
         except (RuntimeError, ValueError) as error:
             raise failure(_described("reduce_scatter", self._x, self._group), error) from error
         return self._out.div_(self._group.size) if self._mean else self._out
+
+
+class StartedFold:
+    """As `StartedScatter`, by one exchange; members are added up first to last, when it is there.
+
+    Args:
+        x: this rank's contribution, in float32 or float64.
+        group: of the ranks.
+        mean: whether the sum is divided by their number.
+        async_op: whether this rank goes on meanwhile.
+    """
+
+    __slots__ = ("_group", "_mean", "_rows", "_work", "_x")
+
+    def __init__(self, x: Tensor, group: Group, *, mean: bool, async_op: bool) -> None:
+        if group._log is not None:
+            # In the words of the other path, which another member may take.
+            group._log.record(("all_to_all", x.dtype), together=not async_op)
+        self._x, self._group, self._mean = x, group, mean
+        self._rows = rows = x.new_empty((group.size, x.shape[0] // group.size, *x.shape[1:]))
+        try:
+            own, arriving = x.view(-1), rows.view(-1)
+            self._work = start_exchange(group.process_group, arriving, own, group.size)
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described("reduce_scatter", x, group), error) from error
+
+    def finish(self) -> Tensor:
+        """Wait, add up, and return this rank's shard."""
+        try:
+            self._work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described("reduce_scatter", self._x, self._group), error) from error
+        total = folded(self._rows.unbind())
+        return total.div_(self._group.size) if self._mean else total
 
 
 def _wait(work: Any) -> None:

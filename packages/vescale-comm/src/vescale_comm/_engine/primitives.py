@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vescale_comm._engine import reference_semantics
+from vescale_comm._engine.exchanged import PairSum, gathers, is_small, start_gather, sums_pair
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._groups.group import Group
 from vescale_comm._wire.backend_dtypes import as_backend_dtype
@@ -94,6 +95,11 @@ class Reduce(Primitive):
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's all_reduce, or reduce."""
         if self.root is None:
+            x, group = self.buffer, self.group
+            backend = group.backends.get(x.device.type)
+            if sums_pair(backend, group.size, x.dtype, self.how) and is_small(x):
+                started = PairSum(process_group, x, group.rank, x)
+                return started if async_op else started.wait()
             return dist.all_reduce(self.buffer, self.how, process_group, async_op)
         # torch counts a root by global rank, also within a group.
         target = self.group.ranks[self.root]
@@ -128,6 +134,11 @@ class AllGather(Primitive):
         """Call torch's all_gather; in unequal parts, everyone sends to everyone."""
         flat, out = as_backend_dtype(self.flat), self.out
         if len(set(self.sizes)) == 1:
+            group = self.group
+            if gathers(group.backends.get(out.device.type), out):
+                received = as_backend_dtype(out)
+                work = start_gather(process_group, received, flat, group.rank, group.size)
+                return work if async_op else work.wait()
             return all_gather_single(
                 as_backend_dtype(out), flat, group=process_group, async_op=async_op
             )

@@ -5,7 +5,8 @@ tensor in another way: a gathered parameter is a slice, a view and a transpose. 
 views of one fresh tensor is one view, equal views are one, and what changes nothing is dropped;
 operators are called by functions of torch that call the very same overload, which takes a third
 less time than calling the overload itself. No kernel runs otherwise, so results keep their bits,
-and each storage lives from its maker to the last use of a view of it, as before.
+and each storage lives from its maker to the last use of a view of it, as before. Collectives are
+carried as in eager mode: over gloo what is small is exchanged at once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from vescale_comm import graphs
 
 aten: Any = torch.ops.aten
+_sent: Any = torch.ops._c10d_functional
 FUNCTIONS: Final[dict[Any, Callable[..., Any]]] = {
     aten.add.Tensor: torch.add,
     aten.as_strided.default: torch.as_strided,
@@ -37,6 +40,12 @@ FUNCTIONS: Final[dict[Any, Callable[..., Any]]] = {
     aten.transpose.int: torch.transpose,
 }
 """By overload, what calls it and no other one, given the same arguments (a test compares)."""
+COLLECTIVES: Final[dict[Any, Callable[..., Any]]] = {
+    _sent.all_gather_into_tensor.default: graphs.start_all_gather,
+    _sent.all_reduce.default: graphs.start_all_reduce,
+    _sent.wait_tensor.default: graphs.finish,
+}
+"""By overload, what starts it, or waits for it, with the same result."""
 _FRESH: Final = (
     *(aten.cat.default, aten.clone.default, aten.mm.default),
     torch.ops._c10d_functional.wait_tensor.default,
@@ -84,8 +93,11 @@ def lowered(module: fx.GraphModule) -> fx.GraphModule:
     # Where a shape is changed in place, a view that was taken before is another one.
     if not any(torch.Tag.inplace_view in getattr(n.target, "tags", ()) for n in graph.nodes):
         _merge_views(graph)
+    carried = {node: COLLECTIVES[node.target] for node in graph.nodes if _is_waited_for(node)}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in FUNCTIONS:
+        if node in carried:
+            node.target = carried[node]
+        elif node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
         elif node.target is aten.view.default and node.args[1]:
             given, shape = node.args
@@ -93,6 +105,17 @@ def lowered(module: fx.GraphModule) -> fx.GraphModule:
             node.op, node.target, node.args = "call_method", "view", (given, *shape)
     graph.lint()
     return fx.GraphModule(module, graph)
+
+
+def _is_waited_for(node: fx.Node) -> bool:
+    """Whether a node starts a collective, or waits for one, that nobody looks at in between."""
+    if node.target not in COLLECTIVES:
+        return False
+    wait = _sent.wait_tensor.default
+    if node.target is wait:
+        # Of any other tensor it is torch's.
+        return True
+    return bool(node.users) and all(user.target is wait for user in node.users)
 
 
 Laid = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]

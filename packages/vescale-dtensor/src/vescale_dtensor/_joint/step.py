@@ -185,10 +185,11 @@ class Joint:
         ]
         if self._update is not None:
             groups = self._update.optimizer.param_groups
+            own = set(map(id, self._leaves))
             held += [
                 "a parameter of the optimizer that the graph does not step"
                 for one in (p for group in groups for p in group["params"])
-                if all(one is not leaf for leaf in self._leaves) and one.grad is not None
+                if id(one) not in own and one.grad is not None
             ]
         if held:
             raise CaptureError(

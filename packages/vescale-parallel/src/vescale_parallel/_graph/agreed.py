@@ -28,6 +28,7 @@ class Entry:
         group: a number, by the order in which groups are first used.
         members: of the group.
         bytes: the most that any rank has.
+        even: of an exchange, whether every rank sends equal parts.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Entry:
     group: int
     members: int
     bytes: int
+    even: bool = False
 
     def __str__(self) -> str:
         what = f"{self.kind}({self.how})" if self.how else self.kind
@@ -84,7 +86,7 @@ def agreed(
             *(one.kind, one.how, str(one.dtype).removeprefix("torch."), one.parameter),
             one.direction,
             *(groups.setdefault(one.ranks, len(groups)), len(one.ranks)),
-            *(one.bytes, prod(one.shape)),
+            *(one.bytes, prod(one.shape), one.even),
         ]
         for one in found
     ]
@@ -106,7 +108,11 @@ def agreed(
     _check_groups(told)
     # The most of all ranks: where shards are uneven, each would fill buckets to another size.
     entries = tuple(
-        _entry(row, max(one["rows"][at][7] for one in told))
+        _entry(
+            row,
+            max(one["rows"][at][7] for one in told),
+            even=all(one["rows"][at][9] for one in told),
+        )
         for at, row in enumerate(told[0]["rows"])
     )
     # What one rank waits for, all do: an order that suits them all suits each.
@@ -116,9 +122,9 @@ def agreed(
     return Agreed(entries, united)
 
 
-def _entry(row: Sequence[Any], size: int) -> Entry:
+def _entry(row: Sequence[Any], size: int, *, even: bool = False) -> Entry:
     kind, how, dtype, parameter, direction, group, members = row[:7]
-    return Entry(kind, how, dtype, parameter, direction, group, members, size)
+    return Entry(kind, how, dtype, parameter, direction, group, members, size, even)
 
 
 def _check_options(told: Sequence[Mapping[str, str]]) -> None:

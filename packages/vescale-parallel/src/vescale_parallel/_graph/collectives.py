@@ -45,6 +45,7 @@ class Collective:
             what the others are given.
         parameter: whose gradient it sums, or whose values it gathers; empty if that is not known.
         direction: of the step that it is a part of; empty if that is not known.
+        even: of an exchange (all_to_all), whether each member is sent equally much.
     """
 
     start: fx.Node
@@ -58,6 +59,7 @@ class Collective:
     bytes: int
     parameter: str
     direction: str
+    even: bool = False
 
 
 def schema_name(node: fx.Node) -> str:
@@ -128,7 +130,16 @@ def _described(node: fx.Node, wait: fx.Node, kind: str) -> Collective:
         size * len(ranks) if kind == "all_gather" else size,
         str(getattr(node.meta.get("label"), "parameter", "")),
         _direction(node),
+        kind == "all_to_all" and _is_even(node, len(ranks)),
     )
+
+
+def _is_even(node: fx.Node, members: int) -> bool:
+    """Whether an exchange sends, and receives, parts of one size."""
+    receive, send = node.args[1:3]
+    sizes = [*receive, *send]  # type: ignore[misc, union-attr]
+    # Symbols are not compared: that would be a guard.
+    return {int} == set(map(type, sizes)) and len(set(sizes)) == 1 and len(sizes) == 2 * members
 
 
 def _direction(node: fx.Node) -> str:

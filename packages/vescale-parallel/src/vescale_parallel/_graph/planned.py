@@ -10,7 +10,8 @@ from typing import Final
 from vescale_parallel._errors import GraphError
 from vescale_parallel._graph.agreed import Agreed, Entry
 
-BUCKETED: Final = ("all_reduce", "all_gather", "reduce_scatter")
+BUCKETED: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_SUMS: Final = ("all_reduce", "reduce_scatter")
 Order = tuple[int, ...]
 Buckets = tuple[tuple[int, ...], ...]
 """Indices of collectives: each tuple is one collective of the scheduled graph."""
@@ -29,8 +30,10 @@ def early(agreed: Agreed, *, ahead: bool = True) -> Order:
     needed = frozenset().union(*agreed.needs)
     late: dict[int, set[int]] = {}  # and what each still has to come behind
     for at, entry in enumerate(agreed.entries):
-        sums = entry.kind in ("all_reduce", "reduce_scatter")
-        if sums and (at not in needed or entry.direction == "total"):
+        total = entry.direction == "total"
+        sums = entry.kind in _SUMS and (total or at not in needed)
+        # An exchange of gradients, which each rank then adds up by itself.
+        if sums or (entry.kind == "all_to_all" and total):
             late[at] = set(agreed.needs[at])
     order: list[int] = []
     # In the order of the trace, which is one in which each has what it needs.
@@ -205,7 +208,7 @@ def neighbours(agreed: Agreed, merged: Buckets, buckets: Buckets) -> list[tuple[
 
 def _can_travel(entry: Entry, exact: bool) -> bool:
     """Whether a collective may be a part of a larger one."""
-    if entry.kind not in BUCKETED:
+    if entry.kind not in BUCKETED or (entry.kind == "all_to_all" and not entry.even):
         return False
     # Where three or more floats are added, a backend's order of them may depend on their place.
     sums = entry.how in ("sum", "avg", "product") and "int" not in entry.dtype

@@ -128,7 +128,12 @@ def _merge(
 ) -> tuple[fx.Node, list[fx.Node]]:
     """Put one collective in the place of several; returns the node that starts it, and results."""
     maker = _Maker(module, members, waits)
-    merge = {"all_reduce": _reduced, "all_gather": _gathered, "reduce_scatter": _scattered}
+    merge = {
+        "all_reduce": _reduced,
+        "all_gather": _gathered,
+        "reduce_scatter": _scattered,
+        "all_to_all": _exchanged,
+    }
     results = merge[members[0].kind](maker, members)
     # All inputs have to be there before the one collective can start.
     after = {one for member in members for one in waits[member.start]}
@@ -168,13 +173,14 @@ class _Maker:
         given: Any = first.start.args[0]
         self.mode = getattr(given.meta["val"], "fake_mode", None) or FakeTensorMode()
 
-    def __call__(self, target: Any, *args: Any) -> Any:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a node before the output; returns it."""
         with self.graph.inserting_before(self.graph.output_node()):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         # Later passes, and memory plans, read shapes from the nodes.
         with self.mode, torch.no_grad():
-            node.meta["val"] = target(*fx.node.map_arg(args, lambda one: one.meta["val"]))
+            given = fx.node.map_arg(args, lambda one: one.meta["val"])
+            node.meta["val"] = target(*given, **kwargs)
         if self.label is not None:
             node.meta["label"] = self.label
         self.made.append(node)
@@ -226,6 +232,34 @@ def _scattered(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
         make(aten.view.default, part, [one.shape[0] // count, *one.shape[1:]])
         for one, part in zip(members, _parts(make, found, 0, members, count), strict=True)
     ]
+
+
+def _exchanged(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
+    count = len(members[0].ranks)
+    # Along the second dim, so that what each rank gets lies in one piece.
+    rows = make(aten.cat.default, [make.flat(one, count, -1) for one in members], 1)
+    flat = make(aten.view.default, rows, [-1])
+    each = sum(prod(one.shape) for one in members) // count
+    sizes = [each] * count
+    found = make.sent(ops.all_to_all_single.default, flat, sizes, sizes, members[0].group)
+    # One row from each rank again.
+    arrived = make(aten.view.default, found, [count, each])
+    results = []
+    for one, part in zip(members, _parts(make, arrived, 1, members, count), strict=True):
+        if _is_read_by_rows(one, count):
+            # They lie so: nothing is copied.
+            results.append(part)
+        else:
+            whole = make(aten.clone.default, part, memory_format=torch.contiguous_format)
+            results.append(make(aten.view.default, whole, list(one.shape)))
+    return results
+
+
+def _is_read_by_rows(member: Collective, count: int) -> bool:
+    """Whether what an exchange brings is looked at as one row from each rank, and not otherwise."""
+    shape = [count, prod(member.shape) // count]
+    views = [user.target is aten.view.default and user.args[1] == shape for user in member.wait.users]
+    return all(views)
 
 
 def _parts(

@@ -13,6 +13,7 @@ from vescale_dtensor import DTensor, StoredSlice, local_leaf
 
 from vescale_parallel._errors import GraphError
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.packed import order_of
 from vescale_parallel._zero.unit import Unit, put_all
 
 
@@ -144,8 +145,7 @@ def _reduced(
     if buffer.row.plan.total > at:
         pieces.append(shard.new_zeros(buffer.row.plan.total - at, dtype=buffer.reduce))
     packed = torch.cat(pieces)
-    # As in eager mode: halves are added in float32, in the order of ranks.
-    order: Any = "rank" if packed.dtype.itemsize < 4 else "native"
+    order = order_of(packed, buffer.group)
     total = reduce_scatter(packed, buffer.group, order=order).to(shard.dtype)
     shards = buffer.shards_of(total)
     return [

@@ -29,7 +29,7 @@ from vescale_dtensor import (
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
 from vescale_parallel._zero.host import HOST, HostShard
-from vescale_parallel._zero.packed import packed_pieces
+from vescale_parallel._zero.packed import order_of, packed_pieces
 from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unrecorded import unrecorded
@@ -380,9 +380,7 @@ class FlatBuffer:
         return packed, arrived
 
     def _how(self, packed: Tensor) -> Any:
-        # As gradients of full parameters are: halves are added in float32, in the order of ranks.
-        order = "rank" if packed.dtype.itemsize < 4 else "native"
-        return {"order": order, "sizes": self._sizes}
+        return {"order": order_of(packed, self.group), "sizes": self._sizes}
 
     def _gradients(self, total: Tensor, arrived: set[int]) -> list[Tensor | None]:
         if total.dtype is not self.shard.dtype:
