@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, fx
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from vescale_dtensor import Joint
 from vescale_parallel import GraphError, Plan, graph, memory, parallelize
 
+from tools.bench._graph.alone import Part, parts_of
 from tools.bench._train.model import Sizes, seeded
 from tools.bench._train.ours import PLAN_ZERO3
 from tools.bench._train.training import adamw
@@ -58,13 +59,14 @@ class OnGraph:
             planned,
             compiled,
         )
-        self._step: Callable[..., Tensor] | None = None
+        self._step: Joint | None = None
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The graph is made at the first step."""
         if self._step is None:
             self._step = self._made(tokens, targets)
-        return self._step(tokens, targets)
+        loss: Tensor = self._step(tokens, targets)
+        return loss
 
     def _made(self, tokens: Tensor, targets: Tensor) -> Joint:
         model = self.model
@@ -84,6 +86,10 @@ class OnGraph:
         if self.compiled:
             made = made.running(graph.compile_regions(made.graph_module).graph_module)
         return made
+
+    def parts(self, batch: Sequence[Tensor]) -> dict[str, Part]:
+        """What the step is made of, each by itself; of a graph that is no compiled code."""
+        return {} if self._step is None or self.compiled else parts_of(self._step, batch)
 
     def value(self, loss: Tensor) -> float:
         """The global loss: `item` of a distributed tensor is that."""

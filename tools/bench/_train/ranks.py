@@ -11,8 +11,10 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -65,6 +67,7 @@ class Found:
         losses: of the first steps.
         collectives, sent: of one step, by kind, and the bytes that this rank sends.
         seconds: of a step, one number for each turn.
+        parts: seconds of what a step is made of, each by itself, by name: its floor.
         taken: the most bytes that a step takes of the allocator beyond what was there, by its
             events: of what is compiled, which runs under no meter of operators.
     """
@@ -74,6 +77,7 @@ class Found:
     sent: int = 0
     peak: Peak = field(default_factory=lambda: Peak(0, 0, 0, 0))
     seconds: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
     taken: int = 0
     profile: Profile | None = None
     bubble: Bubble | None = None
@@ -82,6 +86,11 @@ class Found:
     def memory(self) -> int:
         """Bytes at the peak of a step: what was there before it, and the most that it takes."""
         return self.peak.held + self.taken
+
+    @property
+    def floor(self) -> float:
+        """Seconds of all its parts; 0 where there are none."""
+        return sum(statistics.median(one) for one in self.parts.values())
 
     @property
     def median(self) -> float:
@@ -162,24 +171,34 @@ def _take_turns(
     """Time the variants, a few steps each in turn; the one that begins changes."""
     names = list(trainings)
     batch = batch_of(job.sizes, CHECKED)
+    parts = {name: _parts(training, batch) for name, training in trainings.items()}
     gc.collect()
     gc.freeze()  # a collection of all variants' objects would hit whoever has its turn
     for number in range(job.rounds + 1):
         _tell(rank, f"{job.layout}, hidden {job.sizes.hidden}: round {number} of {job.rounds}")
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            seconds = _turn(trainings[name], batch, job.turn)
+            seconds = _turn(partial(trainings[name].step, *batch), job.turn)
             if number:  # the first round only warms up
                 found[name].seconds.append(seconds)
+            for part, run in parts[name].items():
+                seconds = _turn(run, job.turn)
+                if number:
+                    found[name].parts.setdefault(part, []).append(seconds)
     gc.unfreeze()
 
 
-def _turn(training: Training, batch: tuple[Tensor, Tensor], steps: int) -> float:
+def _parts(training: Training, batch: tuple[Tensor, Tensor]) -> dict[str, Callable[[], object]]:
+    made: Any = getattr(training, "parts", None)
+    return {} if made is None else made(batch)
+
+
+def _turn(step: Callable[[], object], steps: int) -> float:
     """Seconds of one step, from when all ranks begin to when the last one is done."""
-    training.step(*batch)  # after another variant's turn nothing is in the caches
+    step()  # after another variant's turn nothing is in the caches
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
-        training.step(*batch)
+        step()
     dist.barrier()
     return (time.perf_counter() - start) / steps
 

@@ -28,7 +28,18 @@ def spread_table(found: Sequence[dict[str, Found]]) -> str:
             + " ".join(f"{part / 1e6:8.2f}" for part in parts)
             + f"  {sent or 'none'}"
         )
+    lines += _floors(found[0])
     return "\n".join(lines)
+
+
+def _floors(found: dict[str, Found]) -> Iterator[str]:
+    """What a step is made of, timed by itself in the same turns."""
+    for name, one in found.items():
+        if one.parts:
+            parts = [f"{1e3 * statistics.median(s):.2f} ms {part}" for part, s in one.parts.items()]
+            share = one.median / one.floor
+            floor = f"{' + '.join(parts)} = {1e3 * one.floor:.2f} ms"
+            yield f"  floor of {name}: {floor}; the step takes {share:.2f} of it"
 
 
 def profile_table(found: dict[str, Found]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What is small is exchanged over gloo: the bits of gloo's own way, whichever way a member takes."""
+"""What is small is exchanged over gloo: with the bits of gloo's own way, whoever takes which."""
 
 from unittest.mock import patch
 
@@ -101,9 +101,7 @@ def folded(rank, world_size):
                 assert all(torch.equal(one, expected.to(dtype)) for one in found), (dtype, op)
     x = values(rank, (world_size, 6), torch.float32)
     lies = x.t().contiguous().t() if rank == 0 else x
-    assert torch.equal(
-        reduce_scatter(lies, order="rank"), reduce_scatter(x.clone(), order="rank")
-    )
+    assert torch.equal(reduce_scatter(lies, order="rank"), reduce_scatter(x.clone(), order="rank"))
 
 
 @pytest.mark.parametrize("size", [2, 4])

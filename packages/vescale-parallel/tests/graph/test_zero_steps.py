@@ -126,11 +126,10 @@ def test_bits_of_eager_mode_of_four_processes():
     """Gradients are exchanged over gloo, and each rank adds up its part: in buckets, too."""
     everyone = run(trained, 4, {"dp": 4}, 3, 0.3, 4)
     assert all(one == everyone[0] for one in everyone)
-    plain, merged, layers = everyone[0]
-    exchanges = [sum(kind == "all_to_all" for kind, *_ in one) for one in (plain, merged, layers)]
-    assert exchanges[0] == 4
-    assert exchanges[1] < 4
-    assert exchanges[2] < 4
+    plain, _, layers = everyone[0]
+    exchanges = [sum(kind == "all_to_all" for kind, *_ in one) for one in (plain, layers)]
+    # The root's, and those of three units as one.
+    assert exchanges == [4, 2]
 
 
 def gradients(rank, world_size):

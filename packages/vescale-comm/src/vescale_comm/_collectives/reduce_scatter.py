@@ -83,12 +83,16 @@ def reduce_scatter(
                 started = StartedScatter(x, group, mean=op == "avg")
                 return cast(Tensor, Pending("reduce_scatter", started, identity))
             return fast_reduce_scatter(x, group, along, mean=op == "avg")
-    elif order == "rank" and dim == 0 and _is_plain(sizes, wire, feedback):
-        if is_fast(_FOLD_KEYS.get(op, ""), x, group) and x.shape[0] % group.size == 0:
-            fold = StartedFold(x, group, mean=op == "avg", async_op=async_op)
-            if async_op:
-                return cast(Tensor, Pending("reduce_scatter", fold, identity))
-            return fold.finish()
+    elif (
+        (order, dim) == ("rank", 0)
+        and _is_plain(sizes, wire, feedback)
+        and is_fast(_FOLD_KEYS.get(op, ""), x, group)
+        and x.shape[0] % group.size == 0
+    ):
+        fold = StartedFold(x, group, mean=op == "avg", async_op=async_op)
+        if async_op:
+            return cast(Tensor, Pending("reduce_scatter", fold, identity))
+        return fold.finish()
     return _reduce_scatter(x, group, dim, sizes, op, order, wire, feedback, async_op)
 
 

@@ -2,8 +2,8 @@
 
 A ring of n members takes n - 1 messages one after the other, and twice as many where it adds up. On
 one machine, and for little data, what counts is how often a process has to be woken: four processes
-gathered 12 kB each in half the time (torch 2.13, two cores), and two added 32 kB up in 0.6 of it. As
-many bytes are sent, and results have the bits of gloo's: two numbers have one sum. Whether a
+gathered 12 kB each in half the time (torch 2.13, two cores), and two added 32 kB up in 0.6 of it.
+As many bytes are sent, and results have the bits of gloo's: two numbers have one sum. Whether a
 collective goes this way is decided by what is the same on all members, as they have to agree.
 """
 

@@ -136,8 +136,8 @@ def _described(node: fx.Node, wait: fx.Node, kind: str) -> Collective:
 
 def _is_even(node: fx.Node, members: int) -> bool:
     """Whether an exchange sends, and receives, parts of one size."""
-    receive, send = node.args[1:3]
-    sizes = [*receive, *send]  # type: ignore[misc, union-attr]
+    given: Any = node.args[1:3]
+    sizes = [one for sizes in given for one in sizes]
     # Symbols are not compared: that would be a guard.
     return {int} == set(map(type, sizes)) and len(set(sizes)) == 1 and len(sizes) == 2 * members
 

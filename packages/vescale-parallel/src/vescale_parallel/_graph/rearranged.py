@@ -258,8 +258,8 @@ def _exchanged(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
 def _is_read_by_rows(member: Collective, count: int) -> bool:
     """Whether what an exchange brings is looked at as one row from each rank, and not otherwise."""
     shape = [count, prod(member.shape) // count]
-    views = [user.target is aten.view.default and user.args[1] == shape for user in member.wait.users]
-    return all(views)
+    users = member.wait.users
+    return all(one.target is aten.view.default and one.args[1] == shape for one in users)
 
 
 def _parts(
