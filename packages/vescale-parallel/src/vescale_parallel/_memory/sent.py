@@ -2,8 +2,8 @@
 
 gloo gathers into memory of its own, as large as the result, and copies from there; and of a
 reduce-scatter it sums up a copy of all that it is given. NCCL works on the tensors themselves.
-Where a `Joint` gathers by an exchange it repeats what it sends: as many bytes. What is not counted is
-the copy that it keeps of a sum of two members, 4 MiB at most, while that is on its way.
+Where a `Joint` gathers by an exchange it repeats what it sends: as many bytes. What is not counted
+is the copy that it keeps of a sum of two members, 4 MiB at most, while that is on its way.
 Counted by the allocator's events on torch 2.13 (tests/memory/test_collectives).
 """
 
