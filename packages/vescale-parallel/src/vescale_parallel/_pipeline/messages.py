@@ -55,6 +55,28 @@ def message_into(action: Any, stages: int) -> tuple[Message | None, Message | No
     return needs, gives
 
 
+class Coming(NamedTuple):
+    """Tensors on their way to this rank.
+
+    Attributes:
+        handles: one for each.
+        specs: what they are like.
+    """
+
+    handles: list[Any]
+    specs: Sequence[TensorSpec]
+
+    def wait(self) -> list[Tensor]:
+        """Return them, once they are here."""
+        return _in_order([one.wait() for one in self.handles], self.specs)
+
+
+def _in_order(flats: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
+    # Sent in the memory order of the sender, which the spec holds: kernels may choose by strides,
+    # and bits would differ.
+    return [as_strided_like(one, spec) for one, spec in zip(flats, specs, strict=True)]
+
+
 class Lines:
     """This rank's connections to the other ranks of its pipeline.
 
@@ -85,20 +107,24 @@ class Lines:
 
     def recv(self, specs: Sequence[TensorSpec], source: int) -> list[Tensor]:
         """Receive local tensors."""
-        made = []
         group = self._line(source, self.rank)
-        for spec in specs:
-            like = self._likes.get(spec)
-            if like is None:
-                # Of one element: it only says what comes.
-                like = torch.empty((), dtype=spec.dtype, device=self.device).expand(spec.shape)
-                if len(self._likes) < _LIKES:
-                    self._likes[spec] = like
-            # Sent in the memory order of the sender, which the spec holds: kernels may choose by
-            # strides, and bits would differ.
-            flat = recv(like, group, source=source)
-            made.append(as_strided_like(flat, spec))
-        return made
+        flats = [recv(self._like(spec), group, source=source) for spec in specs]
+        return _in_order(flats, specs)
+
+    def start_recv(self, specs: Sequence[TensorSpec], source: int) -> Coming:
+        """Start to receive local tensors, for which their memory is taken at once."""
+        group = self._line(source, self.rank)
+        starts = [recv(self._like(one), group, source=source, async_op=True) for one in specs]
+        return Coming(starts, specs)
+
+    def _like(self, spec: TensorSpec) -> Tensor:
+        like = self._likes.get(spec)
+        if like is None:
+            # Of one element: it only says what comes.
+            like = torch.empty((), dtype=spec.dtype, device=self.device).expand(spec.shape)
+            if len(self._likes) < _LIKES:
+                self._likes[spec] = like
+        return like
 
     def send_object(self, value: Any, target: int) -> list[Pending[None]]:
         """Start to send something small, see `to_text`."""
@@ -174,6 +200,10 @@ def traffic_of(schedule: Schedule, own: int) -> Traffic:
 class Inbox:
     """What other ranks send to this one during a step, in the order in which they send it.
 
+    The next message of each sender is waited for in the background, on CPU: it comes while this
+    rank computes, and its sender need not ask first. The price is memory for one message of each.
+    Not on GPUs, whose transfers go one after another: what comes late would stop what does not.
+
     Args:
         lines: the connections.
         schedule: who does what in which order.
@@ -196,7 +226,11 @@ class Inbox:
         self.takers, self._senders = traffic.takers, traffic.senders
         # By sender: what is left of it.
         self._coming = {sender: deque(every) for sender, every in traffic.coming.items()}
+        self._started: dict[int, Coming] = {}
+        self._is_ahead = lines.device == "cpu"
         self.seen: dict[int, int] = {}
+        for sender in self._coming:
+            self._start(sender)
 
     def put(self, message: Message, tensors: list[Tensor]) -> None:
         """Keep what a stage of this rank gives to another one of this rank."""
@@ -208,8 +242,8 @@ class Inbox:
             sender = self._senders[message]
             # Not the wanted one: on one communicator messages come in the order in which they were
             # sent.
-            first, at = self._coming[sender].popleft()
-            self._kept[first] = self._lines.recv(self._specs(first), sender)
+            first, at = self._coming[sender][0]
+            self._kept[first] = self._next(sender)
             # Its row up to there is done, so its receiver knows what else has been taken.
             self.seen[sender] = at
         return self._kept.pop(message)
@@ -218,5 +252,20 @@ class Inbox:
         """Receive and drop what is still to come, so that no sender waits for this rank."""
         for sender, coming in self._coming.items():
             while coming:
-                self._lines.recv(self._specs(coming.popleft()[0]), sender)
+                self._next(sender)
         self._kept.clear()
+
+    def _next(self, sender: int) -> list[Tensor]:
+        """Wait for the next message of a sender, and start to receive the one behind it."""
+        started = self._started.pop(sender, None)
+        message, _ = self._coming[sender].popleft()
+        if started is None:
+            return self._lines.recv(self._specs(message), sender)
+        found = started.wait()
+        self._start(sender)
+        return found
+
+    def _start(self, sender: int) -> None:
+        coming = self._coming[sender]
+        if self._is_ahead and coming:
+            self._started[sender] = self._lines.start_recv(self._specs(coming[0][0]), sender)
