@@ -7,7 +7,7 @@ import pytest
 import torch
 from expert_models import ROWS, TOKENS, WIDTH
 from stage_models import gpt2, llama
-from static_stage_runs import replays, require_same_bits, trained
+from static_stage_runs import are_plain, replays, require_same_bits, trained
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_parallel import MoE, Plan
@@ -103,9 +103,14 @@ def test_hugging_face_models(make: Any, sizes: dict[str, int], words: dict[str, 
         schedule = {"schedule": words["schedule"], "microbatches": 4}
         how = Plan.from_hf(make(), pipeline=schedule).with_(**fields)
         units = require_same_bits(make, sizes, how, steps_and_text)
+        if set(sizes) == {"pp"}:
+            assert are_plain(units)
+            return
         found = replays(units)
         assert len(found) == 2, units
-        assert all(count >= 6 for count in found.values()), units
+        # Batches with padding and without are recorded as they come; the smaller one is a third
+        # kind, of which so few calls are not worth it.
+        assert all(count >= 5 for count in found.values()), units
 
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)
 
@@ -133,7 +138,7 @@ def with_routers(step: int) -> Any:
 
 def of_mixtral(rank: int, world_size: int) -> None:
     how = Plan.from_hf(mixtral(), pipeline={"schedule": "1f1b", "microbatches": 4})
-    units = require_same_bits(mixtral, {"pp": 2}, how, trained(with_routers))
+    units = require_same_bits(mixtral, {"pp": 2, "dp": 2}, how, trained(with_routers))
     assert all("hooks" in (one.refusal or "") for one in units), units
 
 
@@ -142,4 +147,4 @@ def of_mixtral(rank: int, world_size: int) -> None:
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 def test_losses_of_routers_are_those_of_all_stages():
-    simulate(2)(of_mixtral)
+    simulate(4)(of_mixtral)

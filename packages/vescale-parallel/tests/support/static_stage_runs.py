@@ -60,6 +60,12 @@ def trained(
     return calls
 
 
+def are_plain(units: Sequence[CapturedUnit]) -> bool:
+    """Whether all run eagerly, as a stage on one rank has no dispatch to save."""
+    told = [one.replays == 0 and "plain tensors" in str(one.refusal) for one in units]
+    return bool(told) and all(told)
+
+
 def replays(units: Sequence[CapturedUnit]) -> dict[str, int]:
     """By name, of units that are captured, how many calls were replayed."""
     return {one.name: one.replays for one in units if one.name and one.refusal is None}

@@ -80,12 +80,16 @@ class StateGuard:
         containers += [c.values() for c in containers if isinstance(c, Mapping)]
         self._containers, self._lengths = containers, list(map(len, containers))
         looks: list[Any] = [place.look for place in self._looks]
+        # Numbers above 256 are new objects each time, so these are never identical.
+        self._counted = [look.args[0] for look in looks if _asks(look, len)]
+        self._counts = list(map(len, self._counted))
         # Asked in C and flattened: as one tuple, made anew each time, it would never be identical.
         self._functions = [look.args[0] for look in looks if _asks(look, function_state)]
         # An empty cell raises where it is read directly, so empty ones are asked by `in_cell`.
         full = {id(k) for k in looks if _asks(k, in_cell) and k() is not MISSING}
         self._cells = [look.args[0] for look in looks if id(look) in full]
-        asked = [k for k in looks if id(k) not in full and not _asks(k, function_state)]
+        apart = {id(k) for k in looks if _asks(k, function_state) or _asks(k, len)} | full
+        asked = [k for k in looks if id(k) not in apart]
         # What is copied each time it is asked for is never identical: bytes of buffers and arrays.
         self._copies = [k for k in asked if any(_asks(k, function) for function in COPYING)]
         self._copied = [look() for look in self._copies]
@@ -121,6 +125,7 @@ class StateGuard:
             return (
                 list(map(tuple, self._keyed)) == self._keys
                 and list(map(len, self._containers)) == self._lengths
+                and list(map(len, self._counted)) == self._counts
                 and all(map(is_, map(type, self._owners), self._types))
                 and all(map(is_, map(_namespace, self._plain), self._dicts))
                 and all(map(is_, map(namespace_of, self._odd), self._odd_dicts))

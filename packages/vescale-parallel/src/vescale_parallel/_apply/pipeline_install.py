@@ -190,7 +190,8 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         # Around it all, where a compiler comes first.
         tell_compilers(model)
         # A replay calls no hooks within, and what they collect goes to the other stages.
-        finish_static_blocks(model, scene.own_blocks, lambda: scene.collects)
+        plain = is_plain(scene.mesh) and isinstance(scene.held, HeldParameters)
+        finish_static_blocks(model, scene.own_blocks, lambda: scene.collects, is_plain=plain)
     elif here.microbatches > 1:
         rows = dim_of_rows(here.batch, here.over)
         setattr(model, STEP, MicrobatchStep(model, here.microbatches, rows))

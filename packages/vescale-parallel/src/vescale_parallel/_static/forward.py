@@ -27,7 +27,8 @@ class StaticForward:
         module: it.
         forward: what it computes by.
         mesh: whose ranks call it; None: all ranks do.
-        is_paused: whether it runs as it is for now, as where hooks within it have to be called.
+        paused: why it runs as it is for now, as where hooks within it have to be called; "" where
+            it does not.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class StaticForward:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.name, self.module, self.forward, self.mesh = name, module, forward, mesh
-        self.is_paused: Callable[[], bool] = _never
+        self.paused: Callable[[], str] = _never
         self._units = tuple(units)
         self._hooks = _count_hooks(module)
         update_wrapper(self, forward)  # so that who looks at its signature sees the model's
@@ -84,7 +85,7 @@ class StaticForward:
     @property
     def takes_parameters(self) -> bool:
         """Whether nothing else looks for gathered parameters of the module when it is called."""
-        return _count_hooks(self.module) == self._hooks and not self.is_paused()
+        return _count_hooks(self.module) == self._hooks and not self.paused()
 
     @cached_property
     def captured(self) -> Captured:
@@ -105,7 +106,7 @@ class StaticForward:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; the modules hold the same parameters before and after."""
-        if self.is_paused():
+        if self.paused():
             return self.forward(*args, **kwargs)
         if not self._parts:
             return self.captured(*args, **kwargs)
@@ -193,8 +194,8 @@ def _count_hooks(module: nn.Module) -> int:
     return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
-def _never() -> bool:
-    return False
+def _never() -> str:
+    return ""
 
 
 def put_all(parts: Sequence[Part], tensors: Sequence[Tensor]) -> None:

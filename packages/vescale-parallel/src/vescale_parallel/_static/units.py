@@ -21,6 +21,10 @@ _HOLDS_UNITS = (
 _COLLECTED = (
     "hooks on modules within blocks collect what those of all stages return, so they are called"
 )
+_PLAIN = (
+    "a stage on one rank computes with plain tensors: nothing is dispatched there, and to compare "
+    "the state of a program with what it was costs more than to call the modules"
+)
 
 
 @dataclass(frozen=True)
@@ -84,20 +88,25 @@ def install_static_blocks(
 
 
 def finish_static_blocks(
-    model: nn.Module, names: Sequence[str], is_paused: Callable[[], bool]
+    model: nn.Module, names: Sequence[str], collects: Callable[[], bool], *, is_plain: bool
 ) -> None:
     """Hooks that captured blocks have by now are none of a user's, who may look for parameters.
 
     Args:
         model: the model.
         names: of the blocks, captured or not.
-        is_paused: whether all of them run as they are for now.
+        collects: whether hooks within all of them have to be called for now.
+        is_plain: whether they compute with plain tensors, and so always run as they are.
     """
+
+    def paused() -> str:
+        return _PLAIN if is_plain else _COLLECTED if collects() else ""
+
     for name in names:
         one = _static_of(vars(model.get_submodule(name)).get("forward"))
         if one is not None:
             one.know_hooks()
-            one.is_paused = is_paused
+            one.paused = paused
 
 
 def tell_compilers(model: nn.Module) -> None:
@@ -161,7 +170,7 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
             name,
             len(one.programs),
             one.replays,
-            _COLLECTED if forwards[name].is_paused() else one.refusal,
+            forwards[name].paused() or one.refusal,
         )
         if (one := found.get(name)) is not None
         else CapturedUnit(name, 0, 0, _HOLDS_UNITS)
