@@ -6,6 +6,7 @@ Times depend on the machine, so Python calls are counted, and searches through a
 import gc
 import sys
 import warnings
+from unittest.mock import patch
 
 import torch
 import vescale_dtensor as vd
@@ -14,6 +15,7 @@ from torch import nn
 from vescale_comm.testing import run
 from vescale_dtensor import Shard
 from vescale_dtensor._capture import reads
+from vescale_dtensor._capture.state_guard import StateGuard
 
 DEPTHS = 4, 16, 64
 # In time it is less, as an eager call spends more of its time in C++ than recording adds to it.
@@ -139,3 +141,22 @@ def test_what_is_not_recorded_costs_little():
 
 def test_recording_is_linear_in_the_ops():
     run(linear, 2)
+
+
+def with_long_tables(rank, world_size):
+    def step(x):
+        return x * 2 if "torch" in sys.modules else x
+
+    captured, x = vd.capture(step), spread(rows())
+    captured(x)
+    captured(x)  # takes in what is equal and another object
+    (program,) = captured.programs
+    assert max(program._state._counts) > 256
+    with patch.object(StateGuard, "difference", side_effect=AssertionError("one by one")):
+        captured(x)
+    assert captured.replays == 2
+
+
+def test_lengths_of_long_tables_are_compared_in_c():
+    """They are new numbers each time: never identical."""
+    run(with_long_tables, 2)
