@@ -110,6 +110,47 @@ def test_other_draws_between_blocks_are_seen():
     simulate(2)(drawn_anew)
 
 
+class Noisy(nn.Linear):
+    """Draws in its backward, when it is told to."""
+
+    draws = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if found.requires_grad:
+            found.register_hook(self.hook)
+        return found
+
+    def hook(self, gradient: Tensor) -> None:
+        if self.draws:
+            torch.rand(3)
+
+
+def drawn_late(rank: int, world_size: int, backward: bool) -> None:
+    torch.manual_seed(3)
+    model = Drawing()
+    model.blocks[0], model.p = Noisy(4, 4), 0.0
+    how = Plan(pipeline={"microbatches": 2, "stages": "blocks.*"})
+    parallelize(model, make_mesh(device_type="cpu", pp=2), how)
+    x = torch.ones(4, 4)
+    for _ in range(3):  # from the second on, nobody looks after each forward any more
+        forward_backward(model, x)
+    here = torch.get_rng_state()
+    model.p, model.blocks[0].draws = 0.0 if backward else 0.5, backward  # type: ignore[assignment]
+    with pytest.raises(PipelineError, match=r"stage [01], from block .* draws other"):
+        forward_backward(model, x)
+    assert torch.equal(torch.get_rng_state(), here)
+    # What was learned was forgotten: from now on each forward begins where it has to.
+    for _ in range(3):
+        forward_backward(model, x)
+    assert torch.equal(torch.get_rng_state(), here) == backward
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_draws_of_a_model_that_drew_nothing_are_seen(backward: bool):
+    simulate(2)(drawn_late, backward)
+
+
 class Counted(Decoder):
     """As models of Hugging Face: the mean over tokens of the part, or of the whole batch."""
 

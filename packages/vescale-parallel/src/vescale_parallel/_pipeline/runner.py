@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from vescale_comm import CommError
 
+from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.boundary import check_specs, handed_over
 from vescale_parallel._pipeline.described import Blanks, TensorSpec, local_of
 from vescale_parallel._pipeline.foreign import Foreign
@@ -25,7 +26,7 @@ from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_i
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.stage import StageForward
-from vescale_parallel._pipeline.streams import Place
+from vescale_parallel._pipeline.streams import Place, drawn_otherwise
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -86,6 +87,15 @@ class Runner:
 
     Attributes:
         loss: the sum of the losses of this rank's microbatches, on the last stage.
+        has_moved: whether somebody has drawn, forwards or backwards, or what passes for it.
+
+    Args:
+        scene: this rank's part.
+        lines: its connections.
+        schedule: who does what.
+        microbatches: of the step.
+        watch: what measures actions.
+        is_still: whether the step is one of those that draw nothing, also not in backward.
     """
 
     def __init__(
@@ -95,9 +105,15 @@ class Runner:
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
         watch: Stopwatch | None = None,
+        *,
+        is_still: bool = False,
     ) -> None:
         self._scene, self._lines, self._schedule = scene, lines, schedule
         self._microbatches, self._watch = microbatches, watch
+        # By then nobody draws, so it is enough to ask at the end: to read where a generator stands
+        # takes as long as to call a dozen modules.
+        self._is_still = is_still
+        self.has_moved = False
         self._inbox = Inbox(lines, schedule, self._specs)
         self._kept: dict[tuple[int, int], _Kept] = {}
         # Backwards of which gradients of weights are still to come.
@@ -142,6 +158,8 @@ class Runner:
                 for rest in row[at:]:
                     self._give_nothing(rest)
                 break
+        if self._is_still and failure is None:
+            failure = self._moved()
         # Senders may wait for receivers, so all that others send to this rank is taken, also after
         # a failure.
         self._inbox.drain()
@@ -154,6 +172,14 @@ class Runner:
             for one in handles:
                 one.wait()
         return failure
+
+    def _moved(self) -> PipelineError | None:
+        """What is wrong where a step has drawn that is one of those that draw nothing."""
+        scene = self._scene
+        if not scene.streams.seek(self._microbatches[0].start):
+            return None
+        own = [at for at, rank in enumerate(scene.split.ranks) if rank == scene.rank]
+        return drawn_otherwise(scene.split.stages, own)
 
     def _act(self, action: Action, *, syncs: bool) -> None:
         if action.kind == "F":
@@ -174,10 +200,12 @@ class Runner:
     def _forward(self, action: Action) -> None:
         self._now = action.microbatch
         stage, here = action.stage, self._microbatches[action.microbatch]
-        # Microbatches come in the schedule's order, but draw what one device draws in theirs.
-        self._scene.streams.seek(here.start)
+        if not self._is_still:
+            # Microbatches come in the schedule's order, but draw what one device draws in theirs.
+            self.has_moved |= self._scene.streams.seek(here.start) or any(here.kind.total)
         self._blanks.begin()
         running = StageForward(self._scene, stage, here.kind, self, self._blanks, here.routes)
+        running.is_still = self._is_still
         found = running.run(here.part, here.start)
         loss = None
         if found is not None:

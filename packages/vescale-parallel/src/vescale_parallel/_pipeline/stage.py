@@ -35,7 +35,7 @@ from vescale_parallel._pipeline.results import Results
 from vescale_parallel._pipeline.route import Act, Following, Routes, Turn
 from vescale_parallel._pipeline.scene import Neighbours, Scene, StageEnded, Unit
 from vescale_parallel._pipeline.standing import CAN_STAND
-from vescale_parallel._pipeline.streams import Place, after, words_between
+from vescale_parallel._pipeline.streams import Place, after, drawn_otherwise, words_between
 from vescale_parallel._step.parts import Part, loss_of
 
 
@@ -46,6 +46,7 @@ class StageForward:
         received: what came from the stage before: leaves that get gradients.
         sent: what went to the stage after, with its history.
         measured: calls of this stage's units, in a rehearsal.
+        is_still: whether nothing is drawn, as whoever runs it finds out.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StageForward:
         self.measured: dict[tuple[str, int], Call] = {}
         # The dtype of the loss is the last thing that a rehearsal finds out.
         self.is_rehearsal = kind.loss is None
+        self.is_still = False
         self.foreign = Foreign(stage, Leaks() if self.is_rehearsal else None)
         # By name and number of the call: a shared module is called several times in a forward.
         self._calls: defaultdict[str, int] = defaultdict(int)
@@ -413,17 +415,11 @@ class StageForward:
 
     def _require_draws(self) -> None:
         """Refuse a stage that has drawn other numbers than others pass for it."""
-        if self.is_rehearsal:
+        if self.is_rehearsal or self.is_still:
             return
         # Once for a stage and not for each unit: those within are in the model's own order.
         if after(self._start, self.kind.ends[self.stage]) != self.scene.streams.here():
-            blocks = self.scene.split.stages[self.stage]
-            raise PipelineError(
-                f"stage {self.stage}, from block '{blocks[0]}' to '{blocks[-1]}', draws other "
-                "random numbers than it did for a batch of this shape before, in its blocks or "
-                "between them, so that other stages cannot know where theirs lie. How much a model "
-                "draws must not depend on values, and may change with train mode only."
-            )
+            raise drawn_otherwise(self.scene.split.stages, [self.stage])
 
     def stand_in(self, name: str) -> Any:
         """What a unit of another stage returns here."""

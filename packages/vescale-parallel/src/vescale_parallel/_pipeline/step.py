@@ -145,6 +145,8 @@ class StagedStep:
         self._kinds: dict[Any, Kind] = {}
         # Of the same keys: what this rank alone knows of them.
         self._routes: dict[Any, Routes] = {}
+        # Kinds of which a whole step has drawn nothing here, neither forwards nor backwards.
+        self._still: set[int] = set()
 
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch, on every rank; gradients are left complete.
@@ -269,12 +271,18 @@ class StagedStep:
         """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
         start = microbatches[0].start
         # A new one for each step: nothing of a failed step may be found by the next.
-        runner = Runner(self._scene, self._lines, schedule, microbatches, watch)
+        kinds = {id(one.kind) for one in microbatches}
+        is_still = kinds <= self._still
+        runner = Runner(
+            self._scene, self._lines, schedule, microbatches, watch, is_still=is_still
+        )
         failure = runner.run()
         forget_held(self._scene.held)
         forget_held(self._scene.behind)
         # Where one device stands after the batch, whichever of its blocks this rank has run.
-        self._scene.streams.seek(microbatches[-1].end)
+        runner.has_moved |= self._scene.streams.seek(microbatches[-1].end)
+        if not runner.has_moved and trained is not None:
+            self._still |= kinds
         note = b""
         if failure is None and trained is not None:
             try:
@@ -355,6 +363,7 @@ class StagedStep:
     def _forget_kinds(self) -> None:
         self._kinds.clear()
         self._routes.clear()
+        self._still.clear()
         self._scene.collects = False
 
     def _shall_collect(self, failure: Exception | None) -> bool:

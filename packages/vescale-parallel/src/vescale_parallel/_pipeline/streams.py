@@ -54,18 +54,37 @@ class Streams:
         known = self._states
         return len(known) == len(states) and all(map(torch.equal, known, states))
 
-    def seek(self, place: Place) -> None:
-        """Go there."""
+    def seek(self, place: Place) -> bool:
+        """Go there; returns whether they stood elsewhere, as far as is known."""
         if place == self._place and self._are(self._read()):
-            return
+            return False
         for one, generator in zip(place, self._generators(), strict=True):
             seek(one, generator)
+        return True
 
     def skip(self, words: Sequence[int]) -> None:
         """Pass so many words, as if they had been drawn."""
         for count, generator in zip(words, self._generators(), strict=True):
             if count:
                 advance(count, generator)
+
+
+def drawn_otherwise(
+    stages: Sequence[Sequence[str]], which: Sequence[int]
+) -> PipelineError:  # not raised here: a rank that fails goes on to what others wait for
+    """What is wrong where stages have drawn other numbers than others pass for them.
+
+    Args:
+        stages: the blocks of each.
+        which: the stages of which one has.
+    """
+    named = [f"stage {at}, from block '{stages[at][0]}' to '{stages[at][-1]}'," for at in which]
+    return PipelineError(
+        f"{' or '.join(named)} draws other random numbers than it did for a batch of this shape "
+        "before, in its blocks, between them or in its backward, so that other stages cannot know "
+        "where theirs lie. How much a model draws must not depend on values, and may change with "
+        "train mode only."
+    )
 
 
 def after(place: Place, words: Sequence[int]) -> Place:
