@@ -44,7 +44,8 @@ def on_a_rank(
     how = plan(schedule, microbatches, **words, **fields)
     units = require_same_bits(lambda: make(tied, blocks), sizes, how, steps(rows))
     if set(sizes) == {"pp"}:
-        assert are_plain(units) and len(units) == blocks // sizes["pp"], units
+        assert are_plain(units)
+        assert len(units) == blocks // sizes["pp"], units
         return
     # One program, and one for the microbatch that is smaller.
     number = 3 * 4 - (1 if rows % 4 == 0 else 2)

@@ -273,9 +273,7 @@ class StagedStep:
         # A new one for each step: nothing of a failed step may be found by the next.
         kinds = {id(one.kind) for one in microbatches}
         is_still = kinds <= self._still
-        runner = Runner(
-            self._scene, self._lines, schedule, microbatches, watch, is_still=is_still
-        )
+        runner = Runner(self._scene, self._lines, schedule, microbatches, watch, is_still=is_still)
         failure = runner.run()
         forget_held(self._scene.held)
         forget_held(self._scene.behind)
