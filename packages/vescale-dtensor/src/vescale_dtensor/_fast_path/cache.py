@@ -45,8 +45,10 @@ class CallTable(BoundedCache[Key, CompiledCall]):
 # What a call of one or two DTensors is made of, where `lookup` runs it inline: spec and dtype of
 # the result (None: it can be no other, see `forms.keeps_dtype`), the call's token (see
 # `_tensor/lineage.py`), and function and spec as they are noted in `executed.calls`: making that
-# tuple at each call would be a quarter of what a lineage costs.
-InlineCall = tuple[Spec, torch.dtype | None, int, tuple[Any, Spec]]
+# tuple at each call would be a quarter of what a lineage costs. Without a spec, the last is a
+# compiled call, and the others mean nothing: one form for both, since to ask for the type of what
+# was found costs a third of finding it.
+InlineCall = tuple[Spec | None, torch.dtype | None, int, Any]
 
 
 class IdleCalls:
@@ -62,11 +64,11 @@ class IdleCalls:
 
     def __init__(self) -> None:
         self._count = 0
-        self.ones: dict[Any, dict[Spec, CompiledCall | InlineCall]] = {}
-        self.pairs: dict[Any, dict[Spec, dict[Spec, CompiledCall | InlineCall]]] = {}
+        self.ones: dict[Any, dict[Spec, InlineCall]] = {}
+        self.pairs: dict[Any, dict[Spec, dict[Spec, InlineCall]]] = {}
 
     def store(
-        self, func: Callable[..., Any], specs: Sequence[Spec], call: CompiledCall | InlineCall
+        self, func: Callable[..., Any], specs: Sequence[Spec], call: InlineCall
     ) -> None:
         """Store the call of DTensors with these specs, after making room for it."""
         if self._count >= _MOST_CALLS:

@@ -86,8 +86,10 @@ def torch_function(
     # Observers and modes have to see each call, and compiled calls do not notify them.
     if observers or is_compiling() or dispatch_modes():
         return _watched_call(func, types, args, kwargs or {})
-    count = 0 if kwargs else len(args)
+    if kwargs:
+        return _call_with_other(func, types, args, kwargs)
     known: Any
+    count = len(args)
     if count == 2:
         first, second = args
         if type(first) is not DTensor or type(second) is not DTensor:
@@ -105,15 +107,15 @@ def torch_function(
             table = GRAD_RECORDED if usual else table_for_operands(args)
             known = table.get((func, first._spec, second._spec))
             return _general_call(func, args, {}) if known is None else known(first, second)
-        if is_grad_enabled() and any_requires_grad(first, second):
+        # Spread, since C wants a tuple: one that is there already is not made again.
+        if is_grad_enabled() and any_requires_grad(*args):
             return _general_call(func, args, {})  # a custom Function has returned one of them
         try:
-            known = idle_pairs[func][first._spec][second._spec]
+            spec, dtype, token, call = idle_pairs[func][first._spec][second._spec]
         except KeyError:
             return _idle_call(func, args)
-        if type(known) is not tuple:
-            return known(first, second)
-        spec, dtype, token, call = known
+        if spec is None:
+            return call(first, second)
         result = func(local, other)
         lineage = hash((first._lineage, second._lineage, token))
     elif count == 1 and type(first := args[0]) is DTensor:
@@ -124,13 +126,15 @@ def torch_function(
             table = NO_GRAD if stepped else table_for_operand(first)
             known = table.get((func, first._spec))
             return _general_call(func, args, {}) if known is None else known(first)
-        if is_grad_enabled() and any_requires_grad(first):
+        if is_grad_enabled() and any_requires_grad(*args):
             return _general_call(func, args, {})
         by_spec = idle_ones.get(func)
         known = None if by_spec is None else by_spec.get(first._spec)
-        if type(known) is not tuple:
-            return _idle_call(func, args) if known is None else known(first)
+        if known is None:
+            return _idle_call(func, args)
         spec, dtype, token, call = known
+        if spec is None:
+            return call(first)
         result = func(local)
         if result is local:  # one local tensor keeps one wrapper
             return first
@@ -138,7 +142,7 @@ def torch_function(
     elif count == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
         return _call_of_three(func, args, {})
     else:
-        return _call_with_other(func, types, args, kwargs or {})
+        return _call_with_other(func, types, args, {})
     # A compiled call written out: none are more common. Autocast may give another dtype than the
     # spec's, but for the functions of `keeps_dtype`.
     note_call(call)
@@ -161,7 +165,7 @@ def _idle_call(func: Callable[..., Any], operands: Any) -> Any:
     compiled = GRAD_IDLE.get((func, *specs))
     if compiled is None:
         return _general_call(func, operands, {})
-    IDLE_CALLS.store(func, specs, compiled)
+    IDLE_CALLS.store(func, specs, (None, None, 0, compiled))
     return compiled(*operands)
 
 
