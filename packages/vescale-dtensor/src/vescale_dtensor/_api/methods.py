@@ -25,7 +25,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
 from vescale_dtensor._tensor.copied_views import mark_alias
-from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
+from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_part
 from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
@@ -223,9 +223,11 @@ def from_torch(tensor: Tensor) -> DTensor:
 def _get_requires_grad(self: DTensor) -> bool:
     # C++ may know better than the local tensor: a custom Function's output is not joined to the
     # local graph before its first use.
-    if may_have_hidden_node(self):
+    # `may_have_hidden_node` written out, and the local tensor asked once.
+    wanted = self._local_tensor.requires_grad
+    if self._may_have_hidden_node or (not wanted and any_requires_grad(self)):
         return function_bridge.wants_gradient(self)
-    return self._local_tensor.requires_grad
+    return wanted
 
 
 def _set_requires_grad(self: DTensor, value: bool) -> None:

@@ -67,9 +67,7 @@ class IdleCalls:
         self.ones: dict[Any, dict[Spec, InlineCall]] = {}
         self.pairs: dict[Any, dict[Spec, dict[Spec, InlineCall]]] = {}
 
-    def store(
-        self, func: Callable[..., Any], specs: Sequence[Spec], call: InlineCall
-    ) -> None:
+    def store(self, func: Callable[..., Any], specs: Sequence[Spec], call: InlineCall) -> None:
         """Store the call of DTensors with these specs, after making room for it."""
         if self._count >= _MOST_CALLS:
             self.clear()

@@ -211,7 +211,7 @@ def _specialize(
         return compile_view(func, wrap_result, masks, call.func, copies, mark, bool(call.kwargs))
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
         compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, mark, dtype)
-        if table is GRAD_IDLE and bound is None and token:
+        if table is GRAD_IDLE and bound is None:
             inline = (specs[0], dtype, token, mark.call)
             IDLE_CALLS.store(func, (call.args[0]._spec,), inline)
     elif places == (0,) and masks is None and len(call.args) == 2 and not call.kwargs:

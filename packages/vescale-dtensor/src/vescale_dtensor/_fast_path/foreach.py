@@ -162,9 +162,13 @@ def reduce_gradients(arguments: Iterable[Any]) -> None:
         if not isinstance(tensors, list | tuple):
             continue
         for tensor in tensors:
-            if type(tensor) is DTensor and tensor._grad_of is not None:
-                if not tensor._spec.layout.partial or tensor._local_tensor.requires_grad:
-                    continue
+            # Slots first: they are read at a quarter of the cost, and hundreds are asked.
+            if (
+                type(tensor) is DTensor
+                and tensor._spec.layout.partial
+                and tensor._grad_of is not None
+                and not tensor._local_tensor.requires_grad
+            ):
                 leaf = owner_of(tensor)
                 if leaf is not None:
                     leaf.reduce()

@@ -92,7 +92,7 @@ def torch_function(
     count = len(args)
     if count == 2:
         first, second = args
-        if type(first) is not DTensor or type(second) is not DTensor:
+        if not (type(first) is DTensor is type(second)):
             return _call_with_other(func, types, args, {})
         local, other = first._local_tensor, second._local_tensor
         if local.requires_grad or other.requires_grad:
@@ -116,8 +116,13 @@ def torch_function(
             return _idle_call(func, args)
         if spec is None:
             return call(first, second)
-        result = func(local, other)
-        lineage = hash((first._lineage, second._lineage, token))
+        # Spread here too: of arguments one by one Python makes the tuple at a greater cost.
+        result = func(*(local, other))
+        if token:
+            note_call(call)
+            lineage = hash((first._lineage, second._lineage, token))
+        else:  # nobody asks where the result comes from: see `lineage.Mark`
+            lineage = 0
     elif count == 1 and type(first := args[0]) is DTensor:
         local = first._local_tensor
         if local.requires_grad:
@@ -138,17 +143,20 @@ def torch_function(
         result = func(local)
         if result is local:  # one local tensor keeps one wrapper
             return first
-        lineage = hash((first._lineage, token))
+        if token:
+            note_call(call)
+            lineage = hash((first._lineage, token))
+        else:
+            lineage = first._lineage
     elif count == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
         return _call_of_three(func, args, {})
     else:
         return _call_with_other(func, types, args, {})
     # A compiled call written out: none are more common. Autocast may give another dtype than the
     # spec's, but for the functions of `keeps_dtype`.
-    note_call(call)
     if dtype is not None and result.dtype is not dtype:
         return wrap_other_dtype(result, spec, lineage)
-    wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
+    wrapper: DTensor = new_wrapper(*(DTensor, result, spec, False))
     close_memory(wrapper)
     wrapper._may_have_hidden_node = False
     wrapper._lineage = lineage

@@ -38,6 +38,7 @@ from vescale_comm.agreement import digest
 from vescale_dtensor._layout.executed import (
     Sampling,
     calls,
+    keeps_lineages,
     note_numbers,
     nothing,
     sampling_of,
@@ -78,7 +79,7 @@ class Mark(NamedTuple):
 
     Attributes:
         token: a number for the function and the spec of the result; 0 where the operand may be the
-            result.
+            result, and where nothing is compared.
         log: tells by its `samples` whether the numbers are added that the call is given.
         call: function and spec of the result.
     """
@@ -106,7 +107,8 @@ def call_mark(func: Callable[..., Any], spec: Spec) -> Mark:
     known = _calls.get((func, spec))
     if known is None:
         name = _name(func)
-        token = 0 if name in _TRANSPARENT else _token_of_result(func, spec)
+        own = name not in _TRANSPARENT and keeps_lineages()
+        token = _token_of_result(func, spec) if own else 0
         unseen = not token or name in _MOVES
         known = Mark(token, nothing if unseen else sampling_of(spec.layout.mesh), (func, spec))
         _calls.store((func, spec), known)

@@ -18,23 +18,23 @@ def advance(words: int, generator: torch.Generator) -> None:
         return
     # Short ways are drawn: cheaper than to read and write 5 KB of state, let alone to jump.
     # An int64 of all 64 bits takes two draws, at three quarters of the cost of two bytes.
-    if words > 1:
-        _draw(words // 2, torch.int64, generator)
+    pairs = words // 2
+    if pairs > _DRAWN_AT_ONCE // 2:
+        _draw_in_turns(pairs, generator)
+    elif pairs:
+        torch.empty(pairs, dtype=torch.int64, device="cpu").random_(generator=generator)
     if words % 2:
-        _draw(1, torch.uint8, generator)
+        torch.empty(1, dtype=torch.uint8, device="cpu").random_(generator=generator)
 
 
-def _draw(count: int, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Draw `count` random values of `dtype` and drop them."""
-    if count <= _DRAWN_AT_ONCE // 2:  # most are that few, at every dropout of a layer
-        torch.empty(count, dtype=dtype, device="cpu").random_(generator=generator)
-        return
-    sink = torch.empty(_DRAWN_AT_ONCE // 2, dtype=dtype, device="cpu")
-    while count >= sink.numel():
+def _draw_in_turns(pairs: int, generator: torch.Generator) -> None:
+    """Draw so many pairs of words and drop them, into one piece of memory again and again."""
+    sink = torch.empty(_DRAWN_AT_ONCE // 2, dtype=torch.int64, device="cpu")
+    while pairs >= sink.numel():
         sink.random_(generator=generator)
-        count -= sink.numel()
-    if count:
-        sink[:count].random_(generator=generator)
+        pairs -= sink.numel()
+    if pairs:
+        sink[:pairs].random_(generator=generator)
 
 
 def has_normal(generator: torch.Generator) -> bool:

@@ -102,9 +102,11 @@ def _drawn_like(local: torch.Tensor, p: float, before: int, after: int) -> torch
     """Draw what `fill_` draws, where nothing is left to find out: at half the cost."""
     generator = torch.default_generator
     noise = torch.empty_like(local, requires_grad=False)
-    advance(before, generator)
+    if before:  # 0 on the first rank, and `after` on the last
+        advance(before, generator)
     noise.bernoulli_(p, generator=generator)
-    advance(after, generator)
+    if after:
+        advance(after, generator)
     return noise
 
 
