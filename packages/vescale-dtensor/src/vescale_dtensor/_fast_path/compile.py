@@ -48,6 +48,7 @@ from vescale_dtensor._fast_path.forms import (
     compile_unary_recorded,
     compile_view,
     compile_with_value,
+    compile_with_values,
     keeps_dtype,
     result_wrapper,
     unless_copy_or_gradient,
@@ -216,12 +217,14 @@ def _specialize(
             IDLE_CALLS.store(func, (call.args[0]._spec,), inline)
     elif places == (0,) and masks is None and len(call.args) == 2 and not call.kwargs:
         compiled = compile_with_value(func, specs[0], table is NO_GRAD, mark)
-    elif places == (0,):
+    elif places == (0,) and masks is None:
+        compiled = compile_with_values(func, specs[0], table is NO_GRAD, mark)
+    elif places == (0,) and masks is not None:
         wrap_result = result_wrapper(call.func, specs[0], table)
-        if masks is not None and len(call.args) == 1 and not call.kwargs:
+        if len(call.args) == 1 and not call.kwargs:
             compiled = compile_unary_recorded(func, wrap_result, masks, mark)
         else:
-            compiled = compile_first_dtensor(func, wrap_result, masks, mark)
+            compiled = compile_first_dtensor(func, wrap_result, masks[0], mark)
     elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
         wrap_result = result_wrapper(call.func, specs[0], table)
         compiled = compile_linear_without_bias(func, wrap_result, masks, token)

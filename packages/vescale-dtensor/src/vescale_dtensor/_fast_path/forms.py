@@ -20,7 +20,7 @@ from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._fast_path.cache import GRAD_RECORDED, NO_GRAD, CallTable, CompiledCall
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
-from vescale_dtensor._layout.executed import calls, sampling_of
+from vescale_dtensor._layout.executed import calls, keeps_lineages, sampling_of
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
@@ -67,10 +67,11 @@ def result_wrapper(
     """
     # A result made without grad may be the output of a custom Function's forward.
     dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
-    call = func, spec
+    call, kept = (func, spec), keeps_lineages()
 
     def wrap_result(result: Tensor, lineage: int) -> DTensor:
-        note_call(call)
+        if kept:
+            note_call(call)
         if result.dtype is not dtype:  # autocast, or another default dtype
             return wrap_other_dtype(result, spec, lineage)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
@@ -80,7 +81,8 @@ def result_wrapper(
         return wrapper
 
     def finish_recorded(result: Tensor, lineage: int) -> DTensor:
-        note_call(call)
+        if kept:
+            note_call(call)
         if result.dtype is not dtype:
             return wrap_other_dtype(result, spec, lineage)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, result.requires_grad)
@@ -100,12 +102,12 @@ def compile_binary(
     if masks is None:
         return lambda one, other: wrap_result(
             func(one._local_tensor, other._local_tensor),
-            hash((one._lineage, other._lineage, token)),
+            hash((one._lineage, other._lineage, token)) if token else 0,
         )
     mask, another = masks
     return lambda one, other: wrap_result(
         func(recorded_local(one, mask), recorded_local(other, another)),
-        hash((one._lineage, other._lineage, token)),
+        hash((one._lineage, other._lineage, token)) if token else 0,
     )
 
 
@@ -116,14 +118,14 @@ def compile_ternary(
     if masks is None:
         return lambda one, other, third: wrap_result(
             func(one._local_tensor, other._local_tensor, third._local_tensor),
-            hash((one._lineage, other._lineage, third._lineage, token)),
+            hash((one._lineage, other._lineage, third._lineage, token)) if token else 0,
         )
     mask, another, last = masks
     return lambda one, other, third: wrap_result(
         func(
             recorded_local(one, mask), recorded_local(other, another), recorded_local(third, last)
         ),
-        hash((one._lineage, other._lineage, third._lineage, token)),
+        hash((one._lineage, other._lineage, third._lineage, token)) if token else 0,
     )
 
 
@@ -134,12 +136,12 @@ def compile_linear_without_bias(
     if masks is None:
         return lambda one, other, _: wrap_result(
             func(one._local_tensor, other._local_tensor, None),
-            hash((one._lineage, other._lineage, token)),
+            hash((one._lineage, other._lineage, token)) if token else 0,
         )
     mask, another = masks
     return lambda one, other, _: wrap_result(
         func(recorded_local(one, mask), recorded_local(other, another), None),
-        hash((one._lineage, other._lineage, token)),
+        hash((one._lineage, other._lineage, token)) if token else 0,
     )
 
 
@@ -217,21 +219,50 @@ def compile_with_value(
     return still
 
 
-def compile_first_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, mark: Mark
+def compile_with_values(
+    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, mark: Mark
 ) -> CompiledCall:
-    """The call of one DTensor in the first place, and of any arguments that are not DTensors."""
-    token, log, _ = mark
-    one = None if masks is None else masks[0]
+    """The call of one DTensor and any values, not recorded: `result_wrapper` written out."""
+    token, log, call = mark
+    dtype = spec.tensor_meta.dtype
 
-    def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
+    def still(first: DTensor, *rest: Any, **named: Any) -> DTensor:
         local = first._local_tensor
-        result = func(local if one is None else recorded_local(first, one), *rest, **named)
+        result = func(local, *rest, **named)
         if result is local:
             return first
-        lineage = hash((first._lineage, token)) if token else first._lineage
-        if log.samples:
-            lineage = with_numbers(lineage, mark, rest, named)
+        lineage = first._lineage
+        if token:
+            note_call(call)
+            lineage = hash((lineage, token))
+            if log.samples:
+                lineage = with_numbers(lineage, mark, rest, named)
+        if result.dtype is not dtype:
+            return wrap_other_dtype(result, spec, lineage)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
+        close_memory(wrapper)
+        wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
+        return wrapper
+
+    return still
+
+
+def compile_first_dtensor(
+    func: Callable[..., Any], wrap_result: WrapResult, mask: int, mark: Mark
+) -> CompiledCall:
+    """The recorded call of one DTensor in the first place, and of any other arguments."""
+    token, log, _ = mark
+
+    def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
+        result = func(recorded_local(first, mask), *rest, **named)
+        if result is first._local_tensor:
+            return first
+        lineage = first._lineage
+        if token:
+            lineage = hash((lineage, token))
+            if log.samples:
+                lineage = with_numbers(lineage, mark, rest, named)
         return wrap_result(result, lineage)
 
     return run

@@ -89,8 +89,7 @@ def torch_function(
     if kwargs:
         return _call_with_other(func, types, args, kwargs)
     known: Any
-    count = len(args)
-    if count == 2:
+    if len(args) == 2:
         first, second = args
         if not (type(first) is DTensor is type(second)):
             return _call_with_other(func, types, args, {})
@@ -123,7 +122,7 @@ def torch_function(
             lineage = hash((first._lineage, second._lineage, token))
         else:  # nobody asks where the result comes from: see `lineage.Mark`
             lineage = 0
-    elif count == 1 and type(first := args[0]) is DTensor:
+    elif len(args) == 1 and type(first := args[0]) is DTensor:
         local = first._local_tensor
         if local.requires_grad:
             # `table_for_operand` written out, where optimizers ask each parameter for its dtype.
@@ -148,7 +147,7 @@ def torch_function(
             lineage = hash((first._lineage, token))
         else:
             lineage = first._lineage
-    elif count == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
+    elif len(args) == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
         return _call_of_three(func, args, {})
     else:
         return _call_with_other(func, types, args, {})
