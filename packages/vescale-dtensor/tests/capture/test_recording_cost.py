@@ -15,6 +15,7 @@ from torch import nn
 from vescale_comm.testing import run
 from vescale_dtensor import Shard
 from vescale_dtensor._capture import reads
+from vescale_dtensor._capture.looks import Steady
 from vescale_dtensor._capture.state_guard import StateGuard
 
 DEPTHS = 4, 16, 64
@@ -143,20 +144,28 @@ def test_recording_is_linear_in_the_ops():
     run(linear, 2)
 
 
+Pair = tuple[int, str]
+
+
 def with_long_tables(rank, world_size):
     def step(x):
-        return x * 2 if "torch" in sys.modules else x
+        return x * len(Pair.__args__) if "torch" in sys.modules else x
 
     captured, x = vd.capture(step), spread(rows())
     captured(x)
     captured(x)  # takes in what is equal and another object
     (program,) = captured.programs
     assert max(program._state._counts) > 256
-    with patch.object(StateGuard, "difference", side_effect=AssertionError("one by one")):
+    assert Pair in program._state._referring
+    slow = AssertionError("one by one")
+    with (
+        patch.object(StateGuard, "difference", side_effect=slow),
+        patch.object(Steady, "__call__", side_effect=slow),
+    ):
         captured(x)
     assert captured.replays == 2
 
 
-def test_lengths_of_long_tables_are_compared_in_c():
-    """They are new numbers each time: never identical."""
+def test_lengths_of_long_tables_and_what_aliases_refer_to_are_compared_in_c():
+    """The former are new numbers each time, never identical; the latter are many."""
     run(with_long_tables, 2)

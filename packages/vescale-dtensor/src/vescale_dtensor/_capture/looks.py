@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from decimal import getcontext
+from functools import partial
 from gc import get_referents
 from itertools import chain
 from typing import Any
@@ -25,6 +26,16 @@ class Steady:
     def __init__(self, look: Callable[[], Any]) -> None:
         self._look = look
         self._first = look()
+
+    def asks(self, function: Callable[..., Any]) -> bool:
+        """Whether the value is what that function tells of an object, which is `asked`."""
+        return type(self._look) is partial and self._look.func is function
+
+    @property
+    def asked(self) -> Any:
+        """The object that is asked, by a partial function."""
+        asker: Any = self._look
+        return asker.args[0]
 
     def __call__(self) -> Any:
         """The value."""

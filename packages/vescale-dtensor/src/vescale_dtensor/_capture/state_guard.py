@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from gc import get_referents
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from vescale_dtensor._capture.equality import exactly, lasting, same
 from vescale_dtensor._capture.kinds import namespace_of
+from vescale_dtensor._capture.looks import Steady, referents
 from vescale_dtensor._capture.module_guards import module_flags, module_tables
 from vescale_dtensor._capture.places import (
     COPYING,
@@ -88,6 +90,11 @@ class StateGuard:
         # An empty cell raises where it is read directly, so empty ones are asked by `in_cell`.
         full = {id(k) for k in looks if _asks(k, in_cell) and k() is not MISSING}
         self._cells = [look.args[0] for look in looks if id(look) in full]
+        # Aliases in annotations, by the thousand in some models: what they refer to is asked in C.
+        referring = [look for look in looks if type(look) is Steady and look.asks(referents)]
+        self._referring = [look.asked for look in referring]
+        self._reach = list(map(len, map(get_referents, self._referring)))
+        full |= set(map(id, referring))
         apart = {id(k) for k in looks if _asks(k, function_state) or _asks(k, len)} | full
         asked = [k for k in looks if id(k) not in apart]
         # What is copied each time it is asked for is never identical: bytes of buffers and arrays.
@@ -106,6 +113,7 @@ class StateGuard:
             chain.from_iterable(self._containers),
             chain.from_iterable(map(function_state, self._functions)),
             [cell.cell_contents for cell in self._cells],
+            chain.from_iterable(map(get_referents, self._referring)),
             [look() for look in self._asked],
         )
 
@@ -126,6 +134,7 @@ class StateGuard:
                 list(map(tuple, self._keyed)) == self._keys
                 and list(map(len, self._containers)) == self._lengths
                 and list(map(len, self._counted)) == self._counts
+                and list(map(len, map(get_referents, self._referring))) == self._reach
                 and all(map(is_, map(type, self._owners), self._types))
                 and all(map(is_, map(_namespace, self._plain), self._dicts))
                 and all(map(is_, map(namespace_of, self._odd), self._odd_dicts))
