@@ -7,6 +7,7 @@ between. A step that takes less has hidden some of its collectives behind its op
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def parts_of(step: Joint, batch: Sequence[Tensor]) -> dict[str, Part]:
 
 
 def _operators(module: fx.GraphModule, given: Sequence[Any]) -> Part:
-    """The graph on this rank alone: what others send is taken to be what this one has."""
+    """The graph on this rank alone: what others send is zeros, or what this one has, and free."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
@@ -53,27 +54,28 @@ def _operators(module: fx.GraphModule, given: Sequence[Any]) -> Part:
     return run
 
 
-def _repeated(x: Tensor, members: int, group: str) -> Tensor:
-    return torch.cat([x] * members)
+@cache
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _gathered(x: Tensor, members: int, group: str) -> Tensor:
+    return _zeros((members * x.shape[0], *x.shape[1:]), x.dtype)
 
 
 def _part(x: Tensor, how: str, members: int, group: str) -> Tensor:
-    return x[: x.shape[0] // members].clone()
+    return x[: x.shape[0] // members]
 
 
-def _reduced(x: Tensor, how: str, group: str) -> Tensor:
-    return x.clone()
-
-
-def _exchanged(x: Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> Tensor:
-    return x.clone()
+def _same(x: Tensor, *_: object) -> Tensor:
+    return x
 
 
 _ALONE: dict[Any, Any] = {
-    _ops.all_gather_into_tensor.default: _repeated,
+    _ops.all_gather_into_tensor.default: _gathered,
     _ops.reduce_scatter_tensor.default: _part,
-    _ops.all_reduce.default: _reduced,
-    _ops.all_to_all_single.default: _exchanged,
+    _ops.all_reduce.default: _same,
+    _ops.all_to_all_single.default: _same,
 }
 _STARTS: dict[Any, Any] = {
     **{one: one for one in _ALONE},

@@ -62,20 +62,21 @@ def start_all_gather(x: Tensor, members: int, name: str) -> Started:
     return found
 
 
-def start_all_reduce(x: Tensor, op: str, name: str) -> Started:
+def start_all_reduce(x: Tensor, op: str, name: str, *, owned: bool = False) -> Started:
     """Start to reduce the members' tensors, of one shape and dtype, to the same one on each.
 
     Args:
         x: of this one.
         op: as torch's functional collectives name it.
         name: of the process group.
+        owned: whether nobody else reads `x`, or writes to it, from now on.
     """
     group = as_group(name)
     how = dist.ReduceOp.SUM if op == "sum" else None
     if sums_pair(group.backends.get(x.device.type), group.size, x.dtype, how) and is_small(x):
         # Copied, as torch's does: a graph may write to it while the collective is under way.
-        own = x.clone(memory_format=torch.contiguous_format)
-        return PairSum(group.process_group, own, group.rank)
+        own = x if owned else x.clone(memory_format=torch.contiguous_format)
+        return PairSum(group.process_group, own.contiguous(), group.rank)
     found: Tensor = _ops.all_reduce(x, op, name)
     return found
 

@@ -122,6 +122,9 @@ def of_graphs(rank, world_size):
         assert torch.equal(found, ops.wait_tensor(ops.all_reduce(kept, "sum", name)))
         exchanges = world_size == 2 and exchanged.is_small(kept)
         assert ("alltoall_base" in seen.names) == exchanges
+        copied = kept.clone()
+        again = graphs.finish(graphs.start_all_reduce(copied, "sum", name, owned=True))
+        assert torch.equal(again, found)
         if shape:
             started = graphs.start_all_gather(kept, world_size, name)
             expected = ops.wait_tensor(ops.all_gather_into_tensor(kept, world_size, name))

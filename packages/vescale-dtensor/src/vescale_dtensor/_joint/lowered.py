@@ -96,6 +96,8 @@ def lowered(module: fx.GraphModule) -> fx.GraphModule:
     carried = {node: COLLECTIVES[node.target] for node in graph.nodes if _is_waited_for(node)}
     for node in graph.nodes:
         if node in carried:
+            if node.target is _sent.all_reduce.default and _is_handed_over(node.args[0]):
+                node.kwargs = {"owned": True}
             node.target = carried[node]
         elif node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
@@ -118,6 +120,13 @@ def _is_waited_for(node: fx.Node) -> bool:
     return bool(node.users) and all(user.target is wait for user in node.users)
 
 
+def _is_handed_over(node: Any) -> bool:
+    """Whether a tensor is new, and is of no use to anybody but one node."""
+    # By either name: the functions of torch are put in as the graph is walked through.
+    return node.target in _COPIES and len(node.users) == 1
+
+
+_COPIES: Final = (aten.cat.default, aten.clone.default, torch.cat, torch.clone)
 Laid = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 

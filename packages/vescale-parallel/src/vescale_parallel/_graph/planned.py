@@ -11,6 +11,7 @@ from vescale_parallel._errors import GraphError
 from vescale_parallel._graph.agreed import Agreed, Entry
 
 BUCKETED: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_SMALL: Final = 1024  # bytes: nobody notices that they live longer
 _SUMS: Final = ("all_reduce", "reduce_scatter")
 Order = tuple[int, ...]
 Buckets = tuple[tuple[int, ...], ...]
@@ -38,6 +39,10 @@ def early(agreed: Agreed, *, ahead: bool = True) -> Order:
     order: list[int] = []
     # In the order of the trace, which is one in which each has what it needs.
     rest = [at for at in range(len(agreed.entries)) if at not in late]
+    if not any(is_free(agreed, at) for at in rest):
+        # Before all others what is small and needs none of them: how many tokens count, say, that
+        # the loss divides by. Not where gathers run ahead: it would be ahead in their place.
+        rest.sort(key=lambda at: not _is_ready(agreed, at))
     waiting = late
     new = [at for at, missing in waiting.items() if not missing]
     while new or rest:
@@ -49,6 +54,12 @@ def early(agreed: Agreed, *, ahead: bool = True) -> Order:
             missing.difference_update(new)
         new = [at for at, missing in waiting.items() if not missing]
     return _prefetched(agreed, order) if ahead else tuple(order)
+
+
+def _is_ready(agreed: Agreed, at: int) -> bool:
+    """Whether a small sum can be started before any other collective is."""
+    entry = agreed.entries[at]
+    return entry.kind == "all_reduce" and entry.bytes <= _SMALL and not agreed.needs[at]
 
 
 def is_free(agreed: Agreed, at: int) -> bool:
