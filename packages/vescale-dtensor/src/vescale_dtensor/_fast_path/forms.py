@@ -67,7 +67,7 @@ def result_wrapper(
     """
     # A result made without grad may be the output of a custom Function's forward.
     dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
-    call, kept = (func, spec), keeps_lineages()
+    call, kept = (func, spec), keeps_lineages(spec.layout.mesh)
 
     def wrap_result(result: Tensor, lineage: int) -> DTensor:
         if kept:

@@ -39,7 +39,7 @@ _MOST_TOLD = 40
 _MOST_MESHES = 256
 _NUMBERS = frozenset({bool, int, float})
 # By identity, since meshes compare slowly.
-_logs: dict[int, tuple[weakref.ref[DeviceMesh], ExecutionLog | None]] = {}
+_logs: dict[int, tuple[weakref.ref[DeviceMesh], ExecutionLog | None, bool]] = {}
 
 
 def log_of(mesh: DeviceMesh) -> ExecutionLog | None:
@@ -54,17 +54,24 @@ def log_of(mesh: DeviceMesh) -> ExecutionLog | None:
         log = execution_log(mesh.mesh.flatten().tolist()) if inside else None
     if log is not None:
         log.explain = lambda: _calls_before(log)
-    _logs[id(mesh)] = weakref.ref(mesh), log
+    # torch answers both by a dozen Python calls each, so they are asked once for a mesh.
+    compared = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+    _logs[id(mesh)] = weakref.ref(mesh), log, compared
     return log
 
 
-def keeps_lineages() -> bool:
+def keeps_lineages(mesh: DeviceMesh) -> bool:
     """Whether calls tell their results which calls these came from: where ranks may compare that.
 
     One rank alone, and a fake world, have nobody to compare with, and need not pay for it: a tenth
-    of what a known call costs in Python. The same on every rank, as lineages have to be.
+    of what a known call costs in Python. It is asked of the world, and not of the mesh: the answer
+    is one on every rank, as lineages have to be, also on those outside of the mesh.
     """
-    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+    known = _logs.get(id(mesh))
+    if known is None or known[0]() is not mesh:
+        log_of(mesh)
+        known = _logs[id(mesh)]
+    return known[2]
 
 
 class Sampling:

@@ -107,7 +107,7 @@ def call_mark(func: Callable[..., Any], spec: Spec) -> Mark:
     known = _calls.get((func, spec))
     if known is None:
         name = _name(func)
-        own = name not in _TRANSPARENT and keeps_lineages()
+        own = name not in _TRANSPARENT and keeps_lineages(spec.layout.mesh)
         token = _token_of_result(func, spec) if own else 0
         unseen = not token or name in _MOVES
         known = Mark(token, nothing if unseen else sampling_of(spec.layout.mesh), (func, spec))
