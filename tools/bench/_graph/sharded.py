@@ -91,7 +91,7 @@ class OnGraph:
             made = made.running(graph.compile_regions(made.graph_module).graph_module)
         return made
 
-    def parts(self, batch: Sequence[Tensor]) -> dict[str, Part]:
+    def parts_alone(self, batch: Sequence[Tensor]) -> dict[str, Part]:
         """What the step is made of, each by itself; of a graph that is no compiled code."""
         return {} if self._step is None or self.compiled else parts_of(self._step, batch)
 

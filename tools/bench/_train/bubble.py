@@ -42,9 +42,11 @@ def _one(training: Any, batch: tuple[Tensor, Tensor]) -> Bubble:
     watch = Stopwatch("cpu")
     seen: list[Schedule] = []
 
-    def watched(scene: Any, lines: Any, schedule: Schedule, parts: Any, _: Any) -> Runner:
+    def watched(
+        scene: Any, lines: Any, schedule: Schedule, parts: Any, _: Any, **words: Any
+    ) -> Runner:
         seen.append(schedule)
-        return Runner(scene, lines, schedule, parts, watch)
+        return Runner(scene, lines, schedule, parts, watch, **words)
 
     with patch.object(steps, "Runner", watched):
         training.step(*batch)

@@ -188,7 +188,7 @@ def _take_turns(
 
 
 def _parts(training: Training, batch: tuple[Tensor, Tensor]) -> dict[str, Callable[[], object]]:
-    made: Any = getattr(training, "parts", None)
+    made: Any = getattr(training, "parts_alone", None)
     return {} if made is None else made(batch)
 
 
