@@ -85,7 +85,9 @@ def _both_meters(rank, world_size):
 
 def test_the_wire_meter_agrees_with_the_trace_of_our_collectives():
     for rank, (counts, sent, traced, traced_bytes) in enumerate(run(_both_meters, 2)):
-        assert counts == traced
+        # Over gloo a sum of two, and a small gather, travel as an exchange.
+        exchanged = traced.pop("all_reduce") + traced.pop("all_gather")
+        assert counts == {**traced, "all_to_all": exchanged}
         # The meter counts a broadcast on every member; the trace where it is sent.
         assert sent == traced_bytes + (64 if rank else 0)
 
