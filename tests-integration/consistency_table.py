@@ -55,7 +55,8 @@ processes seeded alike, each with its own rows, the mean of the ranks' losses. A
 have no counterpart. After the differences stands what is not that of one device: initial parameters
 (drawn in place on the mesh), the share of dropped elements that are dropped there too, and the
 random generator. NaN: a rank without rows has no mean; WorkerError: a rank raised, as it has no
-rows, and the others wait. Where ranks have unequal numbers of rows or of tokens that count, the
+rows, and the others wait; ValueError: `fully_shard` refuses matrices of two blocks that are one.
+Where ranks have unequal numbers of rows or of tokens that count, the
 mean of their means is another number than that of one device.
 """
 
