@@ -38,6 +38,7 @@ CALLS = {
     "moved": lambda x, w: x.t() @ x,
     "contiguous": lambda x, w: x.t().contiguous() * 2,
     "to": lambda x, w: x.to(torch.float64) + 1,
+    "to as another": lambda x, w: x.to(w.to(torch.float64)) + 1,
     "in place": lambda x, w: x.detach().clone().add_(1).mul_(2),
     "clone": lambda x, w: x.clone() * 2,
     "clone of a view": lambda x, w: x.t().clone(memory_format=torch.contiguous_format) + 1,

@@ -102,12 +102,12 @@ def compile_binary(
     if masks is None:
         return lambda one, other: wrap_result(
             func(one._local_tensor, other._local_tensor),
-            hash((one._lineage, other._lineage, token)) if token else 0,
+            hash((one._lineage, other._lineage, token)) if token else one._lineage,
         )
     mask, another = masks
     return lambda one, other: wrap_result(
         func(recorded_local(one, mask), recorded_local(other, another)),
-        hash((one._lineage, other._lineage, token)) if token else 0,
+        hash((one._lineage, other._lineage, token)) if token else one._lineage,
     )
 
 

@@ -117,11 +117,10 @@ def torch_function(
             return call(first, second)
         # Spread here too: of arguments one by one Python makes the tuple at a greater cost.
         result = func(*(local, other))
-        if token:
+        lineage = first._lineage
+        if token:  # 0: it changes no values, as `to`, or nothing is compared: see `lineage.Mark`
             note_call(call)
-            lineage = hash((first._lineage, second._lineage, token))
-        else:  # nobody asks where the result comes from: see `lineage.Mark`
-            lineage = 0
+            lineage = hash((lineage, second._lineage, token))
     elif len(args) == 1 and type(first := args[0]) is DTensor:
         local = first._local_tensor
         if local.requires_grad:
@@ -142,11 +141,10 @@ def torch_function(
         result = func(local)
         if result is local:  # one local tensor keeps one wrapper
             return first
+        lineage = first._lineage
         if token:
             note_call(call)
-            lineage = hash((first._lineage, token))
-        else:
-            lineage = first._lineage
+            lineage = hash((lineage, token))
     elif len(args) == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
         return _call_of_three(func, args, {})
     else:
