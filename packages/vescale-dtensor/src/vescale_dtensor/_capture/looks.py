@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from decimal import getcontext
-from functools import partial
 from gc import get_referents
 from itertools import chain
 from typing import Any
@@ -17,29 +16,19 @@ class Steady:
 
     Guards compare by identity first, and what never is identical takes them far longer.
 
-    Args:
+    Attributes:
         look: gives the value.
     """
 
-    __slots__ = ("_first", "_look")
+    __slots__ = ("_first", "look")
 
     def __init__(self, look: Callable[[], Any]) -> None:
-        self._look = look
+        self.look = look
         self._first = look()
-
-    def asks(self, function: Callable[..., Any]) -> bool:
-        """Whether the value is what that function tells of an object, which is `asked`."""
-        return type(self._look) is partial and self._look.func is function
-
-    @property
-    def asked(self) -> Any:
-        """The object that is asked, by a partial function."""
-        asker: Any = self._look
-        return asker.args[0]
 
     def __call__(self) -> Any:
         """The value."""
-        now = self._look()
+        now = self.look()
         return self._first if same(now, self._first) else now
 
 

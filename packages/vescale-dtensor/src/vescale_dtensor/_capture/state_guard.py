@@ -91,8 +91,8 @@ class StateGuard:
         full = {id(k) for k in looks if _asks(k, in_cell) and k() is not MISSING}
         self._cells = [look.args[0] for look in looks if id(look) in full]
         # Aliases in annotations, by the thousand in some models: what they refer to is asked in C.
-        referring = [look for look in looks if type(look) is Steady and look.asks(referents)]
-        self._referring = [look.asked for look in referring]
+        referring = [k for k in looks if type(k) is Steady and _asks(k.look, referents)]
+        self._referring = [k.look.args[0] for k in referring]
         self._reach = list(map(len, map(get_referents, self._referring)))
         full |= set(map(id, referring))
         apart = {id(k) for k in looks if _asks(k, function_state) or _asks(k, len)} | full
