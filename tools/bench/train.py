@@ -119,7 +119,7 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
         ours, torchs = (max(one[n].memory for one in found) / 1e6 for n in (name, first))
         yield Ratio(f"{case} {name}", ours, torchs, "MB", first, goal)
         ours, torchs = (max(one[n].peak.total for one in found) / 1e6 for n in (name, first))
-        yield Ratio(f"{case} {name}", ours, torchs, "MB live", first)
+        yield Ratio(f"{case} {name}", ours, torchs, "MB live", first, goal)
     for name in others:
         ours, torchs = (sum(found[0][n].collectives.values()) for n in (name, first))
         yield Ratio(f"{case} {name}", ours, torchs, "coll.", first)
