@@ -69,10 +69,10 @@ class Streams:
                 advance(count, generator)
 
 
-def drawn_otherwise(
-    stages: Sequence[Sequence[str]], which: Sequence[int]
-) -> PipelineError:  # not raised here: a rank that fails goes on to what others wait for
+def drawn_otherwise(stages: Sequence[Sequence[str]], which: Sequence[int]) -> PipelineError:
     """What is wrong where stages have drawn other numbers than others pass for them.
+
+    Returned, and not raised: at the end of a step a rank still takes what others send.
 
     Args:
         stages: the blocks of each.
