@@ -23,7 +23,7 @@ class Steady:
     __slots__ = ("_first", "look")
 
     def __init__(self, look: Callable[[], Any]) -> None:
-        self.look = look
+        self.look: Any = look  # a partial, mostly, of which the guard asks what it calls
         self._first = look()
 
     def __call__(self) -> Any:
