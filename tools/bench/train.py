@@ -23,7 +23,7 @@ from typing import Any
 from vescale_comm.testing import run
 
 from tools.bench import Ratio
-from tools.bench._train.cases import GOALS, HAND, LAYOUTS, MEMORY_GOAL, SHARDED, WHOLE_STEP
+from tools.bench._train.cases import GOALS, HAND, LAYOUTS, MEMORY_GOAL, SHARDED, STATIC_FORMS
 from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare, mesh_size
@@ -109,8 +109,9 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
     for name in others:
         goal = GOALS.get((job.layout, job.sizes.hidden, name))
         yield _speed(f"{case} {name}", job, found[0], name, first, goal)
-    if WHOLE_STEP in found[0] and HAND in found[0]:
-        yield _speed(f"{case} {WHOLE_STEP}", job, found[0], WHOLE_STEP, HAND, 1.0)
+    for name in STATIC_FORMS if HAND in found[0] else ():
+        if name in found[0]:
+            yield _speed(f"{case} {name}", job, found[0], name, HAND, 1.0)
     for name in (one for one in others if found[0][one].parts):
         took, floor = 1e3 * found[0][name].median, 1e3 * found[0][name].floor
         yield Ratio(f"{case} {name}", took, floor, "ms", "its operators + its collectives")
