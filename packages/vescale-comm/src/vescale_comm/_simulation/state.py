@@ -30,7 +30,7 @@ class ProcessState:
     def captured(cls) -> "ProcessState":
         """Return the state of the rank that runs."""
         # Asking for the state of a GPU's generator initialises CUDA, which a program may never do.
-        with_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state(),
             torch.cuda.get_rng_state_all() if with_cuda else [],

@@ -65,6 +65,19 @@ def kind_of_code(code: CodeType) -> str:
     return LIBRARY if plumbing else found
 
 
+def compares_ranks(code: CodeType) -> bool:
+    """Whether code is of what watches over ranks, and no part of what a function does."""
+    return code.co_filename.replace("\\", "/").startswith(_watching())
+
+
+@lru_cache(maxsize=1)
+def _watching() -> tuple[str, ...]:
+    """Where vescale_comm compares what ranks do."""
+    found = find_spec("vescale_comm")
+    places = (found and found.submodule_search_locations) or ()
+    return tuple(f"{Path(path).as_posix()}/_watchdog/" for path in places)
+
+
 def is_of_python(code: CodeType) -> bool:
     """Whether code is of the standard library."""
     name = code.co_filename

@@ -6,7 +6,7 @@ The code of libraries counts as constant, but not which function a name there st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
 from sys import modules as imported
@@ -22,6 +22,7 @@ from vescale_dtensor._capture.code_files import (
     kind_of_code,
 )
 from vescale_dtensor._capture.kinds import kind_of_class
+from vescale_dtensor._capture.looks import Steady
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # Beside what code names: what torch and Python call of a class without naming it in user code.
@@ -36,6 +37,8 @@ _BACKENDS = "torch.backends"
 _LRU: Any = type(lru_cache(lambda: None))
 # Methods of tensors are those of a class in C, until one is put before it.
 _OF_TENSORS = frozenset(dir(Tensor.__base__)) - {"__dict__"}
+# What torch's compiler sets on `nn.Module` the first time that it runs in a process.
+_MARK = "___needs_generation_tag_patch"
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes in C whose attributes cannot be set
 
 
@@ -165,6 +168,17 @@ def _replaceable(space: Mapping[str, Any]) -> Names:
         or (isinstance(value, _SETTINGS) and not name.startswith("_"))
     }
     return space, names
+
+
+def how_many(space: Mapping[str, Any]) -> Callable[[], int]:
+    """Asks how many names a namespace of a library has."""
+    if "_wrapped_call_impl" in space:  # of `nn.Module`, which torch's compiler marks
+        return Steady(partial(_unmarked, space))
+    return partial(len, space)  # a form that guards ask in C
+
+
+def _unmarked(space: Mapping[str, Any]) -> int:
+    return len(space) - (_MARK in space)
 
 
 def is_kept_there(value: Any) -> bool:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from vescale_dtensor._autograd.function_results import HandsOn, waits_for_results
-from vescale_dtensor._capture.code_files import USER, kind_of_code
+from vescale_dtensor._capture.code_files import USER, compares_ranks, kind_of_code
 from vescale_dtensor._capture.custom_functions import CustomCall, Steps, is_apply, record
 from vescale_dtensor._capture.garbage import hear_of_collections, is_collecting
 from vescale_dtensor._capture.global_state import GlobalState, global_state
@@ -68,8 +68,8 @@ class Watch(HandsOn):
         self.live: LiveCall | None = None
         self.ended: list[tuple[LiveCall, str, GlobalState]] = []
         self._frame: FrameType | None = None
-        # The code of a library's module that is being imported.
-        self._importing: FrameType | None = None
+        # The call in progress that is no part of the function.
+        self._aside: FrameType | None = None
         self._stopped = False
         # The profile function that this one stands in the place of, if any.
         self._waiting: Any = None
@@ -150,12 +150,9 @@ class Watch(HandsOn):
             self._hand_on(frame, event, argument)
         if is_collecting():
             return
-        if self._importing is not None:
-            # A replay does not import again, and neither does eager mode: what a library reads
-            # while it is imported for the first time is read once. And there may be much of it:
-            # torch's compiler is imported by the first checkpoint of a process.
-            if event == "return" and frame is self._importing:
-                self._importing = None
+        if self._aside is not None:
+            if event == "return" and frame is self._aside:
+                self._aside = None
             return
         if self._custom is not None:
             self._note_custom(frame, event, argument)
@@ -168,13 +165,20 @@ class Watch(HandsOn):
         # Resuming a generator is such an event, too.
         if event == "call":
             code = frame.f_code
+            # A replay does not import again, and neither does eager mode: what a library reads
+            # while it is imported for the first time is read once. And there may be much of it:
+            # torch's compiler is imported by the first checkpoint of a process.
             if is_import(frame) and kind_of_code(code) != USER:
-                self._importing = frame
+                self._aside = frame
                 return
             if may_be_live(code) and self._begin_live(frame):
                 return
             # Only the first time: what is met later is followed by all names so far.
             if not self._reads.has_run(code):
+                # Which of it runs is chance: a rank that waits long asks whether others live.
+                if compares_ranks(code):
+                    self._aside = frame
+                    return
                 self._reads.runs(code, frame.f_globals)
                 look = guarded_by_code(code)
                 if look is not None:

@@ -50,6 +50,10 @@ class Origin(NamedTuple):
             yield from self.parent.names()
 
 
+# Set by torch's compiler itself the first time that it runs; no result depends on them.
+_OF_COMPILERS = frozenset({b"TORCHINDUCTOR_CACHE_DIR", b"TRITON_CACHE_DIR"})
+
+
 @dataclass(eq=False, slots=True)
 class Namespace:
     """Names with values: the `__dict__` of an object, class, module or function, or globals.
@@ -141,9 +145,9 @@ def in_slot(slot: Any, value: Any) -> Any:
 
 
 def environment(value: Any) -> Any:
-    """All variables of the environment."""
+    """All variables of the environment, but those by which compilers find their own files."""
     # As `os` keeps them, without decoding each. Sorted, since their order has no meaning.
-    return tuple(sorted(value._data.items()))
+    return tuple(sorted(one for one in value._data.items() if one[0] not in _OF_COMPILERS))
 
 
 def in_array(value: Any) -> Any:

@@ -25,7 +25,7 @@ from vescale_dtensor._capture.code_files import (
     is_library_module,
 )
 from vescale_dtensor._capture.kinds import fields_in_c, kind_of_class, namespace_of, slots_of
-from vescale_dtensor._capture.libraries import Libraries, Names, is_kept_there
+from vescale_dtensor._capture.libraries import Libraries, Names, how_many, is_kept_there
 from vescale_dtensor._capture.looks import Steady, decimals
 from vescale_dtensor._capture.module_guards import HOOKS, PARTS, module_flags, module_tables
 from vescale_dtensor._capture.outside import OutsideTensors
@@ -42,6 +42,7 @@ from vescale_dtensor._capture.places import (
     in_slot,
 )
 from vescale_dtensor._capture.process_state import is_asked, is_unsteady, is_unsteady_method
+from vescale_dtensor._capture.registrations import Registered
 from vescale_dtensor._capture.standard_kinds import StandardKinds, has_more, name_called_by
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -179,7 +180,8 @@ class Walk(StandardKinds):
         for space, names in self._libraries.by_any_name():
             self._guard_libraries([(space, names)])
             # A name that is new there may be one that was missing.
-            self.places.append(Look(partial(len, space), len(space), Origin(None, "a library", "")))
+            count = how_many(space)
+            self.places.append(Look(count, count(), Origin(None, "a library", "")))
 
     def _follow_all(self) -> None:
         """Follow all attributes of all objects met so far."""
@@ -405,7 +407,7 @@ class Walk(StandardKinds):
         """Take in the namespaces of a class and of its bases that users wrote."""
         if isinstance(value, abc.ABCMeta) and id(abc.ABCMeta) not in self._known:
             # `isinstance` asks what is registered, which counts here.
-            self._look(Steady(abc.get_cache_token), Origin(origin, ".register", "register"))
+            self._look(Registered(), Origin(origin, ".register", "register"))
         self.meet(type(value), origin)  # whose attributes and special methods are the class's own
         for base in value.__mro__:
             if is_library_class(base):
