@@ -66,7 +66,8 @@ def _abstract() -> Iterator[type]:
     seen: set[type] = set()
     queue: list[type] = [object]
     while queue:
-        for cls in type.__subclasses__(queue.pop()):
+        below: list[type] = type.__subclasses__(queue.pop())
+        for cls in below:
             if cls not in seen:
                 seen.add(cls)
                 queue.append(cls)
