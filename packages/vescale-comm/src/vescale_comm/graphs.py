@@ -19,6 +19,8 @@ from torch import Tensor
 from vescale_comm._engine.exchanged import PairSum, gathers, is_small, start_gather, sums_pair
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._groups.group import as_group
+from vescale_comm._torch.buffers import flattened, plain
+from vescale_comm._wire.backend_dtypes import as_backend_dtype
 
 __all__ = ["Started", "finish", "start_all_gather", "start_all_reduce"]
 
@@ -55,8 +57,10 @@ def start_all_gather(x: Tensor, members: int, name: str) -> Started:
     if members > 1 and x.dim():
         out = x.new_empty((members * x.shape[0], *x.shape[1:]))
         if gathers(group.backends.get(x.device.type), out):
-            own = x.contiguous()
-            work = start_gather(group.process_group, out, own, group.rank, members)
+            # What gloo has no number for goes as bytes: it only has to arrive.
+            own = as_backend_dtype(flattened(plain(x)))
+            received = as_backend_dtype(out.view(-1))
+            work = start_gather(group.process_group, received, own, group.rank, members)
             return _Gathering(out, own, work)
     found: Tensor = _ops.all_gather_into_tensor(x, members, name)
     return found
@@ -75,7 +79,9 @@ def start_all_reduce(x: Tensor, op: str, name: str, *, owned: bool = False) -> S
     how = dist.ReduceOp.SUM if op == "sum" else None
     if sums_pair(group.backends.get(x.device.type), group.size, x.dtype, how) and is_small(x):
         # Copied, as torch's does: a graph may write to it while the collective is under way.
-        own = x if owned else x.clone(memory_format=torch.contiguous_format)
+        own = plain(x)
+        if own is x and not owned:  # else it is a copy already
+            own = x.clone(memory_format=torch.contiguous_format)
         return PairSum(group.process_group, own.contiguous(), group.rank)
     found: Tensor = _ops.all_reduce(x, op, name)
     return found

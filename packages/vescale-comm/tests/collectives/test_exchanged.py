@@ -129,6 +129,19 @@ def of_graphs(rank, world_size):
             started = graphs.start_all_gather(kept, world_size, name)
             expected = ops.wait_tensor(ops.all_gather_into_tensor(kept, world_size, name))
             assert torch.equal(graphs.finish(started), expected)
+    of_odd_tensors(rank, world_size, name)
+
+
+def of_odd_tensors(rank, world_size, name):
+    """What gloo's exchange has no number for, and what torch conjugates or negates lazily."""
+    ops = torch.ops._c10d_functional
+    z = torch.complex(values(rank, (4, 3), torch.float32), values(rank + 9, (4, 3), torch.float32))
+    for x in (z, z.to(torch.complex128), z.conj(), z.real, z.conj().imag, z.real > 0):
+        plain = x.resolve_conj().resolve_neg().contiguous()
+        expected = ops.wait_tensor(ops.all_gather_into_tensor(plain, world_size, name))
+        assert torch.equal(graphs.finish(graphs.start_all_gather(x, world_size, name)), expected)
+        expected = ops.wait_tensor(ops.all_reduce(plain, "sum", name))
+        assert torch.equal(graphs.finish(graphs.start_all_reduce(x, "sum", name)), expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])
