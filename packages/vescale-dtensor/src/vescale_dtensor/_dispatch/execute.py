@@ -52,23 +52,16 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
     if target is not None:
         check_writable(call.operands[target], function_name(call.func))
         refuse_view_of_leaf(call.operands[target])
-    redistributed_operands = [
-        redistributed_cached(_as_dtensor(operand, use.layout, call), use.layout)
-        for operand, use in zip(call.operands, plan.uses, strict=True)
-    ]
-    # x.grad + x.grad: redistributing one operand may reduce the gradient in place, which changes
-    # the layout of another that is the same gradient, and was looked at before. So look again.
-    if any(t._grad_of is not None for t in redistributed_operands):
-        redistributed_operands = [
-            redistributed(t, use.layout)
-            for t, use in zip(redistributed_operands, plan.uses, strict=True)
-        ]
+    redistributed_operands = _redistributed_operands(plan, call)
     # Only now, when all are redistributed: the fast path does it in the same order, and nodes that
     # communicate in backward have to be made in one order on all ranks.
-    locals_ = [
-        local_for_use(t, use.varying)
-        for t, use in zip(redistributed_operands, plan.uses, strict=True)
-    ]
+    recorded = call.differentiable
+    locals_: list[Tensor] = []
+    for operand, use in zip(redistributed_operands, plan.uses, strict=True):
+        held = operand._local_tensor
+        # Where no operand wants a gradient, C++ has marked none of their wrappers either.
+        typed = recorded or held.requires_grad or operand._may_have_hidden_node
+        locals_.append(local_for_use(operand, use.varying) if typed else held)
     if target is not None:
         # In-place ops get the local tensor itself: autograd would record a write to an alias on
         # the alias alone, and the local tensor would keep its old history.
@@ -97,6 +90,25 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         set_view_strides(wrapped, call)
         _track_gradient_views(call.operands[0], wrapped)
     return wrapped
+
+
+def _redistributed_operands(plan: OpPlan, call: OpCall) -> list[DTensor]:
+    """The operands in the layouts of the plan. Collective, unless they are in these."""
+    found: list[DTensor] = []
+    gradients = False
+    for operand, use in zip(call.operands, plan.uses, strict=True):
+        # Layouts are interned: what is in place is mostly seen without comparing placements.
+        if isinstance(operand, DTensor) and operand._spec.layout is use.layout:
+            ready = operand
+        else:
+            ready = redistributed_cached(_as_dtensor(operand, use.layout, call), use.layout)
+        gradients = gradients or ready._grad_of is not None
+        found.append(ready)
+    # x.grad + x.grad: redistributing one operand may reduce the gradient in place, which changes
+    # the layout of another that is the same gradient, and was looked at before. So look again.
+    if gradients:
+        return [redistributed(t, use.layout) for t, use in zip(found, plan.uses, strict=True)]
+    return found
 
 
 def _track_gradient_views(base: Tensor, views: Any) -> None:
@@ -274,8 +286,10 @@ def _wrap_result(
 ) -> DTensor:
     """Wrap output `index`; see `_wrap_results`."""
     layout = plan.outputs[index if len(plan.outputs) > 1 else 0]
-    if any(isinstance(o, DTensor) and local is o._local_tensor for o in call.operands):
-        local = local.view_as(local)  # an operand among several results, as in `execute`
+    for operand in call.operands:
+        if isinstance(operand, DTensor) and local is operand._local_tensor:
+            local = local.view_as(local)  # an operand among several results, as in `execute`
+            break
     shape = global_shape(local, index, plan, call)
     wrapper = wrap(local, spec_of(layout, shape, local.dtype))
     if base is not None:
@@ -296,6 +310,8 @@ def global_shape(local: Tensor, index: int, plan: OpPlan, call: OpCall) -> Shape
     sources = strategy.extents[index if len(strategy.extents) > 1 else 0]
     operands: Sequence[Tensor] = call.operands
     return tuple(
-        local.shape[dim] if source is None else operands[source[0]].shape[source[1]]
-        for dim, source in enumerate(sources)
+        [
+            local.shape[dim] if source is None else operands[source[0]].shape[source[1]]
+            for dim, source in enumerate(sources)
+        ]
     )

@@ -43,7 +43,7 @@ class CallTable(BoundedCache[Key, CompiledCall]):
 
 
 # What a call of one or two DTensors is made of, where `lookup` runs it inline: spec and dtype of
-# the result (None: it can be no other, see `forms.keeps_dtype`), the call's token (see
+# the result (None: it can be no other, see `forms.checked_dtype`), the call's token (see
 # `_tensor/lineage.py`), and function and spec as they are noted in `executed.calls`: making that
 # tuple at each call would be a quarter of what a lineage costs. Without a spec, the last is a
 # compiled call, and the others mean nothing: one form for both, since to ask for the type of what

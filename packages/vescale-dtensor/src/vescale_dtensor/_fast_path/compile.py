@@ -38,6 +38,7 @@ from vescale_dtensor._fast_path.compile_general import (
     takes_one_list,
 )
 from vescale_dtensor._fast_path.forms import (
+    checked_dtype,
     compile_binary,
     compile_first_dtensor,
     compile_in_place,
@@ -49,7 +50,6 @@ from vescale_dtensor._fast_path.forms import (
     compile_view,
     compile_with_value,
     compile_with_values,
-    keeps_dtype,
     result_wrapper,
     unless_copy_or_gradient,
 )
@@ -93,14 +93,13 @@ def compile_call(
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
     # All are evaluated before the call runs, since it may change specs, and counts a comparison.
     plan, redistributes = None, False
+    plain: list[Any] = []
     if call is not None and rule is not None:
         plan, redistributes = _compilable_plan(call, plan_for(call, rule))
-    compared = call is None or all(
-        isinstance(o, DTensor) or needs_no_comparison(o, call) for o in call.operands
-    )
-    known = call is not None and plan is not None
-    if known:
-        result = marked(lambda *_, **__: execute(plan, call), func, args, kwargs)  # type: ignore[arg-type]
+        plain = [operand for operand in call.operands if type(operand) is not DTensor]
+    compared = not plain or call is None or all(needs_no_comparison(o, call) for o in plain)
+    if call is not None and plan is not None:
+        result = marked(lambda *_, **__: execute(plan, call), func, args, kwargs)
     else:
         result = dispatch(func, args, kwargs)
     # A compiled call would skip the comparisons over ranks that are still due.
@@ -115,7 +114,10 @@ def compile_call(
         compiled = _compile_redistributing(call, plan, specs, table)
     else:
         compiled = _specialize(call, plan, result, specs, table)
-    table.store(key, compiled if call is None else with_sampled_values(compiled, call))
+    # Only of plain operands are values looked at.
+    if plain and call is not None:
+        compiled = with_sampled_values(compiled, call)
+    table.store(key, compiled)
     return result
 
 
@@ -146,7 +148,9 @@ def _compilable_plan(call: OpCall, plan: OpPlan | None) -> tuple[OpPlan | None, 
     if call.differentiable and plan.rule.writes is not None:
         return None, False
     for operand, use in zip(call.operands, plan.uses, strict=True):
-        if not _has_layout(operand, use.layout):
+        # Layouts are interned: those in place are mostly seen without comparing placements.
+        in_place = isinstance(operand, DTensor) and operand._spec.layout is use.layout
+        if not in_place and not _has_layout(operand, use.layout):
             break
     else:
         return plan, False
@@ -164,6 +168,8 @@ def _has_layout(operand: Tensor, needed: Layout) -> bool:
 
 def _result_specs(result: Any) -> tuple[Spec, ...] | None:
     """The specs of the results, if all of them are DTensors."""
+    if type(result) is DTensor:
+        return (result._spec,)
     items = (result,) if isinstance(result, Tensor) else result
     if not isinstance(items, list | tuple) or not items:
         return None
@@ -180,15 +186,12 @@ def _specialize(
     # The key holds all shapes and numbers that `specialize` may read.
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
     func = call.func if bound is None else bound
-    pairs = zip(plan.uses, call.operands, strict=True)
-    varying = tuple([use.varying for use, operand in pairs if type(operand) is DTensor])
     # Outside of recorded calls no use has a type, and the local tensors are taken as they are.
-    masks = varying if table is GRAD_RECORDED else None
+    masks = _varying(call, plan) if table is GRAD_RECORDED else None
     own = strategy.local is not None and bound is None
     # By what the caller wrote, and not by what runs in its place.
     mark = call_mark(call.func, specs[0])
     token = mark.token
-    dtype = None if keeps_dtype(call, specs[0]) else specs[0].tensor_meta.dtype
     places = _dtensor_positions(call)
     if places is None and not own and masks is None and takes_one_list(call, result, rule):
         compiled = compile_list(func, result_wrapper(call.func, specs[0], table), mark)
@@ -204,13 +207,14 @@ def _specialize(
         # `lookup` runs these inline: only calls that need nothing but the result's spec.
         if table is GRAD_IDLE and bound is None and not rule.views:
             first, second = call.args
-            inline = (specs[0], dtype, token, mark.call)
+            inline = (specs[0], checked_dtype(call, specs[0]), token, mark.call)
             IDLE_CALLS.store(func, (first._spec, second._spec), inline)
     elif places == (0,) and rule.views:
         wrap_result = result_wrapper(call.func, specs[0], table, views=True)
         copies = strategy.copy_on_one_device or is_conversion(call.func)
         return compile_view(func, wrap_result, masks, call.func, copies, mark, bool(call.kwargs))
     elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
+        dtype = checked_dtype(call, specs[0])
         compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, mark, dtype)
         if table is GRAD_IDLE and bound is None:
             inline = (specs[0], dtype, token, mark.call)
@@ -242,6 +246,12 @@ def _specialize(
     # `plain[dtensor]` picks from a plain tensor: a copy, and no view of a DTensor.
     views = rule.views and type(call.operands[0]) is DTensor
     return unless_copy_or_gradient(call.func, compiled) if views else compiled
+
+
+def _varying(call: OpCall, plan: OpPlan) -> tuple[int, ...]:
+    """The axes on which the use of each DTensor varies, as masks."""
+    pairs = zip(plan.uses, call.operands, strict=True)
+    return tuple([use.varying for use, operand in pairs if type(operand) is DTensor])
 
 
 def _compile_redistributing(

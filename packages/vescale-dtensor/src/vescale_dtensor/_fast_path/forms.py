@@ -51,11 +51,19 @@ _KEEP_DTYPE = frozenset(
 )
 
 
-def keeps_dtype(call: OpCall, spec: Spec) -> bool:
-    """Whether every call like this one gives this dtype, also under autocast."""
+def checked_dtype(call: OpCall, spec: Spec) -> torch.dtype | None:
+    """The dtype that a compiled call compares its result's with.
+
+    Returns:
+        None if every call like this one gives that dtype, also under autocast.
+    """
     dtype = spec.tensor_meta.dtype
-    known = call.func in _KEEP_DTYPE and dtype.is_floating_point
-    return known and all(operand.dtype is dtype for operand in call.operands)
+    if call.func not in _KEEP_DTYPE or not dtype.is_floating_point:
+        return dtype
+    for operand in call.operands:
+        if operand.dtype is not dtype:
+            return dtype
+    return None
 
 
 def result_wrapper(
@@ -154,7 +162,7 @@ def compile_unary_no_grad(
 ) -> CompiledCall:
     """The call of one DTensor and nothing else, not recorded: `result_wrapper` written out.
 
-    `dtype`: of the result; None if it can be no other (see `keeps_dtype`).
+    `dtype`: of the result; None if it can be no other (see `checked_dtype`).
     """
     token, _, call = mark
 
@@ -163,8 +171,10 @@ def compile_unary_no_grad(
         result = func(local)
         if result is local:  # x.contiguous(), x.detach_(): one local tensor keeps one wrapper
             return first
-        note_call(call)
-        lineage = hash((first._lineage, token)) if token else first._lineage
+        lineage = first._lineage
+        if token:
+            note_call(call)
+            lineage = hash((lineage, token))
         if dtype is not None and result.dtype is not dtype:
             return wrap_other_dtype(result, spec, lineage)
         wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
@@ -204,8 +214,10 @@ def compile_with_value(
         if result is local:
             # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
             return first
-        note_call(call)
-        lineage = hash((first._lineage, token)) if token else first._lineage
+        lineage = first._lineage
+        if token:
+            note_call(call)
+            lineage = hash((lineage, token))
         if log.samples:
             lineage = with_numbers(lineage, mark, (value,), {})
         if result.dtype is not dtype:

@@ -150,7 +150,7 @@ def torch_function(
     else:
         return _call_with_other(func, types, args, {})
     # A compiled call written out: none are more common. Autocast may give another dtype than the
-    # spec's, but for the functions of `keeps_dtype`.
+    # spec's, but for the functions of `checked_dtype`.
     if dtype is not None and result.dtype is not dtype:
         return wrap_other_dtype(result, spec, lineage)
     wrapper: DTensor = new_wrapper(*(DTensor, result, spec, False))

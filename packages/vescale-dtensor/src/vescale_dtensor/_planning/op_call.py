@@ -18,6 +18,7 @@ from vescale_dtensor._layout.layout import Order
 from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._planning.attention_way import attention_way
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.compat import any_requires_grad
 
 
 class Reads:
@@ -66,9 +67,7 @@ class OpCall:
             found.append(name)
             _scan(value, self.operands, found, numbers)
         # Of all operands: a plain tensor that requires grad gets a gradient too.
-        self.differentiable = torch.is_grad_enabled() and any(
-            operand.requires_grad for operand in self.operands
-        )
+        self.differentiable = torch.is_grad_enabled() and _any_wanted(self.operands)
         # A recorded call may need another strategy: of some partial values there is no gradient.
         found.append(self.differentiable)
         if reads & Reads.ATTENTION_WAY:
@@ -125,7 +124,8 @@ class OpCall:
         """Whether an operand is not row-major, so that extents of one matter."""
         for operand in self.operands:
             if isinstance(operand, DTensor):
-                if operand._spec.layout.order is not None or expanded_dims(operand):
+                spec = operand._spec
+                if spec.layout.order is not None or (spec.has_gaps and expanded_dims(operand)):
                     return True
             elif is_strided(operand) and not operand.is_contiguous():
                 return True
@@ -134,9 +134,10 @@ class OpCall:
     def _extents(self) -> Hashable:
         """What `Reads.BROADCAST_PATTERN` adds to the key; for equal shapes only their length."""
         first = self.operands[0].shape
-        if all(operand.shape == first for operand in self.operands):
-            return len(first)
-        return self._broadcast_pattern()
+        for operand in self.operands[1:]:
+            if operand.shape != first:
+                return self._broadcast_pattern()
+        return len(first)
 
     def _broadcast_pattern(self) -> Hashable:
         """The shapes with each distinct extent numbered in order of appearance; 0 and 1 are known.
@@ -154,7 +155,13 @@ class OpCall:
     def replaced(self, tensors: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with these tensors in place of the operands, in the order of `operands`."""
         feed = iter(tensors)
-        args = [substitute(value, feed) for value in self.args]
+        args = [
+            # Most arguments are DTensors themselves: no call is made for these.
+            next(feed) if type(value) is DTensor else substitute(value, feed)
+            for value in self.args
+        ]
+        if not self.kwargs:
+            return args, {}
         return args, {name: substitute(value, feed) for name, value in self.kwargs.items()}
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
@@ -168,6 +175,21 @@ class OpCall:
         return wrap_dim(self.argument(position, "dim", default), self.operands[0].ndim)
 
 
+def _any_wanted(operands: list[Tensor]) -> bool:
+    """Whether one of the operands requires grad."""
+    # `DTensor.requires_grad` asks Python for each. C++ knows in one call of none that is marked,
+    # but not what a custom Function may have made.
+    for operand in operands:
+        if isinstance(operand, DTensor) and (
+            operand._local_tensor.requires_grad or operand._may_have_hidden_node
+        ):
+            break
+    else:
+        if not any_requires_grad(*operands):
+            return False
+    return any(operand.requires_grad for operand in operands)
+
+
 def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool) -> None:
     """Append an argument to the key, and the tensors in it to `operands`.
 
@@ -176,10 +198,11 @@ def _scan(value: Any, operands: list[Tensor], key: list[Hashable], numbers: bool
     if isinstance(value, DTensor):
         operands.append(value)
         # The layout, not the spec, whose shape would make a plan for every batch size.
-        key.append(value._spec.layout)
-        key.append((value._spec.tensor_meta.dtype, value._spec.ndim))
+        spec = value._spec
+        key.append(spec.layout)
+        key.append((spec.tensor_meta.dtype, spec.ndim))
         # Expanded dims change the order of results.
-        if value._spec.has_gaps:
+        if spec.has_gaps:
             key.append(expanded_dims(value))
     # A plain tensor counts as replicated, so its layout is not needed, but its memory order is.
     elif isinstance(value, Tensor):

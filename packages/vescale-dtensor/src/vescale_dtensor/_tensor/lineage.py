@@ -86,7 +86,11 @@ class Mark(NamedTuple):
 
     token: int
     log: ExecutionLog | Sampling
-    call: tuple[Callable[..., Any], Spec]
+    call: tuple[Any, Any]
+
+
+# What calls add where nothing is compared.
+_NOTHING = Mark(0, nothing, (None, None))
 
 
 class _Pause(threading.local):
@@ -106,9 +110,10 @@ def call_mark(func: Callable[..., Any], spec: Spec) -> Mark:
     """What a call adds to the lineage of its result, by its function and the result's spec."""
     known = _calls.get((func, spec))
     if known is None:
+        if not keeps_lineages(spec.layout.mesh):
+            return _NOTHING  # not stored: the first call with each shape would pay for it
         name = _name(func)
-        own = name not in _TRANSPARENT and keeps_lineages(spec.layout.mesh)
-        token = _token_of_result(func, spec) if own else 0
+        token = 0 if name in _TRANSPARENT else _token_of_result(func, spec)
         unseen = not token or name in _MOVES
         known = Mark(token, nothing if unseen else sampling_of(spec.layout.mesh), (func, spec))
         _calls.store((func, spec), known)
@@ -308,6 +313,8 @@ def marked(
         return result
     result = run(*args, **kwargs)
     if type(result) is DTensor:
+        if not keeps_lineages(result._spec.layout.mesh):
+            return result
         first: Any = args[0] if args else None
         # Most calls are of one DTensor and of values: no list of operands is made for them.
         if (
@@ -348,7 +355,7 @@ def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict
 
     Those of an optimizer's lists have none: hundreds at once would cost as much as the call.
     """
-    if len(results) > _MOST_RESULTS:
+    if len(results) > _MOST_RESULTS or not _any_kept(results):
         return
     operands = _operands((args, tuple(kwargs.values())) if kwargs else args)
     given = {id(operand) for operand in operands}
@@ -358,6 +365,14 @@ def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict
             mark = call_mark(func, result._spec)
             if mark.log.samples:
                 result._lineage = with_numbers(result._lineage, mark, args, kwargs)
+
+
+def _any_kept(results: Iterable[Any]) -> bool:
+    """Whether lineages of the results may be compared: asked of the first DTensor's world."""
+    for result in results:
+        if type(result) is DTensor:
+            return keeps_lineages(result._spec.layout.mesh)
+    return False
 
 
 def _owners(target: DTensor) -> list[DTensor]:
