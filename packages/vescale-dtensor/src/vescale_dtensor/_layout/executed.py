@@ -49,13 +49,14 @@ def log_of(mesh: DeviceMesh) -> ExecutionLog | None:
         return known[1]
     if len(_logs) >= _MOST_MESHES:
         _logs.clear()
-    inside = mesh.get_coordinate() is not None and mesh.device_type != "meta"
+    # torch answers these by a dozen Python calls each, so they are asked once for a mesh.
+    compared = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+    # First, since it needs none of the two hundred calls by which torch tells a mesh's ranks.
+    inside = compared and mesh.get_coordinate() is not None and mesh.device_type != "meta"
     with no_torch_function():
         log = execution_log(mesh.mesh.flatten().tolist()) if inside else None
     if log is not None:
         log.explain = lambda: _calls_before(log)
-    # torch answers both by a dozen Python calls each, so they are asked once for a mesh.
-    compared = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
     _logs[id(mesh)] = weakref.ref(mesh), log, compared
     return log
 
