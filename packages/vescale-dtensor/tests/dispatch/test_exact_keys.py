@@ -4,10 +4,14 @@ Torch refuses some of them. They are passed one after the other, by position and
 in tuples and slices; an answer that was compiled for one must not be given for another.
 """
 
+from types import BuiltinFunctionType, MethodDescriptorType
+
 import pytest
 import torch
 from vescale_comm import simulate
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from vescale_dtensor._dispatch.registry import known_rules
+from vescale_dtensor._torch.schemas import wrong_flags
 
 X = torch.arange(24.0).reshape(4, 6) / 7
 KINDS = (int, float, bool, torch.tensor)
@@ -76,5 +80,21 @@ def test_values_of_other_types(name):
                 assert (found == "refused") == (expected[kind] == "refused"), (context, found)
                 if found != "refused":
                     torch.testing.assert_close(found, list(expected[kind]), msg=context)
+
+    simulate(2)(run)
+
+
+def test_two_tensors_of_which_one_should_be_a_boolean_are_refused_by_torch():
+    # Before they come to a rule, so that `refuses_flags` need not read schemas for two tensors.
+    asked = (BuiltinFunctionType, MethodDescriptorType)
+    functions = [func for func in known_rules() if isinstance(func, asked)]
+    wrong = [f for f in functions for n in (1, 2) if wrong_flags(f, (X,) * n, {})]
+    assert {"cholesky", "svd", "qr"} <= {f.__name__ for f in wrong}
+
+    def run(rank, world_size):
+        x = distribute_tensor(torch.eye(2), init_device_mesh("cpu", (2,)), [Replicate()])
+        for func in wrong:
+            with pytest.raises(TypeError, match="bool"):
+                func(x, x)
 
     simulate(2)(run)

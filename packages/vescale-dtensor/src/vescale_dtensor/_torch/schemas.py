@@ -8,6 +8,7 @@ from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._torch.compat import name_of_overload, overloads_of
@@ -95,6 +96,15 @@ def refuses_flags(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """
     if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):
         return False  # registered ops take 1 for True
+    # Of two tensors torch's parser itself refuses one that should be a boolean, before a rule sees
+    # it. So the first `add` need not read schemas, which is a third of what it takes.
+    if not kwargs and len(args) <= 2 and all([isinstance(value, Tensor) for value in args]):
+        return False
+    return wrong_flags(func, args, kwargs)
+
+
+def wrong_flags(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether each overload that may be meant gets something else for one of its booleans."""
     refused = False
     for signature in signatures(func):
         if not signature.takes(len(args), kwargs):
