@@ -75,5 +75,7 @@ def mean_over(mesh: DeviceMesh, loss: Tensor) -> float:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     with torch.no_grad():
-        held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return held.detach()
+        # Of an alias: parameters whose own local tensors were handed out are gathered one by one.
+        alias: Any = tensor.detach()
+        held: Tensor = alias.to_local() if hasattr(alias, "to_local") else alias
+        return held

@@ -68,10 +68,11 @@ def _least(sizes: dict[str, int], zero: int) -> Iterator[tuple[Any, tuple[int, i
     own = ELEMENTS * FLOAT // tp
     if zero:
         # Gathered once a step, or in forward and again in backward, but for the last layer, with
-        # which backward begins; reduced once.
-        gathers = 2 * LAYERS - 1 if zero == 3 else LAYERS
+        # which backward begins; reduced once. Small as they are, at level 3 together in forward.
+        gathered = 2 * LAYERS - 1 if zero == 3 else LAYERS
         shard = own // dp
-        yield ("all_gather", ("dp",)), (gathers, gathers * (dp - 1) * shard // LAYERS)
+        collectives = gathered - LAYERS + 1 if zero == 3 else gathered
+        yield ("all_gather", ("dp",)), (collectives, gathered * (dp - 1) * shard // LAYERS)
         yield ("reduce_scatter", ("dp",)), (LAYERS, (dp - 1) * shard)
         own = shard
     elif dp > 1:

@@ -206,7 +206,7 @@ def _second(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def install_stages(
-    model: nn.Module, here: Report, mesh: DeviceMesh, where: StagePlacements, ahead: int
+    model: nn.Module, here: Report, mesh: DeviceMesh, where: StagePlacements, ahead: int | str
 ) -> Scene:
     """Let modules have the parameters of this rank's stages while these run.
 

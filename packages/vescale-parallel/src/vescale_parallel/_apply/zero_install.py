@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +91,7 @@ def install_zero(
     model: nn.Module,
     report: Report,
     where: StoredPlacements,
-    ahead: int,
+    ahead: int | str,
     *,
     is_alike: bool = True,
 ) -> None:
@@ -100,7 +101,7 @@ def install_zero(
         model: with distributed parameters.
         report: the plan, resolved.
         where: of the parameters.
-        ahead: how many units are gathered ahead.
+        ahead: how many units are gathered ahead; "auto": one, and small ones together.
         is_alike: whether all ranks have these units, and compare what they gather first; of stages
             each has its own.
     """
@@ -131,7 +132,9 @@ def install_zero(
         for name in names
     ]
     behind = 0 if report.behind is None else report.behind.units
-    schedule = Schedule(units, ahead, told, behind=behind, is_alike=is_alike)
+    joins = isinstance(ahead, str)
+    how: Any = {"joins": joins, "behind": behind, "is_alike": is_alike}
+    schedule = Schedule(units, 1 if isinstance(ahead, str) else ahead, told, **how)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 

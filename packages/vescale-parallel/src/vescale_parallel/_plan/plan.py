@@ -71,7 +71,8 @@ class Plan:
             only replicates (HSDP): `Plan(batch="replica:0, dp:0", zero=3, over="dp", ...)`.
         units: glob, or globs, over names of modules whose parameters are gathered as one. None: the
             repeated blocks of the model (the members of a list of one type), and the rest.
-        prefetch: how many units are gathered ahead of the one that computes.
+        prefetch: how many units are gathered ahead of the one that computes; "auto": one, and in
+            forward, at level 3, as many as take 1 MiB together, by one collective.
         behind: of how many units gradients may be on their way at a time, while backward computes
             the ones before; 0: it waits for each. Each takes memory for all its gradients; "auto":
             as many as take 4 MiB together, so that small units overlap and large ones do not.
@@ -128,7 +129,7 @@ class Plan:
     zero: int | Mapping[str, int] = 0
     over: str = "dp"
     units: str | tuple[str, ...] | None = None
-    prefetch: int = 1
+    prefetch: int | Literal["auto"] = "auto"
     behind: int | Literal["auto"] = "auto"
     precision: Mapping[str, Any] | None = None
     owned: str | tuple[str, ...] | None = None

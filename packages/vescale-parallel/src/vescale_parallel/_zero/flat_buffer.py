@@ -29,6 +29,7 @@ from vescale_dtensor import (
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
 from vescale_parallel._zero.host import HOST, HostShard
+from vescale_parallel._zero.kept import KeptGradient
 from vescale_parallel._zero.packed import order_of, packed_pieces
 from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.told import Told
@@ -128,8 +129,7 @@ class FlatBuffer:
 
     def current_shard(self) -> tuple[Tensor, list[Tensor]]:
         """This rank's elements, without a history, and the leaves, which are views of it."""
-        # The user may have moved them by `.to()` since: a shard that nobody's parameter lies in
-        # would be gathered.
+        # They may have been moved by `.to()`: a shard that none lies in would be gathered.
         leaves = self._ensure_views(self.locals)
         return self.shard.detach(), leaves
 
@@ -140,20 +140,11 @@ class FlatBuffer:
             anew: also where `full` is there and old. Not in backward, which needs the values of
                 its forward.
         """
-        if self.pending is not None:
+        if not self.is_wanted(anew=anew):
             return
-        if self.full is not None and not (anew and self._is_old()):
-            return
-        self.told.record(self._events["gathers"])
-        # First of all: what is sent is the shard, and not the parameters.
-        leaves = local_leaves(self.parameters)
-        if not self._are_views(leaves):
-            leaves = self._ensure_views(leaves)
-        self.leaves = leaves
-        # Asked of what lies on the host only, whose copies on the device may be used again.
+        # Of what lies on the host only, whose copies on the device may be used again.
         is_old = self.host is not None and self._is_old()
-        # Where a write came from outside of the version counter, it is gathered at each use.
-        self._gathered_at = tuple([one._version for one in leaves])
+        sent = self.begin()
         if self.is_kept:
             if self.full is None:
                 self.full = self._new_full()
@@ -161,20 +152,43 @@ class FlatBuffer:
             # autograd saved, unless a parameter was written to, which did count.
             target = self.full.data
         else:
-            # A new one each time: backwards of earlier forwards may still hold views of the one
-            # before.
+            # A new one each time: earlier forwards' backwards may still hold views of the former.
             target = self._new_full()
         # In any grad mode: neither the shard nor what it is gathered into has a history.
-        sent, group, sizes = self.shard, self.group, self._sizes
-        if self.host is not None:
+        group, sizes = self.group, self._sizes
+        if self.host is None:
+            pending = all_gather_into(target, sent, group, sizes=sizes, async_op=True)
+        else:
             start = self.row.plan.start(group.rank)
             pending = self.host.gather(sent, target, group, start, sizes, is_old=is_old)
-        else:
-            if sent.dtype is not target.dtype:
-                # Cast before it is sent: half of the bytes, and the values that casting after has.
-                sent = sent.to(target.dtype)
-            pending = all_gather_into(target, sent, group, sizes=sizes, async_op=True)
         self.pending = (pending, target)
+
+    def is_wanted(self, *, anew: bool) -> bool:
+        """Whether `start` would send anything."""
+        if self.pending is not None:
+            return False
+        return self.full is None or (anew and self._is_old())
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may be gathered with others, into memory that is copied from."""
+        # What is kept has the shard inside: copied late, it would undo what was written meanwhile.
+        own = not self.is_kept and self.host is None and self._sizes is None
+        return own and not any([written_unseen(one) for one in self.parameters])
+
+    def begin(self) -> Tensor:
+        """Tell the ranks that a gather begins, and return what this one sends."""
+        self.told.record(self._events["gathers"])
+        # First of all: what is sent is the shard, and not the parameters.
+        leaves = local_leaves(self.parameters)
+        if not self._are_views(leaves):
+            leaves = self._ensure_views(leaves)
+        self.leaves = leaves
+        # Where a write came from outside of the version counter, it is gathered at each use.
+        self._gathered_at = tuple([one._version for one in leaves])
+        sent, dtype = self.shard, self.compute
+        # Cast before it is sent: half of the bytes, and the values that casting after has.
+        return sent if self.host is not None or sent.dtype is dtype else sent.to(dtype)
 
     def _new_full(self) -> Tensor:
         shard, total, dtype = self.shard, self.row.plan.total, self.compute
@@ -213,12 +227,18 @@ class FlatBuffer:
         """Have `full`. Collective, unless it is there; for `anew` see `start`."""
         if self.pending is None:
             self.start(anew=anew)
+        elif anew and self.pending[1] is None and self._is_old():
+            # Sent long ago, together with others, and written to by what ran since.
+            self._finish()
+            self.start()
+        self._finish()
+
+    def _finish(self) -> None:
         if self.pending is not None:
-            pending, target = self.pending
-            self.pending = None
-            pending.wait()
+            (pending, target), self.pending = self.pending, None
+            found = pending.wait()
             if not self.is_kept:
-                self.full = target
+                self.full = found if target is None else target
 
     def release(self) -> None:
         """Give `full` back, at level 3; a gather under way is waited for."""
@@ -230,8 +250,7 @@ class FlatBuffer:
     def views(self) -> list[Tensor]:
         """Return the gathered values of each slot, as views of `full` without a history."""
         assert self.full is not None
-        # Autograd knows these by the node of the unit, which gets the gradients of all of them at
-        # once.
+        # Autograd knows these by the node of the unit, which gets all their gradients at once.
         base = self.full.detach()
         return [base.as_strided(*place) for place in self._slots]
 
@@ -293,7 +312,7 @@ class FlatBuffer:
         self._packed = None
         for index in self.arrived - self._told_kept:
             contribution = self.unreduced.as_strided(*self._slots[index])
-            keep_gradient(self.parameters[index], contribution, _Kept(self, index))
+            keep_gradient(self.parameters[index], contribution, KeptGradient(self, index))
         self._told_kept = set(self.arrived)
 
     def _take_unreduced(self) -> tuple[Tensor | None, set[int]]:
@@ -342,8 +361,7 @@ class FlatBuffer:
         packed, arrived = self._take_to_reduce()
         if packed is None:
             return [None] * len(self.parameters)
-        # In the dtype of sums; cast behind it, so that rounding happens once. What is packed has no
-        # history, in any grad mode.
+        # Cast behind it, so that rounding happens once. What is packed has no history.
         total = reduce_scatter(packed, self.group, **self._how(packed))
         return self._gradients(total, arrived)
 
@@ -480,18 +498,3 @@ class FlatBuffer:
         else:
             self._adopt()
         return self.locals
-
-
-class _Kept:
-    """What a buffer keeps of the gradient of one parameter, for `.grad` to find it."""
-
-    def __init__(self, buffer: FlatBuffer, slot: int) -> None:
-        self._buffer, self._slot = buffer, slot
-
-    def add(self, shard: Tensor) -> None:
-        """Add what this rank's local `.grad` held."""
-        self._buffer.add_kept(self._slot, shard)
-
-    def drop(self) -> None:
-        """Forget what is kept: `.grad` was set."""
-        self._buffer.drop_slot(self._slot)

@@ -20,7 +20,7 @@ LEVELS: Final = {
 """What each level shards over the axis."""
 
 _CATCH_ALL: Final = "*"
-_BEHIND: Final = f"a number of units, 0 or more, or '{AUTO}'"
+_UNITS: Final = f"a number of units, 0 or more, or '{AUTO}'"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ZeroRules:
         levels: glob over parameter names to a level of `LEVELS`; the first match wins.
         over: the mesh axis that shards.
         units: globs over names of modules that are gathered as one; none: repeated blocks.
-        prefetch: how many units are gathered ahead.
+        prefetch: how many units are gathered ahead; None: one, and in forward small ones together.
         behind: of how many units gradients are reduced while others compute; None: as many as cost
             no memory that matters, see `behind_of`.
         owned: globs over names of parameters that one rank of `over` stores in full.
@@ -44,7 +44,7 @@ class ZeroRules:
     levels: Mapping[str, int]
     over: str
     units: tuple[str, ...]
-    prefetch: int
+    prefetch: int | None
     behind: int | None
     precision: Mapping[str, Dtypes]
     owned: tuple[str, ...]
@@ -99,8 +99,8 @@ def parse_zero(said: ZeroWords) -> ZeroRules:
         levels=levels,
         over=over,
         units=_globs("units", said.units),
-        prefetch=_number("prefetch", said.prefetch, "a number of units, 0 or more", 0),
-        behind=None if said.behind == AUTO else _number("behind", said.behind, _BEHIND, 0),
+        prefetch=None if said.prefetch == AUTO else _number("prefetch", said.prefetch, _UNITS, 0),
+        behind=None if said.behind == AUTO else _number("behind", said.behind, _UNITS, 0),
         precision=parse_precision(said.precision),
         owned=_globs("owned", said.owned),
         block=block,

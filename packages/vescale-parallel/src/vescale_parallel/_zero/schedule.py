@@ -34,6 +34,7 @@ from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.flat_steps import Call, FlatSteps
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.saved import SavedTensors
+from vescale_parallel._zero.together import start_together
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Unit
 
@@ -60,6 +61,7 @@ class Schedule:
         units: the root first.
         root: the unit of the model itself.
         ahead: how many units are gathered ahead.
+        joins: whether forward gathers small units together, and so more of them ahead.
         behind: of how many units gradients are reduced while others compute.
         told: who is told of gathers and reductions.
         is_alike: whether all ranks have these units; of a model in stages each has its own.
@@ -67,9 +69,16 @@ class Schedule:
     """
 
     def __init__(
-        self, units: list[Unit], ahead: int, told: Told, *, behind: int = 0, is_alike: bool = True
+        self,
+        units: list[Unit],
+        ahead: int,
+        told: Told,
+        *,
+        joins: bool = False,
+        behind: int = 0,
+        is_alike: bool = True,
     ) -> None:
-        self.is_alike = is_alike
+        self.is_alike, self.joins = is_alike, joins
         self.units, self.ahead, self.behind, self.told = units, ahead, behind, told
         self.root = units[0]
         self.order: list[Unit] = []
@@ -98,7 +107,8 @@ class Schedule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
         units = [deepcopy(one, memo) for one in self.units]
-        made = Schedule(units, self.ahead, self.told, behind=self.behind, is_alike=self.is_alike)
+        how: Any = {"joins": self.joins, "behind": self.behind, "is_alike": self.is_alike}
+        made = Schedule(units, self.ahead, self.told, **how)
         memo[id(self)] = made
         return made
 
@@ -143,6 +153,8 @@ class Schedule:
             # Before the gather: behind it, ranks of different units would already have each other's
             # weights.
             self._agree_on(unit, unit.name or "(the model)")
+        if self.joins and not recomputes and unit in self.order:
+            start_together(self.order[self.order.index(unit) :])
         self._gather(unit, anew=not recomputes)
         # To a forward that takes gathered parameters as arguments; the modules then keep the stored
         # ones.
@@ -339,6 +351,8 @@ class Schedule:
             # By its first call: one that is called twice is there for the second one already, or is
             # gathered then.
             at = order.index(unit)
+            if self.joins and not in_backward():
+                start_together(order[at + 1 :])
             for other in order[at + 1 : at + 1 + self.ahead]:
                 other.start(anew=anew)
 

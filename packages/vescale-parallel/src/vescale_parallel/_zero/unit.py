@@ -138,6 +138,11 @@ class Unit:
             return self.buffers[0].device
         return local_leaf(self.held[0].stored).device
 
+    @cached_property
+    def full_bytes(self) -> int:
+        """Bytes of its gathered values while they are there."""
+        return sum(one.row.gathered_bytes for one in self.buffers)
+
     @property
     def gathered_bytes(self) -> int:
         """Bytes of gathered values that `release` would give back."""
