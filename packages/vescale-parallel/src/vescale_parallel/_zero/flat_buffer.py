@@ -79,6 +79,7 @@ class FlatBuffer:
         self.pending: Any = None
         self._under_way: list[Any] = []
         self._gathered_at: tuple[int, ...] | None = None
+        self._alone = False
         # Where the shard is, and the parameters in it.
         self._address = 0
         self._addresses: list[int] = []
@@ -140,7 +141,9 @@ class FlatBuffer:
             anew: also where `full` is there and old. Not in backward, which needs the values of
                 its forward.
         """
-        if not self.is_wanted(anew=anew):
+        if self.pending is not None:
+            return
+        if self.full is not None and not (anew and self._is_old()):
             return
         # Of what lies on the host only, whose copies on the device may be used again.
         is_old = self.host is not None and self._is_old()
@@ -148,8 +151,8 @@ class FlatBuffer:
         if self.is_kept:
             if self.full is None:
                 self.full = self._new_full()
-            # Through `.data`, which has a version of its own: the gathered values are those that
-            # autograd saved, unless a parameter was written to, which did count.
+            # Through `.data`, which has a version of its own: the values are those that autograd
+            # saved, unless a parameter was written to, which did count.
             target = self.full.data
         else:
             # A new one each time: earlier forwards' backwards may still hold views of the former.
@@ -163,18 +166,12 @@ class FlatBuffer:
             pending = self.host.gather(sent, target, group, start, sizes, is_old=is_old)
         self.pending = (pending, target)
 
-    def is_wanted(self, *, anew: bool) -> bool:
-        """Whether `start` would send anything."""
-        if self.pending is not None:
-            return False
-        return self.full is None or (anew and self._is_old())
-
     @property
     def joins(self) -> bool:
         """Whether it may be gathered with others, into memory that is copied from."""
         # What is kept has the shard inside: copied late, it would undo what was written meanwhile.
         own = not self.is_kept and self.host is None and self._sizes is None
-        return own and not any([written_unseen(one) for one in self.parameters])
+        return own and not self._alone
 
     def begin(self) -> Tensor:
         """Tell the ranks that a gather begins, and return what this one sends."""
@@ -212,8 +209,8 @@ class FlatBuffer:
         return self.row.reduce if self.row.reduce != self.row.compute else self.compute
 
     def _is_old(self) -> bool:
-        # Also at level 3: what a forward without a backward left gathered may be old by now. This
-        # goes by what the program did, not by memory: a rank may own nothing of a parameter.
+        # Also at level 3: a forward without a backward may have left it. This goes by what the
+        # program did, not by memory: a rank may own nothing of a parameter.
         if self._gathered_at != self.versions:
             return True
         return any([written_unseen(one) for one in self.parameters])
@@ -227,11 +224,16 @@ class FlatBuffer:
         """Have `full`. Collective, unless it is there; for `anew` see `start`."""
         if self.pending is None:
             self.start(anew=anew)
-        elif anew and self.pending[1] is None and self._is_old():
-            # Sent long ago, together with others, and written to by what ran since.
+        elif anew and self.pending[1] is None and self._is_stale():
             self._finish()
             self.start()
         self._finish()
+
+    def _is_stale(self) -> bool:
+        """Whether what was sent together with others, long ago, was written to since."""
+        # Where writes may go unseen, what is sent right before it is used is right.
+        self._alone = True in map(written_unseen, self.parameters)
+        return self._alone or tuple([one._version for one in self.leaves]) != self._gathered_at
 
     def _finish(self) -> None:
         if self.pending is not None:
@@ -458,8 +460,7 @@ class FlatBuffer:
         self._dtypes = [self.shard.dtype] * len(self.parameters)
 
     def _are_views(self, leaves: Sequence[Tensor]) -> bool:
-        # Asked of all parameters at each gather: as lists, without a line of Python for each. Those
-        # that own nothing have no address, in the shard and elsewhere.
+        # Of all parameters at each gather, so as lists. Those that own nothing have no address.
         shard = self.shard
         if shard.data_ptr() != self._address or leaves[0].device != shard.device:
             return False

@@ -107,8 +107,8 @@ class Schedule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
         units = [deepcopy(one, memo) for one in self.units]
-        how: Any = {"joins": self.joins, "behind": self.behind, "is_alike": self.is_alike}
-        made = Schedule(units, self.ahead, self.told, **how)
+        made = Schedule(units, self.ahead, self.told, is_alike=self.is_alike)
+        made.joins, made.behind = self.joins, self.behind
         memo[id(self)] = made
         return made
 
@@ -153,7 +153,7 @@ class Schedule:
             # Before the gather: behind it, ranks of different units would already have each other's
             # weights.
             self._agree_on(unit, unit.name or "(the model)")
-        if self.joins and not recomputes and unit in self.order:
+        if self.joins and not recomputes and unit.is_missing and unit in self.order:
             start_together(self.order[self.order.index(unit) :])
         self._gather(unit, anew=not recomputes)
         # To a forward that takes gathered parameters as arguments; the modules then keep the stored
@@ -348,12 +348,12 @@ class Schedule:
     def _prefetch(self, unit: Unit, order: Sequence[Unit], *, anew: bool) -> None:
         """Start the gathers of the units that come next."""
         if unit in order:
-            # By its first call: one that is called twice is there for the second one already, or is
-            # gathered then.
+            # By its first call: for a second one it is there already, or is gathered then.
             at = order.index(unit)
-            if self.joins and not in_backward():
-                start_together(order[at + 1 :])
-            for other in order[at + 1 : at + 1 + self.ahead]:
+            later = order[at + 1 :]
+            if self.joins and order is self.order and later and later[0].is_missing:
+                start_together(later)
+            for other in later[: self.ahead]:
                 other.start(anew=anew)
 
     def _prepare(self, unit: Unit) -> None:

@@ -27,20 +27,19 @@ Up to there a message more costs more than what it carries, on one machine and b
 def start_together(units: Sequence[Unit]) -> None:
     """Start to gather the first of these units, and with it those that are small as well.
 
-    Nothing is done where the first one is there, or goes by itself. Collective.
+    Nothing is done where the first one goes by itself. Collective.
 
     Args:
         units: in the order in which they come next in forward. At its beginning there are the
             fewest activations; in backward, more that is gathered would be memory at a peak.
     """
-    if units and any([one.is_wanted(anew=True) for one in units[0].buffers]):
-        kinds: dict[Any, list[FlatBuffer]] = {}
-        for one in [buffer for unit in _fitting(units) for buffer in unit.buffers]:
-            if one.is_wanted(anew=True):
-                kind = (one.group, one.compute, one.shard.device)
-                kinds.setdefault(kind, []).append(one)
-        for buffers in kinds.values():
-            _start(buffers)
+    kinds: dict[Any, list[FlatBuffer]] = {}
+    for one in [buffer for unit in _fitting(units) for buffer in unit.buffers]:
+        if one.pending is None and one.full is None:
+            kind = (one.group, one.compute, one.shard.device)
+            kinds.setdefault(kind, []).append(one)
+    for buffers in kinds.values():
+        _start(buffers)
 
 
 def _fitting(units: Sequence[Unit]) -> Sequence[Unit]:

@@ -138,6 +138,11 @@ class Unit:
             return self.buffers[0].device
         return local_leaf(self.held[0].stored).device
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether something of it is neither gathered nor under way."""
+        return any([one.full is None and one.pending is None for one in self.buffers])
+
     @cached_property
     def full_bytes(self) -> int:
         """Bytes of its gathered values while they are there."""
