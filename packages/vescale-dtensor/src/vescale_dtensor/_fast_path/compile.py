@@ -113,7 +113,7 @@ def compile_call(
     elif redistributes:
         compiled = _compile_redistributing(call, plan, specs, table)
     else:
-        compiled = _specialize(call, plan, result, specs, table)
+        compiled = _specialize(call, plan, result, specs, table, len(plain))
     # Only of plain operands are values looked at.
     if plain and call is not None:
         compiled = with_sampled_values(compiled, call)
@@ -179,9 +179,23 @@ def _result_specs(result: Any) -> tuple[Spec, ...] | None:
 
 
 def _specialize(
-    call: OpCall, plan: OpPlan, result: Any, specs: tuple[Spec, ...], table: CallTable
+    call: OpCall,
+    plan: OpPlan,
+    result: Any,
+    specs: tuple[Spec, ...],
+    table: CallTable,
+    plain: int,
 ) -> CompiledCall:
-    """Compile a call without redistributions: the cheapest of the forms below that fits."""
+    """Compile a call without redistributions: the cheapest of the forms below that fits.
+
+    Args:
+        call: the parsed call.
+        plan: its plan.
+        result: what the first such call gave.
+        specs: of the results.
+        table: the one of the call's autograd state.
+        plain: how many of the operands are plain tensors.
+    """
     strategy, rule = plan.strategy, plan.rule
     # The key holds all shapes and numbers that `specialize` may read.
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
@@ -192,7 +206,7 @@ def _specialize(
     # By what the caller wrote, and not by what runs in its place.
     mark = call_mark(call.func, specs[0])
     token = mark.token
-    places = _dtensor_positions(call)
+    places = _dtensor_positions(call, plain)
     if places is None and not own and masks is None and takes_one_list(call, result, rule):
         compiled = compile_list(func, result_wrapper(call.func, specs[0], table), mark)
     elif own or type(result) is not DTensor or places is None:
@@ -304,8 +318,7 @@ def _dtensor_names(call: OpCall) -> tuple[tuple[int, ...], tuple[str, ...]] | No
     return (places, names) if len(places) + len(names) == wrappers else None
 
 
-def _dtensor_positions(call: OpCall) -> tuple[int, ...] | None:
+def _dtensor_positions(call: OpCall, plain: int) -> tuple[int, ...] | None:
     """Positions of the DTensors among the arguments; None if one is passed by name or in a list."""
     places = tuple([i for i, value in enumerate(call.args) if type(value) is DTensor])
-    wrappers = sum([type(operand) is DTensor for operand in call.operands])
-    return places if len(places) == wrappers else None
+    return places if len(places) == len(call.operands) - plain else None

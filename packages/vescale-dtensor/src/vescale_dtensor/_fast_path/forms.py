@@ -77,17 +77,6 @@ def result_wrapper(
     dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
     call, kept = (func, spec), keeps_lineages(spec.layout.mesh)
 
-    def wrap_result(result: Tensor, lineage: int) -> DTensor:
-        if kept:
-            note_call(call)
-        if result.dtype is not dtype:  # autocast, or another default dtype
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
     def finish_recorded(result: Tensor, lineage: int) -> DTensor:
         if kept:
             note_call(call)
@@ -100,7 +89,21 @@ def result_wrapper(
         return wrapper
 
     # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
-    return finish_recorded if table is GRAD_RECORDED or views else wrap_result
+    if table is GRAD_RECORDED or views:
+        return finish_recorded
+
+    def wrap_result(result: Tensor, lineage: int) -> DTensor:
+        if kept:
+            note_call(call)
+        if result.dtype is not dtype:  # autocast, or another default dtype
+            return wrap_other_dtype(result, spec, lineage)
+        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
+        close_memory(wrapper)
+        wrapper._may_have_hidden_node = may_have_hidden_node
+        wrapper._lineage = lineage
+        return wrapper
+
+    return wrap_result
 
 
 def compile_binary(

@@ -44,11 +44,12 @@ from vescale_dtensor._layout.executed import (
     sampling_of,
     silent,
 )
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.value_digest import number_token, numbers_within
 from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.worlds import on_world_change
+from vescale_dtensor._torch.worlds import cached, on_world_change
 
 # These give their operand itself, or a copy, by its memory on this rank. So whoever clones on some
 # ranks only does no more than they do: the values are the same, and the gradients.
@@ -108,10 +109,10 @@ pause = _Pause()
 
 def call_mark(func: Callable[..., Any], spec: Spec) -> Mark:
     """What a call adds to the lineage of its result, by its function and the result's spec."""
+    if not keeps_lineages(spec.layout.mesh):
+        return _NOTHING  # not stored: the first call with each shape would pay for it
     known = _calls.get((func, spec))
     if known is None:
-        if not keeps_lineages(spec.layout.mesh):
-            return _NOTHING  # not stored: the first call with each shape would pay for it
         name = _name(func)
         token = 0 if name in _TRANSPARENT else _token_of_result(func, spec)
         unseen = not token or name in _MOVES
@@ -139,7 +140,13 @@ def with_numbers(lineage: int, mark: Mark, values: Iterable[Any], named: Mapping
 
 def _token_of_result(func: Callable[..., Any], spec: Spec) -> int:
     # Without the dtype: under autocast a known call gives another one than when it was compiled.
-    return hash((_name_token(func), digest(f"{list(spec.shape)} {spec.layout}")))
+    # Hashes of numbers are equal in every process, so that only the layout's words are digested.
+    return hash((_name_token(func), *spec.shape, _layout_token(spec.layout)))
+
+
+@cached(8192)
+def _layout_token(layout: Layout) -> int:
+    return digest(str(layout))
 
 
 def write_token(func: Callable[..., Any]) -> int:
@@ -361,8 +368,7 @@ def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict
     given = {id(operand) for operand in operands}
     for index, result in enumerate(results):
         if type(result) is DTensor and id(result) not in given:
-            _mark(func, result, operands, *((index,) if index else ()))
-            mark = call_mark(func, result._spec)
+            mark = _mark(func, result, operands, *((index,) if index else ()))
             if mark.log.samples:
                 result._lineage = with_numbers(result._lineage, mark, args, kwargs)
 
@@ -393,14 +399,16 @@ def _first(args: Any) -> DTensor | None:
 
 def _mark(
     func: Callable[..., Any], result: DTensor, operands: Sequence[DTensor], *index: int
-) -> None:
+) -> Mark:
     call = func, result._spec
-    token = (_calls.get(call) or call_mark(*call)).token
-    if token:
-        result._lineage = hash((*[operand._lineage for operand in operands], token, *index))
+    mark = _calls.get(call) or call_mark(*call)
+    if mark.token:
+        lineages = [operand._lineage for operand in operands]
+        result._lineage = hash((*lineages, mark.token, *index))
         calls.append(call)
     else:
         result._lineage = operands[0]._lineage if operands else 0
+    return mark
 
 
 def _operands(values: Any) -> list[DTensor]:
