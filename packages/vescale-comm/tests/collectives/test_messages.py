@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from vescale_comm import (
+    CommArgumentError,
     Emulator,
     UnwaitedWarning,
     all_gather,
@@ -283,3 +284,47 @@ def test_what_does_not_fit_is_found_before_anything_is_sent(name):
     for outcome in outcomes(call_badly, 2, name):
         assert outcome.type_name == "CommArgumentError"
         assert BAD[name][1] in outcome.message
+
+
+def messages_like_before(rank, world_size):
+    """After the first ones, messages of a kind go straight to the backend."""
+    peer, found = 1 - rank, []
+    kinds = [
+        torch.arange(6.0).view(2, 3),
+        torch.arange(6.0).view(2, 3).T,  # its values travel, row-major
+        torch.arange(4, dtype=torch.bfloat16),
+        torch.full((3,), 1 + 2j, dtype=torch.complex64).conj(),
+        torch.zeros(0, 4),
+        torch.tensor(2.5),
+        torch.arange(5.0)[::2],
+    ]
+    for _ in range(3):
+        for x in kinds:
+            like = torch.empty((), dtype=x.dtype).expand(x.shape)
+            coming = recv(like, source=peer, async_op=True)
+            sent = send(x + 0 if rank else x, target=peer, async_op=True)
+            found.append((coming.wait(), x))
+            sent.wait()
+    for came, x in found:
+        assert came.shape == x.shape
+        assert came.is_contiguous()
+        assert torch.equal(came, x)
+    # What was refused is refused, and is told of, as before.
+    with pytest.raises(CommArgumentError, match="not a member"):
+        send(kinds[0], target=2, async_op=True)
+    with pytest.raises(CommArgumentError, match="this member itself"):
+        recv(kinds[0], source=rank, async_op=True)
+    with pytest.raises(CommArgumentError, match="no gradient"):
+        send(kinds[0].clone().requires_grad_(), target=peer, async_op=True)
+    with pytest.raises(CommArgumentError, match="takes a tensor"):
+        send([1.0], target=peer, async_op=True)
+    with trace() as traced:
+        coming = recv(kinds[0], source=peer, async_op=True)
+        send(kinds[0], target=peer, async_op=True).wait()
+        coming.wait()
+    assert [one.op for one in traced.records] == ["recv", "send"]
+    assert unwaited() == []
+
+
+def test_messages_like_those_before():
+    run(messages_like_before, 2)

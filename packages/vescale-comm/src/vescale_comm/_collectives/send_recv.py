@@ -10,6 +10,12 @@ from vescale_comm._checks.arguments import (
     check_tensor,
 )
 from vescale_comm._engine.autograd import needs_gradient
+from vescale_comm._engine.fast_path import (
+    StartedMessage,
+    is_fast_recv,
+    is_fast_send,
+    note_message,
+)
 from vescale_comm._engine.pending import Pending, identity
 from vescale_comm._engine.primitives import PointToPoint, Steps
 from vescale_comm._engine.runner import Started, complete
@@ -30,8 +36,12 @@ def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = Fa
     Raises:
         CommArgumentError: no such member, this one itself, or a tensor that requires a gradient.
     """
-    group = as_group(group)
+    if type(group) is not Group:
+        group = as_group(group)
+    if async_op and is_fast_send(x, target, group):
+        return Pending("send", StartedMessage("send", x, target, group), _nothing)
     _check_peer("send", "target", x, target, group)
+    note_message("send", x, target, group)
     # Kept alive by the steps: an asynchronous send reads this memory until it is waited for.
     flat = flattened(plain(x.detach()))
     steps = _send(x, flat, target, group)
@@ -51,9 +61,15 @@ def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool =
     Raises:
         CommArgumentError: no such member, or this one itself.
     """
-    group = as_group(group)
+    if type(group) is not Group:
+        group = as_group(group)
+    if async_op and is_fast_recv(like, source, group):
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        started: Any = Pending("recv", StartedMessage("recv", out, source, group), identity)
+        return started  # type: ignore[no-any-return]
     # Detached: `like` only says shape and dtype, so that it may require a gradient.
     _check_peer("recv", "source", like.detach(), source, group)
+    note_message("recv", like, source, group)
     steps = _recv(like, source, group)
     result: Any = Pending("recv", Started(steps), identity) if async_op else complete(steps)
     found: Tensor = result

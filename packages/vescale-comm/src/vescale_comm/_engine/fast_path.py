@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
+from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._engine.exchanged import (
     PairSum,
     folded,
@@ -57,6 +58,78 @@ def is_fast(op: str, x: Any, group: Group) -> bool:
         # Asked as well: in a backward no torch function mode is active. `x` itself is no tracer's.
         and not (dispatch_modes() and being_traced(x))
     )
+
+
+def is_fast_send(x: Any, target: Any, group: Group) -> bool:
+    """`is_fast`, of a message to a member that was checked as well."""
+    return (
+        type(x) is Tensor
+        and not x.requires_grad
+        and not hooks
+        and ("send", target, x.dtype, x.device) in group._known
+        and x.layout is torch.strided
+        and x.is_contiguous()
+        and not x.is_neg()
+        and x.numel() > 0  # of nothing there is no message
+        and not has_torch_function_unary(None)
+        and not (dispatch_modes() and being_traced(x))
+    )
+
+
+def is_fast_recv(like: Any, source: Any, group: Group) -> bool:
+    """The same where one comes: `like` only says what, so that its strides mean nothing."""
+    return (
+        type(like) is Tensor
+        and not like.requires_grad
+        and not hooks
+        and ("recv", source, like.dtype, like.device) in group._known
+        and like.layout is torch.strided
+        and like.numel() > 0
+        and not has_torch_function_unary(None)
+        and not (dispatch_modes() and being_traced(like))
+    )
+
+
+def note_message(op: str, x: Tensor, member: int, group: Group) -> None:
+    """Remember that tensors like `x` travel to or from a member as they are, by one call."""
+    # Other backends start lists of messages. A simulated group is told words around each call.
+    simulated = isinstance(group.process_group, AnnotatedGroup)
+    is_gloo = group.backends.get(x.device.type) == "gloo"
+    if is_gloo and not simulated and x.dtype in BACKEND_DTYPES:
+        group._known[op, member, x.dtype, x.device] = True
+
+
+class StartedMessage:
+    """A message to or from one member; `finish` waits.
+
+    Args:
+        op: "send" or "recv".
+        x: what is sent, contiguous, or the memory that is filled.
+        member: the other one, counted within the group.
+        group: of both.
+    """
+
+    __slots__ = ("_group", "_op", "_work", "_x")
+
+    def __init__(self, op: str, x: Tensor, member: int, group: Group) -> None:
+        # Kept until it is over: a backend that uses freed memory would not say so.
+        self._op, self._x, self._group = op, x, group
+        process_group = group.process_group
+        try:
+            if op == "send":
+                self._work = process_group.send([x], member, 0)
+            else:
+                self._work = process_group.recv([x], member, 0)
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described(op, x, group), error) from error
+
+    def finish(self) -> Tensor:
+        """Wait, and return the memory."""
+        try:
+            _wait(self._work)
+        except (RuntimeError, ValueError) as error:
+            raise failure(_described(self._op, self._x, self._group), error) from error
+        return self._x
 
 
 def fast_all_reduce(
