@@ -24,6 +24,7 @@ from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.held import HeldParameters, is_plain
+from vescale_parallel._pipeline.local_steps import watch_local_steps
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.rules import AXIS
 from vescale_parallel._pipeline.scene import Scene
@@ -234,6 +235,7 @@ def install_stages(
         cast_buffers(model, here)
         rows = [held_of(model, row, where.mesh) for row in here.parameters]
         held = HeldParameters(rows, where.mesh)
+        watch_local_steps(model)
     absent = frozenset(_absent(split, rank))
     streams = Streams(mesh.device_type)
     return Scene(model, split, where.mesh, rank, held, streams, absent, behind=behind)

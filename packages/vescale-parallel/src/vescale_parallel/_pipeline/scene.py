@@ -15,6 +15,7 @@ from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.held import HeldParameters
 from vescale_parallel._pipeline.kinds import Entry
 from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.stepped import Stepped
 from vescale_parallel._pipeline.streams import Streams
 
 
@@ -61,6 +62,7 @@ class Scene:
             only: what is computed again in backward looks for them as well.
         units: what takes the place of forwards of blocks, and of modules outside of them.
         is_compiled: whether a compiler runs code of the model, in this step.
+        stepped: hears of steps of the model's optimizers.
         is_told: whether a warning has said that it is given nothing to compile.
     """
 
@@ -83,6 +85,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         """Number the blocks."""
+        self.stepped = Stepped(self.model)
         self.block_numbers = {name: at for at, name in enumerate(self.split.blocks)}
         ends = [0]
         for stage in self.split.stages:

@@ -106,7 +106,7 @@ class _Stepped:
             self._ids, self._groups = ids, _groups_of(ids, buffers)
         self._stepped = []
         groups: list[dict[str, Any]] = []
-        states = _States(optimizer.state)
+        states = States(optimizer.state)
         for group, own in zip(optimizer.param_groups, self._groups, strict=True):
             flats: list[Tensor] = []
             parameters: set[int] = set()
@@ -180,7 +180,7 @@ class _Flat:
     state: dict[str, Tensor]
 
 
-class _States(dict[Any, Any]):
+class States(dict[Any, Any]):
     """States of a helper: its own, and those of the optimizer for parameters that both have."""
 
     def __init__(self, others: Any) -> None:

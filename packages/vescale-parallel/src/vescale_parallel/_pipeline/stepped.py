@@ -1,0 +1,52 @@
+"""Whether an optimizer has stepped parameters of a model since the last step of its stages.
+
+On stages of one rank parameters are plain tensors while they run, so that nothing else tells of a
+rank that leaves out a step, or does one more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Stepped:
+    """Hears of steps of optimizers of a model.
+
+    Args:
+        model: with distributed parameters.
+
+    Attributes:
+        lately: whether there was one since this was last set to False.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.lately = False
+        self._model = weakref.ref(model)
+        # By optimizer: its first parameter, and whether that is one of the model's.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Any, bool]]
+        self._known = weakref.WeakKeyDictionary()
+        # Weakly, and never removed: torch may go through its hooks while the model is freed.
+        known = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            stepped = known()
+            if stepped is not None and not stepped.lately:
+                stepped.lately = stepped._is_of_model(optimizer)
+
+        register_optimizer_step_post_hook(after_step)
+
+    def _is_of_model(self, optimizer: Optimizer) -> bool:
+        model, groups = self._model(), optimizer.param_groups
+        first = next((one for group in groups for one in group["params"]), None)
+        if model is None or first is None:
+            return False
+        known, found = self._known.get(optimizer, (None, False))
+        if known is not first:
+            found = any(one is first for one in model.parameters())
+            self._known[optimizer] = first, found
+        return found

@@ -1,0 +1,206 @@
+"""Optimizers of stages step what a rank has as plain tensors, with the bits of steps of DTensors.
+
+Two copies of a model are trained alike; between steps all is done that a program may do.
+"""
+
+import copy
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from stepped_pairs import CHANGES, OPTIMIZERS, Pair, replace_gradients, require_alike
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from vescale_comm import simulate
+from vescale_comm.testing import run
+from vescale_parallel import DisagreementError, Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+from zero_models import PARAMETERS, Decoder, batch
+
+PP, PP_DP, PP_TP = {"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}
+FUSED: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "AdamW, fused": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD, fused": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+}
+
+
+def staged(sizes: dict[str, int]) -> nn.Module:
+    torch.manual_seed(3)
+    how = Plan(parameters=PARAMETERS, pipeline={"microbatches": 2})
+    return parallelize(Decoder(blocks=2), make_mesh(device_type="cpu", **sizes), how)
+
+
+def twins(sizes: dict[str, int], build: Callable[[Any], optim.Optimizer]) -> tuple[Pair, Pair]:
+    """The model with its optimizer, which is helped, and one that is not."""
+    models = [staged(sizes) for _ in range(2)]
+    helped, single = (build(model.parameters()) for model in models)
+    single.register_step_pre_hook(lambda *_: None)
+    return (models[0], helped), (models[1], single)
+
+
+def backward(pair: Pair, seed: int) -> None:
+    pair[1].zero_grad()
+    torch.manual_seed(seed)
+    forward_backward(pair[0], *batch(seed))
+
+
+def step(pair: Pair, seed: int) -> None:
+    backward(pair, seed)
+    nn.utils.clip_grad_norm_(pair[0].parameters(), 1.0)
+    pair[1].step()
+
+
+class Watch:
+    """Which optimizers were helped in their latest step."""
+
+    def __init__(self) -> None:
+        self.helped: set[int] = set()
+        self.handle = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        (self.helped.discard if args[0] is optimizer else self.helped.add)(id(optimizer))
+
+
+def trained_alike(rank: int, world_size: int, sizes: dict[str, int], name: str) -> None:
+    one, two = twins(sizes, {**OPTIMIZERS, **FUSED}[name])
+    watch = Watch()
+    try:
+        for seed in range(4):
+            step(one, seed)
+            step(two, seed)
+            require_alike(one, two)
+            # The first step makes states, other than in these.
+            assert id(two[1]) not in watch.helped
+            assert (id(one[1]) in watch.helped) == (seed > 0 or name in ("SGD", "Adagrad"))
+    finally:
+        watch.handle.remove()
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *FUSED])
+@pytest.mark.parametrize("sizes", [PP, PP_DP, PP_TP], ids=str)
+def test_the_bits_of_steps_of_distributed_tensors(sizes: dict[str, int], name: str):
+    simulate(prod(sizes.values()))(trained_alike, sizes, name)
+
+
+def changed(rank: int, world_size: int, change: Callable[[Pair, int], None], name: str) -> None:
+    pairs = twins(PP, OPTIMIZERS[name])
+    for seed in range(5):
+        for pair in pairs:
+            backward(pair, seed)
+            if seed in (1, 2):
+                change(pair, seed)
+            pair[1].step()
+        require_alike(*pairs)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_backward_and_step(change: Callable[[Pair, int], None]):
+    simulate(2)(changed, change, "AdamW")
+
+
+def thawed(rank: int, world_size: int) -> None:
+    """Parameters that are trained later have other counts of steps, on ranks without them too."""
+    pairs = twins(PP, OPTIMIZERS["NAdam"])
+    for model, _ in pairs:
+        model.blocks[0].requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+    for seed in range(6):
+        for pair in pairs:
+            pair[0].blocks[0].requires_grad_(seed >= 2)
+            pair[0].blocks[1].requires_grad_(seed >= 4)
+            step(pair, seed)
+        require_alike(*pairs)
+    counts = {int(state["step"]) for state in pairs[0][1].state.values()}
+    assert counts == {2, 4, 6}
+
+
+def test_counts_of_parameters_that_are_trained_later():
+    simulate(2)(thawed)
+
+
+def scaled(rank: int, world_size: int) -> None:
+    for assigned in (False, True):
+        pairs = twins(PP, FUSED["SGD, fused"])
+        for pair in pairs:
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(torch.zeros(()))  # on every rank: only one has the loss
+            for seed in range(3):
+                pair[1].zero_grad()
+                torch.manual_seed(seed)
+                forward_backward(pair[0], *batch(seed), loss=scaler.scale)
+                if assigned:
+                    replace_gradients(pair, seed)
+                scaler.step(pair[1])
+                scaler.update()
+        require_alike(*pairs)
+
+
+def test_loss_scales():
+    simulate(2)(scaled)
+
+
+def raised(rank: int, world_size: int) -> None:
+    """A step that raises leaves the optimizer as it was, and the next one goes on."""
+    pairs = twins(PP, OPTIMIZERS["AdamW"])
+    for seed in range(4):
+        for pair in pairs:
+            step(pair, seed)
+            group = pair[1].param_groups[0]
+            group["betas"] = None
+            with pytest.raises(TypeError):
+                step(pair, seed)
+            group["betas"] = (0.9, 0.999)
+        require_alike(*pairs)
+    state = pairs[0][1].state_dict()
+    assert sorted(state["state"]) == list(range(len(list(pairs[0][0].parameters()))))
+
+
+def test_a_step_that_raises():
+    simulate(2)(raised)
+
+
+def loaded(rank: int, world_size: int) -> None:
+    """A state goes to an optimizer that was not helped, and back."""
+    one, two = twins(PP, OPTIMIZERS["AdamW"])
+    for seed in range(4):
+        step(one, seed)
+        step(two, seed)
+        states = [copy.deepcopy(pair[1].state_dict()) for pair in (one, two)]
+        one[1].load_state_dict(states[1])
+        two[1].load_state_dict(states[0])
+        require_alike(one, two)
+
+
+def test_states_that_are_loaded():
+    simulate(2)(loaded)
+
+
+def in_processes(rank: int, world_size: int) -> None:
+    """Each rank steps other parameters than the others, and none takes that for drifting apart."""
+    one, two = twins(PP, FUSED["AdamW, fused"])
+    for seed in range(10):
+        step(one, seed)
+        step(two, seed)
+    require_alike(one, two)
+
+
+def test_ranks_do_not_drift_apart():
+    run(in_processes, 2)
+
+
+def left_out(rank: int, world_size: int, name: str) -> None:
+    for pair in twins(PP, {**OPTIMIZERS, **FUSED}[name]):
+        for seed in range(3):
+            step(pair, seed)
+        backward(pair, 3)
+        if rank:
+            pair[1].step()
+        with pytest.raises(DisagreementError, match=r"step of an optimizer.*False on rank 0; True"):
+            backward(pair, 4)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW, fused"])
+def test_a_step_that_a_rank_leaves_out_is_told(name: str):
+    run(left_out, 2, name)

@@ -1,0 +1,120 @@
+"""A model and its optimizer, twice: the steps of one are helped, the other's are not.
+
+A step hook of its own, which does nothing, lets an optimizer step its parameters one by one.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from vescale_dtensor import DTensor
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "Adadelta": optim.Adadelta,
+    "Adagrad": optim.Adagrad,
+    "Adam, amsgrad": lambda p: optim.Adam(p, amsgrad=True, weight_decay=0.1, maximize=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
+    "AdamW, foreach": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW, tensor lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "NAdam": optim.NAdam,
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "SGD": lambda p: optim.SGD(p, lr=1e-2),
+    "SGD, momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+}
+Pair = tuple[nn.Module, optim.Optimizer]
+
+
+def local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def require_alike(one: Pair, two: Pair) -> None:
+    """Parameters and all that optimizers remember have the same bits."""
+    for (name, p), q in zip(one[0].named_parameters(), two[0].parameters(), strict=True):
+        assert torch.equal(local(p), local(q)), name
+        ours, theirs = one[1].state.get(p) or {}, two[1].state.get(q) or {}
+        assert list(ours) == list(theirs), name
+        for key, value in ours.items():
+            other = theirs[key]
+            alike = torch.equal(local(value), local(other)) if isinstance(value, Tensor) else True
+            assert alike, (name, key)
+            assert type(value) is type(other), (name, key)
+    assert len(one[1].state) == len(two[1].state)
+    groups = zip(one[1].param_groups, two[1].param_groups, strict=True)
+    assert all(len(g["params"]) == len(h["params"]) for g, h in groups)
+
+
+def load(pair: Pair, number: int) -> None:
+    pair[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
+
+
+def replace_gradients(pair: Pair, number: int) -> None:
+    for parameter in pair[0].parameters():
+        parameter.grad = parameter.grad * 2
+
+
+def leave_out(pair: Pair, number: int) -> None:
+    pair[0].blocks[0].mlp.down.weight.grad = None
+
+
+def count_anew(pair: Pair, number: int) -> None:
+    for state in pair[1].state.values():
+        state["step"].fill_(7)
+
+
+def count_one_anew(pair: Pair, number: int) -> None:
+    pair[1].state[pair[0].blocks[1].norm.weight]["step"] += 3
+
+
+def forget(pair: Pair, number: int) -> None:
+    pair[1].state[pair[0].blocks[1].mlp.up.weight]["exp_avg"].zero_()
+
+
+def exchange(pair: Pair, number: int) -> None:
+    state = pair[1].state[pair[0].blocks[1].mlp.up.weight]
+    state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def drop(pair: Pair, number: int) -> None:
+    pair[1].state.pop(pair[0].blocks[1].mlp.up.weight)
+
+
+def anneal(pair: Pair, number: int) -> None:
+    pair[1].param_groups[0]["lr"] *= 0.5
+
+
+def write_parameter(pair: Pair, number: int) -> None:
+    with torch.no_grad():
+        pair[0].head.weight.mul_(0.9)
+        pair[0].blocks[0].norm.weight.data = pair[0].blocks[0].norm.weight.data * 1.1
+
+
+def divide_groups(pair: Pair, number: int) -> None:
+    group = pair[1].param_groups[0]
+    if number == 1:  # in the second step only
+        moved = group["params"].pop(3)
+        pair[1].add_param_group({"params": [moved], "lr": 3e-3})
+
+
+def freeze(pair: Pair, number: int) -> None:
+    pair[0].blocks[0].norm.weight.requires_grad_(False)
+    pair[0].blocks[0].norm.weight.grad = None
+
+
+CHANGES = (
+    load,
+    replace_gradients,
+    leave_out,
+    count_anew,
+    count_one_anew,
+    forget,
+    exchange,
+    drop,
+    anneal,
+    write_parameter,
+    divide_groups,
+    freeze,
+)
