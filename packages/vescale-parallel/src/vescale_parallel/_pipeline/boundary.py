@@ -6,8 +6,10 @@ A sender can still tell all ranks what is wrong; a receiver would take other byt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
+from vescale_comm.nested import named_tensors_within
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
@@ -60,3 +62,27 @@ def is_plainly(tensor: Tensor, spec: TensorSpec) -> bool:
         and tensor.shape == spec.shape
         and tensor.stride() == spec.stride
     )
+
+
+def require_values(name: str, stage: int, given: tuple[Any, ...]) -> None:
+    """Refuse what no mark told of: values of other stages that came by a hidden way.
+
+    Args:
+        name: of the unit that is called in a rehearsal.
+        stage: whose it is.
+        given: its (args, kwargs).
+
+    Raises:
+        PipelineError: a tensor holds no numbers.
+    """
+    for path, one in named_tensors_within(given).items():
+        # Placeholders hold NaN in a rehearsal: what is computed from them, whichever way, shows.
+        local = local_of(one.detach())
+        if local.is_floating_point() and local.numel() and bool(local.isnan().all()):
+            raise PipelineError(
+                f"'{name}' on stage {stage} takes {path} of its (args, kwargs), in which there are "
+                "no numbers: a value that only an earlier stage has went through code that torch "
+                "does not show (an autograd.Function, a redistribution of the model's own), or the "
+                "model has diverged. Let every stage hold what makes it: "
+                "pipeline={'everywhere': ...}."
+            )

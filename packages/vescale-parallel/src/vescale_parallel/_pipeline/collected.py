@@ -26,6 +26,16 @@ class Lacking(PipelineError):
     """Code outside of the blocks looks for what modules within them have computed."""
 
 
+def failed_outside(stage: int, error: Exception) -> Lacking:
+    """What to say where a model fails between its blocks, on a stage behind the first."""
+    return Lacking(
+        f"the model failed on stage {stage}, outside of its blocks: {type(error).__name__}: "
+        f"{error}. Blocks of other stages do not run there, so what they leave beside their "
+        "results (logits of routers, hidden states that hooks collect, caches) is missing. Leave "
+        "it out (output_router_logits=False, use_cache=False), or let the blocks return it."
+    )
+
+
 @add_record
 class Inner(NamedTuple):
     """A call of a module within a block.

@@ -100,6 +100,11 @@ class Blanks:
         self.watchers: list[Watcher] = []
         self._is_written = False
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the model writes to what stands in, so that it cannot stand in again."""
+        return self._is_written
+
     def begin(self) -> None:
         """A forward begins: what the one before has written to stands for nothing any more."""
         written = [one for one, version in self._made.values() if one._version != version]
@@ -185,6 +190,8 @@ def _nothing(spec: TensorSpec, device: str) -> Tensor:
 
 def as_strided_like(flat: Tensor, spec: TensorSpec) -> Tensor:
     """A local tensor that came row-major, in the memory order that it had."""
+    if flat.stride() == spec.stride and flat.shape == spec.shape:
+        return flat
     given = flat.view(spec.shape)
     if tuple(given.stride()) == spec.stride:
         return given

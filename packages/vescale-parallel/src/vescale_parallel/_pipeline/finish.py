@@ -114,12 +114,12 @@ def finish_step(
     anywhere = 0
     for one in told:
         anywhere |= int.from_bytes(one[_LOSS_BYTES:], "little")
-    there = []
-    for at, (parameter, leaf) in enumerate(zip(trained.parameters, trained.leaves, strict=True)):
-        if anywhere >> at & 1:
-            there.append(parameter)
-            if leaf.grad is None:
-                leaf.grad = scene.nothing_like(leaf)
+    there, leaves = trained
+    if anywhere + 1 != 1 << len(leaves):  # not of all, as mostly
+        there = [one for at, one in enumerate(there) if anywhere >> at & 1]
+        leaves = [one for at, one in enumerate(leaves) if anywhere >> at & 1]
+    for leaf in [one for one in leaves if one.grad is None]:
+        leaf.grad = scene.nothing_like(leaf)
     reduce_gradients(there)
     last = scene.split.ranks[-1]
     if whole:

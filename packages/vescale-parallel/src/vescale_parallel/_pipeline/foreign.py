@@ -105,6 +105,16 @@ class Foreign(TorchFunctionMode):
                 return False
         return True
 
+    def unknown_at(self, args: Iterable[Any]) -> tuple[int, ...] | None:
+        """Positions of marked tensors among arguments; None where one of these is a nesting."""
+        found = []
+        for at, one in enumerate(args):
+            if id(one) in self._marked:
+                found.append(at)
+            elif type(one) not in _FLAT:
+                return None
+        return tuple(found)
+
     def unknown_within(self, value: Any) -> list[str]:
         """Paths of the tensors in a nesting whose values are not here."""
         if not self._marked or self._marked.keys().isdisjoint(map(id, tensors_within(value))):

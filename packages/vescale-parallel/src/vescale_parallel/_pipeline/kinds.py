@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from vescale_parallel._errors import PipelineError
@@ -41,6 +42,18 @@ class Entry(NamedTuple):
 
     paths: tuple[str, ...]
     specs: tuple[TensorSpec, ...]
+
+    @property
+    def wanting(self) -> tuple[TensorSpec, ...]:
+        """Those that gradients go back to: the same object each time, as messages are known by."""
+        return (
+            self.specs if all([one.requires_grad for one in self.specs]) else _wanting(self.specs)
+        )
+
+
+@lru_cache(maxsize=1024)
+def _wanting(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(one for one in specs if one.requires_grad)
 
 
 @add_record

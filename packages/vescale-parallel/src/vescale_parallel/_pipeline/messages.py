@@ -19,7 +19,7 @@ from vescale_comm import Group, Pending, broadcast, recv, send
 
 from vescale_parallel._pipeline.described import TensorSpec, as_strided_like
 from vescale_parallel._pipeline.text import from_text, to_text
-from vescale_parallel._schedules.actions import Schedule
+from vescale_parallel._schedules.actions import Action, Schedule
 
 Way = Literal["forward", "backward"]
 
@@ -96,6 +96,8 @@ class Lines:
         self.device = device
         self.rank, self.size, self.ranks = up.rank, up.size, up.ranks
         self._likes: dict[TensorSpec, Tensor] = {}
+        # Of the specs of a whole message, by `id`: those of a kind stay the same object.
+        self._of_message: dict[int, tuple[Sequence[TensorSpec], list[Tensor]]] = {}
 
     def _line(self, source: int, target: int) -> Group:
         return self._up if source < target else self._down
@@ -114,7 +116,12 @@ class Lines:
     def start_recv(self, specs: Sequence[TensorSpec], source: int) -> Coming:
         """Start to receive local tensors, for which their memory is taken at once."""
         group = self._line(source, self.rank)
-        starts = [recv(self._like(one), group, source=source, async_op=True) for one in specs]
+        known, likes = self._of_message.get(id(specs), (None, []))
+        if known is not specs:
+            likes = [self._like(one) for one in specs]
+            if len(self._of_message) < _LIKES:
+                self._of_message[id(specs)] = specs, likes
+        starts = [recv(one, group, source=source, async_op=True) for one in likes]
         return Coming(starts, specs)
 
     def _like(self, spec: TensorSpec) -> Tensor:
@@ -168,11 +175,13 @@ class Traffic(NamedTuple):
     """What a schedule lets pass to and from one rank: the same in each step.
 
     Attributes:
+        passes: for each action of this rank what it needs from another stage, and gives to one.
         takers: for each message the rank that takes it, and at which of its actions.
         coming: by sender, the messages that it sends here, and at which of its actions each.
         senders: for each message that comes here, who sends it.
     """
 
+    passes: dict[Action, tuple[Message | None, Message | None]]
     takers: dict[Message, tuple[int, int]]
     coming: dict[int, list[tuple[Message, int]]]
     senders: dict[Message, int]
@@ -182,10 +191,12 @@ class Traffic(NamedTuple):
 @lru_cache(maxsize=16)
 def traffic_of(schedule: Schedule, own: int) -> Traffic:
     """Return what passes by a schedule; nobody may write to it."""
-    found = Traffic({}, {}, {})
+    found = Traffic({}, {}, {}, {})
     for rank, row in enumerate(schedule.ranks):
         for at, action in enumerate(row):
             needs, gives = message_into(action, schedule.stages)
+            if rank == own:
+                found.passes[action] = needs, gives
             if needs is not None:
                 found.takers[needs] = (rank, at)
             # In the order of the sender's row, which is the order in which it sends.
@@ -210,6 +221,7 @@ class Inbox:
         specs: what a message consists of.
 
     Attributes:
+        passes: for each action what it needs from another stage, and gives to one.
         takers: for each message the rank that takes it, and at which of its actions.
         seen: by rank, the action from which the latest message came: it has done those before.
     """
@@ -223,7 +235,8 @@ class Inbox:
         self._lines, self._specs = lines, specs
         self._kept: dict[Message, list[Tensor]] = {}
         traffic = traffic_of(schedule, lines.rank)
-        self.takers, self._senders = traffic.takers, traffic.senders
+        self.passes, self.takers = traffic.passes, traffic.takers
+        self._senders = traffic.senders
         # By sender: what is left of it.
         self._coming = {sender: deque(every) for sender, every in traffic.coming.items()}
         self._started: dict[int, Coming] = {}

@@ -53,28 +53,30 @@ class Following:
     Attributes:
         left: whether there is no route, or the forward has left it.
         is_quiet: as that of the route.
+        turns: of the route.
+        at: the one that is due.
     """
 
     def __init__(self, stage: int, routes: Routes | None) -> None:
         self._stage, self._routes = stage, routes
         route = _NONE if routes is None else routes.get(stage, _NONE)
-        self._turns, self.is_quiet = route.turns, route.is_quiet
-        self._at = 0
-        self.left = not self._turns
+        self.turns, self.is_quiet = route.turns, route.is_quiet
+        self.at = 0
+        self.left = not self.turns
         # What is noted; None: nothing shall be.
         self._noted: list[Turn] | None = [] if self.left and routes is not None else None
 
     def due(self, name: str) -> Turn | None:
         """The turn of a unit that is called, if it is the one that is due."""
-        at = self._at
-        if self.left or at >= len(self._turns) or self._turns[at][0] != name:
+        at = self.at
+        if self.left or at >= len(self.turns) or self.turns[at][0] != name:
             return None
-        self._at = at + 1
-        return self._turns[at]
+        self.at = at + 1
+        return self.turns[at]
 
     def now(self, name: str) -> Turn | None:
         """The turn that `due` gave last, if it is that of this unit."""
-        turn = None if self.left or not self._at else self._turns[self._at - 1]
+        turn = None if self.left or not self.at else self.turns[self.at - 1]
         return turn if turn is not None and turn.name == name else None
 
     def leave(self, *, before: bool = False) -> list[str]:
@@ -83,7 +85,7 @@ class Following:
         Args:
             before: the turn that `due` gave last could not be followed, and does not count.
         """
-        done = [one.name for one in self._turns[: self._at - before]]
+        done = [one.name for one in self.turns[: self.at - before]]
         self.left = True
         self.drop()
         return done
@@ -104,7 +106,7 @@ class Following:
 
     def is_done(self) -> bool:
         """Whether the forward has followed its route to the end."""
-        return not self.left and self._at == len(self._turns)
+        return not self.left and self.at == len(self.turns)
 
     def ended(self, *, is_quiet: bool = False) -> None:
         """The forward has ended, and nothing was wrong."""

@@ -22,7 +22,7 @@ from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.halves import Halves
 from vescale_parallel._pipeline.kinds import Entry, Kind
 from vescale_parallel._pipeline.measured import Stopwatch
-from vescale_parallel._pipeline.messages import Inbox, Lines, Message, message_into
+from vescale_parallel._pipeline.messages import Inbox, Lines, Message
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.stage import StageForward
@@ -123,6 +123,8 @@ class Runner:
         self._given: set[Message] = set()
         # Of this step: between steps nothing is held.
         self._blanks = Blanks(lines.device)
+        # The latest forward of each stage and kind, which the next one may be again.
+        self._forwards: dict[tuple[int, int], StageForward] = {}
         self._now = 0
         zero = getattr(scene.model, SCHEDULE, None)
         self._zero = zero if isinstance(zero, Zero) else None
@@ -166,6 +168,7 @@ class Runner:
         # Graphs of a failed step hold activations, and stages of a next one would find them under
         # the same keys.
         self._kept.clear()
+        self._forwards.clear()
         self._halves.clear()
         # The memory of what is on its way must live until it is sent; nothing else holds it.
         for handles in self._sent.values():
@@ -204,8 +207,7 @@ class Runner:
             # Microbatches come in the schedule's order, but draw what one device draws in theirs.
             self.has_moved |= self._scene.streams.seek(here.start) or any(here.kind.total)
         self._blanks.begin()
-        running = StageForward(self._scene, stage, here.kind, self, self._blanks, here.routes)
-        running.is_still = self._is_still
+        running = self._begun(stage, here)
         found = running.run(here.part, here.start)
         loss = None
         if found is not None:
@@ -217,8 +219,19 @@ class Runner:
             # Backward starts below the wrapper, so that gradients of the other half are asked for
             # by plain nodes. It starts with the weight, which is the gradient of the product.
             loss = local_of(found)
+        received, sent = running.let_go()
         if torch.is_grad_enabled():
-            self._kept[stage, action.microbatch] = _Kept(running.received, running.sent, loss)
+            self._kept[stage, action.microbatch] = _Kept(received, sent, loss)
+
+    def _begun(self, stage: int, here: Microbatch) -> StageForward:
+        """A forward of a stage for a microbatch."""
+        key = stage, id(here.kind)
+        running = self._forwards.get(key)
+        if running is None or not running.again():
+            running = StageForward(self._scene, stage, here.kind, self, self._blanks, here.routes)
+            running.is_still = self._is_still
+            self._forwards[key] = running
+        return running
 
     def _backward(self, action: Action) -> None:
         self._now = action.microbatch
@@ -240,7 +253,7 @@ class Runner:
                 if stage in self._scene.recomputing:
                     # Its second half would compute all of it again.
                     halves.weights()
-        _, gives = message_into(action, self._schedule.stages)
+        _, gives = self._inbox.passes[action]
         if gives is not None:
             # One that the stage did not use: the stage before waits for its gradient all the same.
             pairs = zip(back, found.leaves, strict=True)
@@ -252,7 +265,7 @@ class Runner:
         # Popped, so that activations go as soon as the backward has used them: that is what 1F1B is
         # for.
         kept = self._kept.pop((stage, microbatch))
-        needs, _ = message_into(action, self._schedule.stages)
+        needs, _ = self._inbox.passes[action]
         leaves = _wanting(kept.received, self._entry(stage)) if stage else []
         if needs is None:
             assert kept.loss is not None
@@ -285,11 +298,11 @@ class Runner:
     def _entry(self, stage: int) -> Entry:
         return self._microbatches[self._now].kind.entries[stage]
 
-    def _specs(self, message: Message) -> list[TensorSpec]:
+    def _specs(self, message: Message) -> Sequence[TensorSpec]:
         kind = self._microbatches[message.microbatch].kind
         if message.way == "forward":
-            return list(kind.entries[message.stage].specs)
-        return [one for one in kind.entries[message.stage + 1].specs if one.requires_grad]
+            return kind.entries[message.stage].specs
+        return kind.entries[message.stage + 1].wanting
 
     def _send(self, message: Message, tensors: list[Tensor]) -> None:
         # Noted before it is sent: a failure in between must not send it a second time.
@@ -318,7 +331,7 @@ class Runner:
 
     def _give_nothing(self, action: Action) -> None:
         """Send what an action would have sent, without values."""
-        _, gives = message_into(action, self._schedule.stages)
+        _, gives = self._inbox.passes[action]
         if gives is None or gives in self._given:
             return
         # Nobody else waits for it.

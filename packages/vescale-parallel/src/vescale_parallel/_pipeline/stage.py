@@ -6,7 +6,6 @@ a module outside of the blocks that holds parameters.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -18,12 +17,13 @@ from vescale_comm.nested import named_tensors_within
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import innermost_mode
 from vescale_parallel._errors import ParallelError, PipelineError
-from vescale_parallel._pipeline.collected import Lacking, call_hooks
+from vescale_parallel._pipeline.boundary import require_values
+from vescale_parallel._pipeline.called import Called
+from vescale_parallel._pipeline.collected import call_hooks, failed_outside
 from vescale_parallel._pipeline.described import (
     Blanks,
     Described,
     describe,
-    local_of,
     placeholders,
     wrapped,
 )
@@ -31,6 +31,7 @@ from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.kinds import Call, Kind
 from vescale_parallel._pipeline.leaks import Leaks
 from vescale_parallel._pipeline.left import Left, StandingIn, left_by
+from vescale_parallel._pipeline.quiet import Quiet
 from vescale_parallel._pipeline.results import Results
 from vescale_parallel._pipeline.route import Act, Following, Routes, Turn
 from vescale_parallel._pipeline.scene import Neighbours, Scene, StageEnded, Unit
@@ -47,6 +48,7 @@ class StageForward:
         sent: what went to the stage after, with its history.
         measured: calls of this stage's units, in a rehearsal.
         is_still: whether nothing is drawn, as whoever runs it finds out.
+        quiet: what answers calls of units, as long as no function has to be watched.
     """
 
     def __init__(
@@ -68,10 +70,8 @@ class StageForward:
         self.is_rehearsal = kind.loss is None
         self.is_still = False
         self.foreign = Foreign(stage, Leaks() if self.is_rehearsal else None)
-        # By name and number of the call: a shared module is called several times in a forward.
-        self._calls: defaultdict[str, int] = defaultdict(int)
-        self._next_block = 0
-        # Where the forward began, and, in a rehearsal, units.
+        self._called = Called(scene.block_numbers, stage)
+        # Where the forward began; and units, in a rehearsal.
         self._start: Place = ()
         self._places: dict[tuple[str, int], Place] = {}
         self._is_last = stage + 1 == len(scene.split.stages)
@@ -80,13 +80,40 @@ class StageForward:
         self._left = StandingIn()
         # Whether functions come to `foreign`; whether none has to, as tensors tell of their uses.
         self._looks = False
-        self._is_quiet = False
+        self.quiet: Quiet | None = None
         self._results = Results(self.foreign, stage, kind.uses, self.is_rehearsal)
         self._way = Following(stage, routes)
         if blanks is not None and self._way.is_quiet and not scene.collects | scene.is_compiled:
-            self._is_quiet, self._modes = True, innermost_mode()
+            self._modes = innermost_mode()
             blanks.watchers[:] = [self]
+            self.quiet = self._calmed = Quiet(self, self._way, self.foreign)
         self._foreign_to = scene.foreign_to[stage]
+        self._can_repeat = False
+
+    def again(self) -> bool:
+        """Be the forward of the next microbatch of this kind, if it can begin as this one did.
+
+        To make a new one takes as long as a call of a module; and by then it is known what stands
+        in at each turn, and where in the arguments tensors are that pass between stages.
+        """
+        blanks, can_repeat = self._blanks, self._can_repeat
+        if (
+            blanks is None
+            or not can_repeat
+            or blanks.is_written
+            or innermost_mode() is not self._modes
+        ):
+            return False
+        self._way.at = 0
+        self.quiet, self._can_repeat = self._calmed, False
+        blanks.watchers[:] = [self]
+        return True
+
+    def let_go(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What was received and sent, which only who goes backward holds from now on."""
+        found = self.received, self.sent
+        self.received, self.sent = [], []
+        return found
 
     def run(self, part: Part, start: Place | None = None) -> Tensor | None:
         """Run the model up to the end of the stage; returns the loss on the last one.
@@ -114,7 +141,10 @@ class StageForward:
             self._ended()
         finally:
             self._look_away()
-            self._is_quiet = False
+            # Nothing has happened that a route does not tell: no activation is held, either.
+            self._can_repeat = self.quiet is not None and self._way.is_done()
+            self.quiet = None
+            self.foreign.known.clear()
             if self._blanks is not None:
                 self._blanks.watchers.clear()  # this forward holds its activations
             self._left.restore()
@@ -136,7 +166,7 @@ class StageForward:
         Returns:
             Whether functions come to `foreign` now, and did not before.
         """
-        if not self._is_quiet:
+        if self.quiet is None:
             return False
         if innermost_mode() is not self._modes:
             raise PipelineError(
@@ -144,13 +174,13 @@ class StageForward:
                 f"{self.stage}, and did not for a batch of this shape before. Inside of a mode "
                 "of its own (torch.device, DeviceContext) this cannot be watched from here on."
             )
-        self._is_quiet = False
+        self.quiet = None
         self._way.drop()
         self._look()
         return True
 
     def _look(self) -> None:
-        if self._looks or self._is_quiet:
+        if self._looks or self.quiet is not None:
             return
         # Without values of other stages there is nothing to be told apart.
         if self.foreign.leaks is not None or self.foreign.has_marked:
@@ -177,25 +207,13 @@ class StageForward:
             leaks = self.foreign.leaks
             if not self.stage or leaks is None or leaks.inside is not None:
                 raise
-            raise Lacking(
-                f"the model failed on stage {self.stage}, outside of its blocks: "
-                f"{type(error).__name__}: {error}. Blocks of other stages do not run there, so "
-                "what they leave beside their results (logits of routers, hidden states that hooks "
-                "collect, caches) is missing. Leave it out (output_router_logits=False, "
-                "use_cache=False), or let the blocks return it."
-            ) from error
+            raise failed_outside(self.stage, error) from error
 
     def _require_end(self, loss: Tensor) -> None:
         is_done = self._way.is_done()
         if not is_done:
             self._look_closely()
-        if not self._is_last or (not is_done and self._next_block < len(self.scene.block_numbers)):
-            done, every = self._next_block, list(self.scene.block_numbers)
-            raise PipelineError(
-                f"the model returned on stage {self.stage} after {done} of {len(every)} blocks: "
-                f"'{every[min(done, len(every) - 1)]}' was not called. Each forward has to call "
-                "each block once, in order."
-            )
+        self._called.require_all(has_followed=is_done, is_last=self._is_last)
         if self.foreign.is_unknown(loss):
             raise PipelineError(
                 "the loss is computed from values that only earlier stages have, beside what went "
@@ -207,16 +225,19 @@ class StageForward:
         """The model calls a unit before which nobody has been called; returns its result."""
         turn = self._way.due(unit.name)
         if turn is not None and unit.leaves and not self.scene.collects:
-            # By far the most calls: each function that they call shows in a step of small blocks.
             if turn.act == "run" and self.foreign.is_plainly_known(args, kwargs):
-                if self._is_quiet:
-                    return unit.forward(*args, **kwargs)
                 self._look_away_here()
                 output = unit.forward(*args, **kwargs)
                 self._look()
                 return output
             if turn.act == "stand in":
-                return self._stand_in_at(turn)
+                return self.stand_in_at(turn)
+        return self.call_at(turn, unit, args, kwargs)
+
+    def call_at(
+        self, turn: Turn | None, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Enter and compute a unit, for which it is the turn, or nobody knows."""
         if unit.module._forward_pre_hooks:
             self._require_no_difference(unit, args, kwargs)
         given = self._entered(turn, unit.name, args, kwargs)
@@ -267,21 +288,17 @@ class StageForward:
 
     def _look_closely(self, *, before: bool = False) -> None:
         """From here on find out at each call of a unit what is to be done there."""
-        self._is_quiet = False
+        self.quiet = None
         if not self._way.left:
-            for name in self._way.leave(before=before):
-                self._calls[name] += 1
-                self._next_block += name in self.scene.block_numbers
+            self._called.note(self._way.leave(before=before))
 
     def _enter(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key = (name, self._calls[name])
-        self._calls[name] += 1
+        key = self._called.one(name)
         number = self.scene.block_numbers.get(name)
         act: Act = "run"
         if number is not None:
-            self._require_order(name, number)
             # Before the block itself: its hooks belong to the stage that holds it.
             if number == self.scene.starts[self.stage + 1]:
                 self._way.note(Turn(name, "give", key[1]))
@@ -310,9 +327,13 @@ class StageForward:
 
     def _give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         """Hand over to the next stage: this one has come to its end."""
-        self._require_draws()
         call = named_tensors_within((args, kwargs))
-        call |= self._results.to_give()
+        if self.quiet is not None:
+            self.quiet.same.note_handed(args, kwargs, list(call))
+        self.hand_over(call | self._results.to_give())
+
+    def hand_over(self, call: dict[str, Tensor]) -> NoReturn:
+        self._require_draws()
         self.sent = self._neighbours.give(self.stage, call, self.foreign)
         raise StageEnded
 
@@ -329,16 +350,6 @@ class StageForward:
             return False
         return bool(self.foreign.unknown_within((args, kwargs)))
 
-    def _require_order(self, name: str, number: int) -> None:
-        if number != self._next_block:
-            every = list(self.scene.block_numbers)
-            due = every[self._next_block] if self._next_block < len(every) else "none"
-            raise PipelineError(
-                f"the model calls block '{name}' where '{due}' is due. A pipeline needs each block "
-                "called once, in the order of the model."
-            )
-        self._next_block += 1
-
     def _require_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         unknown = self.foreign.unknown_within((args, kwargs))
         if unknown:
@@ -349,22 +360,7 @@ class StageForward:
                 "pipeline={'everywhere': ...}."
             )
         if self.is_rehearsal and self.stage:
-            self._require_values(name, args, kwargs)
-
-    def _require_values(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse what no mark told of: values of other stages that came by a hidden way."""
-        for path, one in named_tensors_within((args, kwargs)).items():
-            # Placeholders hold NaN in a rehearsal: what is computed from them, whichever way,
-            # shows.
-            local = local_of(one.detach())
-            if local.is_floating_point() and local.numel() and bool(local.isnan().all()):
-                raise PipelineError(
-                    f"'{name}' on stage {self.stage} takes {path} of its (args, kwargs), in which "
-                    "there are no numbers: a value that only an earlier stage has went through "
-                    "code that torch does not show (an autograd.Function, a redistribution of the "
-                    "model's own), or the model has diverged. Let every stage hold what makes it: "
-                    "pipeline={'everywhere': ...}."
-                )
+            require_values(name, self.stage, (args, kwargs))
 
     def _take_over(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -374,6 +370,14 @@ class StageForward:
         unknown = [path for path, one in found.items() if self.foreign.is_unknown(one)]
         more = self._results.to_take()
         found, unknown = found | more, [*unknown, *more]
+        for path, one in zip(unknown, self.taken(unknown), strict=True):
+            self.foreign.known[id(found[path])] = one
+        if self.quiet is not None and not more:
+            self.quiet.same.note_lacking(args, kwargs, unknown)
+        return self.foreign.resolved((args, kwargs))  # type: ignore[no-any-return]
+
+    def taken(self, unknown: list[str]) -> list[Tensor]:
+        """What the stage before has sent, in place of what is missing at these paths."""
         entry, values = self._neighbours.ask(self.stage, unknown)
         if list(entry.paths) != unknown:
             raise PipelineError(
@@ -381,13 +385,14 @@ class StageForward:
                 f"first block, and in its rehearsal it lacked {listed(entry.paths) or 'nothing'}. "
                 "The model has to call its blocks alike for batches of one shape."
             )
-        for path, spec, local in zip(entry.paths, entry.specs, values, strict=True):
+        taken = []
+        for spec, local in zip(entry.specs, values, strict=True):
             if spec.requires_grad and torch.is_grad_enabled():
                 local.requires_grad_()
             # The leaf, and not the wrapper: gradients of the stage before are read from it.
             self.received.append(local)
-            self.foreign.known[id(found[path])] = wrapped(spec, local, self.scene.mesh)
-        return self.foreign.resolved((args, kwargs))  # type: ignore[no-any-return]
+            taken.append(wrapped(spec, local, self.scene.mesh))
+        return taken
 
     def leave(self, name: str, output: Any) -> None:
         """A unit of this stage has run."""
@@ -395,7 +400,7 @@ class StageForward:
         inner = self._results.end(output, collects=self.scene.collects)
         if not self._way.left:
             return
-        key = (name, self._calls[name] - 1)
+        key = self._called.latest(name)
         left: tuple[Left, ...] = ()
         if self.foreign.leaks is not None and name == self.foreign.leaks.inside:
             left = left_by(self.scene.model.get_submodule(name), self.foreign.leaks.is_made)
@@ -424,29 +429,31 @@ class StageForward:
     def stand_in(self, name: str) -> Any:
         """What a unit of another stage returns here."""
         turn = self._way.now(name)
-        return self._stand_in_closely(name) if turn is None else self._stand_in_at(turn)
+        return self._stand_in_closely(name) if turn is None else self.stand_in_at(turn)
 
-    def _stand_in_at(self, turn: Turn) -> Any:
+    def stand_in_at(self, turn: Turn) -> Any:
         """The same, at a turn of the route."""
         call: Call | None = turn.call
         if call is None or call.output is None or self._blanks is None:
             return self._stand_in_closely(turn.name)
         draws = any(call.words)
-        known = None if draws else self._blanks.ready(call.output, tells=self._is_quiet)
+        known = None if draws else self._blanks.ready(call.output, tells=self.quiet is not None)
         if known is not None and not self.scene.collects:
             # By far the most: without a call for each of the steps below.
             self.foreign.mark(known[1])
-            if not self._is_quiet:
+            if self.quiet is None:
                 self._look()
+            elif isinstance(known[0], Tensor):
+                self.quiet.ready[id(turn)] = known[0]
             return known[0]
         self._look_away_here()
         self.scene.streams.skip(call.words)
-        found = self._blanks.stand_in(call.output, self.scene.mesh, tells=self._is_quiet)
+        found = self._blanks.stand_in(call.output, self.scene.mesh, tells=self.quiet is not None)
         return self._stood_in((turn.name, turn.number), call, *found)
 
     def _stand_in_closely(self, name: str) -> Any:
         self._look_closely()
-        call = self.kind.calls.get((name, self._calls[name] - 1))
+        call = self.kind.calls.get(self._called.latest(name))
         if call is None or call.output is None:
             raise PipelineError(
                 f"'{name}' is on another stage, and stage {self.stage} needs it: modules before "
@@ -460,7 +467,7 @@ class StageForward:
         if self.is_rehearsal and call.left:
             block = self.scene.model.get_submodule(name)
             made = made + self._left.put(block, call.left, self.scene.mesh)
-        return self._stood_in((name, self._calls[name] - 1), call, value, made)
+        return self._stood_in(self._called.latest(name), call, value, made)
 
     def _stood_in(
         self, unit: tuple[str, int], call: Call, value: Any, made: Sequence[Tensor]

@@ -37,7 +37,7 @@ from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
-from vescale_parallel._pipeline.walked import Walked
+from vescale_parallel._pipeline.walked import Walked, Walker
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -137,6 +137,9 @@ class StagedStep:
     def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
         self._peers = mesh_ranks(mesh)
+        self._walker = Walker(scene.model)
+        # What was found in a table of parameters by name.
+        self._shared: tuple[dict[str, nn.Parameter], list[nn.Parameter]] = {}, []
         self._calls = 0
         self._schedule = scene.split.schedule
         # Training steps until the schedule is chosen: the first one warms up.
@@ -158,7 +161,7 @@ class StagedStep:
             PipelineError: on every rank: the batch cannot be divided, the model cannot run in
                 stages as it is, or a rank failed: its own error there, elsewhere one that names it.
         """
-        scene, walked = self._scene, Walked.of(self._scene.model)
+        scene, walked = self._scene, self._walker.walk()
         microbatches = self._prepared(part, scene.split.schedule.microbatches, walked)
         trains = torch.is_grad_enabled()
         # Evaluations have no backwards to wait for, but go through the same stages in the same
@@ -167,10 +170,7 @@ class StagedStep:
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
         # In the order of the model, which is that of the numbers in the message.
         trained = walked.trained() if trains else Trained([], [])
-        owners = scene.split.owners
-        earlier = EarlierGradients(
-            [p for n, p in walked.named.items() if owners[n] is None] if trains else []
-        )
+        earlier = EarlierGradients(self._shared_of(walked.named) if trains else [])
         # What units of `zero` keep is told by the parameter itself alone.
         is_kept = isinstance(getattr(scene.model, SCHEDULE, None), Zero)
         new = NewGradients(
@@ -191,6 +191,14 @@ class StagedStep:
             memory = scene.split.memory
             self._schedule = choose_schedule(schedule, watch, scene, self._lines, memory)
         return total
+
+    def _shared_of(self, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that every stage holds."""
+        # Of the same table, which is made anew where a model has changed.
+        if self._shared[0] is not named:
+            owners = self._scene.split.owners
+            self._shared = named, [one for name, one in named.items() if owners[name] is None]
+        return self._shared[1]
 
     def evaluate(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -220,7 +228,7 @@ class StagedStep:
         scene = self._scene
         scene.call = forward
         try:
-            walked = Walked.of(scene.model)
+            walked = self._walker.walk()
             microbatches = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
             # A rehearsal calls the loss as well: its output holds placeholders.
             outputs.clear()  # of a rehearsal
@@ -251,7 +259,7 @@ class StagedStep:
         parts = divided(part, count, self._dim)
         # Shapes of parts and not of the batch: the last microbatch may be smaller than the others.
         keys = _keys_of(parts, modes)
-        if not self._kinds.keys() >= set(keys):
+        if not self._kinds.keys() >= set({id(key): key for key in keys}.values()):
             # A rank that failed goes on to the vote: the others are on their way there.
             failure = self._rehearse(parts, keys)
             if self._shall_collect(failure):
@@ -309,6 +317,7 @@ class StagedStep:
         found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in part.tensors().items()}
         # One number for thousands of modules: which of them differs is not said.
         digest = f"digest {zlib.crc32(repr(modes).encode()):08x}"
+        stepped = self._scene.stepped
         facts = {
             "tensor": found,
             "value of": self._values_of(part),
@@ -318,11 +327,13 @@ class StagedStep:
                 "gradients": str(torch.is_grad_enabled()),
                 "parameters with hooks": str(hooked),
                 "calls before": str(self._calls),
+                "a step of an optimizer since the call before": str(stepped.lately),
                 **self._drawn_from(start),
             },
         }
         self._compare(facts)
         self._calls += 1
+        stepped.lately = False
 
     def _compare(self, facts: Facts) -> None:
         advice = dict.fromkeys(facts, _ADVICE)
@@ -376,10 +387,14 @@ class StagedStep:
         """The microbatches, and where in the streams each begins and ends."""
         place = self._scene.streams.here()
         made = []
+        # By `id`: to hash the modes of thousands of modules takes longer than all else here, and
+        # most microbatches have one key.
+        known: dict[int, tuple[Kind, Routes]] = {}
         for (one, weight), key in zip(parts, keys, strict=True):
-            kind = self._kinds[key]
+            if id(key) not in known:
+                known[id(key)] = self._kinds[key], self._routes.setdefault(key, {})
+            kind, routes = known[id(key)]
             end = after(place, kind.total)
-            routes = self._routes.setdefault(key, {})
             made.append(Microbatch(one, weight, kind, place, end, routes))
             place = end
         return made

@@ -44,8 +44,11 @@ def install_units(scene: Scene, step: Evaluates) -> None:
         # An attribute of the object: code that asks for the type of a block finds its own.
         module.forward = forward = UnitForward(scene, name, module, module.forward)
         scene.units.append(forward)
-    scene.model.register_forward_pre_hook(_Refuse(scene), prepend=True, with_kwargs=True)
-    scene.model.forward = _Whole(scene, scene.model.forward, step)
+    refuse = _Refuse(scene)
+    if scene.model._forward_pre_hooks:
+        # Before hooks of `zero`, which gather: a rank that calls the model alone would wait there.
+        scene.model.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True)
+    scene.model.forward = _Whole(scene, scene.model.forward, step, refuse)
 
 
 def look_at_hooks(scene: Scene) -> None:
@@ -116,9 +119,11 @@ class UnitForward:
         running = self.scene.running
         if running is None:
             return self.forward(*args, **kwargs)
-        if self.before is None:
-            return running.call(self, args, kwargs)
-        return running.compute(self, args, kwargs)
+        if self.before is not None:
+            return running.compute(self, args, kwargs)
+        if running.quiet is not None:
+            return running.quiet.call(self, args, kwargs)
+        return running.call(self, args, kwargs)
 
     @untraced
     def _within_compiled(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,18 +168,27 @@ class _Leave(_OfUnit):
 
 
 class _Refuse:
+    """Refuses calls of the model itself, outside of a step, that no rank can compute."""
+
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
 
-    @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # `untraced` written out, here and below: each forward of a stage comes here.
+        if _is_compiling() or compiler_callback() is not None or self.scene.running is None:
+            self.outside(kwargs)
+
+    @untraced
+    def outside(self, kwargs: Any) -> None:
+        """No forward of a stage runs, or a compiler asks."""
         if self.scene.running is not None or in_backward():
             return
         if torch.is_grad_enabled():
             raise PipelineError(
-                f"{type(module).__name__} lies in stages on several ranks, so no rank can run all "
-                "of it: call vescale_parallel.forward_backward(model, ...) on every rank; or, for "
-                "its output alone, the model itself on every rank under torch.no_grad()."
+                f"{type(self.scene.model).__name__} lies in stages on several ranks, so no rank "
+                "can run all of it: call vescale_parallel.forward_backward(model, ...) on every "
+                "rank; or, for its output alone, the model itself on every rank under "
+                "torch.no_grad()."
             )
         require_no_cache(kwargs)
 
@@ -182,15 +196,21 @@ class _Refuse:
 class _Whole:
     """The forward of the model itself: outside of a step, that of all stages."""
 
-    def __init__(self, scene: Scene, forward: Any, step: Evaluates) -> None:
-        self.scene, self.step = scene, step
+    def __init__(self, scene: Scene, forward: Any, step: Evaluates, refuse: _Refuse) -> None:
+        self.scene, self.step, self.refuse = scene, step, refuse
         # `generate` looks for the names of arguments.
         self.__wrapped__ = forward
 
-    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling() or compiler_callback() is not None or self.scene.running is None:
+            return self._outside(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    @untraced
+    def _outside(self, *args: Any, **kwargs: Any) -> Any:
         if self.scene.running is not None or in_backward():
             return self.__wrapped__(*args, **kwargs)
+        self.refuse.outside(kwargs)
         return self.step.evaluate(self.__wrapped__, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -1,0 +1,113 @@
+"""Later forwards of a stage look where the first one found what passes between stages.
+
+They are to compute with what they are called with, and to notice what they are called with
+otherwise.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vescale_comm import simulate
+from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+from vescale_parallel._pipeline.quiet import Quiet
+
+MICROBATCHES = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, table: Tensor, scale: float = 1.0, skip: Any = None) -> Tensor:
+        mixed = torch.tanh(self.linear(x)) * scale + table
+        return mixed if skip is None else mixed + skip
+
+
+class Model(nn.Module):
+    """What its blocks are called with follows from its inputs, which all ranks have."""
+
+    def __init__(self, calls: str) -> None:
+        super().__init__()
+        self.calls = calls
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(4, 1)
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x[0, 0])
+        start = x = self.first(x)
+        for block in self.blocks:
+            if self.calls == "scaled":
+                x = block(x, self.table, 1.0 + number)
+            elif self.calls == "skipped":
+                x = block(x, self.table, 1.0, start)
+            elif self.calls == "nested":
+                x = block(x, *(self.table, 1.0, None))
+            elif self.calls == "by name" and number == 2:
+                x = block(x, table=self.table)
+            elif self.calls == "exchanged" and number == 2:
+                x = block(self.table.expand(x.shape).contiguous(), x)
+            else:
+                x = block(x, self.table)
+        return self.last(x).square().mean()
+
+
+def make(calls: str) -> Model:
+    torch.manual_seed(5)
+    return Model(calls)
+
+
+def batch(seed: int) -> Tensor:
+    x = torch.randn(2 * MICROBATCHES, 4, generator=torch.Generator().manual_seed(seed))
+    x[:, 0] = torch.arange(MICROBATCHES).repeat_interleave(2)
+    return x
+
+
+def staged(calls: str, schedule: str, ranks: int) -> nn.Module:
+    how = Plan(pipeline={"schedule": schedule, "microbatches": MICROBATCHES})
+    return parallelize(make(calls), make_mesh(device_type="cpu", pp=ranks), how)
+
+
+def trained(rank: int, world_size: int, calls: str, schedule: str) -> None:
+    model, plain = staged(calls, schedule, world_size), make(calls)
+    quiet, answered = Quiet.call, []
+    Quiet.call = lambda self, *given: (answered.append(1), quiet(self, *given))[1]
+    try:
+        for seed in range(3):
+            expected = torch.zeros(())
+            for part in batch(seed).chunk(MICROBATCHES):
+                loss = plain(part) / MICROBATCHES
+                loss.backward()
+                expected += loss.detach()
+            torch.testing.assert_close(forward_backward(model, batch(seed)), expected)
+    finally:
+        Quiet.call = quiet
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    assert answered
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
+@pytest.mark.parametrize("calls", ["plain", "scaled", "skipped", "nested", "by name"])
+def test_blocks_compute_with_what_they_are_called_with(calls: str, schedule: str):
+    simulate(2)(trained, calls, schedule)
+
+
+def otherwise(rank: int, world_size: int) -> None:
+    model = staged("plain", "1f1b", world_size)
+    for seed in range(2):
+        forward_backward(model, batch(seed))
+    model.calls = "exchanged"
+    with pytest.raises(PipelineError, match=r"lacks .*, and in its rehearsal it lacked"):
+        forward_backward(model, batch(2))
+    model.calls = "plain"
+    forward_backward(model, batch(3))
+
+
+def test_a_block_that_is_called_otherwise_is_told():
+    simulate(3)(otherwise)
