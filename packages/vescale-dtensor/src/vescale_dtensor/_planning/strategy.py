@@ -32,7 +32,9 @@ Dims = tuple[Hashable | None, ...]
 """A letter per dim; None for a dim that is never sharded."""
 
 
-@dataclass(frozen=True)
+# With an `__init__` of its own: a plan has a dozen of these, and what `dataclass` writes for a
+# frozen class passes each field through `object.__setattr__`, at twice the cost.
+@dataclass(frozen=True, init=False)
 class AxisStrategy:
     """One way to run on one mesh axis, which torch calls a single-dim strategy.
 
@@ -55,6 +57,23 @@ class AxisStrategy:
     contiguous_only: bool = False
     proactive: bool = False
     local_bytes: float = 0.0
+
+    def __init__(
+        self,
+        inputs: tuple[Placement, ...],
+        outputs: tuple[Placement, ...],
+        fixed_placement: bool = False,
+        contiguous_only: bool = False,
+        proactive: bool = False,
+        local_bytes: float = 0.0,
+    ) -> None:
+        fields = self.__dict__
+        fields["inputs"] = inputs
+        fields["outputs"] = outputs
+        fields["fixed_placement"] = fixed_placement
+        fields["contiguous_only"] = contiguous_only
+        fields["proactive"] = proactive
+        fields["local_bytes"] = local_bytes
 
 
 @dataclass(frozen=True)
