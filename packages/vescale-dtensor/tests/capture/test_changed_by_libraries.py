@@ -5,6 +5,7 @@ rank meets it, and when, is chance: programs that it made old would be recorded 
 and a joint graph would be refused.
 """
 
+import copy
 import os
 import sys
 from collections.abc import Mapping
@@ -72,6 +73,30 @@ def test_what_the_compiler_puts_before_methods_of_modules(fresh):
     mutation_guard.install_generation_tagging_init()
     assert recordings(captured, x) == before == 1
     assert nn.Module.__init__.__code__.co_filename == mutation_guard.__file__
+
+
+def by_library(x):
+    return nn.functional.relu(x)
+
+
+def test_functions_that_the_compiler_is_not_to_look_into(monkeypatch):
+    captured, x = vd.capture(by_library), torch.ones(2, 3)
+    before = recordings(captured, x)
+    was = nn.functional.relu
+    monkeypatch.setattr(nn.functional, "relu", torch.compiler.disable(was))
+    assert recordings(captured, x) == before == 1
+    monkeypatch.setattr(nn.functional, "relu", torch.compiler.disable(nn.functional.silu))
+    assert torch.equal(captured(x), nn.functional.silu(x))
+
+
+def test_parts_of_a_package_that_are_imported_later(fresh, monkeypatch):
+    captured, x = vd.capture(Layers()), torch.ones(2, 3)
+    before = recordings(captured, x)
+    module = ModuleType("torch.imported_later")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch, "imported_later", module, raising=False)
+    copy.deepcopy(nn.Linear(1, 1))
+    assert recordings(captured, x) == before == 1
 
 
 @pytest.mark.parametrize("name", ["__init__", "__setstate__"])

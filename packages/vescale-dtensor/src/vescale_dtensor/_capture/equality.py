@@ -102,6 +102,9 @@ def _same_parts(kind: type, one: Any, two: Any) -> bool:
 
 def _calls_before(one: Any, two: Any) -> bool:
     """Whether a function is torch's compiler's, and does what the other one does."""
+    if one.__dict__.get("_torchdynamo_disable") is True:
+        # Functions that it is not to look into, as it calls them itself.
+        return one.__dict__.get("_torchdynamo_orig_callable") is two
     if not one.__code__.co_filename.replace("\\", "/").endswith(_TAGGING):
         return False
     return any(cell.cell_contents is two for cell in one.__closure__ or ())

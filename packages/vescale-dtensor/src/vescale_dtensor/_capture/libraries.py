@@ -6,7 +6,7 @@ The code of libraries counts as constant, but not which function a name there st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
 from sys import modules as imported
@@ -22,7 +22,6 @@ from vescale_dtensor._capture.code_files import (
     kind_of_code,
 )
 from vescale_dtensor._capture.kinds import kind_of_class
-from vescale_dtensor._capture.looks import Steady
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # Beside what code names: what torch and Python call of a class without naming it in user code.
@@ -37,8 +36,9 @@ _BACKENDS = "torch.backends"
 _LRU: Any = type(lru_cache(lambda: None))
 # Methods of tensors are those of a class in C, until one is put before it.
 _OF_TENSORS = frozenset(dir(Tensor.__base__)) - {"__dict__"}
-# What torch's compiler sets on `nn.Module` the first time that it runs in a process.
-_MARK = "___needs_generation_tag_patch"
+# What torch's compiler sets on `nn.Module` the first time that it runs in a process; what Python
+# remembers of a class when the first instance is copied.
+_MARKS = frozenset({"___needs_generation_tag_patch", "__slotnames__"})
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes in C whose attributes cannot be set
 
 
@@ -89,7 +89,7 @@ class Libraries:
         while self._reached:
             key, owner = self._reached.popitem()
             self._compared.add(key)
-            yield _replaceable(vars(owner))
+            yield _replaceable(owner)
 
     def methods(self, names: Iterable[str]) -> Iterator[Names]:
         """Take in methods of tensors that the code of a program names."""
@@ -159,26 +159,32 @@ def _is_of_library(owner: Any) -> bool:
     return is_library_class(owner) and not owner.__flags__ & _IMMUTABLE
 
 
-def _replaceable(space: Mapping[str, Any]) -> Names:
-    """The names in a namespace of a library that stand for what users may replace."""
+def _replaceable(owner: Any) -> Names:
+    """The names in a library's class, or Python module, that stand for what users may replace."""
+    space: Mapping[str, Any] = vars(owner)
+    # Classes that a library keeps for itself count there what they do: hits of caches, say.
+    counts = not isinstance(owner, ModuleType) and "._" in owner.__module__
     names = {
         name
         for name, value in tuple(space.items())
         if isinstance(value, _REPLACEABLE)
-        or (isinstance(value, _SETTINGS) and not name.startswith("_"))
+        or (isinstance(value, _SETTINGS) and not name.startswith("_") and not counts)
     }
     return space, names
 
 
-def how_many(space: Mapping[str, Any]) -> Callable[[], int]:
-    """Asks how many names a namespace of a library has."""
-    if "_wrapped_call_impl" in space:  # of `nn.Module`, which torch's compiler marks
-        return Steady(partial(_unmarked, space))
-    return partial(len, space)  # a form that guards ask in C
+def has_only_imported(space: Mapping[str, Any], names: AbstractSet[str]) -> bool:
+    """Whether a library's namespace has these names still, and else only what imports put there.
+
+    Those are parts of a package, which come one by one: torch's compiler imports many of torch.
+    """
+    new = space.keys() - names
+    return len(space) - len(new) == len(names) and all(_is_imported(space, one) for one in new)
 
 
-def _unmarked(space: Mapping[str, Any]) -> int:
-    return len(space) - (_MARK in space)
+def _is_imported(space: Mapping[str, Any], name: str) -> bool:
+    value, full = space.get(name), f"{space.get('__name__')}.{name}"
+    return name in _MARKS or (isinstance(value, ModuleType) and imported.get(full) is value)
 
 
 def is_kept_there(value: Any) -> bool:

@@ -114,6 +114,17 @@ class Look:
     origin: Origin | None
 
 
+@dataclass(eq=False, slots=True)
+class Count(Look):
+    """How many names a library's namespace has.
+
+    Attributes:
+        names: which.
+    """
+
+    names: frozenset[str]
+
+
 Place = Namespace | Contents | Look
 
 

@@ -13,12 +13,14 @@ from torch import nn
 
 from vescale_dtensor._capture.equality import exactly, lasting, same
 from vescale_dtensor._capture.kinds import namespace_of
+from vescale_dtensor._capture.libraries import has_only_imported
 from vescale_dtensor._capture.looks import Steady, referents
 from vescale_dtensor._capture.module_guards import module_flags, module_tables
 from vescale_dtensor._capture.places import (
     COPYING,
     MISSING,
     Contents,
+    Count,
     Look,
     Namespace,
     Origin,
@@ -261,6 +263,10 @@ def _difference(place: _Row | Contents | Look) -> Origin | None:
     if isinstance(place, Contents):
         return None if _same_contents(place) else _different_item(place)
     now = place.look()
+    if isinstance(place, Count) and now != place.was:
+        (space,) = place.look.args  # type: ignore[attr-defined]  # of a partial
+        if has_only_imported(space, place.names):
+            place.was, place.names = now, frozenset(space)
     if not same(now, place.was):
         return place.origin or Origin(None, "a value", "")
     if lasting(place.was, now):

@@ -25,7 +25,7 @@ from vescale_dtensor._capture.code_files import (
     is_library_module,
 )
 from vescale_dtensor._capture.kinds import fields_in_c, kind_of_class, namespace_of, slots_of
-from vescale_dtensor._capture.libraries import Libraries, Names, how_many, is_kept_there
+from vescale_dtensor._capture.libraries import Libraries, Names, is_kept_there
 from vescale_dtensor._capture.looks import Steady, decimals
 from vescale_dtensor._capture.module_guards import HOOKS, PARTS, module_flags, module_tables
 from vescale_dtensor._capture.outside import OutsideTensors
@@ -33,6 +33,7 @@ from vescale_dtensor._capture.places import (
     MISSING,
     OF_TENSORS,
     Contents,
+    Count,
     Look,
     Namespace,
     Origin,
@@ -55,7 +56,7 @@ _OF_MODULES = frozenset({*HOOKS, *PARTS, "training"})
 _OF_CLASSES = """
 __module__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __firstlineno__ __qualname__
 __static_attributes__ __match_args__ __abstractmethods__ _abc_impl __parameters__
-__dataclass_params__ __orig_bases__
+__dataclass_params__ __orig_bases__ __slotnames__
 """
 _NOT_IN_NAMESPACES = ("__name__", "__qualname__")
 _UNREAD = frozenset(_OF_CLASSES.split())
@@ -180,8 +181,8 @@ class Walk(StandardKinds):
         for space, names in self._libraries.by_any_name():
             self._guard_libraries([(space, names)])
             # A name that is new there may be one that was missing.
-            count = how_many(space)
-            self.places.append(Look(count, count(), Origin(None, "a library", "")))
+            title = Origin(None, "a library", "")
+            self.places.append(Count(partial(len, space), len(space), title, frozenset(space)))
 
     def _follow_all(self) -> None:
         """Follow all attributes of all objects met so far."""
