@@ -120,6 +120,24 @@ def test_counts_of_parameters_that_are_trained_later():
     simulate(2)(thawed)
 
 
+def counted(rank: int, world_size: int) -> None:
+    """Somebody writes to the count of one parameter after another: of those elsewhere as well."""
+    pairs = twins(PP, OPTIMIZERS["NAdam"])
+    names = [name for name, _ in pairs[0][0].named_parameters()]
+    for seed, name in enumerate((names[0], *names)):
+        for pair in pairs:
+            backward(pair, seed)
+            if seed:
+                state = pair[1].state[pair[0].get_parameter(name)]
+                state["step" if seed % 2 else "mu_product"] += 0.5
+            pair[1].step()
+        require_alike(*pairs)
+
+
+def test_counts_that_are_written_to_one_by_one():
+    simulate(2)(counted)
+
+
 def scaled(rank: int, world_size: int) -> None:
     for assigned in (False, True):
         pairs = twins(PP, FUSED["SGD, fused"])

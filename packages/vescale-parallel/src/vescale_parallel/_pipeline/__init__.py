@@ -16,7 +16,9 @@ Top to bottom (imports point down):
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
 - `stage`: one forward of one stage; `scene`: what it works on; `units`: what takes the place of
   forwards, through which it acts. `route`: the calls of units that one forward notes and the next
-  one follows. `boundary`: what passes to the next stage.
+  one follows. `quiet`: such calls where no function has to be watched; `same_arguments`: where in
+  them tensors are that pass between stages. `called`: which units were called otherwise.
+  `boundary`: what passes to the next stage.
 - `collected`: what hooks within blocks bring to code outside; `results`: how that passes between
   stages; `kinds`: what all stages know of a kind of microbatch.
 - `foreign`: values of other stages, and what is computed from them. `leaks`: what gets out of
@@ -26,6 +28,8 @@ Top to bottom (imports point down):
 - `described`: a tensor as metadata, and back. `streams`: places in the random streams.
 - `held`: the parameters of a rank's stages while they run.
 - `walked`: modules and parameters of the model, in a step.
+- `local_steps`: optimizers step what a rank has as plain tensors. `stepped`: whether one has
+  stepped the model.
 - `split`: a model into stages. `rules`: words of a plan. `given`: the schedule that it asks for.
 
 `_apply.pipeline_install` makes a model of stages of these.

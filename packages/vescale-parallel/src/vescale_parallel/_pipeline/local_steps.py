@@ -139,27 +139,31 @@ class _Counts:
 
     def __init__(self, leaf: Tensor, counts: dict[str, Tensor]) -> None:
         self._leaf, self._counts = leaf, counts
-        # Those of the others, for each what it is told, and its version since then.
+        # Those of the others, and for each what it is told.
         self._others: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._versions: list[int] = []
+        # Of all of them, since the latest step.
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [one._version for one in (*self._counts.values(), *self._others)]
 
     def follow(self, counts: dict[str, Tensor]) -> None:
         """One more, which has these plain tensors."""
         self._others += counts.values()
         self._sources += [self._counts[name] for name in counts]
-        self._versions += [one._version for one in counts.values()]
+        self._versions = self._now()
 
-    def are_told(self) -> bool:
-        """Whether nobody else has written to those of the others."""
-        return self._versions == [one._version for one in self._others]
+    def are_alike(self) -> bool:
+        """Whether nobody else has written to them."""
+        return self._versions == self._now()
 
     def tell(self) -> None:
         """Let the others have what the stepped one has."""
         # Without a gradient it was left out of this step, as they were.
         if self._others and self._leaf.grad is not None:
             torch._foreach_copy_(self._others, self._sources)
-            self._versions = [one._version for one in self._others]
+        self._versions = self._now()
 
 
 class _Group:
@@ -198,6 +202,7 @@ class _Group:
         can_be = (
             not group.get("differentiable")
             and all([id(one) in own and isinstance(one, DTensor) for one in parameters])
+            and len({id(one) for one in parameters}) == len(parameters)
             and all([type(one) is dict and (one or is_bare) for one in held])
             and all(map(_are_local, parameters, held))
         )
@@ -209,6 +214,7 @@ class _Group:
         # By `map`, without a line of Python for each parameter and name in every step.
         return bool(
             held
+            and not group.get("differentiable")
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
             and all(map(is_, map(optimizer.state.get, parameters), held))
@@ -231,7 +237,7 @@ class _Group:
             and all(map(is_, leaves, self._leaves))
             and all(map(is_, locals_, self._locals))
             and has_gradient == self._has_gradient
-            and all([one.are_told() for one in self._absent])
+            and all([one.are_alike() for one in self._absent])
         )
         if not is_known:
             self._leaves, self._locals, self._has_gradient = leaves, locals_, has_gradient
