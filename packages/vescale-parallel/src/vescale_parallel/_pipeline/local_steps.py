@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from vescale_dtensor import DTensor, local_leaves, note_written, reduce_gradients
 
 from vescale_parallel._common.torch_compat import has_step_hooks
+from vescale_parallel._pipeline.stepped import OptimizersOf
 from vescale_parallel._zero.flat_steps import ELEMENTWISE, Args, Call, States
 
 
@@ -37,12 +38,14 @@ def watch_local_steps(model: nn.Module) -> None:
         model: in stages, with distributed parameters that are on the mesh of all stages.
     """
     # Weakly, and never removed: torch may go through its hooks while the model is freed.
-    known = weakref.ref(model)
+    known, optimizers = weakref.ref(model), OptimizersOf(model)
     steps = _LocalSteps()
 
     def before_step(optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
         model = known()
-        return None if model is None else steps.begin(model, optimizer, args, kwargs)
+        if model is None or not optimizers.has(optimizer):
+            return None
+        return steps.begin(model, optimizer, args, kwargs)
 
     def after_step(optimizer: Optimizer, args: Args, kwargs: Any) -> None:
         steps.end(optimizer, args)

@@ -14,6 +14,32 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
+class OptimizersOf:
+    """Which optimizers step parameters of a model. Hooks on steps hear of all in the process.
+
+    Args:
+        model: with distributed parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        # By optimizer: its first parameter, and whether that is one of the model's.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Any, bool]]
+        self._known = weakref.WeakKeyDictionary()
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether the first parameter of an optimizer is one of the model's."""
+        model, groups = self._model(), optimizer.param_groups
+        first = next((one for group in groups for one in group["params"]), None)
+        if model is None or first is None:
+            return False
+        known, found = self._known.get(optimizer, (None, False))
+        if known is not first:
+            found = any(one is first for one in model.parameters())
+            self._known[optimizer] = first, found
+        return found
+
+
 class Stepped:
     """Hears of steps of optimizers of a model.
 
@@ -26,27 +52,13 @@ class Stepped:
 
     def __init__(self, model: nn.Module) -> None:
         self.lately = False
-        self._model = weakref.ref(model)
-        # By optimizer: its first parameter, and whether that is one of the model's.
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[Any, bool]]
-        self._known = weakref.WeakKeyDictionary()
+        self._optimizers = OptimizersOf(model)
         # Weakly, and never removed: torch may go through its hooks while the model is freed.
         known = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             stepped = known()
             if stepped is not None and not stepped.lately:
-                stepped.lately = stepped._is_of_model(optimizer)
+                stepped.lately = stepped._optimizers.has(optimizer)
 
         register_optimizer_step_post_hook(after_step)
-
-    def _is_of_model(self, optimizer: Optimizer) -> bool:
-        model, groups = self._model(), optimizer.param_groups
-        first = next((one for group in groups for one in group["params"]), None)
-        if model is None or first is None:
-            return False
-        known, found = self._known.get(optimizer, (None, False))
-        if known is not first:
-            found = any(one is first for one in model.parameters())
-            self._known[optimizer] = first, found
-        return found
