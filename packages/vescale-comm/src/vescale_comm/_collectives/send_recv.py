@@ -12,7 +12,7 @@ from vescale_comm._checks.arguments import (
 from vescale_comm._engine.autograd import needs_gradient
 from vescale_comm._engine.fast_path import (
     StartedMessage,
-    is_fast_recv,
+    is_fast_message,
     is_fast_send,
     note_message,
 )
@@ -63,7 +63,7 @@ def recv(like: Tensor, group: GroupLike = None, *, source: int, async_op: bool =
     """
     if type(group) is not Group:
         group = as_group(group)
-    if async_op and is_fast_recv(like, source, group):
+    if async_op and is_fast_message("recv", like, source, group):
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         started: Any = Pending("recv", StartedMessage("recv", out, source, group), identity)
         return started  # type: ignore[no-any-return]

@@ -62,31 +62,20 @@ def is_fast(op: str, x: Any, group: Group) -> bool:
 
 def is_fast_send(x: Any, target: Any, group: Group) -> bool:
     """`is_fast`, of a message to a member that was checked as well."""
+    return is_fast_message("send", x, target, group) and x.is_contiguous() and not x.is_neg()
+
+
+def is_fast_message(op: str, x: Any, member: Any, group: Group) -> bool:
+    """Whether messages like `x` were checked with a member; of "recv", whatever its strides are."""
     return (
         type(x) is Tensor
         and not x.requires_grad
         and not hooks
-        and ("send", target, x.dtype, x.device) in group._known
+        and (op, member, x.dtype, x.device) in group._known
         and x.layout is torch.strided
-        and x.is_contiguous()
-        and not x.is_neg()
         and x.numel() > 0  # of nothing there is no message
         and not has_torch_function_unary(None)
         and not (dispatch_modes() and being_traced(x))
-    )
-
-
-def is_fast_recv(like: Any, source: Any, group: Group) -> bool:
-    """The same where one comes: `like` only says what, so that its strides mean nothing."""
-    return (
-        type(like) is Tensor
-        and not like.requires_grad
-        and not hooks
-        and ("recv", source, like.dtype, like.device) in group._known
-        and like.layout is torch.strided
-        and like.numel() > 0
-        and not has_torch_function_unary(None)
-        and not (dispatch_modes() and being_traced(like))
     )
 
 
