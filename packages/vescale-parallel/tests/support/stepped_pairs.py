@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 from vescale_dtensor import DTensor
@@ -118,3 +119,18 @@ CHANGES = (
     divide_groups,
     freeze,
 )
+
+
+def require_whole_after_errors(pairs: tuple[Pair, Pair], step: Callable[[Pair, int], None]) -> None:
+    """A step that raises leaves the optimizer as it was, and the next one goes on."""
+    for seed in range(4):
+        for pair in pairs:
+            step(pair, seed)
+            group = pair[1].param_groups[0]
+            group["betas"] = None
+            with pytest.raises(TypeError):
+                step(pair, seed)
+            group["betas"] = (0.9, 0.999)
+        require_alike(*pairs)
+    model, optimizer = pairs[0]
+    assert sorted(optimizer.state_dict()["state"]) == list(range(len(list(model.parameters()))))

@@ -26,9 +26,8 @@ from torch.optim.optimizer import (
 )
 from vescale_dtensor import DTensor, local_leaves, note_written, reduce_gradients
 
-from vescale_parallel._common.torch_compat import has_step_hooks
 from vescale_parallel._pipeline.stepped import OptimizersOf
-from vescale_parallel._zero.flat_steps import ELEMENTWISE, Args, Call, States
+from vescale_parallel._zero.flat_steps import Args, Call, States, can_be_helped, helper_of
 
 
 def watch_local_steps(model: nn.Module) -> None:
@@ -65,13 +64,7 @@ class _LocalSteps:
 
         The same answer on every rank, but for states that only some ranks have changed.
         """
-        if type(optimizer) not in ELEMENTWISE or torch.compiler.is_compiling():
-            return None
-        # A closure computes gradients within the step, and other hooks may change them there.
-        # Another optimizer in its place: a second model's are stepped already.
-        if len(args) != 1 or args[0] is not optimizer or has_step_hooks(optimizer):
-            return None
-        if any([value is not None for value in kwargs.values()]):
+        if torch.compiler.is_compiling() or not can_be_helped(optimizer, args, kwargs):
             return None
         known = self._of.get(optimizer)
         if known is None:
@@ -118,12 +111,8 @@ class _Stepped:
             groups.append({**group, "params": list(taken)})
         if not states:
             return None
-        helper: Any = object.__new__(type(optimizer))
-        # Also what a GradScaler has left there for a fused step.
-        vars(helper).update(vars(optimizer))
-        helper.param_groups, helper.state = groups, states
-        self.running = helper
-        return helper
+        self.running = helper_of(optimizer, groups, states)
+        return self.running
 
     def end(self, optimizer: Any) -> None:
         """Tell of what was written to."""

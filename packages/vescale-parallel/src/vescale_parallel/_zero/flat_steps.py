@@ -43,6 +43,38 @@ Call = tuple[Args, dict[str, Any]]
 _Ids = list[list[int]]
 
 
+def can_be_helped(optimizer: Optimizer, args: Args, kwargs: dict[str, Any]) -> bool:
+    """Whether a helper of its class can make a step in an optimizer's place.
+
+    Args:
+        optimizer: whose step it is.
+        args: of `step`, itself first.
+        kwargs: of `step`.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        return False
+    # A closure computes gradients within the step, and other hooks may change them there.
+    # Another optimizer in its place: tensors of a second model are stepped already.
+    if len(args) != 1 or args[0] is not optimizer or has_step_hooks(optimizer):
+        return False
+    return all([value is None for value in kwargs.values()])
+
+
+def helper_of(optimizer: Any, groups: list[dict[str, Any]], states: States) -> Any:
+    """An optimizer of the same class and settings that steps other tensors.
+
+    Args:
+        optimizer: in whose place it steps; it is not changed.
+        groups: parameters and settings.
+        states: of these parameters.
+    """
+    helper: Any = object.__new__(type(optimizer))
+    # Also what a GradScaler has left there for a fused step.
+    vars(helper).update(vars(optimizer))
+    helper.param_groups, helper.state = groups, states
+    return helper
+
+
 class FlatSteps:
     """Steps of optimizers on the buffers of one model."""
 
@@ -62,13 +94,7 @@ class FlatSteps:
             args: of `step`, itself first.
             kwargs: of `step`.
         """
-        if not buffers or type(optimizer) not in ELEMENTWISE:
-            return None
-        # A closure computes gradients within the step, and other hooks may change them there.
-        # Another optimizer in its place: buffers of a second model are stepped already.
-        if len(args) != 1 or args[0] is not optimizer or has_step_hooks(optimizer):
-            return None
-        if any(value is not None for value in kwargs.values()):
+        if not buffers or not can_be_helped(optimizer, args, kwargs):
             return None
         known = self._of.get(optimizer)
         if known is None:
@@ -124,12 +150,8 @@ class _Stepped:
                 groups.append({**group, "params": rest})
         if not self._stepped:
             return None
-        helper: Any = object.__new__(type(optimizer))
-        # Also what a GradScaler has left there for a fused step.
-        vars(helper).update(vars(optimizer))
-        helper.param_groups, helper.state = groups, states
-        self.running = helper
-        return helper
+        self.running = helper_of(optimizer, groups, states)
+        return self.running
 
     def _flat(self, optimizer: Any, group: dict[str, Any], buffer: FlatBuffer) -> _Flat | None:
         """A buffer as one parameter, with its gradient; None: it is not stepped as one."""
