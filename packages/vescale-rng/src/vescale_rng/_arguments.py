@@ -37,6 +37,8 @@ class Kind:
 
 def is_number(value: object) -> bool:
     """Tell whether a value is one real number; a truth value is none."""
+    # Exact types first: they answer for nearly every call, and the test for an abstract number
+    # costs several times as much.
     kind = type(value)
     if kind is float or kind is int:
         return True
@@ -89,6 +91,7 @@ _FLOATS = Kind(
     lambda value: isinstance(value, torch.Tensor) and value.is_floating_point(),
 )
 _MEMORY = Kind("a tensor, a numpy array, or an object with __dlpack__", _is_memory, LayoutError)
+# NaN compares as False with both ends, so it is refused as well.
 _PROBABILITY = Kind("a probability, a number from 0 to 1", lambda p: is_number(p) and 0 <= p <= 1)
 _EACH = Kind("a number, or a tensor of them", lambda p: isinstance(p, torch.Tensor) or is_number(p))
 
@@ -142,6 +145,7 @@ def checked(**others: Kind | None) -> Callable[[Callable[P, R]], Callable[P, R]]
                 holds = kinds[name]
                 if holds is not None and not holds(value):
                     raise _error(function, others, name, value)
+            # Defaults are not looked at: only what a caller gave can be wrong.
             for name, value in kwargs.items():
                 holds = kinds.get(name)
                 if holds is not None and not holds(value):

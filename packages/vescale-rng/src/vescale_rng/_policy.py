@@ -9,8 +9,10 @@ from vescale_rng._errors import PolicyError
 
 _POLICIES = ("native", "portable")
 _current: ContextVar[str | None] = ContextVar("vescale_rng_policy", default=None)
-# The policies of all `with` blocks that are open, in any thread; see `_of_alien_thread`.
-_open: list[str] = []
+# The policies of all `with` blocks that are open, in any thread, in the order of their opening;
+# see `_of_alien_thread`. By block and not by name: a block that ends must take out itself, and
+# not another one of the same policy. Single operations on a dict need no lock.
+_open: dict[object, str] = {}
 
 
 def policy() -> str:
@@ -52,12 +54,12 @@ def use(name: str) -> Iterator[None]:
             f"`name`: policy {name!r:.80} was asked for, vescale-rng has "
             + " and ".join(f'"{known}"' for known in _POLICIES)
         )
-    token = _current.set(name)
-    _open.append(name)
+    token, block = _current.set(name), object()
+    _open[block] = name
     try:
         yield
     finally:
-        _open.remove(name)
+        del _open[block]
         _current.reset(token)
 
 
@@ -69,6 +71,6 @@ def _of_alien_thread() -> str:
     """
     alien = threading.current_thread().name.startswith("Dummy-")
     try:
-        return _open[-1] if alien else "native"
+        return list(_open.values())[-1] if alien else "native"
     except IndexError:  # closed by its thread a moment ago
         return "native"

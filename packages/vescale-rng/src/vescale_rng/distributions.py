@@ -27,6 +27,8 @@ __all__ = [
 _NUMBERS = frozenset(("low", "high", "mean", "std", "p", "rate", "median", "sigma"))
 
 
+# Frozen, so that it can be hashed: what is found out about a draw is kept by distribution and
+# dtype.
 @dataclass(frozen=True)
 class Distribution(ABC):
     """What to draw. Parameters are those of the torch method of the same name."""

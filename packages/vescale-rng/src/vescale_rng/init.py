@@ -123,6 +123,8 @@ def xavier_uniform_(
         DistributionError: torch refuses the shape.
     """
     held = _layout(local, layout)
+    # Only for what torch refuses: unlike kaiming's, its xavier does not return early for an empty
+    # parameter.
     _is_nothing(torch_init.xavier_uniform_, held, gain)
     # The deviation of a uniform is its bound over sqrt(3), as in torch.
     bound = sqrt(3.0) * _xavier_std(held, gain)
@@ -171,7 +173,7 @@ def orthogonal_(
     if _is_nothing(torch_init.orthogonal_, held, gain):
         return local
     # By torch itself: QR has other signs in other libraries, and the sign is part of the result.
-    whole = torch.empty(held.global_shape, dtype=target.dtype)
+    whole = torch.empty(held.global_shape, dtype=target.dtype, device="cpu")
     try:
         torch_init.orthogonal_(whole, gain, generator)
     except RuntimeError as error:
@@ -195,6 +197,8 @@ def _filled(
     layout: LayoutLike | None,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
+    # As in torch.nn.init: a parameter is a leaf that requires a gradient, and autograd would refuse
+    # to have it written.
     with torch.no_grad():
         return fill_(local, distribution, layout, generator)
 

@@ -197,6 +197,21 @@ def test_a_thread_that_python_did_not_start_draws_as_the_open_block():
         assert found[-1][1] == expected
 
 
+def test_such_a_thread_draws_as_the_open_block_also_after_one_of_an_outer_policy():
+    found, done = [], threading.Event()
+
+    def look():
+        found.append(policy())
+        done.set()
+
+    with use("native"), use("portable"):
+        with use("native"):
+            pass
+        _thread.start_new_thread(look, ())
+        assert done.wait(30)
+    assert found == ["portable"]
+
+
 def test_another_thread_of_python_is_not_drawn_in():
     with use("portable"):
         found = []

@@ -59,6 +59,8 @@ class Pairs:
 
     def total(self, numel: int, cached: bool) -> int:
         """Return the words of `numel` elements, of which the first may come from the cache."""
+        # An odd one at the end takes a whole pair; its second half is what the next draw finds
+        # cached.
         return (numel - cached + 1) // 2 * self.words if numel else 0
 
 
@@ -83,24 +85,33 @@ def draw_order_of(
 def _measure(distribution: Distribution, dtype: torch.dtype) -> tuple[DrawOrder, DrawOrder]:
     """Measure the draw orders of large contiguous tensors, and of all others."""
     # Facts of this torch version, not of this module: each op is run on tensors of a few elements.
-    one, pending = _run(distribution, torch.empty(1, dtype=dtype))
+    one, pending = _run(distribution, _scratch(1, dtype))
     small: DrawOrder = Pairs(one) if pending else Elements(one)
     large = small
     # A paired draw of 17 leaves an odd one out; a draw in blocks never touches the cache.
-    block, _ = _run(distribution, torch.empty(BLOCK, dtype=dtype))
-    odd, pending_odd = _run(distribution, torch.empty(BLOCK + 1, dtype=dtype))
+    block, _ = _run(distribution, _scratch(BLOCK, dtype))
+    odd, pending_odd = _run(distribution, _scratch(BLOCK + 1, dtype))
     if pending and not pending_odd:
         words = block // BLOCK
+        # Of 17 elements, 16 and then the last 16 anew are two blocks. A version that draws all 17
+        # before takes more.
         large = Blocks(words, incomplete=odd > 2 * block)
     # A torch that draws in yet another way (in bulk from one seed, say) shows here.
     for kind, sizes in ((small, (2, 3, 15)), (large, (16, 17, 31, 32, 48))):
         for size in sizes:
-            found, _ = _run(distribution, torch.empty(size, dtype=dtype))
+            found, _ = _run(distribution, _scratch(size, dtype))
             if found != kind.total(size, cached=False):
                 raise _not_divisible(distribution, dtype)
+    # Equal words are not enough: a draw may hand them to its elements in another order.
     if not _splits(distribution, dtype):
         raise _not_divisible(distribution, dtype)
     return large, small
+
+
+def _scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    # Said, as wherever memory is made here: under `torch.device("meta")` torch would draw nothing,
+    # the answer would be no words, and it would be kept for later fills.
+    return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def _run(distribution: Distribution, out: torch.Tensor) -> tuple[int, bool]:
@@ -121,7 +132,7 @@ def _run(distribution: Distribution, out: torch.Tensor) -> tuple[int, bool]:
 
 def _splits(distribution: Distribution, dtype: torch.dtype) -> bool:
     """Tell whether two calls in a row give what one call gives."""
-    whole, halves = torch.empty(3 * BLOCK, dtype=dtype), torch.empty(3 * BLOCK, dtype=dtype)
+    whole, halves = _scratch(3 * BLOCK, dtype), _scratch(3 * BLOCK, dtype)
     distribution.draw(whole, torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(1)
     distribution.draw(halves[:BLOCK], generator)

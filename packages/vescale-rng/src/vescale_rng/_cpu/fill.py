@@ -86,7 +86,7 @@ class Parameter:
     def __init__(self, values: torch.Tensor, longest: int, filler: float) -> None:
         self._values = values
         self._filler = filler
-        self._scratch = torch.empty(longest, dtype=values.dtype)
+        self._scratch = torch.empty(longest, dtype=values.dtype, device=values.device)
 
     def load(self, window: Window) -> None:
         """Copy the parameters of the local elements in a window to their places in it."""
@@ -149,6 +149,8 @@ def _fill_blocks(
 ) -> None:
     """Draw complete blocks in place; the rest at both ends goes through scratch."""
     start, stop = span
+    # Room for both ends: less than a block before the first boundary, and less than two after the
+    # last one, the 16 that are drawn anew included.
     sampler = BlockSampler(op, draw_order, 4 * BLOCK)
     out = _in_order(local).reshape(-1)
     # From the first block boundary to the last one before the tail: drawn straight into place.

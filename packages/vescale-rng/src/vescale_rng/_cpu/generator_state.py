@@ -62,6 +62,8 @@ class Position:
         if blocks == 0:
             return replace(self, index=index)
         block: Words = np.frombuffer(self.words, "<u4").astype(np.uint32)
+        # As uint32 of this machine: the jump does arithmetic, and the state's bytes are
+        # little-endian.
         moved = block_after(block, blocks).astype("<u4").tobytes()
         return replace(self, words=moved, index=index)
 
@@ -121,9 +123,9 @@ def _encode(position: Position) -> torch.Tensor:
 def _check_layout() -> None:
     """Move a private generator past three blocks both ways, with a cached normal sample."""
     generator = torch.Generator().manual_seed(20260101)
-    torch.empty(3).normal_(generator=generator)
+    torch.empty(3, dtype=torch.float32, device="cpu").normal_(generator=generator)
     before = generator.get_state()
-    torch.empty(2000, dtype=torch.uint8).random_(generator=generator)
+    torch.empty(2000, dtype=torch.uint8, device="cpu").random_(generator=generator)
     after = generator.get_state()
     # Three ways to find out: the size, a round trip without loss, and the engine itself.
     if before.numel() != _STATE.itemsize:

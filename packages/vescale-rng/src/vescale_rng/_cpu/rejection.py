@@ -33,7 +33,8 @@ def draw_normals(
 ) -> None:
     """Draw normals, and draw again where they are out of bounds."""
     # As the dtype has them, so that a value which is rounded to a bound is inside.
-    low, high = (torch.tensor(x, dtype=local.dtype).item() for x in (bounds.low, bounds.high))
+    both = torch.tensor((bounds.low, bounds.high), dtype=local.dtype, device="cpu")
+    low, high = both.tolist()
     rounds = _Rounds((Normal(bounds.mean, bounds.std),), plan, local.dtype, generator)
 
     def settle(start: int, stop: int) -> torch.Tensor:
@@ -67,6 +68,7 @@ def draw_uniforms(
         candidates, chances = rounds.take(number, start, stop)
         # The same torch ops as in `torch.nn.init`, so the same bits.
         density = candidates.clone().sub_(mean).div_(std).pow_(2).mul_(-0.5).sub_(log_peak)
+        # In place: a sampler's scratch is its caller's until the next range is taken.
         return candidates, chances.log_().gt(density)
 
     def settle(start: int, stop: int) -> torch.Tensor:
@@ -98,6 +100,8 @@ class _Rounds:
         self._plan = plan
         self._dtype = dtype
         self._longest = _everything(plan).longest
+        # As many as the unluckiest element needs: they grow with the logarithm of the elements, and
+        # each keeps one window of scratch for each op.
         self._rounds: list[tuple[Sampler, ...]] = []
         # Where the next round starts.
         self._next = generator.get_state()
@@ -141,6 +145,8 @@ def _run(plan: FillPlan, local: torch.Tensor, settle: Callable[[int, int], torch
     """Draw until all elements are accepted, window by window; store this rank's."""
     mine: Iterator[Window] = plan.windows()
     wanted = next(mine, None)
+    # All windows of the tensor, and not this rank's alone: how many rounds there are is decided by
+    # the worst element of any rank, and every generator has to end after the last of them.
     for window in _everything(plan).windows():
         values = settle(window.start, window.stop)
         while wanted is not None and wanted.start < window.stop:

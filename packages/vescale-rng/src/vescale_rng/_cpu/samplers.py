@@ -30,7 +30,7 @@ class Sampler(ABC):
 
     def __init__(self, op: SerialOp, scratch: int) -> None:
         self._op = op
-        self._scratch = torch.empty(scratch, dtype=op.dtype)
+        self._scratch = torch.empty(scratch, dtype=op.dtype, device="cpu")
         # Where the generator stands, in words since the start of the op.
         self._word = 0
 
@@ -81,7 +81,7 @@ class BlockSampler(Sampler):
         # From here on the elements are those that are drawn anew at the end.
         self.tail = op.numel - BLOCK if op.numel % BLOCK else op.numel
         # The last block drawn: the next range may begin inside it.
-        self._last = torch.empty(BLOCK, dtype=op.dtype)
+        self._last = torch.empty(BLOCK, dtype=op.dtype, device="cpu")
         self._tail: torch.Tensor | None = None
 
     def take(self, start: int, stop: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ class BlockSampler(Sampler):
         # Drawn once, kept for every range that reaches into it, and after all other draws.
         if self._tail is None:
             self._move_to(self._draw_order.body(self._op.numel))
-            self._tail = torch.empty(BLOCK, dtype=self._op.dtype)
+            self._tail = torch.empty(BLOCK, dtype=self._op.dtype, device="cpu")
             self._draw(self._tail, BLOCK * self._draw_order.words)
         return self._tail
 

@@ -34,7 +34,7 @@ class RandPerm(StreamOp):
 
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""
-        each = _linear("randperm", lambda n, g: torch.randperm(n + 1, generator=g))
+        each = _linear("randperm", lambda n, g: torch.randperm(n + 1, generator=g, device="cpu"))
         # The last place of a permutation has one choice left, and draws nothing.
         return max(0, prod(shape) - 1) * each
 
@@ -98,15 +98,15 @@ def words_of_bernoulli(dtype: torch.dtype, p_dtype: torch.dtype) -> int:
     """Return the words of one element of `bernoulli_` with a tensor of probabilities."""
 
     def run(n: int, generator: torch.Generator) -> None:
-        out = torch.empty(n, dtype=dtype)
-        out.bernoulli_(torch.full((n,), 0.5, dtype=p_dtype), generator=generator)
+        out = torch.empty(n, dtype=dtype, device="cpu")
+        out.bernoulli_(torch.full((n,), 0.5, dtype=p_dtype, device="cpu"), generator=generator)
 
     return _linear(f"bernoulli_ of {dtype} with probabilities of {p_dtype}", run)
 
 
 @cache
 def _words_of_sample(dtype: torch.dtype) -> int:
-    ones = torch.ones(1, 3, dtype=dtype)
+    ones = torch.ones(1, 3, dtype=dtype, device="cpu")
     return _linear(
         f"multinomial with replacement of {dtype}",
         lambda n, g: torch.multinomial(ones.expand(n, 3), 2, True, generator=g),
@@ -116,7 +116,7 @@ def _words_of_sample(dtype: torch.dtype) -> int:
 
 @cache
 def _words_of_race(dtype: torch.dtype) -> int:
-    ones = torch.ones(1, 2, dtype=dtype)
+    ones = torch.ones(1, 2, dtype=dtype, device="cpu")
     return _linear(
         f"multinomial without replacement of {dtype}",
         lambda n, g: torch.multinomial(ones.expand(n, 2), 1, generator=g),

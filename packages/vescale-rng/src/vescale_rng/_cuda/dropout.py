@@ -87,6 +87,8 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
+        # torch's backward op is the product of input, mask and scale in one kernel: what the fused
+        # forward computes once its mask is known.
         forward, ctx.scale = scales(p, local.dtype)
         result: torch.Tensor = torch.ops.aten.native_dropout_backward(local, mask, forward)
         return result

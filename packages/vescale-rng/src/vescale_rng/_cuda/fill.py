@@ -63,6 +63,8 @@ def fill_cuda(
         return
     if isinstance(generator, GraphGenerator):
         words = fill_from(plan, distribution, local, generator, routes, device, threads)
+        # On the device, in the order of its stream: a captured graph moves the offset at each
+        # replay.
         generator.offset.add_(words)
         return
     generator = generator or cuda_state.default_of(local.device)
@@ -109,6 +111,7 @@ def fill_from(
         )
     else:
         _by_waves(plan, op, local, place)
+    # By the global op, whatever was drawn here: all ranks' generators move alike.
     return segments.words
 
 

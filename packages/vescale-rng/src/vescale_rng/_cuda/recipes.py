@@ -107,7 +107,7 @@ def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float, 
     if dtype not in _DIGITS:
         return low, high - low, high
     try:
-        first, last = torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype)
+        first, last = (torch.tensor(x, dtype=dtype, device="cpu") for x in (low, high))
     except RuntimeError as error:
         raise DistributionError(
             f"Uniform({low}, {high}) cannot be drawn for {dtype}: {error}"
@@ -117,7 +117,11 @@ def _bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float, 
 
 
 def _minus_mean(rate: float, double: bool) -> float:
+    # The rate is rounded to the type of the kernel's arithmetic before it divides: a quotient of
+    # the fp64 rate, rounded then, could differ in the last bit.
     real = np.float64 if double else np.float32
+    # A rate of zero or of infinity is torch's to refuse or to draw, and no reason for numpy to
+    # warn.
     with np.errstate(all="ignore"):
         return float(real(-1) / real(rate))
 

@@ -82,6 +82,7 @@ def _merged(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Merge neighbours among (global stride, extent, local stride), from slow to fast."""
     merged: list[tuple[int, int, int]] = []
     for stride, size, local in dims:
+        # Its strides address nothing: kept, they would part neighbours that could be merged.
         if size == 1:
             continue
         if merged and merged[-1][0] == stride * size and merged[-1][2] == local * size:

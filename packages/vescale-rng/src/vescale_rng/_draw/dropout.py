@@ -93,6 +93,8 @@ def _dropout(
     fill_(noise, kept, held, generator)
     if policy() == "native" and noise.stride() == local.stride():
         ways = ways_around(plan_for(held, noise), kept, noise)
+        # Nothing to remember where the noise had to go through scratch, or has other strides: the
+        # short way above fills a tensor like the input in one call.
         if ways is not None:
             layout.remembered(_key(local, p), lambda: ways)
     return local * noise.div_(1 - p)
@@ -146,6 +148,7 @@ def native_dropout(
         return cuda_dropout.dropout(local, p, layout, generator)
     mask, held = make_like(local, layout, torch.bool)
     fill_(mask, Bernoulli(1 - p), held, generator)
+    # torch's own guard against a division by zero.
     scale = 0.0 if p == 1 else 1 / (1 - p)
     kept: torch.Tensor = _NativeDropout.apply(local, mask, scale)  # type: ignore[no-untyped-call]
     return kept, mask
@@ -179,7 +182,8 @@ def _scale_result(local: torch.Tensor, mask: torch.Tensor, scale: float) -> torc
 @cache
 def _scaling() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
     """Find out where the installed torch rounds: it shows in 16 bits."""
-    values = torch.linspace(-3, 3, 200, dtype=torch.float16)
+    # A few hundred values in 16 bits: some of them lie where the two ways round apart.
+    values = torch.linspace(-3, 3, 200, dtype=torch.float16, device="cpu")
     # The mask is random, and so the default generator has to be restored.
     before = torch.get_rng_state()
     expected, mask = torch.native_dropout(values, 0.1, True)

@@ -91,9 +91,12 @@ def _fill_portably(
     generator: torch.Generator | None,
 ) -> torch.Tensor:
     target = local_of(local)
+    # A layout that does not fit is refused before the generator is touched.
     plan = plan_for(layout, target)
     portable.check(distribution, target.dtype)
     if plan.numel:
+        # By the global size, not by the local: a rank without elements takes the key like the
+        # others, or its generator would fall behind theirs.
         key = portable.draw_key(generator, target.device)
         portable.fill_portable(written(target), distribution, plan.layout, key)
     return local

@@ -64,7 +64,7 @@ def _permutation(n: int, dtype: torch.dtype, generator: torch.Generator) -> torc
         # torch checks these arguments itself, with a generator that is used for nothing else.
         drawn = torch.Generator()
     try:
-        whole = torch.randperm(n, dtype=dtype, generator=drawn)
+        whole = torch.randperm(n, dtype=dtype, generator=drawn, device="cpu")
     except RuntimeError as error:
         raise DistributionError(f"randperm({n}, dtype={dtype}): torch says {error}") from error
     if policy() == "portable" and n:
@@ -145,7 +145,7 @@ def _by_races(
         boxes = tuple(Box((0, 0), (1, *b.shape), 0, (0, *b.local_strides)) for b in layout.boxes)
         rows, held = local.unsqueeze(0), ShardLayout(shape, boxes)
     if not prod(held.global_shape):
-        return torch.empty(*local.shape[:-1], op.num_samples, dtype=torch.int64)
+        return local.new_empty((*local.shape[:-1], op.num_samples), dtype=torch.int64)
     key = portable.draw_key(generator, local.device)
     # Each row by its own number in the global tensor, so no rank passes by others.
     won = portable.winners(rows, op, held, key)
@@ -180,7 +180,7 @@ def _with_replacement(
     local: torch.Tensor, op: Multinomial, layout: ShardLayout, generator: torch.Generator
 ) -> torch.Tensor:
     rows = local if local.ndim == 2 else local.unsqueeze(0)
-    result = torch.empty(rows.shape[0], op.num_samples, dtype=torch.int64)
+    result = rows.new_empty((rows.shape[0], op.num_samples), dtype=torch.int64)
     # Of one row: torch draws them row after row.
     each = op.words((1, *layout.global_shape[-1:]), local.dtype)
     total = layout.global_shape[0] if local.ndim == 2 else 1

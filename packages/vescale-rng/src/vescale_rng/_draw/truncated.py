@@ -175,7 +175,7 @@ def _way() -> Way:
 
 def _agrees(draw: _Draw, wanted: Truncated) -> bool:
     # So many elements that some are out of bounds at first, and the two ways part.
-    expected, found = torch.empty(40, dtype=torch.float64), torch.empty(40, dtype=torch.float64)
+    expected, found = (torch.empty(40, dtype=torch.float64, device="cpu") for _ in range(2))
     one, other = (torch.Generator().manual_seed(5) for _ in range(2))
     init.trunc_normal_(expected, wanted.mean, wanted.std, wanted.a, wanted.b, one)
     draw(wanted, whole((40,)), found, other)

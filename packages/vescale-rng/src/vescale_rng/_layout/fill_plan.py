@@ -48,6 +48,8 @@ class FillPlan:
 
 def plan_for(layout: ShardLayout, local: torch.Tensor) -> FillPlan:
     """Return the plan of fills of `local`; see `fill_plan_of`."""
+    # First by this object's own cache: to find an equal layout in the other one, all of its boxes
+    # are hashed.
     shape, strides = local.shape, local.stride()
     return layout.remembered((shape, strides), lambda: fill_plan_of(layout, tuple(shape), strides))
 

@@ -137,6 +137,8 @@ class ShardLayout:
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make()` answered for `key` before, or answers now."""
+        # Without a lock: all that is kept follows from the layout, so two threads that both make it
+        # make the same.
         found: T | None = self._memo.get(key)
         if found is None:
             found = make()

@@ -88,6 +88,8 @@ def check_local(layout: ShardLayout, shape: Ints, strides: Ints) -> None:
     # The usual layouts are checked without a look at the memory.
     if len(boxes) == 1 and boxes[0].local_offset == 0:
         box = _pattern(boxes[0].shape, boxes[0].local_strides)
+        # Boxes may not share an element with themselves: an expanded tensor (stride 0) goes on to
+        # the marks, which refuse it.
         if _apart(box) and box == _pattern(shape, strides):
             return
     _check_marks(boxes, shape, strides)
@@ -97,7 +99,7 @@ def _check_marks(boxes: Sequence[Box], shape: Ints, strides: Ints) -> None:
     """Mark every element that a box covers: slower, and right for every pattern of strides."""
     extent = _extent(shape, strides)
     # Grows with the local tensor, once per layout: plans are kept.
-    marks = torch.zeros(extent, dtype=torch.bool)
+    marks = torch.zeros(extent, dtype=torch.bool, device="cpu")
     for box in boxes:
         if (
             box.local_offset < 0
@@ -121,6 +123,7 @@ def _pattern(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, in
     """Merge to (stride, extent) from fast to slow: equal patterns have equal addresses."""
     merged: list[tuple[int, int]] = []
     # Sorted by stride, dims that continue one another are neighbours.
+    # A dim of one index is left out: its stride addresses nothing, and may be anything.
     for stride, size in sorted((t, n) for n, t in zip(shape, strides, strict=True) if n != 1):
         if merged and stride == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)

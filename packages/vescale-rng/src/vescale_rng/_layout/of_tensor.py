@@ -46,6 +46,7 @@ def _layout_of_dtensor(dtensor: Any) -> ShardLayout:
     if coordinate is None:
         # A rank outside of the mesh holds nothing, and its generator moves as far as the others'.
         return ShardLayout(tuple(dtensor.shape), (), memory_order=order)
+    # Its strides are asked of it, as the spec of a DTensor tells those of the global tensor only.
     local = dtensor.to_local()
     return _placed(
         tuple(dtensor.shape),
@@ -97,6 +98,7 @@ def as_tensor(buffer: Any) -> torch.Tensor:
         raise LayoutError(
             f"`local`: a tensor, a numpy array, or an object with __dlpack__: got a {name}"
         )
+    # torch warns of such an array, and would write to it all the same.
     if not getattr(getattr(buffer, "flags", None), "writeable", True):
         raise LayoutError(f"`local`: this {name} is read-only")
     try:

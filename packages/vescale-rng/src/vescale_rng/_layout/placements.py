@@ -130,6 +130,7 @@ def _shard(held: Stretches, ranks: int, index: int, blocks: int) -> Stretches:
     total = sum(n for _, n in held)
     mine: Stretches = []
     for block in range(blocks):
+        # The plain `Shard` is the case of one block, which is all of what is held.
         begin, end = _chunk(total, blocks, block)
         low, high = _chunk(end - begin, ranks, index)
         mine += _take(held, begin + low, begin + high)

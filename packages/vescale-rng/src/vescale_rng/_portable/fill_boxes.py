@@ -66,7 +66,8 @@ def fill_by_arrays(
     """Fill without Triton, on any device: by numpy where the key is a number, else by torch."""
     arrays, blocks = arrays_of(key)
     for part in parts(layout, kind, blocks):
-        values = torch.as_tensor(part.of(arrays, kind.of(arrays, part.words(arrays, key))))
+        made = part.of(arrays, kind.of(arrays, part.words(arrays, key)))
+        values = torch.as_tensor(made, device=local.device)
         store(local, part.tile, values, kind)
 
 
@@ -132,6 +133,8 @@ class TileBlocks:
     def of(self, arrays: Arrays, values: Any) -> Any:
         """Return the tile's elements, in its shape, out of what its blocks make."""
         length = self.tile.sizes[-1]
+        # What the blocks made besides, before a run begins and after it ends, belongs to other
+        # ranks or to other tiles.
         runs = arrays.in_order(values).reshape(*self.tile.sizes[:-1], -1)
         if self.phases is not None:
             return runs[..., self.phases : self.phases + length]

@@ -97,6 +97,9 @@ def _horner(coefficients: tuple[float, ...], x: Any) -> Any:
 def minus_log(arrays: Arrays, kind: Format, x: Any) -> Any:
     """Compute the negative logarithm of positive normal floats; zero, not minus zero, for 1."""
     # x = 2**exponent * significand, with the significand between sqrt(1/2) and sqrt(2).
+    # The bits of floats are ordered as the floats are: moved up by this, the exponent changes at
+    # sqrt(1/2) times a power of two, and not at the power itself. So the rest lies around 1, where
+    # the series is short.
     integers = arrays.bits(x) + (kind.one - kind.root)
     exponents = (integers >> kind.mantissa) - (kind.one >> kind.mantissa)
     significands = arrays.from_bits((integers & ((1 << kind.mantissa) - 1)) + kind.root)
@@ -119,6 +122,8 @@ def exp(arrays: Arrays, kind: Format, x: Any) -> Any:
     """Compute the exponential; infinite or zero where the format ends."""
     x = arrays.clamp(x, *kind.span)
     powers = arrays.floor(x * kind.nearest(1 / _LN2) + 0.5)
+    # Cody and Waite: the product with the upper part is exact, so no digit of x is lost before the
+    # small lower part is taken off.
     rest = x - powers * kind.ln2[0]
     rest -= powers * kind.ln2[1]
     value = _horner(kind.exp, rest)

@@ -39,6 +39,7 @@ def draw_key(generator: torch.Generator | None, device: torch.device) -> int | t
             "this one at each replay: give the op a generator on the tensor's device"
         )
     key = torch.empty(1, dtype=torch.int64, device=where)
+    # Without an upper bound: 2**63, one more than the greatest, would be no int64.
     key.random_(-(1 << 63), None, generator=generator)
     if where.type != "cpu":
         return key.to(device)

@@ -67,7 +67,7 @@ class Map:
         """Return `excluded` as values of `dtype`: only so can one be equal to another."""
         if self.excluded is None:
             return 0.0, 0.0
-        high, low = torch.tensor(self.excluded, dtype=dtype).tolist()
+        high, low = torch.tensor(self.excluded, dtype=dtype, device="cpu").tolist()
         return high, low
 
 
@@ -114,6 +114,8 @@ def map_of(distribution: Distribution, dtype: torch.dtype) -> Map:
         case Geometric(p):
             return _geometric_map(p, dtype)
         case Bernoulli(p):
+            # The product is exact, and for an integer word w < p * 2**32 is w < the integer above
+            # it.
             return _bernoulli_map(ceil(p * 2.0**32))
         case RandInt(low, high):
             integers = _integer_map(low, (_beyond(dtype) if high is None else high) - low)
@@ -203,6 +205,8 @@ def _log_normal(kind: Format, mean: float, std: float, arrays: Arrays, words: An
 def standard_exponential(kind: Format, arrays: Arrays, words: Any) -> Any:
     """Return -log of a uniform; never zero, as with torch."""
     values = minus_log(arrays, kind, positive_uniform(kind, arrays, words))
+    # Where the uniform was rounded to 1: half an epsilon, as in torch. The upper end is never
+    # reached: -log(2**-65) is 45.
     return arrays.clamp(values, 2.0 ** -(kind.mantissa + 1), 2.0**10)
 
 

@@ -31,7 +31,8 @@ def bernoulli_of(
     kind = Map(False, _fractions)
     arrays, blocks = arrays_of(key)
     for part in parts(layout, kind, blocks):
-        values = torch.as_tensor(part.of(arrays, kind.of(arrays, part.words(arrays, key))))
+        made = part.of(arrays, kind.of(arrays, part.words(arrays, key)))
+        values = torch.as_tensor(made, device=local.device)
         store(local, part.tile, values < part.tile.of(p).double(), kind)
 
 
@@ -46,6 +47,7 @@ def permutation(n: int, key: int | torch.Tensor, device: torch.device) -> torch.
     """Return the places of 0 to n - 1 in the order of their words, equal ones by place: int64."""
     words = torch.empty(n, dtype=torch.int64, device=device)
     fill_by_arrays(words, Map(True, _in_signed_order), whole((n,)), key)
+    # Stable, or equal words would be ordered as each device's sort pleases.
     return torch.sort(words, stable=True).indices
 
 

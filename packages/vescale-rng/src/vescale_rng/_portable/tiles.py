@@ -122,4 +122,5 @@ def _indices(sizes: Ints) -> Iterator[Ints]:
 
 
 def _dot(indices: Ints, strides: Ints) -> int:
+    # Not strict: dims after those that an index is given for begin at 0.
     return sum(index * stride for index, stride in zip(indices, strides, strict=False))

@@ -128,6 +128,7 @@ def fill_tile(
     `a` and `b` are the numbers of the map KIND, `high` and `low` what `Map` says of
     `excluded`. A program has LANES blocks.
     """
+    # 64 bits: places in a tensor may not fit in 32.
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     run = lane // run_blocks
     i2 = run % n2
@@ -139,6 +140,7 @@ def fill_tile(
     bits = tl.load(key)
     lower = (block & 0xFFFFFFFF).to(tl.uint32)
     upper = (block >> 32).to(tl.uint32)
+    # A fill's stream is 0, as in `TileBlocks.words`: the upper half of the counter.
     zero = lower * 0
     words = tl.philox(bits.to(tl.uint64, bitcast=True), lower, upper, zero, zero)
     if KIND == "normal":

@@ -65,6 +65,7 @@ class _Tries:
         kind, nearest = self.kind, self.kind.nearest
         mean, std, low, high = self.bounds
         extent = nearest(nearest(high) - nearest(low))
+        # Two streams for each try: a candidate and the time that decides on it share no word.
         values = uniform_values(kind, nearest(low), extent, arrays, words(2 * number))
         times = standard_exponential(kind, arrays, words(2 * number + 1))
         # The density of a normal, relative to that at the mode of the interval.
@@ -95,8 +96,10 @@ def truncated_normal(
     for part in parts(layout, kind, blocks):
         found = tries.values(arrays, partial(part.words, arrays, key), 0)
         values, accepted = (part.of(arrays, each) for each in found)
-        values, accepted = torch.as_tensor(values).reshape(-1), torch.as_tensor(accepted)
-        _try_again(tries, part, (~accepted).reshape(-1), values, key)
+        # Where they are: without a device torch would move them to its default one.
+        values = torch.as_tensor(values, device=local.device).reshape(-1)
+        rejected = ~torch.as_tensor(accepted, device=local.device).reshape(-1)
+        _try_again(tries, part, rejected, values, key)
         store(local, part.tile, values.reshape(part.tile.sizes), kind)
 
 
@@ -113,14 +116,16 @@ def _try_again(
     if not len(where):
         return
     # Few are rejected: from here on elements are computed one by one, at their places.
-    places = torch.as_tensor(part.places(arrays))[where]
+    places = torch.as_tensor(part.places(arrays), device=values.device)[where]
     number = 1
     while len(where):
         blocks = _plain(places // part.per_block, key)
         columns = (places % part.per_block)[:, None]
         words = partial(part.words_of_blocks, arrays, key, blocks)
         found = [arrays.in_order(each) for each in tries.values(arrays, words, number)]
-        candidates, accepted = (torch.as_tensor(each).gather(1, columns)[:, 0] for each in found)
+        candidates, accepted = (
+            torch.as_tensor(each, device=values.device).gather(1, columns)[:, 0] for each in found
+        )
         values[where[accepted]] = candidates[accepted]
         where, places = where[~accepted], places[~accepted]
         number += 1

@@ -45,7 +45,9 @@ def check_in_step(
 
 def _summary(position: Position) -> list[int]:
     digest = hashlib.sha256(position.words).digest()[:8]
-    normal = torch.tensor(position.normal or 0.0, dtype=torch.float64).view(torch.int64)
+    normal = torch.tensor(position.normal or 0.0, dtype=torch.float64, device="cpu").view(
+        torch.int64
+    )
     return [
         int.from_bytes(position.seed.to_bytes(8, "little"), "little", signed=True),
         position.index,

@@ -29,6 +29,7 @@ def fingerprint(generator: torch.Generator | None = None) -> int:
     """
     if generator is not None and generator.device.type == "cuda":
         place = cuda_state.read(generator)
+        # The kind first, so that the numbers of one kind are never taken for those of the other.
         parts = [2, place.seed, place.offset]
     else:
         parts = [1, *cpu_state.summary(cpu_generator(generator))]

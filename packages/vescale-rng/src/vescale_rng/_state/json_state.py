@@ -41,6 +41,7 @@ def get_state(generator: torch.Generator | None = None) -> dict[str, Any]:
         `engine`, the `seed` and the `offset`. Both: `threads`, of the device's random
         kernels, which native CUDA numbers depend on; None on CPU.
     """
+    # The policy as well: it decides what numbers follow from the same words, see `_check_head`.
     state: dict[str, Any] = {"version": _VERSION, "policy": policy()}
     for own in _generators(generator):
         # By type, not by index: a run may go on on another device of the same kind.

@@ -189,7 +189,7 @@ def skip(
         return
     # Through `fill_` itself, which knows what stays cached: a second account of it could differ.
     layout = _nothing_of(shape, memory_order).layout
-    fill_(torch.empty(0, dtype=dtype), distribution, layout, generator)
+    fill_(torch.empty(0, dtype=dtype, device="cpu"), distribution, layout, generator)
 
 
 def _is_cuda(generator: torch.Generator | None) -> TypeGuard[torch.Generator]:

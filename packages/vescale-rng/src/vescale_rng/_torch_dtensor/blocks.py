@@ -69,6 +69,8 @@ def with_data(data: Any, batch_dim: Any, rows: Any, factories: str | None) -> It
     batch = BatchRows(axes, batch_dim, rows)
     with _opened(BatchRule(batch, factories), modes=True):
         yield
+    # After the block, not in a `finally`: where it ends with an error the other ranks may never
+    # come to this collective.
     batch.close()
 
 

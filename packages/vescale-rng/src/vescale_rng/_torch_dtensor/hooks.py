@@ -155,6 +155,7 @@ def _born(helper: Callable[..., Any]) -> Callable[..., Any]:
     def make(init_op: Any, size: Any, **kwargs: Any) -> Any:
         if init_op not in _BORN:
             return helper(init_op, size, **kwargs)
+        # Asked for after the fill: a leaf with a gradient cannot be drawn into.
         requires_grad = kwargs.pop("requires_grad", False)
         made = helper(torch.empty, size, requires_grad=False, **kwargs)
         fill_(made, _BORN[init_op], placing().held_new(init_op, made))
@@ -171,6 +172,7 @@ def _telling(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def to_local(self: Any, *args: Any, **kwargs: Any) -> Any:
         local = stock(self, *args, **kwargs)
+        # Only rules that know the data axes do something here: outside of blocks nothing is marked.
         placing().local_taken(self, local)
         return local
 

@@ -40,6 +40,8 @@ class KnownDraws:
         ways = self._ways.get(key)
         if ways is None or is_parameter(args[0]):
             return None
+        # Below autograd, as `fill_` writes: an alias without a graph, and the caller's own tensor
+        # as the result.
         noise: torch.Tensor = args[0].detach()
         before, after = ways
         advance(before, torch.default_generator)

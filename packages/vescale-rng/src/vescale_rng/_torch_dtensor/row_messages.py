@@ -99,6 +99,7 @@ def _raise_trouble(axes: DataAxes, found: list[Message], part: RankPart) -> None
     if not longest:
         return
     words = part.trouble.encode()
+    # Padded to the longest, as all ranks of a gather send equally many.
     told = axes.gather([*words, *(0 for _ in range(longest - len(words)))])
     first = next(row[: one.trouble] for row, one in zip(told, found, strict=True) if one.trouble)
     who = [rank for rank, one in zip(axes.ranks, found, strict=True) if one.trouble]

@@ -95,6 +95,7 @@ class OneDataRankRule(PassRule):
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `BlockRule.draw`."""
+        # Nothing was ever taken of a sharded DTensor here: the usual case, which costs one look.
         if self.shards_met:
             named = named_arguments(func, args, kwargs)
             target = _target(named)
@@ -233,6 +234,8 @@ class BatchRule(BlockRule):
     def _refuse(self, op: str, tensor: torch.Tensor, error: LayoutError) -> NoReturn:
         """Raise on every rank what forbids the draw on this one: it may be on this one alone."""
         shape = tuple(tensor.shape)
+        # With no layout, as none is looked at: the message raises on every rank or, where nobody is
+        # asked any more, on this one.
         part = RankPart(op, shape, tuple(range(len(shape))), trouble=str(error))
         self._rows.layout(part, None, None)
         raise error
@@ -255,6 +258,8 @@ class BatchRule(BlockRule):
         dtype = named.get("dtype")
         if not isinstance(dtype, torch.dtype):  # a schema has its defaults as numbers
             dtype = torch.int64 if "high" in named else None
+        # Made empty, then filled: torch's own factory would draw this rank's rows as if they were
+        # all.
         made = torch.empty(named["size"], dtype=dtype, device=named.get("device"))
         parameters = ("low", "high", "mean", "std")
         chosen = make(**{name: named[name] for name in parameters if name in named})

@@ -34,6 +34,8 @@ from vescale_rng._cuda.kernels.words import pick
 def unit(words, lane, DOUBLE: tl.constexpr):
     """Make a uniform in (0, 1]: 32 bits in fp32, 53 bits in fp64."""
     if DOUBLE:
+        # As curand joins them: the first word, and the second one moved up so that 53 bits are
+        # filled.
         return unit53(pair(words, lane, 21, True))
     else:
         return unit32(pick(words, lane))

@@ -36,6 +36,8 @@ def grid_stride(index, seed, counter, THREADS: tl.constexpr, UNROLL: tl.constexp
 
     A thread draws UNROLL elements that are THREADS apart from each block, then the next block.
     """
+    # THREADS elements of one lane lie side by side: neighbours belong to neighbouring threads,
+    # which is how a GPU writes memory in one go.
     rest = index % (THREADS * UNROLL)
     turn = (index // (THREADS * UNROLL)).to(tl.int64)
     return block_at(seed, counter + turn, rest % THREADS), rest // THREADS
@@ -49,6 +51,7 @@ def vectors(index, seed, counter, THREADS: tl.constexpr, VECTOR: tl.constexpr):
     """
     inside = index % VECTOR
     turn = (index // (THREADS * VECTOR)).to(tl.int64)
+    # A block has four words: a vector of 8 or 16 neighbours takes several blocks in a row.
     if VECTOR > 4:
         turn = (VECTOR // 4) * turn + inside // 4
     return block_at(seed, counter + turn, (index // VECTOR) % THREADS), inside % 4
