@@ -81,6 +81,11 @@ def test_microbatches_are_turns(zero: int):
         for cost in (one, four)
     ]
     assert reduced[0] == reduced[1] > 0
+    gathered = [
+        sum(sent for t, sent, _ in cost.transfers if t.kind == "all_gather") for cost in (one, four)
+    ]
+    # Each turn gathers; what the update has written is gathered once.
+    assert gathered[1] == gathered[0] * (4 if zero == 3 else 1)
 
 
 def test_logical_shards_are_turns():

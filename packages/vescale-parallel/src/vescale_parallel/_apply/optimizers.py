@@ -5,7 +5,7 @@ in them and step nothing, for ever, without an error.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,15 +20,23 @@ def optimizers_of(model: Any) -> list[Optimizer]:
     """Return the living optimizers of the model's parameters, in an order all ranks share."""
     if not isinstance(model, nn.Module):
         return []
-    wanted = {id(parameter) for parameter in model.parameters()}
+    wanted = {id(parameter): place for place, parameter in enumerate(model.parameters())}
     if any(one.state for one in _living(wanted)):
         # States are compared over ranks, and an optimizer that was dropped may live on in a cycle
         # on some ranks only.
         gc.collect()
-    return sorted(_living(wanted), key=lambda one: type(one).__qualname__)
+
+    # Not in the order of the collector, which lists objects by how many collections they have lived
+    # through: two of one class would change places from rank to rank, and their states, which are
+    # compared and moved one after another, with them.
+    def place(one: Optimizer) -> tuple[str, list[int]]:
+        held = sorted(wanted[id(p)] for p in _parameters(one) if id(p) in wanted)
+        return type(one).__qualname__, held
+
+    return sorted(_living(wanted), key=place)
 
 
-def _living(wanted: set[int]) -> list[Optimizer]:
+def _living(wanted: Container[int]) -> list[Optimizer]:
     # Torch keeps no list of optimizers, and the garbage collector knows every object. By `type`:
     # `isinstance` would ask `__class__` of every proxy in the process.
     found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]

@@ -92,9 +92,7 @@ def parameter_transfers(
         elements = sum(one.elements for one in some)
         # The root unit, and that with which backward begins, stay gathered after forward.
         gathers = turns * (1 if unit in ("", last) else 2)
-        yield Transfer(
-            axis, "all_gather", elements * precision.compute, gathers * turns, hides=True
-        )
+        yield Transfer(axis, "all_gather", elements * precision.compute, gathers, hides=True)
         yield Transfer(axis, "reduce_scatter", elements * precision.wire, hides=True)
 
 
