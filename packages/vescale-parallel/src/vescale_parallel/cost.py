@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for field in ("efficiency", "overlap"):
         value = getattr(options, field)
         cluster = cluster if value is None else replace(cluster, **{field: value})
+    # All of them before the first line: columns are as wide as their widest cell.
     costs = list(_costs(options, cluster))
     if not costs:
         print("no mesh of these sizes: --tp has to divide --ranks", file=sys.stderr)
@@ -134,6 +135,8 @@ def _costs(options: argparse.Namespace, cluster: Cluster) -> Iterator[tuple[list
     for name in options.model:
         for ranks in options.ranks:
             for tp in options.tp:
+                # A table goes on: what cannot be is left out. Ranks have whole heads, of which
+                # there are fewest for keys and values.
                 if ranks % tp or LLAMA3[name].kv_heads % tp:
                     continue
                 report = llama3(name, dp=ranks // tp, tp=tp)
@@ -155,6 +158,7 @@ def _row(name: str, dp: int, tp: int, zero: int, cost: Cost) -> list[object]:
         f"{cost.memory.total / 2**30:.1f}",
         f"{cost.memory.activations / 2**30:.1f}",
         "yes" if cost.fits else "no",
+        # Of all ranks together: the same for one global batch on any mesh.
         f"{cost.flops * cost.ranks / 1e15:.3g}",
         *(f"{1e3 * cost.seconds_over(axis):.1f}" for axis in ("dp", "tp")),
         f"{1e3 * cost.exposed:.1f}",

@@ -46,8 +46,10 @@ def attributes(model: nn.Module) -> Iterator[tuple[str, str]]:
     """
     # A configuration is an attribute of every module of many a model.
     seen: set[int] = set()
+    # A module under several names is looked at once.
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
+            # The mode is compared with the modules themselves (`facts`).
             if attribute == "training" or not _is_shared(attribute) or id(value) in seen:
                 continue
             if not isinstance(value, (*_VALUES, str)):
@@ -71,6 +73,7 @@ def _described(value: Any, depth: int) -> str | None:
         # A path: files of equal content lie elsewhere on another host.
         return None if "/" in value or "\\" in value else repr(value)
     if isinstance(value, _VALUES):
+        # `repr` of a float gives all of its digits, the same in every process.
         return repr(value)
     if isinstance(value, _FUNCTIONS):
         return _function(value, depth)
@@ -91,6 +94,8 @@ def _function(value: Any, depth: int) -> str:
     name = f"{value.__module__}.{value.__qualname__}"
     if not isinstance(value, types.FunctionType) or "<" not in value.__qualname__ or depth == 0:
         return name
+    # A closure or a lambda has the name of its place only. Two of one name may do different things,
+    # so their code is compared, and the values that they hold.
     code = value.__code__
     cells = dict(zip(code.co_freevars, value.__closure__ or (), strict=True))
     held = {n: cell.cell_contents for n, cell in cells.items() if cell != types.CellType()}
@@ -101,6 +106,7 @@ def _function(value: Any, depth: int) -> str:
 
 def _code_checksum(code: types.CodeType) -> int:
     """A checksum of what a function does: not of its file, nor of the lines."""
+    # Not by file and lines: those differ where the same source is installed in two places.
     found = zlib.crc32(code.co_code + repr(code.co_names).encode())
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -115,6 +121,7 @@ def _data(value: Tensor | numpy.ndarray | torch.Generator) -> str | None:
         state = value.get_state().numpy().tobytes()
         return f"generator in state {hashlib.sha256(state).hexdigest()[:16]}"
     if isinstance(value, numpy.ndarray):
+        # Its bytes are addresses.
         if value.dtype.hasobject:
             return None
         return f"{value.shape} {value.dtype} checksum {zlib.crc32(value.tobytes()):08x}"

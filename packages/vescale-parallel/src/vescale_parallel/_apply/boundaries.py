@@ -146,6 +146,8 @@ class DistributeBatch:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
         if self._unchecked[of] > 0:
+            # Counted down alike on every rank, as batches come alike: all of them come to the
+            # comparison, or none does.
             self._unchecked[of] -= 1
             with no_torch_function():  # not a part of what a recording repeats
                 self._require_same(args, kwargs)
@@ -155,6 +157,7 @@ class DistributeBatch:
 
     def _require_same(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
+        # Of a distributed tensor the local parts are meant to differ.
         plain = {name: one for name, one in found.items() if not isinstance(one, DTensor)}
         facts = {
             "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in plain.items()},

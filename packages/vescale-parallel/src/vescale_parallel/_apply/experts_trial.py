@@ -81,6 +81,7 @@ def _tried(
 ) -> str | None:
     buffers = {name: one.clone() for name, one in inside.named_buffers()}
     for given in _possible(kind, own):
+        # Both, as a module on a device may draw on the host as well.
         state = torch.get_rng_state(), _device_state(device)
         try:
             wanted = given.call(local_twin(inside, own))
@@ -88,6 +89,7 @@ def _tried(
             continue
         if not isinstance(wanted, Tensor) or wanted.shape != given.hidden.shape:
             continue
+        # NaN agrees with nothing, and zeros agree with too much.
         if not (wanted.isfinite().all() and wanted.any()):
             continue
         now = torch.get_rng_state(), _device_state(device)
@@ -109,6 +111,8 @@ def _compared(
     wanted: Tensor,
 ) -> str | None:
     """Why parts do not give what the whole gave, in words."""
+    # In two halves: what depends on how many tokens there are, or on which of them come together,
+    # shows as well.
     half = len(wanted) // 2
     try:
         parts = [
@@ -118,6 +122,7 @@ def _compared(
     except Exception as error:  # whatever its code raises
         return f"with a part of its experts it raises {type(error).__name__}: {str(error)[:120]}"
     found = torch.cat(parts)
+    # Sums in another order round otherwise, and in 16 bits by far more.
     halves = wanted.dtype in (torch.float16, torch.bfloat16)
     most = (_TOLERANCE_OF_HALVES if halves else _TOLERANCE) * wanted.abs().max()
     if found.shape == wanted.shape and bool(((found - wanted).abs() <= most).all()):

@@ -91,6 +91,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         placements = one.placements
         if id(placements) not in seen:
             seen.add(id(placements))
+            # A list and not a generator: of one or two placements it is the cheaper one.
             if any([isinstance(where, RaggedShard) for where in placements]):
                 return
     reduce_gradients(stepped)

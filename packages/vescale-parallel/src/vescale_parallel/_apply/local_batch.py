@@ -103,13 +103,17 @@ class LocalBatch:
         """For each tensor with rows, those of each shard of the batch. Collective."""
         rows = [t.shape[self._dim(t)] for t in plain.values() if self._has_rows(t)]
         forms = {name: self._form(tensor) for name, tensor in plain.items()}
+        # Of one length whatever a batch has: messages of ranks with other numbers of tensors would
+        # not fit each other, and no rank could say why.
         first = [_digest(forms), *_padded(rows[:_TENSORS], _TENSORS)]
         table = self._told(first)
+        # All ranks have the same table, so all of them come to the next collective, or none does.
         if len({row[0] for row in table}) > 1:
             with no_torch_function():
                 self._require_same_forms(forms)
         found = [row[1 : 1 + len(rows)] for row in table]
         for start in range(_TENSORS, len(rows), _TENSORS):
+            # As often on every rank: forms are the same by now, and so is the number of tensors.
             rest = self._told(_padded(rows[start : start + _TENSORS], _TENSORS))
             found = [a + b[: len(rows) - start] for a, b in zip(found, rest, strict=True)]
         return [self._by_shard([row[at] for row in found]) for at in range(len(rows))]
@@ -159,6 +163,7 @@ class LocalBatch:
         here = self._shards[mesh_ranks(self.mesh).index(_rank())]
         pairs = zip(mesh_ranks(self.mesh), self._shards, strict=True)
         alike = [rank for rank, shard in pairs if shard == here]
+        # Twice on every rank, also with nothing to compare: each is a collective of the whole mesh.
         for names, peers in ((rows, alike), (set(values) - rows, mesh_ranks(self.mesh))):
             require_same(
                 {"value of": {name: one for name, one in values.items() if name in names}},
@@ -173,6 +178,7 @@ class LocalBatch:
         shape = list(tensor.shape)
         shape[dim] = sum(counts)
         wanted = placements(self.layout, self.mesh, tensor.ndim)
+        # They lie as even shards do. Every rank knows all counts, so nothing is sent on any.
         if counts == row_counts(shape[dim], self._sizes):
             return self._of(tensor, wanted, shape)
         axes = [(a, n) for a, n in zip(self._axes, self._sizes, strict=True) if n > 1]
@@ -189,6 +195,8 @@ class LocalBatch:
                 "have to be moved, which is not differentiated. Pass rows as torch.chunk has them."
             )
         group = group_of(self.mesh, tuple(axis for axis, _ in axes))
+        # Uneven rows over several axes are no placement that a DTensor has: gathered, and each rank
+        # keeps its shard.
         whole = all_gather(tensor.contiguous(), group, dim=dim, sizes=counts)
         everywhere = [Replicate()] * self.mesh.ndim
         placed: Tensor = DTensor.from_local(whole, self.mesh, everywhere).redistribute(
@@ -197,6 +205,7 @@ class LocalBatch:
         return placed
 
     def _of(self, tensor: Tensor, where: Sequence[Any], shape: Sequence[int]) -> DTensor:
+        # Said, as a rank cannot tell the global strides from its own rows.
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         local = tensor.contiguous()
         made: DTensor = DTensor.from_local(local, self.mesh, where, shape=shape, stride=strides)

@@ -71,8 +71,10 @@ def balance_experts(
     facts = {_FACT: told if failure is None else {UNDESCRIBED: str(failure)}}
     mesh = next(iter(known.values())).mesh
     require_same(facts, peers=mesh_ranks(mesh), head=_HEAD, advice={_FACT: _ADVICE})
+    # On all ranks alike, or the comparison would have raised: each can use its own words.
     if failure is not None:
         raise failure
+    # Only now: up to here nothing has changed, and every rank goes on.
     optimizers = optimizers_of(model)
     for name, share in counts.items():
         forward = known[name]
@@ -81,6 +83,8 @@ def balance_experts(
         take_over(optimizers, made)
         new = [parameter for parameter, _ in made.values()]
         set_gradient_reducer(new, BucketedReducer(bucket_bytes))
+        # Last, when modules and optimizers hold the new ones: who still computes with an old one
+        # finds it empty, and does not train a copy.
         for stack in old:
             _emptied(stack)
         assert forward.shares is not None
@@ -143,6 +147,7 @@ def _moved(
         def distribute(tensor: Tensor, where: list[Any] = where) -> Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor
+            # Also what optimizers remember of it: each expert goes on with its own moments.
             moved: Tensor = tensor.detach().redistribute(forward.mesh, where)
             return moved
 

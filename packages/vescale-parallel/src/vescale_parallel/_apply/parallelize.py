@@ -88,12 +88,15 @@ def parallelize(
     """
     if plan is None:
         plan = Plan.data_parallel(model, mesh, memory=device_memory(mesh.device_type))
+    # First of all: they are found by the parameter objects that are about to be replaced.
     optimizers = optimizers_of(model)
     options = {"bucket_bytes": bucket_bytes, "static": static}
     report = preflight(model, mesh, plan, options, optimizers)
     where = _placements(mesh, report)
     _distribute_parameters(model, where, report, optimizers)
     here = of_stage(report, mesh)
+    # Where a stage is one plain rank, activations are plain tensors, and no hook would find
+    # anything.
     if not (isinstance(where, StagePlacements) and where.is_plain):
         _install_hooks(model, where.mesh, here, plan.batch_is)
         install_experts(model, here, where.mesh)

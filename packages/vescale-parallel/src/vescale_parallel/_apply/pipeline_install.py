@@ -78,6 +78,7 @@ class StagePlacements:
         if row.name in self.shares:
             where = (*where[:-1], RaggedShard(tuple(range(ndim)), self.shares[row.name]))
         elif owner is not None:
+            # One rank of the axis has all of it, the others nothing.
             units = [0] * self.stored.size(self.stored.ndim - 1)
             units[owner] = 1
             where = (*where[:-1], RaggedShard((0,), units))
@@ -111,6 +112,8 @@ def _with_shares(
     names = list(mesh_sizes(mesh))
     rest = [name for name in others if name != report.over]
     order = [names.index(name) for name in (*rest, AXIS, report.over)]
+    # Stages outermost, then the shards of `zero`: number `stage * shards + shard` on the joint
+    # axis, which is the order of `shares` below.
     ranks = mesh.mesh.permute(order).flatten(-2).contiguous()
     stored = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*rest, f"{AXIS}_{report.over}"))
     stages = mesh_sizes(mesh)[AXIS]
@@ -202,6 +205,7 @@ def _second(mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks along the axis of stages, in groups of their own."""
     names = list(mesh_sizes(mesh))
     at = names.index(AXIS)
+    # Another mesh, as the groups of one mesh are made once.
     ranks = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).contiguous()
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("lines", AXIS))
 

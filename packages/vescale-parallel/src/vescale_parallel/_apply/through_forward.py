@@ -38,6 +38,8 @@ def through_forward(model: nn.Module, method: str, *args: Any, **kwargs: Any) ->
         restore()  # at once: the method may call the model
         return call(*given, **named)
 
+    # On the instance, where `nn.Module.__call__` looks first: hooks then run around the method as
+    # they do around the model's own forward.
     vars(model)["forward"] = instead
     try:
         return model(*args, **kwargs)

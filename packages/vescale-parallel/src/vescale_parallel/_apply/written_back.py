@@ -36,6 +36,8 @@ class WrittenBack:
         if copied and not is_hooked:
             # The last one first: what a later hook has copied goes back into what this one made.
             module.register_forward_hook(self._after, prepend=True, always_call=True)
+        # Also where nothing was copied this time: the hook takes the last note of its module, which
+        # would be that of an outer call.
         if copied or is_hooked:
             self._calls.append((module, [(old, new, _items(new)) for old, new in copied]))
 

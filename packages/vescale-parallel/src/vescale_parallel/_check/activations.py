@@ -46,6 +46,7 @@ class Activations:
         """Return how many regions, the first ones, have to be recomputed to stay in the budget."""
         if self.budget is None:
             return len(self.regions)
+        # Each further region keeps less, so that the least number is found by bisection.
         numbers = range(len(self.regions) + 1)
         # Of no use beyond the last: where even all of them do not suffice, it is all of them.
         sizes = [self.bytes_of(tokens, self.regions[:number]) for number in (0, len(self.regions))]
@@ -66,6 +67,7 @@ class Activations:
         found = Counter((row.rule, row.kind) for row in self.regions)
         rows = [(rule, kind, count(n, "module")) for (rule, kind), n in found.items()]
         shown = table(["recomputed in backward", "how", "modules"], rows)
+        # A token of one rank is as many of the global batch as ranks share it.
         token = float(self.sharers)
         kept, without = self.bytes_of(token, self.regions), self.bytes_of(token, ())
         line = (
@@ -90,15 +92,18 @@ def item_bytes(rows: Sequence[ParameterRow]) -> int:
     """Return the bytes of an element of activations: those in which most parameters compute."""
     found: Counter[int] = Counter()
     for row in rows:
+        # By elements: a few norms in float32 do not make it a model in float32.
         found[row.compute.itemsize] += math.prod(row.global_shape)
     return found.most_common(1)[0][0] if found else 4
 
 
 def sequence_parallel(rows: Sequence[BoundaryRow]) -> bool:
     """Return whether some module leaves its results sharded along dim 1."""
+    # Dim 0 of activations is the batch, dim 1 the sequence.
     return any(r.boundary.text.rpartition("->")[2].strip().endswith(":1") for r in rows)
 
 
 def sharing(pieces: Sequence[Piece], mesh: Mapping[str, int]) -> int:
     """Return how many ranks share the computation of one shard of the batch."""
+    # Of layouts only: `zero` shards what is stored, and each rank computes with whole parameters.
     return math.prod(mesh[axis] for axis in {axis for one in pieces for axis, _ in one.dims})

@@ -58,6 +58,7 @@ def check_rules(
     zero_problems += offload_problems
     regions, region_problems = _regions(rules, model)
     split, split_problems = _split(rules, model, sizes)
+    # Before problems are raised: stages may have some of their own, and all are told at once.
     if split is not None:
         split_problems += _twice_over(rules, parameters)
         split, parameters = _with_stages(rules, model, split, parameters, sizes)
@@ -176,6 +177,8 @@ def _with_stages(
     sizes: Mapping[str, int],
 ) -> tuple[Split, list[ParameterRow]]:
     """Return stages and rows that agree: which parameters each rank shards with its stage."""
+    # An empty list for each rank: who asks for the buffers of a rank need not know whether there
+    # are any.
     if not any(row.zero for row in rows):
         return replace(split, buffers=((),) * sizes[AXIS]), rows
     owners = dict(split.owners)
@@ -211,6 +214,7 @@ def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
 def _dead_rules(what: str, rules: Mapping[str, object], names: Sequence[str]) -> list[str]:
     """Return rules that never apply: they match no name, or earlier rules take all they match."""
     problems = []
+    # Once for each name: models have thousands of them, and plans dozens of rules.
     first = {name: first_match(rules, name) for name in names}
     for glob in rules:
         # Each alternative on its own: `{gate,upp}` would else hide its typing error behind `gate`.
@@ -282,6 +286,7 @@ def _place(
     for name in names:
         if name in stacks:
             own = name.rpartition(".")[2]
+            # Experts lie over their axes whatever the rule says, which may shard the other dims.
             layout = stack_layout(stacks[name], own, parameter.shape, layout, sizes)
     for axis, blocks in layout.blocks:
         dim = layout.dim_of(axis, parameter.ndim)
@@ -334,6 +339,7 @@ def _parameter_row(
 def _boundary_rows(rules: Rules, model: nn.Module) -> tuple[list[BoundaryRow], list[str]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     problems = _dead_rules("module", rules.activations, list(modules))
+    # By object: the same module may be reached under several names.
     rows: dict[int, BoundaryRow] = {}
     for name, module in modules.items():
         rule = first_match(rules.activations, name)

@@ -94,12 +94,14 @@ class Report:
             return self._bytes_of(self.parameters, self.buffers)
         owners = self.split.owners
         return max(
+            # None: every stage has it.
             self._bytes_of([r for r in self.parameters if owners[r.name] in (None, rank)], own)
             for rank, own in enumerate(self.split.buffers)
         )
 
     def _bytes_of(self, rows: Sequence[ParameterRow], buffers: Sequence[BufferRow]) -> int:
         kept = sum(row.local_bytes for row in rows if not row.zero)
+        # All buffers are sharded over the one axis `over`, into as many shards.
         ranks = range(buffers[0].plan.shards if buffers else 1)
         # By rank: the one with most of one buffer need not be that with most of another.
         return kept + max(sum(row.stored_on(rank) for row in buffers) for rank in ranks)
@@ -110,6 +112,7 @@ class Report:
         sizes, found = dict(self.mesh), []
         if any(row.axes for row in self.experts):
             found.append("messages to experts, and that a token is computed by few of them")
+        # Dim 0 is that of whole sequences, which attend to themselves only.
         if self.batch is not None and any(
             sizes.get(axis, 1) > 1 and dim is not None and dim > 0 for axis, dim in self.batch.dims
         ):
@@ -120,6 +123,7 @@ class Report:
     def activations(self) -> Activations:
         """What forward keeps for backward, by tokens; estimates of the cost model."""
         sizes = dict(self.mesh)
+        # Pieces ask a workload only for its globs; how many tokens there are is asked later.
         pieces = [_piece(row, sizes, None, Workload(tokens=0)) for row in self.parameters]
         sharers = math.prod(sizes.get(axis, 1) for axis in (self.batch.axes if self.batch else ()))
         return Activations(
@@ -166,6 +170,7 @@ class Report:
             tokens=tokens,
             sequence=sequence,
             recompute=bool(recompute),
+            # Logical shards are computed one after another, and so count as microbatches do.
             turns=self.microbatches if self.invariant is None else self.invariant.most,
             **workload,
         )
@@ -238,6 +243,7 @@ def _piece(row: ParameterRow, mesh: Iterable[str], zero: int | None, work: Workl
     """Return a parameter as the cost model sees it."""
     where = ((axis, row.layout.dim_of(axis, len(row.global_shape))) for axis in mesh)
     dims = tuple((axis, dim) for axis, dim in where if dim is not None)
+    # What lies on the host was resolved for the level of the plan; of another one it is not known.
     level = row.zero if zero is None else zero
     return piece_of(
         row.names,

@@ -40,11 +40,13 @@ def staged_cost(
     busy = [_busy(cost, part, scene, work) for cost, part in zip(costs, parts, strict=True)]
     times = [busy[rank].times(schedule, rank) for rank in schedule.stage_ranks]
     timeline = simulate_schedule(schedule, times, send=scene.seconds(message))
+    # An estimate is of one microbatch. How many of them are there at once is up to the schedule.
     memories = [
         replace(cost.memory, activations=kept)
         for cost, kept in zip(costs, timeline.peaks, strict=True)
     ]
     most = max(ranks, key=lambda rank: memories[rank].total)
+    # A timeline counts the messages of all ranks: a mean, rounded up.
     sends = replace(message, count=-(-timeline.messages // len(ranks)))
     sent = (sends, sends.sent(len(ranks)), scene.seconds(sends))
     compute = max(one.compute for one in costs)
@@ -56,6 +58,8 @@ def staged_cost(
         compute=compute,
         update=max(one.update for one in costs),
         transfers=(*costs[most].transfers, *([sent] if timeline.messages else [])),
+        # All of the time in which the busiest rank does not compute: the bubble, waits within
+        # stages (which are part of the times of actions), and what no action hides.
         exposed=timeline.seconds - compute + max(one.waits for one in busy),
         bubble=timeline.bubble,
     )
@@ -79,6 +83,7 @@ class _Busy(NamedTuple):
     def times(self, schedule: Schedule, rank: int) -> StageTimes:
         """Of one stage of this rank and one microbatch."""
         stages = schedule.stage_ranks.count(rank)
+        # A forward, two halves of a backward as long as a forward each, and what is computed again.
         each = self.seconds / schedule.microbatches / stages / (3 + self.again)
         kept = self.kept / stages
         return StageTimes(each, each * (1 + self.again), each, kept, kept)
@@ -91,6 +96,8 @@ def _busy(cost: Cost, pieces: Sequence[Piece], scene: Scene, work: Workload) -> 
     # Nothing to hide behind: what waits within a stage.
     seconds = cost.compute + waited_for(within, 0.0)
     model = cost.flops / (cluster.flops * cluster.efficiency)
+    # Forward is a third of the model's products and backward two: what is computed beyond those, in
+    # forwards.
     again = 3 * max(cost.compute / model - 1, 0.0) if model else 0.0
     waits = waited_for(outside, cost.compute * cluster.overlap)
     return _Busy(seconds, waits, again, cost.memory.activations)

@@ -47,6 +47,8 @@ class Budget:
         found = named_tensors_within((args, kwargs)).values()
         # Activations of the last ones are freed first in backward, so the first ones are chosen.
         number = self.needed(tokens_of(list(found)))
+        # At each batch, as tokens may differ from batch to batch: also back, where a smaller one
+        # comes.
         for position, region in enumerate(self.regions):
             region.is_on = position < number
 

@@ -94,6 +94,8 @@ class Results:
     def add(self, operator: Any, args: Any, outputs: Any) -> None:
         """Keep one."""
         kept = map_tensors(alias_below_autograd, outputs)
+        # What is kept shares its memory with what forward goes on with: a write in place changes it
+        # here as well, and only the version tells.
         versions = tuple(one._version for one in tensors_within(kept))
         self._found.append(_Result(operator, _looks(args), kept, versions))
 
@@ -133,12 +135,15 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Give(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Its own count: each recomputation begins at the first call again.
         self._results, self._next = results, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._results.keeps(func, args, kwargs):
             return func(*args, **kwargs)
+        # By number: recomputation makes the calls that are kept in the order of the forward,
+        # whatever it does between them.
         found = self._results.at(self._next, func, args)
         self._next += 1
         return func(*args, **kwargs) if found is None else found

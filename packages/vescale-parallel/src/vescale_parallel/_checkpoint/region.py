@@ -69,6 +69,7 @@ class Region:
         self._require_no_cache(args, kwargs)
         given = (args, kwargs)
         tensors = tensors_within(given)
+        # Asked now: what comes back for the recomputation has no history any more.
         leaves = [one.is_leaf for one in tensors]
         # Tensors are arguments of their own, so that torch notices when one is written to in
         # between; what is around them must not keep them alive.
@@ -81,6 +82,8 @@ class Region:
 
         def run(_: Tensor, *tensors: Tensor) -> Any:
             if first:
+                # Popped: the caller's lists, and the tensors in them, must not be held until the
+                # backward.
                 own_args, own_kwargs = first.pop()
                 return forward(*own_args, **own_kwargs)
             # What torch passes are leaves. Results, as they were, are what a captured forward has
@@ -91,6 +94,7 @@ class Region:
             with buffers.as_before():
                 return forward(*inner_args, **inner_kwargs)
 
+        # Before the forward, which may write to them. `run` finds this name when it is called.
         buffers = _Buffers(self.name, self.module)
         # An argument on the device, whatever the others are: torch asks arguments for devices.
         here = torch.empty(0, device=self.device_type)
@@ -185,6 +189,7 @@ class _Buffers:
                     f"{tuple(buffer.shape)}, and would again when it is recomputed. Give it 'none' "
                     "in the plan's checkpoint rules."
                 )
+        # Compared, and let go: what recomputes keeps this object until the backward.
         self._large = []
 
     @contextmanager
@@ -196,6 +201,7 @@ class _Buffers:
         changed = [one for one in here if not _is_same(one[2], one[3])]
         held = [(module, name, buffer) for module, name, _, buffer in changed]
         for module, name, value, _ in changed:
+            # A clone each time: a recomputation writes to it, and there may be another one.
             module._buffers[name] = value.clone()
         try:
             yield

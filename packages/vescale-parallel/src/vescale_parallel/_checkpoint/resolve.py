@@ -57,6 +57,7 @@ def regions_of(rules: CheckpointRules, model: nn.Module) -> tuple[list[RegionRow
 def _blocks(
     rules: CheckpointRules, kind: Kind, model: nn.Module
 ) -> tuple[list[RegionRow], list[str]]:
+    # Without the first, which is the model itself.
     blocks = _once(model, unit_names(model, ())[1:])
     if not blocks:
         return [], [
@@ -69,6 +70,7 @@ def _blocks(
 
 def _once(model: nn.Module, names: Sequence[str]) -> list[str]:
     # One module under two names runs one forward.
+    # From behind, so that of several names the first is the one that stays.
     found = {id(model.get_submodule(name)): name for name in reversed(names)}
     chosen = set(found.values())
     return [name for name in names if name in chosen]
@@ -89,5 +91,6 @@ def _outermost(
         kind = rules.globs[glob] if glob is not None else None
         if glob is not None and kind is not None:
             yield RegionRow(name, glob, kind.text, kind.saved)
+        # By any other glob "none" is about all that is inside as well.
         elif glob is None or glob == REST:
             yield from _outermost(rules, child, name, seen)

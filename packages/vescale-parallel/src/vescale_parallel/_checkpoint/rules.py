@@ -70,8 +70,11 @@ def parse_checkpoint(said: Any) -> CheckpointRules:
         return CheckpointRules()
     if isinstance(said, Mapping):
         for glob in said:
+            # Raises for braces that do not close: here, where the plan is written, and not where it
+            # meets a model.
             expand_braces(glob)
         return CheckpointRules(globs={glob: _kind(text, glob) for glob, text in said.items()})
+    # A bool is an int to Python, and `True` is no number of blocks.
     if isinstance(said, int) and not isinstance(said, bool) and said > 0:
         return CheckpointRules(blocks=FULL, every=said)
     budget = bytes_in(said) if isinstance(said, str) else None

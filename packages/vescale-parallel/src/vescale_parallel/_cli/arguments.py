@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         return status
+    # Our own errors say what to do in a line. Any other is a bug, and its traceback is what is
+    # needed.
     except ParallelError as error:
         print(error, file=sys.stderr)
         return 2
@@ -105,10 +107,12 @@ def _plan(options: argparse.Namespace) -> int:
         plan = plan.with_(zero=options.zero)
     if options.checkpoint is not None:
         word = options.checkpoint
+        # A shell knows text only, and as text a number would be read as bytes.
         plan = plan.with_(checkpoint=int(word) if word.isdecimal() else word)
     step = Step(options.sequences, options.sequence, options.recompute)
     found = priced(model, plan, sizes, step, cluster=options.cluster, memory=memory)
     if options.write is not None:
+        # Also where it does not fit: it is written to be edited.
         as_it_ends = plan.to_json() if options.write.suffix == ".json" else plan.to_toml()
         _write(options.write, as_it_ends)
     if options.svg is not None:
@@ -139,6 +143,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     sizes = {}
     for part in text.split(","):
+        # No -1 here: no processes run, by whose number it could be filled in.
         found = re.fullmatch(r"\s*([^\W\d]\w*)\s*=\s*([1-9]\d*)\s*", part)
         if found is None or found[1] in sizes:
             raise MeshError(f"--mesh {text!r}: write sizes by axis, each once, as dp=64,tp=8.")

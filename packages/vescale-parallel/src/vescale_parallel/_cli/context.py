@@ -54,6 +54,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _row(ranks: int, way: Way, is_chosen: bool) -> list[object]:
     said = "*" if is_chosen else way.lacks or ""
+    # A way that cannot be has no figures; a ring that has only to be asked for does.
     if not way.collectives and way.lacks:
         return [ranks, way.name, "-", "-", "-", "-", said]
     sizes = (human_bytes(int(size)) for size in (way.sent, way.kept))

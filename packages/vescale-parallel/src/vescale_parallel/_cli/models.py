@@ -25,6 +25,7 @@ def named_model(name: str) -> nn.Module:
         PlanError: the name is neither, or what it names makes no model.
     """
     path = Path(name)
+    # First what is there: a name of a file may have a colon, too.
     if path.exists():
         return model_of(_configuration(path))
     if ":" not in name:
@@ -69,6 +70,7 @@ def chosen_plan(
     """Return a preset's plan; `auto` takes what the model declares, else its shapes."""
     if preset == "hf" or (preset == "auto" and hasattr(model, "config")):
         return Plan.from_hf(model, mesh=sizes, sequence_parallel=sequence_parallel)
+    # All that presets of layers say is how `tp` shards them.
     if preset == "data" or sizes.get("tp", 1) == 1:
         return Plan()
     if preset == "auto":

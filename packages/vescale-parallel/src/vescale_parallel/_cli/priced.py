@@ -72,6 +72,7 @@ def priced(
     """
     where = named_cluster(cluster)
     if memory is not None:
+        # Of the cluster and not beside it: `Cost.fits` asks the cluster.
         where = replace(where, memory=memory)
     report = plan.check(model, sizes)
     ranks = 1
@@ -84,8 +85,11 @@ def priced(
             cluster=where,
             recompute=recompute,
             sequence_parallel=_sequence_parallel(plan),
+            # By the type of modules: by itself the cost model goes by names, and takes any "*emb*"
+            # for a table.
             lookups=looked_up(model),
         )
+        # All three, whatever is asked for: the table shows what recomputation would save.
         for recompute in (False, True, None)
     }
     chosen = True if step.recompute else None

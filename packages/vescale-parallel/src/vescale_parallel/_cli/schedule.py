@@ -63,6 +63,8 @@ def _run(options: argparse.Namespace) -> int:
         ranks, microbatches, chunks=options.chunks, times=times, send=options.send
     )
     if options.only is not None:
+        # All are made, and one is shown: a name whose schedule there is not has its reason among
+        # them.
         found = {options.only: found[options.only]}
     there = [one for one in found.values() if isinstance(one, Timeline)]
     if options.only is not None and not there:

@@ -38,6 +38,7 @@ def _rules(one: Priced) -> str:
 
 
 def _whole_bytes(row: Any) -> int:
+    # By way of the bytes of an element, which a row does not tell.
     local = _elements(row.local_shape)
     return int(row.local_bytes // local * _elements(row.global_shape)) if local else 0
 

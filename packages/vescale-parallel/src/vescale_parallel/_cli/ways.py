@@ -74,6 +74,7 @@ def _as_json(found: Mapping[int, list[Any]], shown: Shown[Any]) -> str:
 
 def _as_table(found: Mapping[int, list[W]], shown: Shown[W]) -> str:
     rows = [
+        # By identity, as two ways may cost the same.
         shown.row(ranks, way, way is shown.best(ways))
         for ranks, ways in found.items()
         for way in ways

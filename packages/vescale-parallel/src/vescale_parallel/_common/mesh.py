@@ -54,6 +54,8 @@ def mesh(
     ordered, problem = _resolved(sizes or {"dp": -1}, timeout, device)
     bounded = timeout is not None or not dist.is_initialized()
     seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    # A rank that is wrong joins the group all the same: the others are on their way to the
+    # comparison, and would wait for it there until their timeout.
     if problem is None:
         _ensure_process_group(device, seconds)
     else:
@@ -215,6 +217,7 @@ def _ensure_process_group(device: str, timeout: float) -> None:
         dist.init_process_group(backend, timeout=seconds)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
+        # Of one process: in memory, so that no port is taken.
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=seconds)
     atexit.register(_leave_process_group)
 

@@ -36,6 +36,7 @@ def numbers(all_numbers: Sequence[int], limit: int = 8) -> str:
 
 def nearest(wrong: str, names: Iterable[str], limit: int = 3) -> list[str]:
     """Return the names that look most like `wrong`, best first; empty when none does."""
+    # Each name once: a name that comes twice would take the place of another.
     return difflib.get_close_matches(wrong, list(dict.fromkeys(names)), limit, cutoff=0.5)
 
 

@@ -11,6 +11,8 @@ def row_counts(rows: int, sizes: Sequence[int]) -> list[int]:
     """Return the rows of each shard, in order, over axes of these sizes, outermost first."""
     counts = [rows]
     for size in sizes:
+        # Nested, as DTensors shard one dim over two axes: chunks of chunks, which are not the
+        # chunks of the product of the sizes.
         counts = [one for whole in counts for one in _chunks(whole, size)]
     return counts
 

@@ -84,6 +84,7 @@ _task: Any = getattr(torch._C, "_current_graph_task_id", None)
 
 def in_backward() -> bool:
     """Return whether this thread runs a backward."""
+    # -1 is what torch answers outside of all backwards.
     return _task is not None and _task() != -1
 
 
@@ -97,6 +98,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks run before this optimizer's step, beside those of all optimizers."""
+    # Without the attribute nobody knows, and True is the answer that is slower and never wrong.
     return bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
 
 

@@ -26,6 +26,7 @@ def _flops(piece: Piece, tokens: float, work: Workload, kept: Sequence[str] = ()
 
 def model_flops(pieces: Sequence[Piece], tokens: float, work: Workload) -> float:
     """Forward and backward, without recomputation: what a rank's share of the model needs."""
+    # Of each product backward computes two: the gradients of its input and of its weight.
     return 3 * forward_flops(pieces, tokens, work)
 
 

@@ -94,6 +94,7 @@ def attention_ways(attention: Attention, ranks: int, link: Link) -> list[Way]:
 
 def chosen(ways: list[Way]) -> Way:
     """The way that is taken: of those that may be, the one that costs a forward least."""
+    # By a forward, half of what is sent; a byte of the mask counts like one that is sent.
     return min((way for way in ways if way.lacks is None), key=lambda way: way.sent / 2 + way.mask)
 
 
@@ -102,6 +103,7 @@ def _exchange(attention: Attention, ranks: int, link: Link) -> Way:
     if heads % ranks:
         why = f"{ranks} ranks do not divide {heads} heads"
         return Way(EXCHANGE, 0.0, 0, 0.0, 0.0, lacks=why)
+    # Keys and values of fewer heads are repeated until ranks divide them: as few times as will do.
     repeats = next(n for n in _divisors(heads // keys) if not keys * n % ranks)
     # Query and result, keys and values; and the gradient of each.
     moved = [attention.bytes_of(count) / ranks for count in (heads, heads, keys * repeats)]

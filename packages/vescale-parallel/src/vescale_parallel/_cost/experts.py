@@ -108,6 +108,7 @@ def _moving(name: str, layer: ExpertLayer, ranks: int, link: Link, times: float)
     moved = times * layer.moved
     # To the experts and back, and the gradients of both.
     seconds = 4 * collective_seconds("all_to_all", moved, ranks, link)
+    # Of the rank with most: numbers of ranks need not divide those of experts.
     stored = layer.weights * -(-layer.experts // ranks) / layer.experts
     return Share(name, 4 * moved * (ranks - 1) / ranks, 4, seconds, stored, stored + 2 * moved)
 

@@ -64,6 +64,7 @@ class Cluster:
         A group with several members in each node sends to the next node over the network cards of
         all of these at once, up to what the link inside carries.
         """
+        # Of a stride beyond a node's devices every member is in a node of its own.
         neighbours = min(members, max(1, self.per_node // stride))
         if members <= neighbours:
             return self.inside

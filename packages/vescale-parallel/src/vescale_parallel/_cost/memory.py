@@ -118,6 +118,7 @@ def activation_bytes(
         # is told to; and one of them at a time everything.
         saved = sum(_saved(one, spread, regions[region]) for one in some)
         outside += saved + (some[0].shape[-1] / spread if some[0].shape else 0.0)
+        # The most of all, not the sum: backward is in one region at a time.
         again = max(again, sum(_elements(one, spread) for one in some) - saved)
     logits = sum(one.outputs for one in pieces if one.is_head)
     return tokens * ((outside + again) * precision.compute + 2 * logits * 4)

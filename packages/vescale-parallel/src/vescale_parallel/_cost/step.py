@@ -168,6 +168,8 @@ def estimate(
     tp = math.prod(scene.mesh[axis] for axis in {axis for one in pieces for axis, _ in one.dims})
     memory = memory_of(pieces, tokens, dp, tp, precision, work)
     found = [
+        # Each microbatch sends what is its own: as many times, of as much less. Parameters are sent
+        # whole each time, which `parameter_transfers` counts by itself.
         replace(one, count=one.count * work.turns)
         for one in activation_transfers(pieces, tokens / work.turns, precision, work)
     ]
@@ -180,6 +182,7 @@ def estimate(
     transfers = tuple(
         (one, one.sent(scene.mesh.get(one.axis, 1)), scene.seconds(one))
         for one in found
+        # An axis that the mesh lacks, or has with one rank, sends nothing.
         if one.axis == HOST_LINK or scene.mesh.get(one.axis, 1) > 1
     )
     cluster = scene.cluster
@@ -187,6 +190,7 @@ def estimate(
     # What is not kept is written and read once more.
     everything = replace(work, recompute=False, regions={})
     dropped = activation_bytes(pieces, tokens, tp, precision, everything)
+    # `memory` has the activations of one microbatch at a time.
     dropped -= memory.activations * work.turns
     compute = flops / (cluster.flops * cluster.efficiency) + 2 * dropped / cluster.memory_bandwidth
     level = max((one.zero for one in pieces), default=0)
@@ -213,4 +217,6 @@ def waited(transfers: Sequence[tuple[Transfer, float, float]], cover: float) -> 
     # However long the computation is, it cannot begin before the first gather has ended.
     kinds = ("all_gather", "to_device")
     firsts = (next((s / o.count for o, _, s in transfers if o.kind == k), 0.0) for k in kinds)
+    # Two streams beside computation, of which the longer counts; and never less than the first
+    # gather.
     return waiting + max(min(sum(firsts), hidden + copied), max(hidden, copied) - cover)

@@ -52,6 +52,7 @@ def activation_transfers(
     regions = regions_of(pieces, work)
     for piece in pieces:
         for axis, dim in piece.dims:
+            # Of the global shape: what is summed over ranks is whole on each of them.
             outputs, inputs = (tokens * piece.shape[i] * precision.compute for i in (0, -1))
             if dim == 0 and piece.looked_up:
                 yield Transfer(axis, "all_reduce", inputs)  # rows that other ranks hold

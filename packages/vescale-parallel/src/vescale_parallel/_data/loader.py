@@ -233,7 +233,11 @@ class Loader:
         now = own.get_state()
         if samples and resumed is not None and resumed["generator"] is not None:
             own.set_state(resumed["generator"])
+        # Before the order is drawn: from here a resumed epoch draws the same order again, and skips
+        # what was passed on.
         self._samples, self._began = samples, own.get_state()
+        # Before the first sample is read: ranks that would read other batches raise here, on all of
+        # them.
         self._agree({"begins": self._begins()})
         if resumed is not None and "stream" in resumed and hasattr(self.inner, "load_state_dict"):
             self.inner.load_state_dict(resumed["stream"])
@@ -241,6 +245,8 @@ class Loader:
         elif samples and resumed is not None and self._rows is None:
             self._require_workers(resumed)
         batches = self._batches(samples)
+        # At once, and not when the caller asks: a sampler draws when it is first asked, and must do
+        # so while the generator stands where the epoch began.
         first = next(batches, None)
         if samples and self._generator is None:
             # torch's own generator is where the caller has put it; the order was drawn again.
@@ -252,6 +258,8 @@ class Loader:
         one = first
         while one is not None:
             self._samples += one[0]
+            # One number for the whole epoch: what samplers gave is compared at its end, and no step
+            # waits for it.
             digest = zlib.crc32(repr(one[2]).encode(), digest)
             yield one[1]
             one = next(rest, None)
@@ -282,11 +290,14 @@ class Loader:
         while True:
             batch = next(iterator, None)
             # Batches without rows here, which torch's loader never saw, up to this one.
+            # The sampler runs ahead of the loader, by what workers prefetch: notes come in the
+            # order of the batches, and those without rows stand before the next that was read.
             while noted and (batch is None or not noted[0].read):
                 empty = noted.popleft()
                 yield empty.samples, self._empty(batch, empty.first), empty.digest
             if batch is None:
                 return
+            # Once it is known, a batch without rows need not read a sample for its form.
             self._form = without_rows(batch) if self._form is None else self._form
             whole = noted.popleft()
             yield whole.samples, batch, whole.digest

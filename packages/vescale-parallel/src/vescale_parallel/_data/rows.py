@@ -53,6 +53,7 @@ class SkippingSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         skip, self.skip = self.skip, 0
         iterator = iter(self.sampler)
+        # Drawn all the same: the generator has to end where it would have.
         for _ in range(skip):
             next(iterator, None)
         yield from iterator

@@ -19,6 +19,7 @@ def digest_of(value: Value) -> str:
 
     def said(one: Any) -> Any:
         if isinstance(one, Value):
+            # By the order of their use, as objects have no name that two processes share.
             return f"value {known.setdefault(one, len(known))}"
         if isinstance(one, torch.Generator):
             # Where it stood is told besides; what it is printed as differs between processes.
@@ -27,6 +28,7 @@ def digest_of(value: Value) -> str:
 
     found = hashlib.blake2b(digest_size=8)
     for step in making.steps:
+        # Of what is only memory the arguments do not matter: all of it is overwritten.
         arguments = "" if step in making.hollow else tree_map(said, (step.args, step.kwargs))
         told = step.func.told if isinstance(step.func, Fill) else step.func
         place = step.draw.place if step.draw else None

@@ -34,6 +34,8 @@ def distributed(
     """
     value = value_of(tensor)
     meta = value.meta
+    # Pieces are those of row-major tensors. Of another memory order, in which it was drawn, it is
+    # made whole.
     if not meta.is_contiguous():
         whole = replay(value).contiguous() if row_major else replay(value)
         return distribute_tensor(whole.to(dtype), mesh, placements, src_data_rank=None)

@@ -52,6 +52,7 @@ _DISTRIBUTIONS: Final[Mapping[str, _Read]] = {
     "normal_": lambda a: Normal(a["mean"], a["std"]),
     "bernoulli_": lambda a: Bernoulli(a["p"]),
     "random_": lambda a: (
+        # Without bounds it draws from all numbers that the dtype can count with.
         RandInt(a.get("from", 0), a["to"]) if "from" in a or "to" in a else Random()
     ),
     "exponential_": lambda a: Exponential(a["lambd"]),
@@ -100,10 +101,12 @@ def skipped(
     if any(isinstance(one, Tensor) for key, one in arguments.items() if key != "self"):
         return None
     place = position(generator)
+    # Whatever policy the caller has: what is built draws as torch does.
     with use("native"):
         try:
             found = read(arguments)
             skip(found, target.shape, target.dtype, generator=generator)
+        # A schema with other names of arguments, or a dtype that vescale-rng cannot skip.
         except (KeyError, RngError):
             return None
     return Draw(found if isinstance(found, Distribution) else None, generator, place)

@@ -33,6 +33,8 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Steps that are being run want real memory, also when values are asked for inside of the
+        # block.
         if not replaying.get():
             leaves = tree_leaves((args, kwargs))
             made = str(schema_of(func).name).rpartition("::")[2] in FACTORIES
@@ -116,6 +118,8 @@ def parameter_of(parameter: DeferredTensor) -> nn.Parameter:
 
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
     """What users have hung on a parameter."""
+    # The second is torch's mark of a parameter that is of a subclass: a plain one is told by its
+    # type.
     own = {"_deferred_value", "_is_param"} if isinstance(parameter, DeferredTensor) else set()
     return {name: value for name, value in vars(parameter).items() if name not in own}
 
@@ -138,8 +142,12 @@ def materialize_rest(model: nn.Module, made: dict[int, Any]) -> None:
         for name, buffer in module._buffers.items():
             if isinstance(buffer, DeferredTensor):
                 module._buffers[name] = real(buffer)
+        # Tensors that modules keep as plain attributes, in lists or in dataclasses, are no
+        # parameters and no buffers, and would stay without storage.
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
+                # Not by `setattr`, which would register a parameter that the module keeps as a
+                # plain attribute.
                 vars(module)[name] = _exchanged(value, real, seen)
 
 
@@ -175,5 +183,6 @@ def _exchanged(value: Any, real: Any, seen: set[int]) -> Any:
         one = getattr(value, name)
         new = _exchanged(one, real, seen)
         if new is not one:
+            # Dataclasses may be frozen.
             object.__setattr__(value, name, new)
     return value

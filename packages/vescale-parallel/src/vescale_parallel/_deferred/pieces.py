@@ -82,6 +82,8 @@ def _by_element(value: Value, layout: ShardLayout, local: Tensor) -> bool:
     """Run the steps on a rank's elements; False, with nothing done, if they do not go by them."""
     making = making_of(value)
     steps = [one for one in making.steps if not _is_box_view(one, value)]
+    # All of them are looked at before any runs: `local` must not be half written when one of them
+    # turns out to need other ranks' elements.
     if not value.is_whole or not all(_goes_by_element(s, value, making.hollow) for s in steps):
         return False
     token = replaying.set(True)
@@ -116,6 +118,8 @@ def _goes_by_element(step: Step, value: Value, hollow: frozenset[Step]) -> bool:
         return True
     if step.draw is not None:
         return step.draw.distribution is not None
+    # With a factor it is a product and a sum, which a vector unit may fuse and the rest of a row
+    # may not.
     if step.name in _SUMS and (len(step.args) > 2 or step.kwargs.get("alpha", 1) != 1):
         return False
     return step.name in _BY_ELEMENT or step.name in _SUMS
@@ -132,6 +136,7 @@ def _is_box_view(step: Step, value: Value) -> bool:
 def _box_in(value: Value, shape: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
     """Begin and end along each dim of the box that a view is of a row-major tensor, if it is."""
     meta = value.meta
+    # Where the buffer is not exactly one tensor of that shape, places in it are no boxes.
     if math.prod(shape) * meta.element_size() != value.buffer.nbytes or not meta.numel():
         return None
     steps = torch.empty(tuple(shape), device="meta").stride()

@@ -127,6 +127,8 @@ def record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         DeferredError: it changes the memory of a tensor.
     """
     name = _name_of(func)
+    # Between two tensors of one form `set_` only changes whose values these are. Any other use
+    # would change what is known of the memory, and is refused below.
     if func is torch.ops.aten.set_.source_Tensor and _alike(*args):
         args[0]._deferred_value = args[1]._deferred_value
         return args[0]
@@ -140,12 +142,17 @@ def record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             "any. Build that tensor outside of deferred(), or write to it with copy_."
         )
     arguments = _bound(func, args, kwargs)
+    # Values decide what comes out (or the result is no tensor): it runs now, on tensors that are
+    # made for it.
     if not _is_recordable(func, arguments):
         return func(*tree_map(real, tuple(args)), **tree_map(real, kwargs))
     device = _device_of(func, arguments)
+    # Asked for on the meta device, it has no values, and there is nothing to record.
     if device.type == "meta":
         return func(*tree_map(_meta, tuple(args)), **(tree_map(_meta, kwargs)))
     kwargs = _explicit(func, arguments, kwargs, device)
+    # The op runs on the meta tensors themselves, in place: what it does to their shapes cannot be
+    # undone, but is refused.
     before = [one._deferred_value.meta.shape for one in _written(func, arguments)]
     made = _shapes(func, arguments, args, kwargs)
     if [one._deferred_value.meta.shape for one in _written(func, arguments)] != before:
@@ -284,6 +291,8 @@ def _noted(one: Any) -> Any:
     if isinstance(one, DeferredTensor):
         return one._deferred_value
     if isinstance(one, Tensor):
+        # Large ones are not copied, as memory is what this spares: their version tells whether
+        # somebody has written to them.
         kept = one.detach().clone() if one.numel() <= _SMALL else one
         return Constant(kept, kept._version)
     return one

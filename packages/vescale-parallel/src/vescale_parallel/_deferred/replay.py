@@ -27,6 +27,7 @@ def replay(value: Value) -> Tensor:
     Raises:
         DeferredError: a real tensor that a step read was written to since.
     """
+    # A context variable: other threads go on building deferred tensors meanwhile.
     token = replaying.set(True)
     try:
         return _replay(value, making_of(value))
@@ -78,6 +79,7 @@ def run(step: Step, real: dict[Value, Tensor]) -> Any:
 
     args, kwargs = tree_map(given, (step.args, step.kwargs))
     drawing = at(step.draw.place, step.draw.generator) if step.draw else nullcontext()
+    # Ops that are told no dtype ask for the default while they run, which is that of the recording.
     with torch.no_grad(), default_dtype(step.default_dtype), drawing:
         return step.func(*args, **kwargs)
 

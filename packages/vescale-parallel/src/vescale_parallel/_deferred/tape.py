@@ -148,6 +148,8 @@ class Making:
 
 def making_of(value: Value) -> Making:
     """Find the steps that make what a value holds now."""
+    # `run`: steps whose results are wanted. `hollow`: steps that only have to provide memory, since
+    # what they put into it is overwritten before anybody reads it.
     run: set[Step] = set()
     hollow: set[Step] = set()
     # Buffers whose contents are wanted, as they were before the step of that number.
@@ -165,6 +167,8 @@ def making_of(value: Value) -> Making:
             todo += [(one.buffer, step.number) for one in _read_by(step)]
     # A step of which something wanted the contents is run for good, whoever wanted its memory only.
     hollow -= run
+    # In the order of recording, which is the order of one device: every step then finds what it
+    # read there.
     return Making(tuple(sorted(run | hollow, key=lambda one: one.number)), frozenset(hollow))
 
 
@@ -173,6 +177,8 @@ def _writers(buffer: Buffer, before: float) -> Iterator[Step]:
     for step in reversed(buffer.writers):
         if step.number < before:
             yield step
+            # What was in the buffer before is of no interest: this is where the making of a weight
+            # that is initialised twice begins.
             if step.overwrites:
                 return
 

@@ -74,6 +74,7 @@ def asked_for() -> tuple[Truncated, torch.Generator] | None:
     code = getattr(filling, "__code__", None)
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
+        # By the code object: nothing else tells which of torch's functions is asking.
         if frame.f_code is code:
             return _read(frame.f_locals)
         if frame.f_back is None:

@@ -50,6 +50,8 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Draw initial values, each expert as a `torch.nn.Linear` does."""
         for stack in (self.gate_up_proj, self.down_proj):
+            # What `kaiming_uniform_(a=sqrt(5))`, as `nn.Linear` has it, comes to; a stack has no
+            # fan that torch could read off its shape.
             bound = 1 / math.sqrt(stack.shape[2])
             nn.init.uniform_(stack, -bound, bound)
 
@@ -138,6 +140,7 @@ class MoE(nn.Module):
         """Return what the experts say about x (..., width), and if asked for, the `Routing`."""
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(tokens)
+        # Routers compute in float32, and a factor of float32 would make the result one, too.
         weights = routing.weights.to(x.dtype)
         out = self.experts(tokens, routing.chosen, weights).view(x.shape)
         if self.shared is not None:

@@ -70,6 +70,7 @@ def experts_rows(
 
 
 def _draws(module: nn.Module) -> bool:
+    # By name: libraries have dropouts of their own, which are no subclasses of torch's.
     return type(module).__name__.endswith("Dropout") and getattr(module, "p", 0) != 0
 
 

@@ -146,6 +146,7 @@ def _check(told: Sequence[list[list[Any]]]) -> None:
     for rank, rows in enumerate(same):
         if rows == same[0]:
             continue
+        # The first place where the lists part; where one is the beginning of the other, its end.
         at = next(
             (at for at, (a, b) in enumerate(zip(rows, same[0], strict=False)) if a != b),
             min(len(rows), len(same[0])),

@@ -164,6 +164,7 @@ def dependencies(
         GraphError: the graph cannot run without values.
     """
     try:
+        # Without the chain of collectives: their order is what a schedule is about to choose.
         of = traced(module, None, ("draws", "effects"), memory)
     except MemoryPlanError as error:
         raise GraphError(str(error)) from error
@@ -188,6 +189,7 @@ def needs(
     for node, before in waits.items():
         bits = 0
         for one in before:
+            # Transitively, in one number for each node: sets would grow with the square of a graph.
             bits |= reached[one]
             if one in index:
                 bits |= 1 << index[one]

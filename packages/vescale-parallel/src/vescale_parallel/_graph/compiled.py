@@ -124,9 +124,12 @@ def compile_regions(
         if not one.why_not:
             made[one.name], why = _compiled(parts.regions[one.name], backend)
             regions[at] = replace(one, why_not=why)
+    # On every rank, also where all of its regions compiled: a region that one rank runs as it is,
+    # all do, or values that they compute for themselves would round apart.
     regions = _agreed(regions, _told(_whys(regions)), lined_up)
     for one in regions:
         if not one.why_not:
+            # Only now: until ranks have agreed, all regions of the module are as they were.
             setattr(parts.module, one.name, made[one.name])
     parts.module.recompile()
     return Compiled(parts.module, tuple(regions))
@@ -142,6 +145,7 @@ def _region(name: str, module: fx.GraphModule, least_operations: int) -> Region:
 
 
 def _check_backend(backend: str | Callable[..., Any]) -> None:
+    # Those for debugging, too, which torch leaves out if it is not told.
     known = torch.compiler.list_backends(exclude_tags=())
     if isinstance(backend, str) and backend not in known:
         raise GraphError(f"torch.compile has no backend {backend!r}, but {listed(known, 20)}")
@@ -172,6 +176,8 @@ def _zeros(node: fx.Node) -> Any:
             raise GraphError(f"node '{node.name}' does not say what it is: it has no meta['val']")
         return value
     size = value.untyped_storage().nbytes() // max(1, value.itemsize)
+    # As large as the storage, of which the value may be a view: a compiler looks at strides and
+    # offsets.
     flat = torch.zeros(size, dtype=value.dtype, device=value.device)
     made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
     # Compiled code is for inputs that ask for gradients, or for those that do not.
@@ -192,6 +198,7 @@ def _compared(
         mine |= {"starts": parts.starts, "between": parts.between}
         mine["contents"] = {name: content(one) for name, one in parts.regions.items()}
     told = _told(mine)
+    # First faults of all ranks: who has one has told no collectives, which are compared below.
     for rank, one in enumerate(told):
         if one["fault"]:
             raise GraphError(f"compile_regions, rank {rank}: {one['fault']}")
@@ -234,4 +241,6 @@ def _whys(regions: Sequence[Region]) -> dict[str, str]:
 
 def _told(mine: Any) -> list[Any]:
     """What each rank says. Collective."""
+    # What this rank says comes back by way of JSON, too: tuples of its own would differ from the
+    # lists of others.
     return [json.loads(one) for one in gather_texts(json.dumps(mine))]

@@ -58,12 +58,16 @@ def overlapped(
     """
     waits = {node: set(before) for node, before in waits.items()}
     index = {node: at for at, node in enumerate(memory.nodes)}
+    # The best of all rounds, not the last: what is held back may bring others together at another
+    # place.
     best: list[fx.Node] = []
     least: int | None = None
     # Each round holds one collective back or ends; there is a start and a wait of each.
     for _ in range(2 * len(chain) + 1):
         run = _Overlapped(chain, waits, ahead_bytes)
         run.all_of(nodes)
+        # Judged by the whole order, not while it is made: what a start costs shows only where its
+        # result is used at last.
         found = profile(memory.program, [index[node] for node in run.order])
         if least is None or found.peak < least:
             best, least = run.order, found.peak
@@ -191,6 +195,7 @@ class _Overlapped(_Emitted):
             if node not in rest:
                 self.pull(node)
                 self.launch()
+        # What nobody has pulled: what the graph returns, and the updates that are left.
         for node in nodes:
             self.pull(node)
 
@@ -205,11 +210,14 @@ class _Overlapped(_Emitted):
                 return
             if _kind(node) == "all_gather":
                 limit = 0 if self.ahead is None else self.ahead
+                # Where none is under way one goes, however large it is: nothing computes without
+                # it.
                 if self.gathers and sum(self.gathers.values()) + size > limit:
                     return
             self.pull(node)
             limit = BEHIND_BYTES if self.ahead is None else self.ahead
             while len(self.others) > 1 and sum(self.others.values()) > limit:
+                # The oldest: on one stream it has ended before the others.
                 self.pull(_wait_of(next(iter(self.others))))
                 self._update()
 

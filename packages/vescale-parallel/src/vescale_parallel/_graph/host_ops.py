@@ -27,6 +27,8 @@ def operators() -> Any:
     """`host_write`, `host_read` and `host_ready`, registered at the first call."""
     make: Any = torch.library.Library
     library = make(NAMESPACE, "DEF")
+    # `(a!)`: it writes there. Passes that keep writers and readers of memory in their order see it
+    # by that.
     library.define("host_write(Tensor x, Tensor(a!) memory, int offset) -> Tensor")
     library.define(
         "host_read(Tensor token, Tensor memory, int offset, int[] size, int[] stride, "
@@ -45,11 +47,14 @@ def operators() -> Any:
 
 def host_memory(count: int, device: torch.device) -> Tensor:
     """Bytes on the host, pinned where the device is CUDA."""
+    # From pageable memory CUDA copies by way of a buffer of its own, and the program would wait.
     return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _place(memory: Tensor, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     """What lies in the memory, as a tensor of this kind."""
+    # Up to the last element that the strides reach: not the number of elements, where they have
+    # gaps.
     count = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     flat = memory[offset : offset + count * dtype.itemsize].view(dtype)
     return flat.as_strided(size, stride)
@@ -87,6 +92,8 @@ def _read(
     stream.wait_stream(torch.cuda.current_stream(found.device))
     with torch.cuda.stream(stream):
         found.copy_(source, non_blocking=True)
+    # The memory was allocated on the stream that computes: freed there, it must not be given to
+    # others while this copy writes to it.
     found.record_stream(stream)
     return found
 

@@ -69,6 +69,8 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
     made = placed(whole.graph_module, again)
     found = collectives(made.graph)
     waits, *_ = dependencies(made)
+    # Only to compare: ranks whose gathers stood in another order would wait for each other in the
+    # first step.
     agreed(found, needs(found, waits))
     return whole.running(made)
 

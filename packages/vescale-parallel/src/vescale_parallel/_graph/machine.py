@@ -101,6 +101,7 @@ def calibrate(
     took = _gathers(group, device, seconds)
     # As whole nanoseconds and rates: what ranks tell each other are integers.
     rows = gather_numbers([*map(int, found), *(int(one * 1e9) for one in took)], group)
+    # The slowest rank is the one that the others wait for.
     flops, bandwidth, down = (float(min(row[at] for row in rows)) for at in range(3))
     slowest = [max(row[3 + at] for row in rows) / 1e9 for at in range(len(_SENT))]
     link = _fitted(slowest, dist.get_world_size(group))
@@ -118,6 +119,7 @@ def _gathers(group: ProcessGroup, device: str, seconds: float) -> list[float]:
         def gather(sent: Tensor = sent) -> Tensor:
             return all_gather(sent, group)
 
+        # The least and not the mean: what other programs take of the machine only ever adds.
         took.append(min(_timed(gather, device) for _ in range(min(times, 200))))
     return took
 
@@ -128,6 +130,7 @@ def _fitted(took: list[float], members: int) -> Link:
         return _NO_LINK
     # What one rank receives.
     volumes = [size * (members - 1) for size in _SENT]
+    # Not below: where noise makes the large message the faster one, a bandwidth would be negative.
     slope = max((took[-1] - took[0]) / (volumes[-1] - volumes[0]), 1e-15)
     link = Link(latency=0.0, bandwidth=1 / slope)
     latency = max(took[0] - volumes[0] * slope, 0.0) / link.steps(members)

@@ -191,6 +191,7 @@ def _attempt(
                 rates = machine.flops, machine.memory_bandwidth
                 for node, source in repeat(made.module.graph, one, of):
                     made.again[node.name] = computing_seconds(source, *rates)
+    # Within the peak that is there: a copy that starts early takes memory early.
     _start_early(of, max(goal, peaks[-1]), machine)
     made.module.graph.lint()
     made.module.recompile()
@@ -372,6 +373,7 @@ def _memory_of(made: _Made, device: torch.device) -> fx.Node:
     """The node of the host's memory, now as large as it has to be."""
     module = made.module
     # Not written to while graphs are made: memory that is not touched is not taken.
+    # Made anew with each value that moves, as its size is known at the end only.
     module.register_buffer(_MEMORY, host_memory(made.host_bytes, device), persistent=False)
     found = next((n for n in module.graph.nodes if n.target == _MEMORY), None)
     if found is None:

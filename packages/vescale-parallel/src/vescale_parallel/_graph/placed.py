@@ -112,6 +112,8 @@ def _sink(graph: fx.Graph, waits: Waits) -> None:
     for node, before in waits.items():
         for one in before:
             after.setdefault(one, []).append(node)
+    # From the end, so that what a node reads can follow it: a wait moves first, then its gather,
+    # then the cast before that.
     for node in reversed(list(graph.nodes)):
         if node in waits and _is_gather(node) and node in after:
             min(after[node], key=order.__getitem__).prepend(node)
@@ -121,6 +123,7 @@ def _sink(graph: fx.Graph, waits: Waits) -> None:
 def _hoist(graph: fx.Graph, waits: Waits) -> None:
     """Move sums of gradients to right behind the last gradient that they add up."""
     order = {node: at for at, node in enumerate(graph.nodes)}
+    # In order, so that what sums need (a cast, a reshape) has moved before they do.
     for node in list(graph.nodes):
         if waits.get(node) and _direction(node) == "total":
             max(waits[node], key=order.__getitem__).append(node)

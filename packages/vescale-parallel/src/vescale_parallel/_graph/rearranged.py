@@ -57,6 +57,7 @@ def rearranged(
             waited for late is waited for earlier, where more would live. None: no bound.
         tracing: what is known of nodes from other such calls for the same graph.
     """
+    # The graph that was given stays: `schedule` tries several plans on it, and keeps one.
     made, waits = copied(module, waits)
     found = collectives(made.graph)
     # Noted before anything is merged: merged nodes stand where their last member stood.
@@ -152,6 +153,7 @@ def _merge(
             if node not in maker.made:
                 before |= replaced[gone]
     for member in members:
+        # The wait first: fx refuses to take out a node that another one uses.
         for gone in (member.wait, member.start):
             module.graph.erase_node(gone)
             waits.pop(gone)

@@ -159,6 +159,8 @@ class Chooser:
         for at, keys in enumerate(of.written):
             for key in keys:
                 self.writes.setdefault(key, []).append(at)
+        # What is chosen is gone behind the peak, and what choices read has to stay: no later one
+        # may read the first, or be one of the second.
         self.gone: set[int] = set()
         self.needed: set[int] = set()
 
@@ -228,6 +230,7 @@ class Chooser:
         if node in found:
             return True
         at = self.step.get(node)
+        # A draw, a collective or a write would do something a second time.
         if at is None or not self.of.plain[at] or self.of.written[at] or len(found) >= _LONGEST:
             return False
         found[node] = None

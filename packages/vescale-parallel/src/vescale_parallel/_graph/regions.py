@@ -51,6 +51,7 @@ def cut(graph: fx.GraphModule) -> Cut:
     parts: dict[fx.Node, str] = {}
     starts: list[str] = []
     between: list[list[str]] = [[]]
+    # Numbered by their first use: names of process groups are each process's own.
     groups: dict[str, int] = {}
     now = ""
     for node in copy.graph.nodes:
@@ -71,6 +72,8 @@ def cut(graph: fx.GraphModule) -> Cut:
             else:
                 between[-1].append(schema_name(node) or str(node.target))
         parts[node] = now
+    # In the order of the graph: split_module sorts its parts by what they need otherwise, and
+    # collectives would change places.
     made = split_module(copy, copy, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     called = [str(node.target) for node in made.graph.nodes if node.op == "call_module"]
     regions: dict[str, Any] = {

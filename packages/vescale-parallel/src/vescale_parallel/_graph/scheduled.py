@@ -211,6 +211,7 @@ def _joined(
         pair, buckets = new
         made, over, _ = made_of(planned.in_place(found.agreed, of.order, buckets))
         if over:
+            # By the pair, which comes up again after each other one that is joined.
             refused.add(pair)
         else:
             found = made
@@ -221,6 +222,8 @@ def _smaller(
     known: Agreed, order: planned.Order, buckets: planned.Buckets, alive: Collection[int]
 ) -> planned.Buckets | None:
     """Halve the buckets that are in the way on any rank; None if there are none. Collective."""
+    # Of all ranks together: a bucket that fits here may be in the way elsewhere, and all have to
+    # cut the same ones.
     told = gather_texts(json.dumps(sorted(alive)))
     every = {at for one in told for at in json.loads(one)}
     return planned.halved(known, order, buckets, every) if every else None
@@ -283,6 +286,7 @@ def _buckets(
 def _saturating(link: Link, members: int) -> int:
     """Bytes of a collective of which latency takes a tenth of the time."""
     if members < 2:
+        # One rank sends nothing: any size will do.
         return CAP_BYTES
     # Time of a ring: latency + bytes * (n - 1) / n / bandwidth. Solved for the bytes at which the
     # first is `_SHARE` of the whole.

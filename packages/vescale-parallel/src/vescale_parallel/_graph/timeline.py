@@ -94,6 +94,7 @@ class Timeline:
 
     @property
     def _lines(self) -> tuple[str, ...]:
+        # Most graphs copy nothing, and an empty line would only be asked about.
         return (*_LINES[:2], *(["copies"] if self.copying else []))
 
     def _sum(self, of: Callable[[Span], bool]) -> float:
@@ -118,6 +119,7 @@ class Timeline:
             events.append(
                 {
                     **{"ph": "X", "pid": 0, "tid": lines.index(one.line), "name": one.name},
+                    # Traces count in microseconds.
                     **{"ts": one.start * 1e6, "dur": (one.end - one.start) * 1e6, "cat": one.kind},
                     "args": {"module": one.module, "source": one.source},
                 }
@@ -126,6 +128,7 @@ class Timeline:
 
     def to_svg(self) -> str:
         """As a picture: time from left to right, computation above communication."""
+        # An empty graph takes no time at all.
         scale = _WIDTH / max(self.seconds, 1e-12)
         drawn = [f'<text x="4" y="14">{escape(str(self))}</text>']
         for row, line in enumerate(self._lines):
@@ -134,6 +137,7 @@ class Timeline:
             for one in self.spans:
                 if one.line == line:
                     colour = _COLOURS.get(one.kind, _COLOURS["communication"])
+                    # However short, it can be seen and pointed at.
                     wide = max((one.end - one.start) * scale, 0.2)
                     took = f"{one.name}: {(one.end - one.start) * 1e6:.1f} us"
                     told = "\n".join(filter(None, (took, one.module, one.source)))
@@ -288,6 +292,7 @@ def _flops(node: fx.Node) -> float:
     # To count is to run the node without values, which takes longer than all else here.
     if not any(one in schema_name(node) for one in _COUNTED):
         return 0.0
+    # That in which the values were made: fake tensors of two modes do not mix.
     mode = next(
         (getattr(one.meta.get("val"), "fake_mode", None) for one in node.all_input_nodes), None
     )

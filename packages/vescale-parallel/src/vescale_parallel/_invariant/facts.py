@@ -61,9 +61,11 @@ def tell(
         DisagreementError: on every rank: ranks have drawn different seeds, or cut other rows.
     """
     own = spans[group.rank if group else 0]
+    # Rows of one collective are equally long: as those of the rank with most shards.
     room = max(high - low for low, high in spans)
     rows = _gathered(_row(losses, arrived, alike, problem, own, room), group, device_type)
     ranks = group.ranks if group else (0,)
+    # Before anything is compared: what else a rank in trouble has told may mean nothing.
     troubled = [rank for rank, row in zip(ranks, rows, strict=True) if row[0]]
     if troubled:
         raise ParallelError(
@@ -94,10 +96,13 @@ def _row(
     room: int,
 ) -> list[int]:
     low, high = own
+    # The bits of a float64 as an integer: so one collective of integers carries all that is told,
+    # and no loss is rounded on its way.
     bits = [_bits(losses.get(shard, 0.0)) for shard in range(low, high)]
     words = [0] * -(-len(arrived) // _BITS)
     for at, has in enumerate(arrived):
         words[at // _BITS] |= has << at % _BITS
+    # Not `hash`, which is another one in each process.
     digest = zlib.crc32(repr(list(alike)).encode())
     return [int(bool(problem)), digest, *bits, *[0] * (room - len(bits)), *words]
 

@@ -59,6 +59,8 @@ class InvariantRow:
     @property
     def kept(self) -> int:
         """How many sums as large as all gradients a rank keeps at most, the newest included."""
+        # Sums are joined as a binary counter carries, so that of n shards no more than its digits
+        # are open.
         levels = max(1, self.most).bit_length()
         return max(levels, max(self.nodes)) if self.most > 1 else 1
 

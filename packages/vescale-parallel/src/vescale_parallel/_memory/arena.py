@@ -56,6 +56,7 @@ class Arena:
             last.pop(node, None)
         drops: dict[int, list[fx.Node]] = {}
         for node, step in last.items():
+            # Constants belong to the module, and are fetched anew at each use.
             if node.op != "get_attr":
                 drops.setdefault(step, []).append(node)
         self.steps = []
@@ -81,6 +82,7 @@ class Arena:
         """
         own = self.block() if block is None else self._fitting(block)
         values = self._inputs(inputs)
+        # A block of our own is new memory, in which nothing can lie.
         if block is not None:
             _apart(block, values)
         # Once: operators choose strides by shapes and devices, which every later run has as well,
@@ -132,6 +134,7 @@ class Arena:
             raise MemoryPlanError(
                 f"the arena has {block.numel()} bytes, but this plan needs {self.size}."
             )
+        # Offsets are multiples of 64, and so are addresses only where the block begins at one.
         if block.data_ptr() % 64 and self.size:
             raise MemoryPlanError("the arena has to begin at an address that 64 divides.")
         return block
@@ -194,6 +197,7 @@ def _view(block: Tensor, result: Result, offset: int) -> Tensor:
     size = result.dtype.itemsize
     for one in result.shape:
         size *= one
+    # As bytes first, since storages of all dtypes lie in one block.
     flat = block[offset : offset + size].view(result.dtype)
     # An offset of as_strided counts from the start of the storage, which is the whole arena.
     return flat.as_strided(result.shape, result.stride, flat.storage_offset())

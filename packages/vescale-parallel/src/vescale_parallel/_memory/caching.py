@@ -47,11 +47,15 @@ class CachingAllocator:
         small = size <= _SMALL
         # Small and large blocks never share a segment, so that each pool is searched alone.
         pool = self._free[small]
+        # Best fit. Of equally large ones torch takes that with the lowest address, this the one
+        # with the lowest id.
         at = bisect.bisect_left(pool, (size, 0))
         if at < len(pool):
             piece = self._pieces.pop(pool.pop(at)[1])
         else:
             piece = _Piece(_segment(size), small)
+            # Never less again: torch keeps segments until it runs out of memory, which is what is
+            # asked here.
             self.reserved += piece.size
         piece.free = False
         left = piece.size - size

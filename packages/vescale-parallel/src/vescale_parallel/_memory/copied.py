@@ -15,6 +15,7 @@ def copied_module(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
     with warnings.catch_warnings():  # torch's own copy of how inputs are nested is deprecated
         warnings.simplefilter("ignore", FutureWarning)
         graph = copy.deepcopy(module.graph)
+    # By place: a copy has its nodes in the same order.
     copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
     made = fx.GraphModule(module, graph)
     made.meta.update(module.meta)

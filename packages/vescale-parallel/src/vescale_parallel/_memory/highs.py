@@ -85,6 +85,7 @@ def highs_layout(
     # Switches a row off: no offset is larger. Larger than needed would be less exact.
     big = upper / unit
     for one, other in pairs:
+        # 1: `one` lies above `other`. Each value switches one of the two rows off.
         above = model.variable(0, 1, whole=True)
         model.row({places[one]: 1, places[other]: -1, above: -big}, -sizes[one] / unit)
         model.row({places[other]: 1, places[one]: -1, above: big}, big - sizes[other] / unit)
@@ -119,12 +120,15 @@ def by_highs(items: Items, upper: int, floor: int, deadline: float) -> Found:
     if count > _ITEMS or any(len(group) > 1 for group in items.groups):
         return Found(None, upper, proven=False)
     model = Model()
+    # Bytes as parts of the upper bound: tolerances of the solver are absolute, and bytes are
+    # millions.
     unit = max(1, upper)
     peak = model.variable(max(floor, items.live) / unit, 1, cost=1)
     ran = [[model.variable(0, 1, whole=True) for _ in range(count)] for _ in range(count)]
     for at, steps in enumerate(ran):
         for step in range(count):
             if step:
+                # Who has run stays so.
                 model.row({steps[step - 1]: 1, steps[step]: -1}, 0)
             for one in range(count):
                 if items.needs[at] >> one & 1:

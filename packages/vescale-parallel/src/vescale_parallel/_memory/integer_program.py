@@ -122,6 +122,7 @@ class _Written:
 
     def _one_a_step(self, step: int) -> None:
         every = [self._has_run(at, step) for at in range(len(self.of))]
+        # Rows have upper bounds only: an equation is two of them.
         self._row([(1, one) for one in every], step + 1)
         self._row([(-1, one) for one in every], -step - 1)
 
@@ -139,11 +140,15 @@ class _Written:
                 continue
             # It lives while one of its users has not run at the step before.
             waiting = {self._has_run(one, step - 1) for one in storage.users} - {_ALWAYS}
+            # In every order all of its users have run by then: it is gone.
             if not waiting:
                 continue
+            # In every order one of its users is still to come: it lives as soon as it is made.
             if _NEVER in waiting:
                 terms.append((size, made))
                 continue
+            # No binary: the rows lift it to 1 where it is made and somebody waits, and the peak,
+            # which is to be small, holds it down elsewhere.
             lives = self.model.variable(0, 1)
             for one in waiting:
                 self._row([(1, made), (-1, one), (-1, lives)], 0)
@@ -151,5 +156,6 @@ class _Written:
         for at, operation in enumerate(self.of.operations):
             if operation.temporary:
                 size = operation.temporary / self.unit
+                # Who has run by this step and not by the one before is running.
                 terms += [(size, self._has_run(at, step)), (-size, self._has_run(at, step - 1))]
         self._row(terms, 0)

@@ -40,6 +40,7 @@ def measured(call: Callable[[], Any], device: torch.device | str = "cpu") -> Mea
         # What was queued before may still free memory while this runs.
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+        # Inputs and the model are there already, and are not what the call takes.
         before = torch.cuda.memory_allocated(device)
         result = call()
         torch.cuda.synchronize(device)
@@ -62,6 +63,7 @@ def _profiled(call: Callable[[], Any]) -> tuple[Any, list[dict[str, Any]]]:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    # By time: what lives is a running sum of these.
     return result, sorted(events, key=lambda one: float(one.get("ts", 0)))
 
 

@@ -56,6 +56,8 @@ def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) ->
     planner.rules()
     proven = planner.best.peak <= planner.floor
     if not proven and solve is not None:
+        # First what can be proven: segments of a few operations. Rings only improve, and say
+        # nothing of what is left.
         proven = planner.segments(reach.key_points(), solve)
         if not proven:
             planner.rings(solve)
@@ -91,6 +93,7 @@ class _Planner:
             return None
         found = profile(self.of, order)
         self.peaks[name] = min(found.peak, self.peaks.get(name, found.peak))
+        # Checked only where it is taken: to check takes longer than to simulate.
         if found.peak < self.best.peak:
             self.order, self.best = checked_order(self.of, order), found
         return found.peak
@@ -149,6 +152,7 @@ class _Planner:
         for width in _WINDOWS:
             first, end = max(0, peak - width // 2), min(len(self.of), peak + width // 2)
             yield first, [(at,) for at in self.order[first:end]]
+        # Only the small ones, as there are as many pairs as places around the peak.
         for width in _WINDOWS[:2]:
             for inner in range(width // 2, len(self.of) // 2, width):
                 left, right = max(0, peak - inner), min(len(self.of), peak + inner)

@@ -146,6 +146,7 @@ def _pulled(running: Running, asked: set[int], rank: Sequence[int], bound: int) 
         # In an order that is valid: `base` is one, and a part of it keeps it.
         group.sort(key=rank.__getitem__)
         rise, net = _cost_of(running, group)
+        # It leaves no less alive than there is: nothing is gained by running it early.
         if net >= 0:
             continue
         if running.live + rise > bound:
@@ -162,6 +163,8 @@ def _closure(running: Running, storage: int) -> list[int] | None:
     found = {user for user in of.storages[storage].users if not running.has_run(user)}
     stack = list(found)
     while stack:
+        # So large a group adds much before it frees anything, and to find it costs a walk at each
+        # step.
         if len(found) > _CLOSURE:
             return None
         for one in of.before[stack.pop()]:

@@ -70,6 +70,7 @@ def places(of: Traced) -> dict[int, Place]:
         makes.setdefault(storage.maker, []).append(at)
     device = _device(of)
     for maker, storages in makes.items():
+        # An operator writes all of its results into the arena or none: `out=` takes all of them.
         if any(at in barred or of.program.storages[at].device != device for at in storages):
             continue
         place = _place(of.nodes[maker], of.results[of.nodes[maker]], storages)
@@ -105,6 +106,7 @@ def _place(node: fx.Node, results: tuple[Result, ...], storages: list[int]) -> P
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or len(schema_of(op).returns) != len(results):
         return None
+    # Each result in a storage of its own, and no storage that nobody gets.
     if [one.storage for one in results] != storages or not all(map(_whole, results)):
         return None
     name = schema_of(op).name

@@ -348,6 +348,7 @@ def _worth_it(
             if ends.get(one.maker, height + 1) > height
         ]
         sizes[height] = height + most_at_once([*outside, *temporary])
+    # Within a hundredth the larger arena: what lies in it costs no allocation at all.
     best = min(sizes.values())
     height = max(one for one, size in sizes.items() if size <= best + best // 100)
     kept = [

@@ -16,6 +16,8 @@ class Reach:
         self.of = of
         self.earlier = [0] * len(of)
         self.later = [0] * len(of)
+        # Program order is a valid one, so that masks of what comes before are complete when they
+        # are asked for.
         for at in range(len(of)):
             for one in of.before[at]:
                 # Masks of integers: a set for each of ten thousand operations would take

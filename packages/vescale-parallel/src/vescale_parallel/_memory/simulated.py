@@ -78,6 +78,8 @@ class Running:
 
     def cost(self, operation: int) -> tuple[int, int]:
         """Bytes that running it now adds while it runs, and once it has ended."""
+        # Kept until a use of one of its storages is taken: planners ask for all that is ready at
+        # each step.
         found = self._costs.get(operation)
         if found is None:
             of = self.of
@@ -100,6 +102,7 @@ class Running:
         self.live += net
         self.order.append(operation)
         self.ready.remove(operation)
+        # Below 0 it has run: one number for both questions.
         self.waits[operation] = -1
         for at in self.of.touched[operation]:
             self.left[at] -= 1

@@ -340,6 +340,8 @@ def _pure(node: fx.Node, module: nn.Module) -> bool:
         return type(module.get_submodule(str(node.target))).__module__.startswith("torch.")
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return True
+    # Functions of anybody else may print, count or write to what no tensor shows: they keep their
+    # order.
     return str(getattr(node.target, "__module__", "")).split(".")[0] in _PURE
 
 

@@ -76,6 +76,7 @@ def place_results(rule: str, module: str, chosen: Chosen, place: Place, result: 
         PlanError: the result has no such part. Results of one module have the same form on every
             rank, so that every rank raises.
     """
+    # Before tuples, which a named one is as well: it is made of its fields, not of one sequence.
     if hasattr(result, "_fields"):
         keys: list[Any] = list(result._fields)
         placed = _parts(rule, module, chosen, place, dict(zip(keys, result, strict=True)))

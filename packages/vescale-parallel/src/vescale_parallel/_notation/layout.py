@@ -263,5 +263,6 @@ def some_rank_is_empty(
             pairs = zip(shards, extents, strict=True)
             if all(shard * (size - 1) >= extent for shard, extent in pairs):
                 return True
+            # The next axis on this dim divides what a rank of this one has.
             shape[dim] = sum(shards)
     return False

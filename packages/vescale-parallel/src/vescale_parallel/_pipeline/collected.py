@@ -102,7 +102,9 @@ def hooked_within(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def own_hooks(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]]:
     """The forward hooks of a module that are not of this project, and whether they take kwargs."""
+    # Of a copy: a hook may remove itself when it is called.
     for key, hook in list(module._forward_hooks.items()):
+        # Ours redistribute, swap parameters and watch: a module that does not run needs none of it.
         if not str(getattr(hook, "__module__", type(hook).__module__)).startswith("vescale_"):
             yield hook, key in module._forward_hooks_with_kwargs
 

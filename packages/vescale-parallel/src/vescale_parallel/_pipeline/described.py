@@ -77,6 +77,7 @@ def describe(value: Any) -> Described:
 
     def number(tensor: Tensor) -> Tensor:
         specs.append(spec_of(tensor))
+        # As a tensor, which `map_tensors` finds again when others are put in its place.
         return torch.tensor(len(specs) - 1)
 
     return Described(map_tensors(number, value), tuple(specs))
@@ -158,6 +159,8 @@ class Blanks:
             if made.is_inference():
                 return made  # of which torch counts no versions
             found = self._made[key] = made, made._version
+        # What is marked, and who uses it, is noted by the `id` of a tensor: each needs an object of
+        # its own.
         return found[0].detach()
 
 

@@ -63,6 +63,7 @@ def note_of(loss: Tensor | None, trained: Trained, *, whole: bool) -> bytes:
         whole: whether each rank of the last stage has the value of the loss: see `is_whole`.
     """
     bits = 0
+    # A bit for each parameter: all ranks have the same ones, in one order.
     for leaf in reversed(trained.leaves):
         bits = bits << 1 | (leaf.grad is not None)
     value = float("nan")

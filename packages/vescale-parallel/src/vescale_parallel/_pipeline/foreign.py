@@ -149,6 +149,7 @@ class Foreign(TorchFunctionMode):
         if not any(map(self.is_unknown, given)):
             self.is_touched = True
             return func(*args, **kwargs)
+        # A mask decides by its values how many elements come out.
         if name in _READS or (name == "__getitem__" and self._selects_by_value(args)):
             raise PipelineError(
                 f"{resolve_name(func) or name}: the model reads a value that another stage than "
@@ -156,6 +157,8 @@ class Foreign(TorchFunctionMode):
                 "dtypes, not values."
             )
         result = func(*args, **kwargs)
+        # `__get__` reads an attribute: shapes and dtypes are no values, and `.T` or `.data` make
+        # tensors.
         self.is_touched = self.is_touched or name != "__get__" or isinstance(result, Tensor)
         self.mark(tensors_within(result))
         if args and isinstance(args[0], Tensor) and _writes(name, kwargs):
@@ -170,6 +173,8 @@ class Foreign(TorchFunctionMode):
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    # As torch names them: `add_` writes, `__add__` does not, `__iadd__` does. `__invert__` passes
+    # for one that does, of a tensor that is marked already.
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i") or "out" in kwargs
 

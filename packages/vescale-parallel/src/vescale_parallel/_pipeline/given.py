@@ -61,6 +61,7 @@ def parse_schedule(given: object) -> str | Schedule | Own:
     """
     if isinstance(given, Schedule):
         return given
+    # No name has either: it is the text of a CSV.
     if isinstance(given, str) and ("," in given or "\n" in given):
         return from_csv(given)
     if isinstance(given, str) and (given == AUTO or given in SCHEDULES):
@@ -162,6 +163,8 @@ def best_in_place(
         try:
             chunks = schedule.stages // ranks
             made = make_schedule(name, ranks, microbatches, chunks=chunks, times=times)
+        # Not every schedule exists for every number. The one that was measured does, so that
+        # `found` is never empty.
         except PlanError:
             continue
         if made.stage_ranks == schedule.stage_ranks:

@@ -63,6 +63,7 @@ class Stopwatch:
 
     def _now(self) -> float:
         if self._on_device:
+            # What is queued would be counted for the action that happens to wait for it.
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -86,6 +87,7 @@ class Stopwatch:
         forward, whole = one.get("F", 0.0), one.get("B")
         inputs, weights = one.get("I"), one.get("W")
         if inputs is None or weights is None:
+            # A backward that came whole: products for inputs and for weights are equally large.
             inputs = weights = (whole or 0.0) / 2
         return StageTimes(forward, inputs, weights, kept, 0.0 if recomputes else kept)
 
@@ -112,6 +114,7 @@ class KeptBytes:
     def __exit__(self, *exception: object) -> None:
         """End."""
         self._hooks.__exit__(*exception)
+        # It holds storages, which are to live no longer than they are counted.
         self._seen.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -154,6 +157,7 @@ def choose_schedule(
             found = watch.times(stage, float(scene.kept.get(stage, 0)), recomputes=again)
             rows[stage] = torch.tensor(list(vars(found).values()), dtype=torch.float64)
     for stage, rank in enumerate(schedule.stage_ranks):
+        # In the order of stages on all ranks: each is told by the rank that has it.
         rows[stage] = lines.broadcast(rows[stage].clone(), rank)
     times = [StageTimes(*row) for row in rows.tolist()]
     try:
@@ -166,5 +170,7 @@ def choose_schedule(
     if "error" in agreed:
         raise PlanError(agreed["error"])
     ranks, chunks = len(schedule.ranks), schedule.stages // len(schedule.ranks)
+    # By the agreed times as well: some schedules are made by them, and must be the same ones
+    # everywhere.
     times = [StageTimes(*row) for row in agreed["times"]]
     return make_schedule(agreed["name"], ranks, schedule.microbatches, chunks=chunks, times=times)

@@ -71,6 +71,8 @@ class Rehearsal:
         try:
             for stage, rank in enumerate(scene.split.ranks):
                 kind = self._stage(stage, rank, kind, part)
+                # Each stage runs the model from its beginning, and draws or skips all of it: one
+                # stage behind another has to begin where the microbatch does.
                 scene.streams.seek(start)
             buffers.require_unchanged()
             return trimmed(kind)

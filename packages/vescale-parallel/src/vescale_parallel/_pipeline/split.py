@@ -178,6 +178,8 @@ def _by_cost(
             f"{count(stages, 'stage')} leave a stage empty. Take fewer ranks on 'pp', fewer "
             "chunks, or smaller blocks."
         )
+    # In place of seconds, which nobody has measured: a block multiplies each token with its
+    # parameters.
     cost = [sum(p.numel() for p in modules[name].parameters()) for name in blocks]
     # By identity below: a head that is tied to another one behind the blocks counts once.
     behind = {
@@ -239,6 +241,7 @@ def _owners(
     names: dict[str, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holder = name.rpartition(".")[0]
+        # From the outside: all that is within a block is the block's.
         within = next((one for one in (*_above(name), holder) if one in place), None)
         everywhere = any(matches(g, holder) or matches(g, name) for g in rules.everywhere)
         # What no module that is called by itself holds, any code may use anywhere. A scalar has

@@ -181,6 +181,7 @@ class _Refuse:
     @untraced
     def outside(self, kwargs: Any) -> None:
         """No forward of a stage runs, or a compiler asks."""
+        # In a backward it is a checkpoint that computes again, and no call of the user's.
         if self.scene.running is not None or in_backward():
             return
         if torch.is_grad_enabled():

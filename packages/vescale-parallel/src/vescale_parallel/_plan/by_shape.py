@@ -80,6 +80,7 @@ def _width(members: Iterable[Layer]) -> int:
 def _role(layer: Layer, width: int, siblings: set[str]) -> Role | None:
     if layer.own == "gate" and not siblings & {"up", "w1", "fc1"}:
         return None  # a router: one output for each expert
+    # Names first: the shape of a square matrix does not tell in which direction it leads.
     if layer.own in COLUMN_NAMES or layer.parent.endswith("intermediate"):
         return Role.COLUMN
     if layer.own in ROW_NAMES:

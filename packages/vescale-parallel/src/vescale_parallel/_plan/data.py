@@ -18,6 +18,7 @@ def data_parallel(
 ) -> dict[str, Any]:
     """Return the fields of the plan, see `Plan.data_parallel`."""
     axes = tuple(sizes)
+    # The longest axis where none is called so: it shards most.
     over = "dp" if "dp" in sizes else max(sizes, key=sizes.__getitem__, default="dp")
     # All axes: ranks of one that the batch does not use would repeat each other.
     batch = ", ".join(f"{axis}:0" for axis in axes) or None
@@ -29,6 +30,7 @@ def zero_level(model: nn.Module, ranks: int, memory: float | None) -> int:
     """Return the lowest level whose bytes between steps fit into their share; else 3."""
     if memory is None or ranks == 1:
         return 0
+    # Frozen ones have neither gradients nor states.
     trained = [one for one in model.parameters() if one.requires_grad]
     held = sum(one.numel() * one.element_size() for one in model.parameters())
     gradients = sum(one.numel() * one.element_size() for one in trained)

@@ -45,11 +45,13 @@ def model_of(model_or_config: Any) -> nn.Module:
             f"{type(model_or_config).__name__}. For a folder or a file: "
             "transformers.AutoConfig.from_pretrained(path)."
         )
+    # The library of the configuration itself: this package imports none.
     library = importlib.import_module(type(model_or_config).__module__.partition(".")[0])
     named = getattr(model_or_config, "architectures", None) or []
     # Names and shapes are all that is read, so that nothing of a large model is allocated.
     with torch.device("meta"):
         for name in named:
+            # A model whose code lies beside its checkpoint is not in the library.
             if hasattr(library, name):
                 made: nn.Module = getattr(library, name)(model_or_config)
                 return made
@@ -61,6 +63,7 @@ def _automatic(library: Any, config: Any) -> nn.Module:
         mapping = getattr(library, name, {})
         if type(config) in mapping:
             kind = mapping[type(config)]
+            # Of some configurations there are several models, the usual one first.
             made: nn.Module = (kind[0] if isinstance(kind, tuple) else kind)(config)
             return made
     raise PlanError(
@@ -100,6 +103,7 @@ def declared_blocks(model: nn.Module) -> str | None:
         for name in plan
         if isinstance(_module(model, f"{inside}{name}"), nn.ModuleList)
     ]
+    # Several lists, as of an encoder and a decoder, are no single row of blocks.
     return f"{lists[0]}.*" if len(lists) == 1 else None
 
 
@@ -124,6 +128,7 @@ def declared_roles(model: nn.Module, styles: Mapping[str, str]) -> dict[str, Rol
 
 def style_of(name: str, styles: Mapping[str, str]) -> str | None:
     """Return the style that the first fitting entry gives a name; `*` in an entry is an index."""
+    # The name itself before patterns: an entry that is written out is meant for this one.
     if name in styles:
         return styles[name]
     return next((style for entry, style in styles.items() if _fits(entry).fullmatch(name)), None)

@@ -29,6 +29,7 @@ def layout_text(placement: object, axis: str) -> str:
     """
     if isinstance(placement, int) and not isinstance(placement, bool):
         return f"{axis}:{placement}"
+    # By what it prints: torch's placements print as ours do.
     text = str(placement).strip()
     found = _SHARD.fullmatch(text)
     if found is not None:

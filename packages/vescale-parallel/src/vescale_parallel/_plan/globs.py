@@ -46,6 +46,7 @@ def _shortest(glob: str, text: str, layouts: Mapping[str, str], least: int) -> s
     """Return the glob with as many leading parts left out as the layouts permit, `least` kept."""
     parts = glob.split(".")
     # What is there once is told by its whole name, so that a reader finds it.
+    # From the shortest on: the first one that takes no name of another layout.
     for kept in range(least, 4) if "*" in parts else ():
         short = ".".join(["*", *parts[-kept:]])
         if len(parts) > kept and "*" not in parts[-kept:] and _all_have(short, text, layouts):
@@ -59,6 +60,8 @@ def _all_have(glob: str, text: str, layouts: Mapping[str, str]) -> bool:
 
 def _merged(rules: Mapping[str, str], layouts: Mapping[str, str]) -> dict[str, str]:
     """Return rules that differ in one part of their globs, written as one."""
+    # The part before the last first: `{q,k}.weight` and `{q,k}.bias` then have heads that are
+    # alike, and merge as well.
     return _merge_at(_merge_at(rules, 2), 1)
 
 
@@ -96,6 +99,8 @@ def _exact_first(
     rules: Mapping[str, str], layouts: Mapping[str, str], plain: str
 ) -> dict[str, str]:
     """Put exact rules for names that the others get wrong first, and leave out idle ones."""
+    # Merged globs may reach further than the names that they were made of; those names get rules of
+    # their own, in front.
     wrong = {
         name: text
         for name, text in layouts.items()

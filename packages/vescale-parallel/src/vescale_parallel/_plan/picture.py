@@ -42,6 +42,7 @@ def report_svg(report: Report) -> str:
     tops = list(accumulate((one + _GAP for one in heights), initial=_GAP + 2 * _LINE))
     drawn = [
         f'<g transform="translate({_GAP + column * (_WIDTH + _GAP)},{top})">{content}</g>'
+        # `tops` has one more: where the picture ends.
         for line, top in zip(lines, tops, strict=False)
         for column, (_, content) in enumerate(line)
     ]
@@ -147,6 +148,8 @@ def _shares(report: Report) -> dict[str, tuple[int, ...]]:
     if report.split is not None:
         buffers = tuple(one for of_rank in report.split.buffers for one in of_rank)
     found: dict[str, tuple[int, ...]] = {}
+    # By object: buffers of units that look alike may share one plan, and a plan is no small value
+    # to compare.
     for plan in {id(one.plan): one.plan for one in buffers}.values():
         for name, shares in _shares_of(plan):
             found.setdefault(name, shares)
@@ -195,6 +198,7 @@ def _cell(
     x: float, y: float, width: float, height: float, text: str, colour: str, title: str = ""
 ) -> str:
     shown = ""
+    # Of smaller cells the title tells it, which viewers show under the pointer.
     if height >= 11 and width >= _LETTER * len(text) + 4:
         shown = f'<text x="{x + 4:.2f}" y="{y + height / 2 + 4:.2f}">{escape(text)}</text>'
     return (

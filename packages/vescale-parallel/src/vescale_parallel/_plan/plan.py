@@ -310,6 +310,7 @@ class Plan:
         cls, model: nn.Module, what: str, axis: str, sequence_parallel: bool, given: dict[str, Any]
     ) -> "Plan":
         draft = presets.by_shape(model, what=what, axis=axis, sequence_parallel=sequence_parallel)
+        # What the caller says wins, also over rules of the preset.
         return cls(**(draft._asdict() | given))
 
     @classmethod
@@ -410,6 +411,8 @@ class Plan:
         changed = {
             one.name: value
             for one in fields(self)
+            # What `other` leaves at its default it does not say: a plan of rules alone leaves all
+            # else as it is.
             if (value := getattr(other, one.name)) != default_of(one)
         }
         for name in {"parameters", "activations"} & set(changed):
@@ -490,6 +493,7 @@ class Plan:
     @classmethod
     def _from(cls, content: Any, what: str) -> "Plan":
         known = [one.name for one in fields(cls)]
+        # Every plan that was written has that key, by which other files are told from plans.
         if not isinstance(content, dict) or "parameters" not in content:
             raise PlanError(f"a plan as {what} is an object with the keys {known}.")
         for name in content:

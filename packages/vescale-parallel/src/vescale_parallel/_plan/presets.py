@@ -65,6 +65,7 @@ def from_hf(
     # tables and heads are declared in some versions of the library only.
     layers = layers_of(model)
     roles = {**vocabulary_roles(layers, roles), **roles} if roles else roles_by_shape(model)
+    # After all roles are known, declared or found: it takes some away.
     _replicate_few_heads(model, layers, roles, ranks)
     stacks = stack_layouts(model, roles, declared, axis)
     merged = declared_blocks_of_heads(model, layers, declared)
@@ -142,6 +143,7 @@ def _draft(
             blocks = (merged or {}).get(name)
             module = model.get_submodule(name)
             layouts |= parameter_layouts(layers[name], module, role, axis, blocks)
+    # Last, as parameters that are named themselves are told more exactly than their layers.
     layouts |= stacks
     _agree_on_ties(model, layouts)
     boundaries = sequence_boundaries(model, layers, roles, axis) if sequence_parallel else {}

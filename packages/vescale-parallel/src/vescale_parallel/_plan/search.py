@@ -118,6 +118,7 @@ def search(model: nn.Module, layouts: Sequence[Candidate[P]], question: Question
         cost = question.cost(model, one)
         size = human_bytes(round(cost.memory.total))
         verdict = "fits" if cost.fits else "too large"
+        # Also of what does not fit: the table says how far it is from it.
         rows.append((one.name, size, f"{1e3 * cost.seconds:.4g}", verdict))
         if cost.fits:
             # Of equals the one with the least memory, and then the plainest.

@@ -34,6 +34,8 @@ def stored_in(folder: Path) -> dict[str, Stored]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PretrainedError(f"'{index}' is no index of weights: {error!r}") from error
     found = {name: read_header(folder / name) for name in names}
+    # Before anything is loaded: an index that outlived one of its files would leave tensors as they
+    # were.
     lost = [name for name, file in files.items() if name not in found[file]]
     if lost:
         raise PretrainedError(f"'{index}' names {listed(lost)}, which are not in their files.")

@@ -66,6 +66,8 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
     mesh = mesh_of(model)
     if mesh is not None:
         facts = {
+            # By samples of the values: names and shapes of two checkpoints of one model are the
+            # same.
             "weights": {n: f"{one}, sample {one.sample:08x}" for n, one in stored.items()},
             "problem": {} if problem is None else {type(problem).__name__: str(problem)},
         }
@@ -78,6 +80,8 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
             _load_and_compare(one.tensor, found)
     except Exception as error:  # one rank's disk may fail
         problem = error
+    # Also of ranks that read all they wanted: a collective, to which those whose disk failed come,
+    # too.
     failed = {} if mesh is None else gather_failures(problem, everyone(mesh))
     if problem is not None:
         raise problem
@@ -128,6 +132,7 @@ class FromFile(Fill):
 
 
 def _load(tensor: Tensor, stored: Stored) -> None:
+    # Nothing is read: the file becomes the last step of what makes its values.
     if isinstance(tensor, DeferredTensor):
         fill_with(tensor, FromFile(stored))
     elif isinstance(tensor, DTensor):
@@ -140,6 +145,7 @@ def _load(tensor: Tensor, stored: Stored) -> None:
     elif tensor.is_contiguous():
         fill_from_file(stored, whole(tensor.shape), tensor.detach())
     else:
+        # Layouts are of row-major memory: by way of a copy that is.
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
         fill_from_file(stored, whole(tensor.shape), made)
         with torch.no_grad():

@@ -24,6 +24,8 @@ def saved_tensors(model: nn.Module) -> list[Saved]:
     """Parameters and persistent buffers, each once, in the order of `state_dict`."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
+    # With `keep_vars` the parameters themselves: detached ones would be new objects, and nobody
+    # could tell which are shared.
     for name, one in model.state_dict(keep_vars=True).items():
         if isinstance(one, Tensor):
             names.setdefault(id(one), []).append(name)

@@ -59,6 +59,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_bytes: int = MA
         values = one.tensor.full_tensor() if isinstance(one.tensor, DTensor) else real(one.tensor)
         if writer is not None:
             writer.write(one.names[0], values)
+        # One at a time: before the next is gathered, this one is gone.
         del values
     if writer is not None:
         writer.finish(getattr(model, "config", None))
@@ -66,6 +67,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_bytes: int = MA
 
 
 def _writes(mesh: DeviceMesh | None) -> bool:
+    # Of the mesh, which may be a part of the world.
     first = 0 if mesh is None else min(mesh_ranks(mesh))
     return not dist.is_initialized() or dist.get_rank() == first
 
@@ -81,6 +83,7 @@ def _require_fine(problem: Exception | None, mesh: DeviceMesh | None) -> None:
 
 def _start(root: Path, tensors: list[Saved]) -> None:
     root.mkdir(parents=True, exist_ok=True)
+    # Also unfinished ones, of a process that was killed.
     there = sorted(one.name for one in root.glob("*.safetensors*"))
     if there:
         raise PretrainedError(
@@ -98,6 +101,7 @@ def _files(tensors: list[Saved], max_bytes: int) -> dict[str, list[Saved]]:
     size = 0
     for one in tensors:
         nbytes = one.tensor.numel() * one.tensor.element_size()
+        # A tensor that is too large for any file has one of its own.
         if groups[-1] and size + nbytes > max_bytes:
             groups.append([])
             size = 0
@@ -147,6 +151,8 @@ class _Writer:
     def _close(self) -> None:
         if self._opened is not None:
             self._opened.flush()
+            # Before the name is given: after a crash of the machine a file of that name is never a
+            # half one.
             os.fsync(self._opened.fileno())
             self._opened.close()
         self._opened = None
@@ -170,6 +176,7 @@ class _Writer:
                 "metadata": {"total_size": sum(sizes)},
                 "weight_map": {one.names[0]: file for one, file in own},
             }
+            # Last: with it the folder is one of weights, and all that it names is there.
             (self.root / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         save = getattr(config, "save_pretrained", None)
         if callable(save):

@@ -43,6 +43,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 """Dtypes by their names in the format."""
 
+# The bound of safetensors itself.
 _LONGEST_HEADER: Final = 100_000_000
 _SAMPLED: Final = 64
 _SCRATCH: Final = 1 << 22
@@ -89,6 +90,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             size = os.fstat(opened.fileno()).st_size
+            # Before it is read: a damaged length would ask for as much memory.
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(opened.read(length))
@@ -113,6 +115,7 @@ def _sampled(opened: BinaryIO, stored: Stored) -> Stored:
     size = min(stored.nbytes, _SAMPLED)
     digest = 0
     for at in (0, last // 2, last):
+        # By position and not by `seek`: the file object has read ahead.
         digest = zlib.crc32(os.pread(opened.fileno(), size, stored.start + at), digest)
     return replace(stored, sample=digest)
 
@@ -120,6 +123,7 @@ def _sampled(opened: BinaryIO, stored: Stored) -> Stored:
 def _end_without_gaps(tensors: Iterable[Stored], start: int) -> int:
     """Where the last of the tensors ends; a name that a header has twice leaves a gap as well."""
     at = start
+    # By size as well: empty tensors begin where the next one does.
     for one in sorted(tensors, key=lambda one: (one.start, one.nbytes)):
         if one.start != at:
             raise ValueError(f"tensor '{one.name}' begins at byte {one.start} instead of {at}")
@@ -186,6 +190,7 @@ def _read_box(
 ) -> Tensor:
     """The elements of a box, read run by run: a run is what has no gap in the file."""
     found = torch.empty(shape, dtype=stored.dtype)
+    # As bytes: numpy has no bfloat16, and a tensor without dims cannot be seen in a smaller dtype.
     raw = found.view(-1).view(torch.uint8) if shape else found.view(1).view(torch.uint8)
     into = memoryview(raw.numpy())  # type: ignore[arg-type]
     # The dims from `first` on are whole in the box: they, and the one before, have no gap.
@@ -193,6 +198,7 @@ def _read_box(
     while first and shape[first - 1] == stored.shape[first - 1]:
         first -= 1
     outer = max(first - 1, 0)
+    # Those of a row-major tensor; it has no memory.
     strides = torch.empty(stored.shape, device="meta").stride()
     run = math.prod(shape[outer:]) * stored.dtype.itemsize
     for number, index in enumerate(itertools.product(*(range(n) for n in shape[:outer]))):
@@ -211,6 +217,7 @@ def read_into(opened: BinaryIO, target: memoryview, stored: Stored, element: int
     at = stored.start + element * stored.dtype.itemsize
     done = 0
     while done < len(target):
+        # It may read fewer bytes than there is room for: the rest is asked for again.
         count = os.preadv(opened.fileno(), [target[done:]], at + done)
         if not count:
             raise PretrainedError(f"'{stored.file}' ends inside of tensor '{stored.name}'.")

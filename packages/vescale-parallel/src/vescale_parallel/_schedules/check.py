@@ -67,6 +67,7 @@ def _check_actions(schedule: Schedule, columns: list[Columns]) -> None:
     for rank, one in enumerate(columns):
         there = (one.stages >= 0) & (one.stages < stages)
         there &= (one.microbatches >= 0) & (one.microbatches < microbatches)
+        # Only where the stage exists: its number is an index here.
         there[there] = places[one.stages[there]] == rank
         if not there.all():
             action = schedule.ranks[rank][int(there.argmin())]
@@ -144,8 +145,11 @@ def in_order(schedule: Schedule, needs: list[Needs]) -> Iterator[tuple[int, int,
         rank = ready.pop()
         own, other, results = needs[rank]
         start = now = at[rank]
+        # As far as it can go at once: a rank is looked at again only when what it waits for is
+        # done, so that all in all each action is looked at about once.
         while now < len(results):
             if not (done[own[now]] and done[other[now]]):
+                # One of them is enough: when it is done, the rank looks again.
                 missing = other[now] if done[own[now]] else own[now]
                 waiting.setdefault(missing, []).append(rank)
                 break

@@ -104,6 +104,7 @@ def compare_schedules(
             found[name] = str(error)
             continue
         share = made.stages // ranks
+        # The same model for all: a rank with two stages has half of its part in each.
         of_stages = [_divided(each[rank], share) for rank in made.stage_ranks]
         found[name] = simulate_schedule(made, of_stages, send=send)
     return found

@@ -67,6 +67,7 @@ def _found(
         state.row.append(action)
         heapq.heappush(events, (now + times[rank].of(action), rank, action))
 
+    # Only the first rank has something to do at the beginning.
     begin(0, 0.0)
     while events:
         now = events[0][0]
@@ -75,6 +76,8 @@ def _found(
         while events and events[0][0] == now:
             _, rank, action = heapq.heappop(events)
             touched |= _end(states, rank, action)
+        # Sorted, as sets have no order: every process makes this schedule by itself, and all have
+        # to make the same.
         for rank in sorted(touched):
             begin(rank, now)
     return tuple(tuple(state.row) for state in states)

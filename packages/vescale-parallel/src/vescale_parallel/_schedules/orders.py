@@ -68,6 +68,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
             row.append(Action("I" if kind == "B" else kind, rank, microbatch))
             if kind == "B":
                 left.append(microbatch)
+                # Rank r of 1F1B keeps r microbatches fewer than the first: so many may wait for
+                # their gradients of weights.
                 if len(left) > rank:
                     row.append(Action("W", rank, left.popleft()))
         row += [Action("W", rank, microbatch) for microbatch in left]
@@ -96,6 +98,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     for rank in range(ranks):
         forwards = list(_grouped("F", rank, ranks, range(chunks), groups, size))
         backwards = list(_grouped("B", rank, ranks, reversed(range(chunks)), groups, size))
+        # All chunks but the last of one group, and two for each rank behind: there and back.
         first = min((chunks - 1) * size + 2 * (ranks - 1 - rank), len(forwards))
         rows.append(_alternating(forwards, backwards, first))
     return Schedule("interleaved", tuple(rows), looped(ranks, chunks), microbatches)
@@ -141,6 +144,7 @@ class _Folded:
         for step in steps:
             kind, chunk = step[0], step[1]
             if kind == "W":
+                # The oldest of that chunk: it has kept its activations longest.
                 place = next(i for i, (c, _) in enumerate(self.left) if c == chunk)
                 microbatch = self.left.pop(place)[1]
             else:

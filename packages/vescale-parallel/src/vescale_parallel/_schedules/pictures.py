@@ -48,6 +48,7 @@ def as_svg(timelines: Timeline | Sequence[Timeline]) -> str:
 def _width_of(timelines: Sequence[Timeline], longest: float) -> float:
     """How wide a picture is, so that numbers of microbatches fit in the shortest actions."""
     shortest = min(map(_shortest, timelines), default=0.0)
+    # A hundredth more: rounded down, the shortest action would lose its number.
     wanted = longest / shortest * _LEAST_FOR_TEXT * 1.01 if shortest else 0.0
     return _WIDTH if wanted > _MOST else max(_WIDTH, wanted)
 

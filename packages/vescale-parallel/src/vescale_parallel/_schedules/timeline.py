@@ -148,6 +148,7 @@ def simulate_schedule(
     needs = [needs_of(schedule, one) for one in columns]
     # What is under way from another rank, for each action.
     under_way = [_from_elsewhere(schedule, rank, one) for rank, one in enumerate(columns)]
+    # Added to what is waited for and not to the sender: a message is under way while both compute.
     late = [(one * send).tolist() for one in under_way]
     durations = [[one.of(kind) for kind in _EACH_KIND] for one in each]
     takes = [_looked_up(one, durations).tolist() for one in columns]
@@ -155,6 +156,8 @@ def simulate_schedule(
     ends: list[list[float]] = [[] for _ in columns]
     free = [0.0] * len(columns)
     ended = [0.0] * (results_of(schedule) + 1)  # the last stands for what needs nothing
+    # In an order in which all that an action needs has its end already, so that no queue of events
+    # is needed.
     for rank, first, behind in in_order(schedule, needs):
         own, other, results = needs[rank]
         start_row, end_row, now = starts[rank], ends[rank], free[rank]

@@ -73,6 +73,8 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
         if "_orig_mod" in model._modules:
             warnings.warn(_AS_IT_IS, stacklevel=2)
         return step.forward_backward(part)
+    # As the model's own hooks do with its arguments: a loss outside of it compares distributed
+    # outputs with them.
     targets = tuple(distribute_batch(model, one) for one in part.targets)
     found = loss_of(replace(part, targets=targets), model(*part.args, **part.kwargs))
     if torch.is_grad_enabled():

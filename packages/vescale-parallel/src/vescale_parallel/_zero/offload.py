@@ -84,6 +84,7 @@ def wanted_offload(
                 f"{listed(row.names)} are one parameter, and offload rules give it different "
                 "words. Give its names one rule."
             )
+        # One word, or none; where there are more, a problem has been noted.
         found[row.name] = min(words, default="")
     return found, problems
 
@@ -170,6 +171,7 @@ def memory_table(buffers: Sequence[OffloadedBuffer]) -> str:
     rows = [
         ("parameters", sum(one.stored_bytes for one in buffers), sum(o.host_bytes for o in moved)),
         ("gradients", sum(one.gradient_bytes for one in buffers), grads),
+        # As large as the shard, on the side on which it is stepped.
         ("each optimizer state", states - grads, grads),
     ]
     lines = table(

@@ -29,6 +29,7 @@ def rank() -> int:
 
 def local_rank() -> int:
     """Return the rank of this process on its machine, as torchrun says it."""
+    # Without a launcher that says it, all ranks are taken to be on one machine.
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
@@ -109,6 +110,7 @@ def whole_states(*optimizers: Any) -> Iterator[None]:
             state = optimizer.state_dict()
             found = _gathered(state)
 
+            # `found` as a default: by its name all hooks would return that of the last optimizer.
             def hook(_: Optimizer, __: dict[str, Any], found: Any = found) -> Any:
                 return found
 
@@ -123,6 +125,7 @@ def _gathered(state: dict[str, Any]) -> dict[str, Any]:
     for index, values in state["state"].items():
         tensors[index] = {}
         for name, value in values.items():
+            # On every rank, in one order: each is a collective, whoever keeps the result.
             one = whole(value)
             if keeps:
                 # Moved at once, so that the device holds one whole tensor at a time.
@@ -149,10 +152,13 @@ def distribute_state(optimizer: Optimizer) -> None:
 
 
 def _as_parameter(value: Any, parameter: DTensor) -> Any:
+    # Tensors of no dims are counts of steps, which torch's optimizers keep plain, beside DTensors,
+    # too.
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim == 0:
         return value
     mesh = parameter.device_mesh
     # Means of rows and the like, which are smaller than the parameter, lie whole on every rank.
     alike = value.shape == parameter.shape
     where = parameter.placements if alike else [Replicate()] * mesh.ndim
+    # None: every rank has read the whole value, and nothing is sent.
     return distribute_tensor(value, mesh, where, src_data_rank=None)

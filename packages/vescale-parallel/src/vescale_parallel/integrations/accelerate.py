@@ -53,6 +53,7 @@ def one_process(**options: Any) -> Any:
 
     state = PartialState(**options)
     state.distributed_type, state.num_processes = DistributedType.NO, 1
+    # Of one process, and its true number all the same: it decides who is the main one.
     state.process_index = rank()
     state.local_process_index = local_rank()
     # One process is the main one for accelerate, and waits for nobody. There are more, which go by
@@ -220,6 +221,7 @@ def _tied(model: nn.Module) -> dict[str, set[str]]:
 
 @cache
 def _accelerator() -> type:
+    # Imported when the class is first asked for: accelerate need not be installed.
     import accelerate
 
     body = {"__doc__": accelerate.Accelerator.__doc__, "__module__": __name__}

@@ -70,6 +70,7 @@ class OneProcess:
         self._mesh, self._plan = mesh, plan
         base: Any = super()
         base.__init__(device=_device(mesh), **options)
+        # After the base class, which takes itself for the only process.
         self.global_rank = rank()
         self.local_rank = local_rank()
         _log_on_first_rank()
@@ -146,6 +147,7 @@ class OfFabric(OneProcess):
 
 def _log_whole(module: Any) -> None:
     """Let `module.log` note plain values: what rank 0 alone reads later must need no other rank."""
+    # Once, however often the module is fitted.
     if "log" in vars(module):
         return
     log = module.log
@@ -174,6 +176,8 @@ class OfTrainer(OneProcess):
     def _step(self, context: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         module = self.lightning_module
         with context:
+            # `training_step` calls `forward_backward` itself, which divides the batch: it must come
+            # whole.
             if getattr(module, STEP, None) is not None:
                 return getattr(module, name)(*args, **kwargs)
             return through_forward(module, name, *args, **kwargs)
@@ -241,6 +245,7 @@ class OfTrainer(OneProcess):
 
 @cache
 def _fabric_strategy() -> type:
+    # Imported when the class is first asked for: Lightning need not be installed.
     from lightning.fabric.strategies import SingleDeviceStrategy
 
     return type("FabricStrategy", (OfFabric, SingleDeviceStrategy), {"__module__": __name__})

@@ -66,6 +66,8 @@ class ParallelTrainer:
             given.accelerator_config.dispatch_batches = False
         base: Any = super()
         base.__init__(*args, **kwargs)
+        # After the trainer has put adapters into it, and before it makes an optimizer, which
+        # happens in `train`.
         self.model = self._made_parallel(self.model)
         if isinstance(getattr(self, "ref_model", None), nn.Module):
             self.ref_model = self._made_parallel(self.ref_model)
@@ -125,6 +127,8 @@ class ParallelTrainer:
         counts = items is not None and (self.model_accepts_loss_kwargs or apart)
         if counts and not apart:
             given["num_items_in_batch"] = torch.as_tensor(items)
+        # Sums are divided by the tokens of all batches of the update already; means, by the number
+        # of these batches.
         accumulated = 1 if counts else self.current_gradient_accumulation_steps
 
         def loss(outputs: Any, own: Tensor) -> Tensor:

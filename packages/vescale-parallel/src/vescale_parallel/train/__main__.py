@@ -60,6 +60,7 @@ def _leave_together() -> None:
     if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # By attempt: the launcher's store outlives a restart, with the count of the one before.
     key = f"vescale_parallel/leaving/{attempt}"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:

@@ -64,6 +64,7 @@ def load_corpus(paths: Sequence[str], context: int) -> Corpus:
             f"the data ({source}) has {len(joined)} bytes, and {2 * (context + 1)} are the least "
             f"that sequences of {context} tokens need. Give more --data, or a smaller --context."
         )
+    # Of a bytearray, as torch warns of memory that cannot be written to.
     everything = torch.frombuffer(joined, dtype=torch.uint8)
     train, validation = everything[:-held_out], everything[-held_out:]
     return Corpus(train, validation, len(ordered), source, zlib.crc32(joined))

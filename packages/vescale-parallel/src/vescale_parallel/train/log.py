@@ -87,6 +87,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     # Read while another process writes: a run that has not begun has no file yet.
     if not path.exists():
         return []
+    # The last part has no end of line: it is empty, or still being written.
     lines = path.read_text().split("\n")[:-1]
     return [json.loads(line) for line in lines]
 

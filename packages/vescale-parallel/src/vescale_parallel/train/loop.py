@@ -74,6 +74,7 @@ def train(given: Mapping[str, Any]) -> None:
         try:
             _loop(run, mesh, log, main=main)
         except DivergedError as error:
+            # Written and then raised on: every rank has the same loss, so all of them leave here.
             log.write("diverged", step=run.step, reason=str(error))
             raise
 
@@ -155,6 +156,7 @@ def _first_step(run: Run, log: RunLog) -> StepResult:
 def _after_step(run: Run, log: RunLog, progress: Progress) -> None:
     """Validate and save where the options say so."""
     options, last = run.options, run.step == run.options.steps
+    # By the step and the options alone: a validation is a forward of the whole mesh.
     if options.validate_every and (last or run.step % options.validate_every == 0):
         loss = validate(run)
         progress.note(f"step {run.step:5d}  validation loss {loss:.4f}")

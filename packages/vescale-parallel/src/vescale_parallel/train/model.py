@@ -145,6 +145,8 @@ class Decoder(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Attention):
             # As GPT-2 does: the stream is a sum of 2 x layers such outputs.
+            # Drawn a second time: children are initialised before the module that holds them, by
+            # the first rule.
             nn.init.normal_(module.out.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
         if isinstance(module, SwiGLU):
             nn.init.normal_(module.down.weight, std=0.02 / (2 * self.config.layers) ** 0.5)

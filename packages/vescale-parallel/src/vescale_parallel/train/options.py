@@ -197,6 +197,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> dict[str, Any]:
     Raises:
         TrainError: an unknown option, or a value of the wrong kind.
     """
+    # Only what was given: what a checkpoint remembers must not lose against a default.
     given = vars(parser().parse_args(arguments))
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
