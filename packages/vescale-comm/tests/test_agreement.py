@@ -1,12 +1,13 @@
 """What each rank tells is heard by every rank: numbers, texts, failures, on real and simulated."""
 
+import os
 import random
 import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
-from vescale_comm import group_of, simulate, trace
+from vescale_comm import group_of, simulate, trace, unwaited
 from vescale_comm.agreement import (
     broadcast_text,
     by_ranks,
@@ -18,7 +19,7 @@ from vescale_comm.agreement import (
     named,
     several_ranks,
 )
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import WorkerError, device_mesh, run
 
 # Nothing, what goes along with its length, what does not, and what is not ASCII.
 TEXTS = ["", "short", "".join(map(chr, range(0x100, 0x900))), "x" * 100_000]
@@ -68,6 +69,36 @@ def test_what_is_short_takes_one_collective():
     first, second, third, fourth = run(counted, 2)[0]
     assert (first, second, third) == (512, 512, 512)
     assert fourth > 512
+
+
+def started(rank, world_size):
+    # In the order in which they were started, however they are waited for; on rank 1 at once.
+    if rank == 1:
+        return [gather_numbers([rank, number]) for number in range(3)]
+    handles = [gather_numbers([rank, number], async_op=True) for number in range(3)]
+    between = unwaited()
+    found = [one.wait() for one in reversed(handles)][::-1]
+    assert len(between) == 3
+    assert not unwaited()
+    return found
+
+
+def test_numbers_may_be_waited_for_later():
+    rows = [[(rank, number) for rank in range(3)] for number in range(3)]
+    assert run(started, 3) == [rows] * 3
+    assert simulate(3).run(started) == [rows] * 3
+    assert gather_numbers([3, 4], async_op=True).wait() == [(3, 4)]
+
+
+def ends_before(rank, world_size):
+    if rank == 1:
+        os._exit(0)
+    gather_numbers([rank], async_op=True).wait()
+
+
+def test_who_waits_later_hears_of_a_member_that_ended():
+    with pytest.raises(WorkerError, match=r"RankFailedError: all_gather of torch\.int64"):
+        run(ends_before, 2, timeout=60)
 
 
 def failures(rank, world_size, bad):

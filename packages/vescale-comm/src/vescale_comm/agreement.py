@@ -12,13 +12,15 @@ raised. These are checks beside a program: `trace` does not see them.
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_comm._engine.failures import explained_failures
-from vescale_comm._groups.group import GroupLike, as_group
+from vescale_comm._engine.failures import explained_failures, failures_in_words
+from vescale_comm._engine.pending import Pending, ready
+from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.ranks import named
 
 __all__ = [
@@ -52,20 +54,34 @@ def several_ranks(group: GroupLike = None) -> bool:
     return found.size > 1 and "fake" not in found.backends.values()
 
 
-def gather_numbers(numbers: Sequence[int], group: GroupLike = None) -> list[tuple[int, ...]]:
+@overload
+def gather_numbers(
+    numbers: Sequence[int], group: GroupLike = None, *, async_op: Literal[False] = False
+) -> list[tuple[int, ...]]: ...
+@overload
+def gather_numbers(
+    numbers: Sequence[int], group: GroupLike = None, *, async_op: Literal[True]
+) -> Pending[list[tuple[int, ...]]]: ...
+def gather_numbers(
+    numbers: Sequence[int], group: GroupLike = None, *, async_op: bool = False
+) -> list[tuple[int, ...]] | Pending[list[tuple[int, ...]]]:
     """Return the numbers of every member, in the order of the group. A collective.
 
     Args:
         numbers: signed, of 64 bits, and equally many on every member.
         group: who is asked; None: all processes.
+        async_op: return a handle at once, whose `wait()` gives the numbers. Members need not agree
+            on it.
 
     Raises:
         CommError: a member did not come, or ended; see `explained_failures`.
     """
     if not several_ranks(group):
-        return [tuple(numbers)]
+        return ready("gather_numbers", [tuple(numbers)], async_op)  # type: ignore[no-any-return]
     own = torch.tensor(numbers, dtype=torch.int64, device=message_device(group))
-    return [tuple(row.tolist()) for row in _gathered(own, group)]
+    if async_op:
+        return Pending("gather_numbers", _StartedGather(own, as_group(group)), _rows)
+    return _rows(_gathered(own, group))
 
 
 def gather_texts(text: str, group: GroupLike = None) -> list[str]:
@@ -186,6 +202,28 @@ def _gathered(own: Tensor, group: GroupLike) -> list[Tensor]:
     with explained_failures("all_gather", own, members):
         dist.all_gather(received, own, group=members.process_group)
     return [one.cpu() for one in received]
+
+
+class _StartedGather:
+    """`_gathered` under way: what it sends and receives is held until it has finished."""
+
+    def __init__(self, own: Tensor, members: Group) -> None:
+        self._own, self._members = own, members
+        self._received = [torch.empty_like(own) for _ in members.ranks]
+        with explained_failures("all_gather", own, members):
+            self._work: Any = dist.all_gather(
+                self._received, own, group=members.process_group, async_op=True
+            )
+
+    def finish(self) -> list[Tensor]:
+        """Wait, and return what `_gathered` does."""
+        with failures_in_words("all_gather", self._own, self._members):
+            self._work.wait()
+        return [one.cpu() for one in self._received]
+
+
+def _rows(gathered: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(row.tolist()) for row in gathered]
 
 
 def _broadcast(x: Tensor, source: int, group: GroupLike) -> None:

@@ -44,6 +44,8 @@ def test_one_message_of_each_sender_is_under_way(device: str, name: str):
         every = [one for one, _ in traffic_of(schedule, rank).coming[1 - rank]]
         lines: Any = Lines(rank, device)
         inbox = Inbox(lines, schedule, lambda message: [message])
+        assert not lines.under_way  # nothing would take it if ranks did not call alike
+        inbox.begin()
         for at, message in enumerate(every):
             assert lines.under_way == ({(1 - rank, message)} if device == "cpu" else set())
             if at == len(every) // 2:

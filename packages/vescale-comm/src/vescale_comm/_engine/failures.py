@@ -14,7 +14,7 @@ from vescale_comm._errors import (
     CommTimeoutError,
     RankFailedError,
 )
-from vescale_comm._groups.group import GroupLike, as_group
+from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.ranks import named
 from vescale_comm._watchdog.channel import Answer
 from vescale_comm._watchdog.current import current
@@ -69,6 +69,13 @@ def explained_failures(op: str, x: Tensor, group: GroupLike = None) -> Iterator[
     where = as_group(group)
     if where._log is not None:
         where._log.record((op, "of a check", x.dtype, x.numel()), together=op != "broadcast")
+    with failures_in_words(op, x, where):
+        yield
+
+
+@contextmanager
+def failures_in_words(op: str, x: Tensor, where: Group) -> Iterator[None]:
+    """`explained_failures` of a call that was compared as it began, and is waited for."""
     try:
         yield
     except CommError:

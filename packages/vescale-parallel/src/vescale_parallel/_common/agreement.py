@@ -7,8 +7,8 @@ list that another rank does not have. Text travels only when there is something 
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,14 +54,44 @@ def require_same(
     Raises:
         DisagreementError: on every rank, also on those whose own peers agree.
     """
+    start_same(facts, peers=peers, head=head, advice=advice, mesh=mesh)()
+
+
+def start_same(
+    facts: Facts,
+    *,
+    peers: Sequence[int],
+    head: str,
+    advice: Mapping[str, str],
+    mesh: DeviceMesh | None = None,
+) -> Callable[[], None]:
+    """Begin what `require_same` does; returns what waits for the others, and raises.
+
+    Until that is called, once, nothing may be sent that only ranks which hold the same expect.
+    Ranks need not agree on what they do meanwhile.
+    """
     group = everyone(mesh)
     if not several_ranks(group):
-        return
+        return lambda: None
     held = [list(peers), *map(dict, facts.values())]
-    rows = gather_numbers([digest(json.dumps(one)) for one in held], group)
-    variants = _variants(rows, as_group(group).ranks)
-    if all(len(of_team) == 1 for of_team in variants):
-        return
+    told = gather_numbers([digest(json.dumps(one)) for one in held], group, async_op=True)
+
+    def require() -> None:
+        variants = _variants(told.wait(), as_group(group).ranks)
+        if not all(len(of_team) == 1 for of_team in variants):
+            _refuse(facts, variants, group, head, advice)
+
+    return require
+
+
+def _refuse(
+    facts: Facts,
+    variants: list[list[list[int]]],
+    group: Group | None,
+    head: str,
+    advice: Mapping[str, str],
+) -> NoReturn:
+    """Say what differs, on every rank."""
     found = {section: _differences(section, facts, variants, group) for section in facts}
     lines = [line for of_section in found.values() for line in of_section]
     shown = lines[:_SHOWN_DIFFERENCES]

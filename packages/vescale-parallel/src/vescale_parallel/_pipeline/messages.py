@@ -242,6 +242,9 @@ class Inbox:
         self._started: dict[int, Coming] = {}
         self._is_ahead = lines.device == "cpu"
         self.seen: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Start to receive: from here on all that is to come has to be taken, or drained."""
         for sender in self._coming:
             self._start(sender)
 

@@ -6,7 +6,7 @@ so all of them come to the end of the step, where every rank hears of it and rai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,6 +121,8 @@ class Runner:
         # Messages on their way, with their memory.
         self._sent: dict[Message, list[Any]] = {}
         self._given: set[Message] = set()
+        # What a first forward gives before it is known that all ranks call alike; None: they do.
+        self._held_back: list[tuple[Message, list[Tensor]]] | None = []
         # Of this step: between steps nothing is held.
         self._blanks = Blanks(lines.device)
         # The latest forward of each stage and kind, which the next one may be again.
@@ -130,31 +132,37 @@ class Runner:
         self._zero = zero if isinstance(zero, Zero) else None
         self.loss: Tensor | None = None
 
-    def run(self) -> Exception | None:
-        """Do all actions of this rank; returns what one of them raised."""
+    def run(self, agreed: Callable[[], None] | None = None) -> Exception | None:
+        """Do all actions of this rank; returns what one of them raised.
+
+        Args:
+            agreed: called before anything is sent or received: raises if ranks call otherwise.
+        """
         # Around all of them, for modules need no change between two of them.
         with ExitStack() as around:
-            return self._run(around)
+            return self._run(around, agreed)
 
-    def _run(self, around: ExitStack) -> Exception | None:
+    def _run(self, around: ExitStack, agreed: Callable[[], None] | None) -> Exception | None:
         row = self._schedule.ranks[self._scene.rank]
         failure: Exception | None = None
-        watch = self._watch
         # The backward behind which no other comes on this rank: only there are gradients complete.
         last = max((at for at, action in enumerate(row) if action.kind != "F"), default=-1)
+        # A forward that needs nothing of others runs while they tell how they call.
+        begins = agreed is not None and bool(row) and self._inbox.passes[row[0]][0] is None
+        if not begins:
+            self._begin(agreed)
         for at, action in enumerate(row):
             try:
                 if not at:
                     around.enter_context(self._scene.held)
-                if watch is None:
-                    self._act(action, syncs=at == last)
-                else:
-                    with watch.action(action):
-                        self._act(action, syncs=at == last)
+                self._act(action, syncs=at == last)
             except CommError:
                 raise  # who does not answer now would not later: nothing can be told to others
             except Exception as error:
                 failure = error
+            if begins and not at:
+                self._begin(agreed)
+            if failure is not None:
                 # From the failed action on: what it was about to give has not been sent either.
                 # `_given` holds what has.
                 for rest in row[at:]:
@@ -176,6 +184,20 @@ class Runner:
                 one.wait()
         return failure
 
+    def _begin(self, agreed: Callable[[], None] | None) -> None:
+        """From here on other ranks are heard, and what was held back for them is sent."""
+        try:
+            if agreed is not None:
+                agreed()
+        except Exception:
+            self._kept.clear()
+            self._forwards.clear()
+            raise
+        self._inbox.begin()
+        held, self._held_back = self._held_back, None
+        for message, tensors in held or ():
+            self._send(message, tensors)
+
     def _moved(self) -> PipelineError | None:
         """What is wrong where a step has drawn that is one of those that draw nothing."""
         scene = self._scene
@@ -185,6 +207,13 @@ class Runner:
         return drawn_otherwise(scene.split.stages, own)
 
     def _act(self, action: Action, *, syncs: bool) -> None:
+        if self._watch is None:
+            self._act_by_kind(action, syncs=syncs)
+            return
+        with self._watch.action(action):
+            self._act_by_kind(action, syncs=syncs)
+
+    def _act_by_kind(self, action: Action, *, syncs: bool) -> None:
         if action.kind == "F":
             self._forward(action)
             return
@@ -310,6 +339,8 @@ class Runner:
         target = self._schedule.stage_ranks[message.stage]
         if target == self._scene.rank:
             self._inbox.put(message, tensors)
+        elif self._held_back is not None:
+            self._held_back.append((message, tensors))
         else:
             self._sent[message] = self._lines.send(tensors, target)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import gather_numbers
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import Facts, checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
@@ -26,7 +24,7 @@ from vescale_parallel._pipeline.finish import (
     note_of,
     require_success,
 )
-from vescale_parallel._pipeline.held import forget_held
+from vescale_parallel._pipeline.held import forget_held, is_plain
 from vescale_parallel._pipeline.kinds import Kind, is_lacking
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
@@ -34,6 +32,7 @@ from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
+from vescale_parallel._pipeline.same_calls import SameCalls, drawn_from, plain_of
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
@@ -43,17 +42,11 @@ from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import SCHEDULE
 from vescale_parallel._zero.schedule import Schedule as Zero
 
-_CHECKED: Final = 2
-"""How many batches are compared by value: a loader that is wrong is wrong from the start."""
-
 _MEASURED: Final = 2
 """Which training step is measured for `schedule="auto"`."""
 
 _KINDS: Final = 1024
 """Kinds of microbatches that are remembered, before all are looked at anew."""
-
-_HEAD: Final = "forward_backward is not called with the same on all ranks:"
-_ADVICE: Final = "Pass the whole batch on every rank, on those of other stages as well."
 
 
 def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
@@ -136,11 +129,10 @@ class StagedStep:
 
     def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
-        self._peers = mesh_ranks(mesh)
+        self._same = SameCalls(mesh_ranks(mesh), scene.stepped)
         self._walker = Walker(scene.model)
         # What was found in a table of parameters by name.
         self._shared: tuple[dict[str, nn.Parameter], list[nn.Parameter]] = {}, []
-        self._calls = 0
         self._schedule = scene.split.schedule
         # Training steps until the schedule is chosen: the first one warms up.
         self._unmeasured = _MEASURED if scene.split.is_auto else 0
@@ -150,6 +142,11 @@ class StagedStep:
         self._routes: dict[Any, Routes] = {}
         # Kinds of which a whole step has drawn nothing here, neither forwards nor backwards.
         self._still: set[int] = set()
+        # Whether a first forward may begin before all ranks are known to call alike. Not one that
+        # exchanges anything beside its messages: with ranks that call otherwise it would wait.
+        self._may_begin = is_plain(scene.mesh) and not isinstance(
+            getattr(scene.model, SCHEDULE, None), Zero
+        )
 
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch, on every rank; gradients are left complete.
@@ -162,7 +159,8 @@ class StagedStep:
                 stages as it is, or a rank failed: its own error there, elsewhere one that names it.
         """
         scene, walked = self._scene, self._walker.walk()
-        microbatches = self._prepared(part, scene.split.schedule.microbatches, walked)
+        count = scene.split.schedule.microbatches
+        microbatches, agreed = self._prepared(part, count, walked, may_begin=True)
         trains = torch.is_grad_enabled()
         # Evaluations have no backwards to wait for, but go through the same stages in the same
         # order.
@@ -177,7 +175,7 @@ class StagedStep:
             [p for p in trained.parameters if p.grad is None] if is_kept else trained.without()
         )
         try:
-            loss, notes = self._run(schedule, microbatches, watch, trained)
+            loss, notes = self._run(schedule, microbatches, watch, trained, agreed)
             kind, whole = microbatches[-1].kind, _have_whole_losses(microbatches)
             total = finish_step(loss, notes, kind, scene, self._lines, trained, whole=whole)
         except BaseException:
@@ -229,7 +227,7 @@ class StagedStep:
         scene.call = forward
         try:
             walked = self._walker.walk()
-            microbatches = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
+            microbatches, _ = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
             # A rehearsal calls the loss as well: its output holds placeholders.
             outputs.clear()  # of a rehearsal
             self._run(single_forward(self._schedule), microbatches)
@@ -239,16 +237,32 @@ class StagedStep:
         return told_to_all(outputs[-1] if outputs else None, scene, self._lines)
 
     def _prepared(
-        self, part: Part, count: int, walked: Walked, what: str = "loss"
-    ) -> list[Microbatch]:
-        """The microbatches of a call that all ranks make alike, rehearsed. Collective."""
+        self,
+        part: Part,
+        count: int,
+        walked: Walked,
+        what: str = "loss",
+        *,
+        may_begin: bool = False,
+    ) -> tuple[list[Microbatch], Callable[[], None] | None]:
+        """The microbatches of a call that all ranks make alike, rehearsed. Collective.
+
+        Beside them what waits for the other ranks to tell of their calls, and raises: None where
+        they have. It is asked for before anything is sent.
+        """
         scene = self._scene
         look_at_hooks(scene)
         scene.is_compiled = walked.is_compiled
         start = scene.streams.here()
         modes = (*walked.modes(self._mesh.device_type), what)
         hooked = walked.hooked()
-        self._agree(part, modes, start, hooked)
+        agreed = self._same.start(part, modes, hooked, self._drawn_from(start))
+        # While the others tell. What is wrong with this call is said once they are heard.
+        begins = may_begin and self._may_begin and not hooked
+        known = self._known(part, count, modes) if begins else None
+        if known is not None:
+            return self._placed(*known), agreed
+        agreed()
         if hooked:
             raise PipelineError(
                 f"parameters have hooks: {listed(hooked)}. Gradients of stages are put together at "
@@ -260,14 +274,31 @@ class StagedStep:
         # Shapes of parts and not of the batch: the last microbatch may be smaller than the others.
         keys = _keys_of(parts, modes)
         if not self._kinds.keys() >= set({id(key): key for key in keys}.values()):
-            # A rank that failed goes on to the vote: the others are on their way there.
+            self._learn(parts, keys, start)
+        return self._placed(parts, keys), None
+
+    def _learn(self, parts: list[tuple[Part, float]], keys: list[Any], start: Place) -> None:
+        """Rehearse microbatches of new kinds. Collective."""
+        # A rank that failed goes on to the vote: the others are on their way there.
+        failure = self._rehearse(parts, keys)
+        if self._shall_collect(failure):
             failure = self._rehearse(parts, keys)
-            if self._shall_collect(failure):
-                failure = self._rehearse(parts, keys)
-            self._require_success(failure, start)
-            # Only now it is known whether such a batch draws anything.
-            self._compare({"setting": self._drawn_from(start)})
-        return self._placed(parts, keys)
+        self._require_success(failure, start)
+        # Only now it is known whether such a batch draws anything.
+        self._same.require(self._drawn_from(start))
+
+    def _known(
+        self, part: Part, count: int, modes: object
+    ) -> tuple[list[tuple[Part, float]], list[Any]] | None:
+        """Microbatches and their kinds, if a forward of them may begin before all ranks agree."""
+        try:
+            parts = divided(part, count, self._dim)
+            keys = _keys_of(parts, modes)
+            # Rehearsed, so it is known that they write to no buffers. By `id`, see `_placed`.
+            different = {id(key): key for key in keys}.values()
+            return (parts, keys) if self._kinds.keys() >= set(different) else None
+        except Exception:
+            return None
 
     def _run(
         self,
@@ -275,6 +306,7 @@ class StagedStep:
         microbatches: list[Microbatch],
         watch: Stopwatch | None = None,
         trained: Trained | None = None,
+        agreed: Callable[[], None] | None = None,
     ) -> tuple[Tensor | None, list[bytes]]:
         """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
         start = microbatches[0].start
@@ -282,9 +314,14 @@ class StagedStep:
         kinds = {id(one.kind) for one in microbatches}
         is_still = kinds <= self._still
         runner = Runner(self._scene, self._lines, schedule, microbatches, watch, is_still=is_still)
-        failure = runner.run()
-        forget_held(self._scene.held)
-        forget_held(self._scene.behind)
+        try:
+            failure = runner.run(agreed)
+        except Exception:  # of others: what this rank could not do is returned
+            self._scene.streams.seek(start)
+            raise
+        finally:
+            forget_held(self._scene.held)
+            forget_held(self._scene.behind)
         # Where one device stands after the batch, whichever of its blocks this rank has run.
         runner.has_moved |= self._scene.streams.seek(microbatches[-1].end)
         if not runner.has_moved and trained is not None:
@@ -312,47 +349,12 @@ class StagedStep:
             self._scene.streams.seek(start)
             raise
 
-    def _agree(self, part: Part, modes: object, start: Place, hooked: list[str]) -> None:
-        """Refuse calls that differ between ranks: they would wait for each other. Collective."""
-        found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in part.tensors().items()}
-        # One number for thousands of modules: which of them differs is not said.
-        digest = f"digest {zlib.crc32(repr(modes).encode()):08x}"
-        stepped = self._scene.stepped
-        facts = {
-            "tensor": found,
-            "value of": self._values_of(part),
-            "argument": {name: repr(value) for name, value in _plain_of(part).items()},
-            "setting": {
-                "train mode, requires_grad, autocast": digest,
-                "gradients": str(torch.is_grad_enabled()),
-                "parameters with hooks": str(hooked),
-                "calls before": str(self._calls),
-                "a step of an optimizer since the call before": str(stepped.lately),
-                **self._drawn_from(start),
-            },
-        }
-        self._compare(facts)
-        self._calls += 1
-        stepped.lately = False
-
-    def _compare(self, facts: Facts) -> None:
-        advice = dict.fromkeys(facts, _ADVICE)
-        require_same(facts, peers=self._peers, head=_HEAD, advice=advice)
-
     def _drawn_from(self, start: Place) -> dict[str, str]:
         """Where the streams stand, if they are drawn from: each stage draws from its own."""
         # Models without dropout may be seeded by rank, as many scripts do; that is no fault.
         if not any(any(kind.total) for kind in self._kinds.values()):
             return {}
-        digest = f"digest {zlib.crc32(repr(start).encode()):08x}"
-        return {"state of the random generators (torch.manual_seed)": digest}
-
-    def _values_of(self, part: Part) -> dict[str, str]:
-        if self._calls >= _CHECKED:
-            return {}
-        # DTensors were compared when they were made, or differ by rank as they should.
-        plain = {n: one for n, one in part.tensors().items() if not isinstance(one, DTensor)}
-        return {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
+        return drawn_from(start)
 
     def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> Exception | None:
         # All at once and by number, so that every rank forgets at the same call.
@@ -413,26 +415,6 @@ def _drop_kept(model: nn.Module) -> None:
         zero.drop_kept()
 
 
-def _plain_of(part: Part) -> dict[str, bool | int | float | str]:
-    """Plain values among the arguments, by their paths."""
-    found: dict[str, bool | int | float | str] = {}
-
-    def look(value: Any, path: str) -> None:
-        if isinstance(value, bool | int | float | str):
-            found[path] = value
-        elif isinstance(value, Mapping):
-            for key, one in value.items():
-                look(one, f"{path}[{key!r}]")
-        elif isinstance(value, tuple | list):
-            for at, one in enumerate(value):
-                look(one, f"{path}[{at}]")
-
-    look(part.args, "args")
-    look(part.kwargs, "kwargs")
-    look(part.targets, "loss")
-    return found
-
-
 def _keys_of(parts: list[tuple[Part, float]], modes: object) -> list[Any]:
     """For each microbatch what its kind is known by."""
     # Their shapes differ by their rows alone, and rows by their shares: most are looked at once.
@@ -450,5 +432,5 @@ def _shapes_of(part: Part) -> tuple[Any, Any]:
         for path, one in part.tensors().items()
     )
     # Numbers that are scales change from step to step, and choose no branch.
-    plain = tuple((k, v) for k, v in _plain_of(part).items() if not isinstance(v, float))
+    plain = tuple((k, v) for k, v in plain_of(part).items() if not isinstance(v, float))
     return shapes, plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -88,28 +89,37 @@ class Part:
 
     def cut(self, dim_of: Callable[[Tensor], int | None], sizes: Sequence[int]) -> list[Part]:
         """Return the parts of so many rows, views of the same memory; their sum is `rows`."""
-        total = sum(sizes)
-        starts = [sum(sizes[:at]) for at in range(len(sizes))]
+        total, starts = sum(sizes), [sum(sizes[:at]) for at in range(len(sizes))]
+        places = list(zip(starts, sizes, strict=True))
 
-        def rows(start: int, size: int) -> Callable[[Tensor], Tensor]:
-            def cut(tensor: Tensor) -> Tensor:
-                dim = dim_of(tensor)
-                return tensor if dim is None else tensor.narrow(dim, start, size)
+        def cut(tensor: Tensor, place: Place) -> Tensor:
+            dim = dim_of(tensor)
+            return tensor if dim is None else tensor.narrow(dim, *place)
 
-            return cut
-
-        cuts = [rows(start, size) for start, size in zip(starts, sizes, strict=True)]
+        cuts = [_cut_within(one, cut, places) for one in (self.args, self.kwargs, self.targets)]
         return [
             Part(
-                map_tensors(cut, self.args),
-                map_tensors(cut, self.kwargs),
+                args,
+                kwargs,
                 self.loss,
-                map_tensors(cut, self.targets),
+                targets,
                 # Takes back the weight by rows, with which a mean counts.
                 self.scale * total / size if self.adds_up else self.scale,
             )
-            for cut, size in zip(cuts, sizes, strict=True)
+            for args, kwargs, targets, size in zip(*cuts, sizes, strict=True)
         ]
+
+
+Place = tuple[int, int]
+"""The first row of a part, and how many it has."""
+
+
+def _cut_within(value: Any, cut: Callable[..., Tensor], places: list[Place]) -> Any:
+    """What each part has in place of a value with tensors in it."""
+    # Mostly there are tensors and nothing around them: without a walk for each part.
+    if type(value) is tuple and all([isinstance(one, Tensor) for one in value]):
+        return [tuple([cut(one, place) for one in value]) for place in places]
+    return [map_tensors(partial(cut, place=place), value) for place in places]
 
 
 def loss_of(part: Part, output: Any) -> Tensor:

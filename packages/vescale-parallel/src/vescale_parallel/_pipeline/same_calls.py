@@ -1,0 +1,121 @@
+"""Whether all ranks call `forward_backward` with the same: those of stages wait for each other."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from vescale_dtensor import DTensor
+
+from vescale_parallel._common.agreement import Facts, checksum, start_same
+from vescale_parallel._pipeline.stepped import Stepped
+from vescale_parallel._pipeline.streams import Place
+from vescale_parallel._step.parts import Part
+
+_CHECKED: Final = 2
+"""How many batches are compared by value: a loader that is wrong is wrong from the start."""
+
+_HEAD: Final = "forward_backward is not called with the same on all ranks:"
+_ADVICE: Final = "Pass the whole batch on every rank, on those of other stages as well."
+
+
+class SameCalls:
+    """Compares the calls of all ranks, of one model.
+
+    Args:
+        peers: all ranks of its mesh.
+        stepped: hears of steps of its optimizers.
+    """
+
+    def __init__(self, peers: Sequence[int], stepped: Stepped) -> None:
+        self._peers, self._stepped = peers, stepped
+        self._calls = 0
+        # The modes of the latest call, and their digest: mostly they are those of this one, and
+        # their text is long.
+        self._digest: tuple[object, str] = (), ""
+
+    def start(
+        self, part: Part, modes: object, hooked: list[str], drawn: Mapping[str, str]
+    ) -> Callable[[], None]:
+        """Tell the others of a call; returns what waits for them, and raises. Collective.
+
+        Args:
+            part: the arguments.
+            modes: what decides beside them what a model does.
+            hooked: names of parameters with hooks.
+            drawn: where random streams stand, see `drawn_from`.
+
+        Raises:
+            DisagreementError: on every rank, by what is returned: ranks do not call alike.
+        """
+        found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in part.tensors().items()}
+        facts = {
+            "tensor": found,
+            "value of": self._values_of(part),
+            "argument": {name: repr(value) for name, value in plain_of(part).items()},
+            "setting": {
+                "train mode, requires_grad, autocast": self._digest_of(modes),
+                "gradients": str(torch.is_grad_enabled()),
+                "parameters with hooks": str(hooked),
+                "calls before": str(self._calls),
+                "a step of an optimizer since the call before": str(self._stepped.lately),
+                **drawn,
+            },
+        }
+        require = self._started(facts)
+
+        def agreed() -> None:
+            require()
+            self._calls += 1
+            self._stepped.lately = False
+
+        return agreed
+
+    def require(self, setting: Mapping[str, str]) -> None:
+        """Compare what was found out since. Collective."""
+        self._started({"setting": setting})()
+
+    def _started(self, facts: Facts) -> Callable[[], None]:
+        advice = dict.fromkeys(facts, _ADVICE)
+        return start_same(facts, peers=self._peers, head=_HEAD, advice=advice)
+
+    def _digest_of(self, modes: object) -> str:
+        """One number for thousands of modules: which of them differs is not said."""
+        if self._digest[0] != modes:
+            self._digest = modes, f"digest {zlib.crc32(repr(modes).encode()):08x}"
+        return self._digest[1]
+
+    def _values_of(self, part: Part) -> dict[str, str]:
+        if self._calls >= _CHECKED:
+            return {}
+        # DTensors were compared when they were made, or differ by rank as they should.
+        plain = {n: one for n, one in part.tensors().items() if not isinstance(one, DTensor)}
+        return {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
+
+
+def drawn_from(start: Place) -> dict[str, str]:
+    """Where random streams stand from which a model draws: each stage draws from its own."""
+    digest = f"digest {zlib.crc32(repr(start).encode()):08x}"
+    return {"state of the random generators (torch.manual_seed)": digest}
+
+
+def plain_of(part: Part) -> dict[str, bool | int | float | str]:
+    """Plain values among the arguments, by their paths."""
+    found: dict[str, bool | int | float | str] = {}
+
+    def look(value: Any, path: str) -> None:
+        if isinstance(value, bool | int | float | str):
+            found[path] = value
+        elif isinstance(value, Mapping):
+            for key, one in value.items():
+                look(one, f"{path}[{key!r}]")
+        elif isinstance(value, tuple | list):
+            for at, one in enumerate(value):
+                look(one, f"{path}[{at}]")
+
+    look(part.args, "args")
+    look(part.kwargs, "kwargs")
+    look(part.targets, "loss")
+    return found
