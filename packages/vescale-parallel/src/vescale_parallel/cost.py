@@ -99,7 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # All of them before the first line: columns are as wide as their widest cell.
     costs = list(_costs(options, cluster))
     if not costs:
-        print("no mesh of these sizes: --tp has to divide --ranks", file=sys.stderr)
+        print(
+            "no mesh of these sizes: --tp has to divide --ranks, and the heads of keys and values",
+            file=sys.stderr,
+        )
         return 2
     print(table(_HEADER, [row for row, _ in costs], right=_HEADER[1:]))
     print(f"\n{_footer(options, cluster)}")
@@ -137,7 +140,7 @@ def _costs(options: argparse.Namespace, cluster: Cluster) -> Iterator[tuple[list
             for tp in options.tp:
                 # A table goes on: what cannot be is left out. Ranks have whole heads, of which
                 # there are fewest for keys and values.
-                if ranks % tp or LLAMA3[name].kv_heads % tp:
+                if min(ranks, tp) < 1 or ranks % tp or LLAMA3[name].kv_heads % tp:
                     continue
                 report = llama3(name, dp=ranks // tp, tp=tp)
                 for zero in options.zero:
@@ -147,6 +150,7 @@ def _costs(options: argparse.Namespace, cluster: Cluster) -> Iterator[tuple[list
                         zero=zero,
                         cluster=cluster,
                         recompute=not options.no_recompute,
+                        # As the activations of the trainer's plan say.
                         sequence_parallel=True,
                     )
                     yield _row(name, ranks // tp, tp, zero, cost), cost

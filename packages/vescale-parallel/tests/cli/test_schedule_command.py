@@ -64,6 +64,8 @@ def test_all_of_them_are_drawn_to_one_scale(tmp_path: Path):
         (["--times", "1,2,-1"], "no time is negative"),
         (["--microbatches", "0"], "microbatches is 0"),
         (["--only", "dualpipev", "--microbatches", "7", "--csv", "x"], "it needs at least 8"),
+        (["--svg", "absent/x.svg"], "cannot be written"),
+        (["--only", "1f1b", "--csv", "absent/x.csv"], "cannot be written"),
     ],
 )
 def test_what_is_wrong_is_said(

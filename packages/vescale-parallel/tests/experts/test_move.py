@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import ROWS, TOKENS, made, some, whole
+from expert_models import ROWS, TOKENS, Net, made, some, whole
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import SimulationError, simulate
-from vescale_parallel import DisagreementError, balance_experts
+from vescale_parallel import DisagreementError, Plan, balance_experts, parallelize
 from vescale_parallel._experts.partition import partition
 
 
@@ -111,3 +112,17 @@ def test_what_one_rank_asks_otherwise_is_told_on_every_rank(mine: dict[str, Any]
         return str(told.value)
 
     assert all("rank 0" in one for one in simulate(4).run(run))
+
+
+def test_meshes_side_by_side_move_their_experts_by_themselves():
+    """Another mesh holds another model, and may be busy with something else."""
+
+    def run(rank: int, world_size: int) -> tuple[int, ...]:
+        meshes = [DeviceMesh("cpu", one, mesh_dim_names=("ep",)) for one in ([0, 1], [2, 3])]
+        torch.manual_seed(rank // 2)
+        model = parallelize(Net(), meshes[rank // 2], Plan(batch="ep:0", experts="ep"))
+        if rank < 2:
+            return ()
+        return balance_experts(model, {"blocks.0.experts": [50, 1, 1, 1, 1, 1]})["blocks.0.experts"]
+
+    assert simulate(4).run(run) == [(), (), (1, 5), (1, 5)]

@@ -70,7 +70,8 @@ def balance_experts(
     told = {name: str(one) for name, one in counts.items()}
     facts = {_FACT: told if failure is None else {UNDESCRIBED: str(failure)}}
     mesh = next(iter(known.values())).mesh
-    require_same(facts, peers=mesh_ranks(mesh), head=_HEAD, advice={_FACT: _ADVICE})
+    # Among its ranks only: others may hold another model, and never come here.
+    require_same(facts, peers=mesh_ranks(mesh), head=_HEAD, advice={_FACT: _ADVICE}, mesh=mesh)
     # On all ranks alike, or the comparison would have raised: each can use its own words.
     if failure is not None:
         raise failure
@@ -117,6 +118,7 @@ def _counts(name: str, forward: ExpertsForward, load: Any, most: int | None) -> 
     values = load.full_tensor() if isinstance(load, DTensor) else load
     numbers = [int(one) for one in (values.tolist() if isinstance(values, Tensor) else values)]
     bound = 2 * -(-experts // ranks) if most is None else most
+    # One more where capacity drops tokens: the last counts those, which nobody computes.
     if len(numbers) not in (experts, experts + 1) or min(numbers) < 0 or bound * ranks < experts:
         raise ParallelError(
             f"balance_experts of '{name}': {len(numbers)} loads and at most {bound} experts on "
@@ -144,6 +146,8 @@ def _moved(
             for position, one in enumerate(old.placements)
         ]
 
+        # `where` as a default: optimizers call this behind the loop, whose variable is that of the
+        # last stack by then.
         def distribute(tensor: Tensor, where: list[Any] = where) -> Tensor:
             if not isinstance(tensor, DTensor):
                 return tensor

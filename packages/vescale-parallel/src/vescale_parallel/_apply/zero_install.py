@@ -154,9 +154,12 @@ def _make_unit(
         own = [rows[slot.names[0]] for slot in buffer.plan.slots]
         parameters = [model.get_parameter(row.name) for row in own]
         shapes = [own_shape(row.layout, row.global_shape, where.mesh) for row in own]
+        # Of all ranks: the mesh of activations lacks the axis where logical shards are computed one
+        # after another.
         group = group_of(where.whole, where.over)
         shard = None
         if link is not None and buffer.offload:
+            # Below level 3 all that is gathered stays on the device, this rank's part with it.
             keeps = buffer.offload == OPTIMIZER and buffer.zero == 3
             shard = host.HostShard(link, keeps=keeps)
         made.append(FlatBuffer(buffer, group, parameters, shapes, told, shard))

@@ -77,6 +77,7 @@ def parse_checkpoint(said: Any) -> CheckpointRules:
     # A bool is an int to Python, and `True` is no number of blocks.
     if isinstance(said, int) and not isinstance(said, bool) and said > 0:
         return CheckpointRules(blocks=FULL, every=said)
+    # Before words: no word is a number of bytes.
     budget = bytes_in(said) if isinstance(said, str) else None
     if budget is not None:
         return CheckpointRules(blocks=FULL, budget=budget)

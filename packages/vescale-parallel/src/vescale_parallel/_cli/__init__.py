@@ -5,5 +5,6 @@
 - `priced`: what a step would cost, with and without recomputation.
 - `memory`: the memory of a graph.
 - `schedule`: pipeline schedules compared.
+- `files`: what they write.
 - `shown`: the answer as tables, or as JSON.
 """

@@ -9,6 +9,7 @@ from typing import Final
 
 from vescale_parallel._cli.context import add_context_command
 from vescale_parallel._cli.experts import add_experts_command
+from vescale_parallel._cli.files import write_file
 from vescale_parallel._cli.memory import add_memory_command
 from vescale_parallel._cli.models import PRESETS, chosen_plan, named_model, read_plan
 from vescale_parallel._cli.priced import Step, priced
@@ -114,9 +115,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.write is not None:
         # Also where it does not fit: it is written to be edited.
         as_it_ends = plan.to_json() if options.write.suffix == ".json" else plan.to_toml()
-        _write(options.write, as_it_ends)
+        write_file(options.write, as_it_ends)
     if options.svg is not None:
-        _write(options.svg, report_svg(found.report))
+        write_file(options.svg, report_svg(found.report))
     print(as_json(found) if options.json else as_text(found))
     return 0 if found.fits else 1
 
@@ -126,13 +127,6 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
     return number
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"'{file}' cannot be written: {error}") from error
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from vescale_parallel._cli.files import write_file
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules.choice import SCHEDULES, compare_schedules
 from vescale_parallel._schedules.pictures import TEXT_LEGEND, as_svg, as_text
@@ -87,11 +88,11 @@ def _printed(found: Mapping[str, Timeline | str], there: Sequence[Timeline]) -> 
 
 def _write(there: Sequence[Timeline], options: argparse.Namespace) -> None:
     if options.svg is not None:
-        options.svg.write_text(as_svg(there), encoding="utf-8")
+        write_file(options.svg, as_svg(there))
     if options.trace is not None:
-        options.trace.write_text(as_trace(there[0]), encoding="utf-8")
+        write_file(options.trace, as_trace(there[0]))
     if options.csv is not None:
-        options.csv.write_text(there[0].schedule.to_csv(), encoding="utf-8")
+        write_file(options.csv, there[0].schedule.to_csv())
 
 
 def _times(text: str) -> StageTimes:

@@ -103,6 +103,7 @@ def _advice(one: Priced) -> str:
     if one.fits:
         return ""
     tried = []
+    # Where it helps: a model without repeated blocks has nothing to compute again.
     if not one.chosen and one.costs[True].memory.total < one.cost.memory.total:
         tried.append("--checkpoint full")
     if isinstance(one.plan.zero, int) and one.plan.zero < 3:
@@ -115,6 +116,7 @@ def as_json(one: Priced) -> str:
     """Return the same for programs; bytes, seconds and counts as numbers."""
     content = {
         "mesh": dict(one.report.mesh),
+        # As `to_json` has it, so that `Plan.from_json` reads this part of the answer.
         "plan": json.loads(one.plan.to_json()),
         "parameters": sum(_elements(row.global_shape) for row in one.report.parameters),
         "notes": list(one.report.notes),

@@ -27,6 +27,7 @@ def numbers(all_numbers: Sequence[int], limit: int = 8) -> str:
     parts = [
         part
         for run in runs
+        # A range of two is no shorter than the two.
         for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])
     ]
     surplus = len(parts) - limit

@@ -70,6 +70,7 @@ def hooks_of(tensor: Tensor) -> list[str]:
 
 def any_hooks(tensors: Iterable[Tensor]) -> bool:
     """Return whether one of these leaves has hooks: `hooks_of` at the cost of one call."""
+    # A list and not a generator, which would be entered anew for each of thousands of leaves.
     return any(
         [
             getattr(one, "_backward_hooks", None)

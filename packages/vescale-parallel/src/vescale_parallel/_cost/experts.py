@@ -117,6 +117,7 @@ def _of_weights(name: str, layer: ExpertLayer, ranks: int, link: Link, sends: li
     # Gathered ones come in forward and in backward, and their gradients are reduced and scattered;
     # of those that are everywhere the gradients are summed.
     seconds = sum(collective_seconds(one, layer.weights, ranks, link) for one in sends)
+    # A sum on all ranks is a reduce-scatter and an all-gather.
     rounds = sum(2 if one == "all_reduce" else 1 for one in sends)
     stored = layer.weights / (ranks if len(sends) > 1 else 1)
     sent = rounds * layer.weights * (ranks - 1) / ranks

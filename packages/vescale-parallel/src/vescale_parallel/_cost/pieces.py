@@ -74,6 +74,8 @@ def piece_of(
     return Piece(
         *(names[0], shape, local, dims, zero),
         looked_up=matrix and bool(looked_up),
+        # A tied weight has a name for each use; one that is looked up under all of them is no
+        # matrix.
         multiplied=matrix and len(looked_up) < len(names),
         attends=any(matches(work.queries, name) for name in names),
         offload=offload,

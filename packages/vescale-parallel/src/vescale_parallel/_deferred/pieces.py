@@ -91,6 +91,7 @@ def _by_element(value: Value, layout: ShardLayout, local: Tensor) -> bool:
         made = _Locals(layout, local, value.buffer)
         for step in steps:
             made.run(step, hollow=step in making.hollow)
+        # Where the wanted memory was written to from the beginning, it is `local` itself.
         if made.of(value) is not local:
             local.copy_(made.of(value))
     finally:
@@ -202,6 +203,7 @@ class _Locals:
 
     def _draw(self, step: Step, local: Tensor) -> None:
         draw = step.draw
+        # From where one device began this draw, whatever has been drawn since.
         with at(draw.place, draw.generator) if draw else nullcontext(), use("native"):
             if isinstance(step.func, Fill):
                 step.func.fill(local, self._layout)

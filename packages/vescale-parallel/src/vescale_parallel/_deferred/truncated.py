@@ -62,6 +62,8 @@ class Truncated(Fill):
         """Move the generator past it, and return where it was; None where that is not known."""
         place = position(generator)
         try:
+            # As on a rank without elements: nothing is drawn, and the generator ends where all of
+            # it would leave it.
             self.fill(torch.empty(0, dtype=dtype), ShardLayout(tuple(shape), ()))
         except RngError:
             return None

@@ -58,6 +58,7 @@ def is_known(module: nn.Module) -> bool:
 
 def kind_of(module: nn.Module) -> Kind | str:
     """Return how a module of experts computes, or in words why it is none."""
+    # With `self`, which a function of the class has.
     if len(inspect.signature(type(module).forward).parameters) < 4:
         return "its forward does not take tokens, the experts that they chose, and their weights"
     own = {name: tuple(one.shape) for name, one in module.named_parameters(recurse=False)}
@@ -96,5 +97,6 @@ def _declared(module: Any, count: int, stacks: tuple[str, ...]) -> Kind:
         behind=tuple(one for one in ("down_proj_bias",) if one in stacks),
         blocks=(1, 1) if module.has_gate and module.is_concatenated else (1,),
         pairs=module.has_gate and not module.is_concatenated,
+        # Eager products go expert by expert, and take rows that begin anywhere.
         alignment=1 if chosen in (None, _EAGER) else _GROUPED_BYTES,
     )

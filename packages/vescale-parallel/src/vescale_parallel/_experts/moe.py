@@ -43,6 +43,7 @@ class Experts(nn.Module):
         self.has_gate = self.is_concatenated = True
         self.has_bias = self.is_transposed = False
         options = {"device": device, "dtype": dtype}
+        # All gates before all ups in one stack: one product for both.
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * hidden, width, **options))
         self.down_proj = nn.Parameter(torch.empty(experts, width, hidden, **options))
         self.reset_parameters()

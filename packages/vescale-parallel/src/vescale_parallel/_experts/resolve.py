@@ -61,6 +61,8 @@ def experts_rows(
         axes = tuple(axis for axis in sizes if axis in wanted and sizes[axis] > 1)
         counts = shares_of(kind.experts, [sizes[axis] for axis in axes])
         rows.append(ExpertsRow(name, rule or "", axes, kind, counts))
+    # An axis alone says that the model has experts; with globs, a glob that matches nothing is told
+    # elsewhere.
     if not rows and not problems and rules.axes:
         problems.append(
             f"experts '{', '.join(rules.axes)}': no module of the model says that it holds "

@@ -53,7 +53,7 @@ class Packed:
 
     @classmethod
     def of(cls, values: Sequence[Value], device: str) -> Packed:
-        """Pack them; sums of float64 are exact to the last bit of what they are sums of."""
+        """Pack them, in dtypes whose sums lose next to nothing of what narrower ones hold."""
         rows: dict[bool, list[Tensor]] = {True: [], False: []}
         for one in values:
             tensor = _plain(one).detach() if isinstance(one, Tensor) else torch.tensor(one)

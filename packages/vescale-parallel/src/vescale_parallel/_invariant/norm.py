@@ -48,6 +48,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         return torch.tensor(0.0)
     device = norms[0].device
     norm = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]), norm_type)
+    # As torch has it, the small number included: other models are clipped by torch's own function.
     factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -77,6 +78,8 @@ def _whole_gradients(step: InvariantStep) -> Iterator[Tensor]:
 
 def _of_buffer(unit: Unit, buffer: FlatBuffer, held: list[Held]) -> dict[int, Tensor]:
     plan = buffer.row.plan
+    # Zeros where there is no gradient: every rank takes part, and a part of nobody's is not looked
+    # at.
     shard = buffer.shard.new_zeros(plan.sizes[buffer.group.rank])
     for into, parameter in zip(buffer.shards_of(shard), buffer.parameters, strict=True):
         if parameter.grad is not None:

@@ -72,6 +72,7 @@ def _stacked(size: int, outside: Sequence[int], wide: float, tall: float) -> str
     points = [f"{_MARGIN},{_y(size, tall):.2f}"]
     for step, live in enumerate(outside):
         y = _y(size + live, tall)
+        # A step has two corners: what lives does not change within it.
         points += [f"{_MARGIN + end * wide:.2f},{y:.2f}" for end in (step, step + 1)]
     points.append(f"{_MARGIN + len(outside) * wide:.2f},{_y(size, tall):.2f}")
     return f'<polygon points="{" ".join(points)}" fill="#bbbbbb"/>'

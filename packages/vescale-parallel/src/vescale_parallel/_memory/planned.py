@@ -281,6 +281,7 @@ def plan(
     """
     start = time.monotonic()
     solver = _known(solver)
+    # A power of two has one bit, which the number below does not have.
     if alignment < 1 or alignment & (alignment - 1) or alignment < ALIGNMENT:
         raise MemoryPlanError(f"alignment {alignment}: a power of two from {ALIGNMENT} on.")
     if not isinstance(seconds, int | float) or not seconds >= 0:

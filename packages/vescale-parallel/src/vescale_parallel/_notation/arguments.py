@@ -20,6 +20,7 @@ _REST = "*"
 def unknown_arguments(module: nn.Module, chosen: Chosen) -> list[str]:
     """Return what is wrong with choices of arguments, as far as `forward`'s signature tells."""
     names, open_ended = argument_names(module)
+    # `*args` and `**kwargs` may take anything.
     if open_ended:
         return []
     return [
@@ -32,6 +33,7 @@ def unknown_arguments(module: nn.Module, chosen: Chosen) -> list[str]:
 
 def argument_names(module: nn.Module) -> tuple[list[str], bool]:
     """Return the arguments of `forward` in order, and whether it takes others as well."""
+    # Of the bound method, which has no `self`.
     parameters = inspect.signature(module.forward).parameters.values()
     variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     names = [one.name for one in parameters if one.kind not in variadic]
@@ -102,6 +104,7 @@ def _parts(
     keys = list(parts)
     wanted: dict[str, RuleLayout] = {}
     for name, layout in chosen.parts:
+        # A key of digits is a key first, and a position where there is no such key.
         at = name.isdigit() and name not in parts
         if name != _REST and (int(name) >= len(keys) if at else name not in parts):
             raise PlanError(

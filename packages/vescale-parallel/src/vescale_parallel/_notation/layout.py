@@ -27,6 +27,7 @@ _ENTRY = re.compile(
     r"(?P<axis>[^\W\d]\w*)\s*:\s*(?:(?P<where>-?\d+|full)|(?P<dim>-?\d+)\s*/"
     r"\s*(?P<blocks>\d+(?:\s*\+\s*\d+)*))"
 )
+# Beyond, it is a typing error, and would make as many numbers.
 _MOST_BLOCKS: Final = 4096
 _CHOICE = re.compile(r"\d+|[^\W\d]\w*|\*")
 _HINT = (

@@ -127,6 +127,8 @@ def finish_step(
         (value,) = struct.unpack("<d", told[last if len(told) > 1 else 0][:_LOSS_BYTES])
         return torch.tensor(value, dtype=kind.loss.dtype, device=lines.device)
     # A sum over the ranks of the last stage. All of them have succeeded, so all come to it.
+    # On every rank, and of one form: all of the axis take part in the broadcast below, also those
+    # that have no loss.
     row = torch.zeros(1, dtype=torch.float64, device=lines.device)
     if loss is not None:
         value = loss.full_tensor() if isinstance(loss, DTensor) else loss
@@ -194,6 +196,7 @@ class EarlierGradients:
             for one, before in self._before:
                 found = one.grad
                 if found is not None and before is not None:
+                    # Not the other way round: a user may hold this memory.
                     before.add_(found)
         self.restore()
 

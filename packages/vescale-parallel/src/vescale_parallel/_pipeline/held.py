@@ -42,6 +42,8 @@ class HeldParameters:
 
     def _swap_in(self) -> None:
         recorded = torch.is_grad_enabled()
+        # With a graph and without: what was cast under no_grad has no history for a backward to go
+        # back on.
         if recorded not in self._fulls:
             self._unit.require_stored()
             self._fulls[recorded] = self._unit.made()
@@ -90,6 +92,8 @@ class _PlainUnit(Unit):
             for one, leaf in zip(self.held, leaves, strict=True)
         ]
         for full in fulls:
+            # torch's mark: `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one
+            # device.
             full._is_param = True
         return fulls
 

@@ -80,6 +80,7 @@ class StandingIn:
 
     def restore(self) -> None:
         """Let the attributes be what they were."""
+        # From behind: of one that was put twice, what was there first is what stays.
         for module, attribute, value in reversed(self._before):
             if value is _MISSING:
                 vars(module).pop(attribute, None)

@@ -57,6 +57,7 @@ class _LocalSteps:
     """Steps of optimizers on the parameters of one model."""
 
     def __init__(self) -> None:
+        # Weakly: hooks are never removed, and must not keep an optimizer whose owner has let it go.
         self._of: weakref.WeakKeyDictionary[Optimizer, _Stepped] = weakref.WeakKeyDictionary()
 
     def begin(self, model: nn.Module, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
@@ -75,6 +76,7 @@ class _LocalSteps:
     def end(self, optimizer: Optimizer, args: Args) -> None:
         """The step is done."""
         known = self._of.get(optimizer)
+        # Where the optimizer was not helped, it stands there itself.
         if known is not None and args and args[0] is known.running:
             known.end(optimizer)
 
@@ -194,6 +196,7 @@ class _Group:
         can_be = (
             not group.get("differentiable")
             and all([id(one) in own and isinstance(one, DTensor) for one in parameters])
+            # A parameter that a group has twice is stepped twice in a row.
             and len({id(one) for one in parameters}) == len(parameters)
             and all([type(one) is dict and (one or is_bare) for one in held])
             and all(map(_are_local, parameters, held))

@@ -100,6 +100,7 @@ class KeptBytes:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # They are there anyway: what a microbatch keeps beside them is what is asked.
         held = (*model.parameters(), *model.buffers())
         # A storage may be freed and its address used again: what is counted is kept for so long.
         self._seen: dict[int, Any] = {_address(one): None for one in held}

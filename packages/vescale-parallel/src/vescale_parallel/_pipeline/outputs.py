@@ -78,4 +78,5 @@ def told_to_all(output: Any, scene: Scene, lines: Lines) -> Any:
         )
         local = lines.broadcast(local, last)
         found.append(wrapped(spec, as_strided_like(local.reshape(-1), spec), scene.mesh))
+    # The last stage has the model's own object, of whatever class.
     return output if is_here else map_tensors(lambda one: found[int(one)], described.nesting)

@@ -71,6 +71,7 @@ class Quiet:
             ready = self.ready.get(id(turn))
             return self._stage.stand_in_at(turn) if ready is None else ready
         elif not unit.module._forward_pre_hooks:
+            # Where there is something to give, it does not come back: the forward ends there.
             self._hand_over_as_before(act, args, kwargs)
             given = self._taken_as_before(act, args, kwargs)
             if given is not None:

@@ -69,6 +69,7 @@ def parse_pipeline(said: Mapping[str, Any] | None, microbatches: int | None) -> 
             )
     schedule = parse_schedule(said.get("schedule", "1f1b"))
     inside = said.get("microbatches")
+    # A schedule of the user's own says by itself how many there are.
     if isinstance(schedule, Schedule) and inside is None and microbatches is None:
         inside = schedule.microbatches
     if None not in (inside, microbatches) and inside != microbatches:
@@ -140,6 +141,7 @@ def _count(microbatches: object) -> int:
 
 
 def _positive(word: str, value: object) -> int:
+    # To Python True is 1.
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"plan {word}: expected a positive number, got {value!r}.")
     return value

@@ -90,6 +90,7 @@ class Scene:
         ends = [0]
         for stage in self.split.stages:
             ends.append(ends[-1] + len(stage))
+        # One more than there are stages: behind the last block the loss begins.
         self.starts = ends
         # Of parameters of other stages, by the `id` of the leaf.
         self._nothings: dict[int, tuple[Tensor, Tensor]] = {}

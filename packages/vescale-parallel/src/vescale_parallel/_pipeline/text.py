@@ -42,6 +42,7 @@ def _written(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     kind = type(value)
+    # Before tuples, which they are as well.
     if kind.__name__ in _RECORDS and isinstance(value, tuple):
         return {"record": kind.__name__, "of": [_written(one) for one in value]}
     if isinstance(value, torch.dtype):
@@ -54,15 +55,18 @@ def _written(value: Any) -> Any:
             else tuple(value.__reduce__()[1])
         )
         return {"placement": kind.__name__, "of": _written(given)}
+    # Not a value of the model: in a `Described` the number of a tensor stands as a tensor.
     if isinstance(value, Tensor) and value.ndim == 0:
         return {"number": int(value)}
     if _is_output(kind):
         # An output of a Hugging Face model: a class that every rank has, of what follows.
         name = f"{kind.__module__}:{kind.__qualname__}"
         return {"output": name, "of": [[key, _written(one)] for key, one in value.items()]}
+    # No subclasses, which may hold more than their items.
     if kind in (list, tuple):
         return {kind.__name__: [_written(one) for one in value]}
     if kind is dict:
+        # As pairs: JSON would make texts of keys that are numbers.
         return {"dict": [[_written(k), _written(v)] for k, v in value.items()]}
     hint = " Pass use_cache=False." if "Cache" in kind.__qualname__ else ""
     raise PipelineError(

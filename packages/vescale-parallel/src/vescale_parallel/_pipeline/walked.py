@@ -79,6 +79,7 @@ class Walker:
             self._found = None if stored else found
         modules = found.modules
         return Walked(
+            # Of lists: a generator would be entered anew for each of thousands.
             tuple([one.training for one in modules]),
             found.named,
             tuple(local_leaves(found.named.values())),

@@ -123,6 +123,7 @@ def vocabulary_roles(layers: Mapping[str, Layer], known: Mapping[str, Role]) -> 
     rows = max((one.inputs for one in tables), default=0)
     found = {one.name: Role.VOCABULARY for one in tables if one.inputs == rows}
     for name, one in layers.items():
+        # A head is told by its outputs, of which there are as many as words.
         if rows and not one.embeds and one.outputs == rows and name not in known:
             found[name] = Role.COLUMN
     return found

@@ -114,6 +114,7 @@ def declared_roles(model: nn.Module, styles: Mapping[str, str]) -> dict[str, Rol
     configuration serves variants of a model. So are modules that only run hooks.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    # Styles name modules, and parameters where a module has a stack of them.
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = {}
     for name in names:
@@ -172,6 +173,7 @@ def declared_blocks_of_heads(
 
 
 def _heads(config: Any) -> tuple[int, int, int] | None:
+    # A model of pictures and text has the configuration of its text within its own.
     text = getattr(config, "get_text_config", lambda: config)()
     heads = getattr(text, "num_attention_heads", None)
     few = getattr(text, "num_key_value_heads", None) or heads

@@ -88,6 +88,7 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 def looked_up(model: nn.Module) -> str:
     """Return a glob for the tables that are looked up, whatever they are called."""
     tables = [name for name, one in model.named_modules() if isinstance(one, nn.Embedding)]
+    # Without tables the glob of an empty name, which no parameter has.
     return "{" + ",".join(f"{name}.weight" for name in tables) + "}"
 
 

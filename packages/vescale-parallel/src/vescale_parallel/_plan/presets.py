@@ -122,6 +122,7 @@ def _replicate_few_heads(
     if ranks is None or not isinstance(heads, int) or heads % ranks == 0:
         return
     for name in roles:
+        # Of more heads than ranks, which do not divide them, shards are uneven and right.
         if name in layers and layers[name].own in _KEYS_AND_VALUES and heads < ranks:
             roles[name] = Role.REPLICATED
 

@@ -13,6 +13,7 @@ def toml_of(content: Mapping[str, Any]) -> str:
 
     TOML has no word for nothing: None is written as `false`, which no field of a plan means.
     """
+    # Below the head of a table a value would belong to the table.
     plain = {name: one for name, one in content.items() if not isinstance(one, Mapping)}
     tables = {name: one for name, one in content.items() if isinstance(one, Mapping)}
     lines = [f"{_key(name)} = {_value(one)}" for name, one in plain.items()]

@@ -30,6 +30,7 @@ def stored_in(folder: Path) -> dict[str, Stored]:
         return read_header(folder / SINGLE)
     try:
         files = json.loads(index.read_text())["weight_map"]
+        # Each file once, however many of the tensors lie in it.
         names = sorted(set(files.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PretrainedError(f"'{index}' is no index of weights: {error!r}") from error

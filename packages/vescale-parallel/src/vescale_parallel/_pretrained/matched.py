@@ -63,6 +63,7 @@ def matched(
                     f"{dtype_name(dtype)}: build the model in that dtype, or pass cast=True"
                 )
     if problems:
+        # Of another architecture every tensor is wrong: the first few tell which.
         shown = problems[:8] + [f"and {len(problems) - 8} more"] * (len(problems) > 8)
         head = f"the weights in '{folder}' are not those of the model, and nothing was loaded:"
         raise PretrainedError("\n  - ".join([head, *shown]))

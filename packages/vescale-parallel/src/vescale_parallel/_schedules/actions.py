@@ -77,6 +77,7 @@ class Schedule(NamedTuple):
     def to_csv(self) -> str:
         """Write one row for each rank, as torch's pipelining reads it."""
         text = io.StringIO()
+        # Not the end of lines of Python's csv, which has a carriage return.
         csv.writer(text, lineterminator="\n").writerows([*map(str, row)] for row in self.ranks)
         return text.getvalue()
 

@@ -82,6 +82,7 @@ def _check_actions(schedule: Schedule, columns: list[Columns]) -> None:
                 made += np.bincount(numbers, minlength=len(made))
     wrong = np.flatnonzero(made != 1)
     if len(wrong):
+        # Without the kind of the result: what is told are all actions of this stage and microbatch.
         stage, microbatch = divmod(int(wrong[0]) % (stages * microbatches), microbatches)
         row = schedule.ranks[schedule.stage_ranks[stage]]
         found = ", ".join(a.kind for a in row if a[1:] == (stage, microbatch))

@@ -92,6 +92,7 @@ def compare_schedules(
     Raises:
         PlanError: a count is not positive, or there are not as many times as ranks.
     """
+    # Before any is made: what no schedule can have is the caller's error, and not a row for each.
     check_counts("of any kind", ranks, microbatches, chunks)
     each = (times,) * ranks if isinstance(times, StageTimes) else tuple(times)
     if len(each) != ranks:

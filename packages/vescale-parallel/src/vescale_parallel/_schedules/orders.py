@@ -106,6 +106,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 def _alternating(forwards: list[Action], backwards: list[Action], first: int) -> tuple[Action, ...]:
     """Some forwards, then a forward and a backward in turn, then the backwards that are left."""
+    # As long as there are forwards; the backwards that they leave over come behind.
     pairs = zip(forwards[first:], backwards, strict=False)
     rest = backwards[max(0, len(forwards) - first) :]
     return (*forwards[:first], *(action for pair in pairs for action in pair), *rest)

@@ -124,6 +124,7 @@ def install_compile_entries(model: nn.Module) -> None:
         entry = CompileEntry(name, module, module.forward, units, may)
         module.forward = entry
         entries.append(entry)
+    # The first is the model itself.
     blocks = tuple(entries[1:])
     for entry in entries:
         # Of blocks that are compiled one by one, the compiler stops to look at more than eight.

@@ -71,6 +71,7 @@ def behind_of(said: int | None, buffers: Iterable[ReducedBuffer]) -> Behind | No
     if not sizes and said is None:
         return None
     units = _fitting(sizes) if said is None else said
+    # The largest ones: which units are on their way together changes as backward goes on.
     return Behind(units, sum(sizes[:units]), said is None)
 
 

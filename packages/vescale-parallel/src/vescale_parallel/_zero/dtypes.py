@@ -39,6 +39,7 @@ def _rules(rules: ZeroRules, names: Sequence[str]) -> list[Dtypes]:
 
 def _cast(row: ParameterRow, said: Dtypes) -> ParameterRow:
     dtype, compute, reduce = said.of(row.dtype)
+    # By elements: what is stored in another dtype has as many.
     size = row.local_bytes // row.dtype.itemsize * dtype.itemsize
     # What is not sharded is summed where its gradient is stored: no buffer of its own is reduced.
     reduce = reduce if row.zero else dtype

@@ -206,6 +206,7 @@ def buffers_of(
         for kind, wanted in groups.items()
     ]
     units = unit_names(model, rules.units)
+    # Sorting keeps the order of equals: buffers of one unit stay in that of their first parameters.
     return tuple(sorted(made, key=lambda one: units.index(one.unit)))
 
 

@@ -97,8 +97,10 @@ class Unit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, on the same mesh."""
+        # Process groups cannot be copied; copies compute on the same ranks.
         memo[id(self.mesh)] = self.mesh
         copied = Unit(self.name, [], [], self.mesh)
+        # Before anything is copied that leads back here, as modules do.
         memo[id(self)] = copied
         copied.held = [
             Held(

@@ -86,6 +86,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
         # Writers leave out what is tied by looking at the memory.
+        # On other ranks the state is empty.
         if known in state and name in state:
             state[name] = state[known]
     return state
@@ -93,6 +94,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 def inner(optimizer: Any) -> Optimizer:
     """Return torch's optimizer within the wrappers of a trainer."""
+    # Wrappers are optimizers themselves, and may be wrapped again.
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     found: Optimizer = optimizer

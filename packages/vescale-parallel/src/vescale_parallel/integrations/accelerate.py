@@ -195,6 +195,7 @@ def _load_models(models: list[nn.Module], folder: Any) -> None:
     for at, model in enumerate(models):
         ending = f"_{at}" if at else ""
         file = Path(folder, f"{SAFE_MODEL_NAME}{ending}.safetensors")
+        # accelerate writes safetensors, or pickles where `safe_serialization` is off.
         if file.exists():
             state = load_file(file)
             # What is tied is in the file once.

@@ -69,6 +69,8 @@ class OneProcess:
     def __init__(self, mesh: Any, plan: PlanFor = None, **options: Any) -> None:
         self._mesh, self._plan = mesh, plan
         base: Any = super()
+        # `base` is Lightning's class, which stands behind this one once `type` has put them
+        # together: type checkers see no base here.
         base.__init__(device=_device(mesh), **options)
         # After the base class, which takes itself for the only process.
         self.global_rank = rank()
@@ -220,6 +222,7 @@ class OfTrainer(OneProcess):
     def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint of one device. Collective: callbacks may keep distributed metrics."""
         base: Any = super()
+        # On every rank, of which only the first one writes: to make tensors whole is a collective.
         base.save_checkpoint(whole(checkpoint), *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
