@@ -9,7 +9,7 @@ the code uses of them is passed from stage to stage beside the arguments of bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -24,6 +24,10 @@ _BEGINS: Final = "result of "
 
 class Lacking(PipelineError):
     """Code outside of the blocks looks for what modules within them have computed."""
+
+
+class FailedInHook(PipelineError):
+    """A hook on a module within a block cannot do with what stands for its result."""
 
 
 def failed_outside(stage: int, error: Exception) -> Lacking:
@@ -109,14 +113,49 @@ def own_hooks(module: nn.Module) -> Iterator[tuple[Callable[..., Any], bool]]:
             yield hook, key in module._forward_hooks_with_kwargs
 
 
-def call_hooks(module: nn.Module, given: Any, output: Any) -> None:
-    """Call the forward hooks of a module that does not run; what they return is not used."""
+def hides_hooks(model: nn.Module, stages: Iterable[Iterable[str]]) -> bool:
+    """Whether a stage has no hooks within its blocks, and one before it has.
+
+    Of what hooks collect a part is seen to be missing where another part comes from the stage's own
+    blocks. Here none of it would be there, and code outside of the blocks may go on without.
+
+    Args:
+        model: all stages.
+        stages: the names of their blocks.
+    """
+    before = False
+    for blocks in stages:
+        hooked = any(True for name in blocks for _ in hooked_within(model.get_submodule(name)))
+        if before and not hooked:
+            return True
+        before = before or hooked
+    return False
+
+
+def call_hooks(module: nn.Module, given: Any, output: Any, where: str) -> None:
+    """Call the forward hooks of a module that does not run; what they return is not used.
+
+    Args:
+        module: it.
+        given: its (args, kwargs).
+        output: what stands for its result.
+        where: names it, and the stage, for the message.
+
+    Raises:
+        FailedInHook: one of them has failed.
+    """
     args, kwargs = given
     for hook, takes_kwargs in own_hooks(module):
-        if takes_kwargs:
-            hook(module, args, kwargs, output)
-        else:
-            hook(module, args, output)
+        try:
+            if takes_kwargs:
+                hook(module, args, kwargs, output)
+            else:
+                hook(module, args, output)
+        except Exception as error:
+            raise FailedInHook(
+                f"a forward hook on {where} failed, where its block does not run: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 class Within:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.collected import Inner, Lacking, is_collected
+from vescale_parallel._pipeline.collected import FailedInHook, Inner, Lacking, is_collected
 from vescale_parallel._pipeline.described import Described, TensorSpec
 from vescale_parallel._pipeline.left import Left
 from vescale_parallel._pipeline.streams import Words
@@ -92,14 +92,22 @@ class Repeated(PipelineError):
 
     Attributes:
         lacks: whether it was an error of type `Lacking` there.
+        in_hook: whether it was a `FailedInHook`.
     """
 
-    lacks = False
+    lacks = in_hook = False
 
 
 def is_lacking(failure: Exception | None) -> bool:
     """Whether a stage failed for want of what modules within blocks of other stages compute."""
     return isinstance(failure, Lacking) or (isinstance(failure, Repeated) and failure.lacks)
+
+
+def is_in_hook(failure: Exception | None) -> bool:
+    """Whether a hook of some stage failed at what stands for a result of another one."""
+    if isinstance(failure, Repeated):
+        return failure.in_hook
+    return isinstance(failure, FailedInHook)
 
 
 def trimmed(kind: Kind) -> Kind:

@@ -19,7 +19,7 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.boundary import handed_over
 from vescale_parallel._pipeline.described import local_of, spec_of
 from vescale_parallel._pipeline.foreign import Foreign
-from vescale_parallel._pipeline.kinds import Entry, Kind, Repeated, is_lacking, trimmed
+from vescale_parallel._pipeline.kinds import Entry, Kind, Repeated, is_in_hook, is_lacking, trimmed
 from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.scene import Scene
@@ -37,11 +37,13 @@ class Told(NamedTuple):
         failure: why it has no more to tell, or nothing.
         kind: what it found.
         lacks: whether it failed for want of what modules within blocks compute.
+        in_hook: whether it failed in a hook within a block of another stage.
     """
 
     failure: str
     kind: Kind
     lacks: bool = False
+    in_hook: bool = False
 
 
 class Rehearsal:
@@ -95,7 +97,7 @@ class Rehearsal:
             except Exception as error:
                 failed = error
                 said = f"stage {stage}: {type(error).__name__}: {error}"
-                told = Told(said, Kind({}, {}, {}), is_lacking(error))
+                told = Told(said, Kind({}, {}, {}), is_lacking(error), is_in_hook(error))
                 before = self._scene.split.ranks[stage - 1]
                 if stage and stage not in self._asked and before != rank:
                     self._send_object(told.failure, before)
@@ -108,7 +110,7 @@ class Rehearsal:
             raise failed
         if told.failure:
             repeated = Repeated(told.failure)
-            repeated.lacks = told.lacks
+            repeated.lacks, repeated.in_hook = told.lacks, told.in_hook
             raise repeated
         # What was told, also on the rank that told it: one that went through text is alike
         # everywhere.

@@ -482,7 +482,8 @@ class StageForward:
         self._look()
         block = self.scene.model.get_submodule(unit[0])
         for module, given, output in calls:
-            call_hooks(block.get_submodule(module), given, output)
+            where = f"'{unit[0]}.{module}' on stage {self.stage}"
+            call_hooks(block.get_submodule(module), given, output, where)
         return value
 
     def _standing(self, described: Described) -> tuple[Any, list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
@@ -15,6 +16,7 @@ from vescale_dtensor import DTensor
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.collected import hides_hooks
 from vescale_parallel._pipeline.finish import (
     EarlierGradients,
     NewGradients,
@@ -25,7 +27,7 @@ from vescale_parallel._pipeline.finish import (
     require_success,
 )
 from vescale_parallel._pipeline.held import forget_held, is_plain
-from vescale_parallel._pipeline.kinds import Kind, is_lacking
+from vescale_parallel._pipeline.kinds import Kind, is_in_hook, is_lacking
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_all
@@ -47,6 +49,11 @@ _MEASURED: Final = 2
 
 _KINDS: Final = 1024
 """Kinds of microbatches that are remembered, before all are looked at anew."""
+
+_HOOKS_STAY: Final = (
+    "Hooks within blocks of this model are called on the stages of these blocks only; what they "
+    "collect for code outside of the blocks is missing on others."
+)
 
 
 def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
@@ -283,6 +290,8 @@ class StagedStep:
         failure = self._rehearse(parts, keys)
         if self._shall_collect(failure):
             failure = self._rehearse(parts, keys)
+        elif self._may_hide(failure):
+            failure = self._rehearse_with_hooks(parts, keys)
         self._require_success(failure, start)
         # Only now it is known whether such a batch draws anything.
         self._same.require(self._drawn_from(start))
@@ -384,6 +393,38 @@ class StagedStep:
         # All or none: what is rehearsed again is a collective of the ranks of each stage.
         scene.collects = scene.collects or all(one for (one,) in gather_numbers([int(may)]))
         return may and scene.collects
+
+    def _may_hide(self, failure: Exception | None) -> bool:
+        """Whether hooks of other stages may collect what nobody has missed. Collective."""
+        scene = self._scene
+        may = failure is None and not scene.collects
+        may = may and hides_hooks(scene.model, scene.split.stages)
+        return all(one for (one,) in gather_numbers([int(may)]))
+
+    def _rehearse_with_hooks(
+        self, parts: list[tuple[Part, float]], keys: list[Any]
+    ) -> Exception | None:
+        """Call hooks on all stages, and go on so if the model uses what they collect. Collective.
+
+        A hook that does more with results than to collect them, as to print, is none that others
+        need: it is called on the stage that has its block.
+        """
+        scene = self._scene
+        known, self._kinds = self._kinds, {}
+        watch_within(scene)
+        scene.collects = True
+        failure = self._rehearse(parts, keys)
+        in_hook = is_in_hook(failure)
+        uses = any(kind.uses for kind in self._kinds.values())
+        told = gather_numbers([int(in_hook), int(failure is not None and not in_hook), int(uses)])
+        hooks, others, used = map(any, zip(*told, strict=True))
+        if not others and (hooks or not used):
+            scene.collects, self._kinds = False, known
+            if hooks and in_hook:
+                warnings.warn(f"{failure}. {_HOOKS_STAY}", stacklevel=2)
+            return None
+        self._kinds = known | self._kinds
+        return failure
 
     def _placed(self, parts: list[tuple[Part, float]], keys: list[Any]) -> list[Microbatch]:
         """The microbatches, and where in the streams each begins and ends."""
