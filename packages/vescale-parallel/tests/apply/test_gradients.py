@@ -104,3 +104,32 @@ def test_a_step_sums_gradients_once(name: str):
             assert not any(one.placements[0].is_partial() for one in kept)
 
     simulate(2)(steps)
+
+
+def test_totals_become_gradients_without_a_copy():
+    """What the sum of a bucket returns is `.grad`, until somebody looks before the step."""
+
+    def steps(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        model = parallelize(copy.deepcopy(plain), make_mesh(device_type="cpu", dp=world_size))
+        pairs = [
+            (one, torch.optim.AdamW(one.parameters(), lr=0.1, fused=True)) for one in (plain, model)
+        ]
+        for seed, (looks, micros) in enumerate([(False, 1), (False, 3), (True, 2), (False, 1)]):
+            for one, optimizer in pairs:
+                optimizer.zero_grad()
+                for micro in range(micros):
+                    generator = torch.Generator().manual_seed(10 * seed + micro)
+                    one(torch.randn(4, 4, generator=generator)).square().mean().backward()
+                if looks:
+                    nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                optimizer.step()
+            gradients = [own.grad.to_local() for own in model.parameters()]
+            buffers = {own.untyped_storage().data_ptr() for own in gradients}
+            assert len(buffers) == (len(gradients) if looks else 1)
+            for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+                torch.testing.assert_close(own.full_tensor(), other)
+
+    simulate(2)(steps)

@@ -250,7 +250,7 @@ class LeafGradient:
         return local.grad.detach()
 
     def note_total(self) -> None:
-        """Note that the total was written into `.grad`."""
+        """Note that `.grad` holds the total now."""
         self.is_reduced = True
         self._retype()
         self.hook_accumulation()

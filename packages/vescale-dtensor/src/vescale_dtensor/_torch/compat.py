@@ -91,6 +91,14 @@ dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 """How many dispatch modes (make_fx, FakeTensorMode, counters) are active."""
 
 
+_task: Any = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return bool(_task() != -1)
+
+
 def function_modes() -> bool:
     """Whether a mode of the user's sees torch functions: not that of a default device."""
     at, depth = torch._C._get_function_stack_at, torch._C._len_torch_function_stack()

@@ -83,7 +83,7 @@ def balance_experts(
         made = dict(_moved(forward, share))
         take_over(optimizers, made)
         new = [parameter for parameter, _ in made.values()]
-        set_gradient_reducer(new, BucketedReducer(bucket_bytes))
+        set_gradient_reducer(new, BucketedReducer(bucket_bytes), owned=True)
         # Last, when modules and optimizers hold the new ones: who still computes with an old one
         # finds it empty, and does not train a copy.
         for stack in old:

@@ -114,7 +114,7 @@ def parallelize(
         # And here within: of results that are kept, no program is replayed while they are noted.
         capture_stages(scene)
     install_steps(model, here, mesh, scene)
-    set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes))
+    set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes), owned=True)
     reduce_before_steps()
     _install_invariant(model, mesh, where, report)
     return model
