@@ -20,7 +20,6 @@ from vescale_parallel._check.parsed_rules import Rules, parse_rules
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.rules import parse_checkpoint
 from vescale_parallel._common.mesh import AXES, mesh_sizes
-from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._cost import Cluster
 from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
@@ -35,7 +34,13 @@ from vescale_parallel._plan.picture import report_svg
 from vescale_parallel._plan.report_json import report_json
 from vescale_parallel._plan.search import Candidate, Question, search
 from vescale_parallel._plan.toml import read_toml, toml_of
-from vescale_parallel._plan.words import copied_rules, default_of, require_batch, require_sequence
+from vescale_parallel._plan.words import (
+    copied_rules,
+    default_of,
+    plan_fields,
+    require_batch,
+    require_sequence,
+)
 from vescale_parallel._zero.offload import spelled_offload
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
@@ -475,7 +480,7 @@ class Plan:
         Raises:
             PlanError: the text is not TOML, or holds something that is not part of a plan.
         """
-        return cls._from(read_toml(text), "TOML")
+        return cls(**plan_fields(read_toml(text), "TOML", fields(cls)))
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -488,17 +493,4 @@ class Plan:
             content: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"a plan as JSON cannot be read: {error}") from error
-        return cls._from(content, "JSON")
-
-    @classmethod
-    def _from(cls, content: Any, what: str) -> "Plan":
-        known = [one.name for one in fields(cls)]
-        # Every plan that was written has that key, by which other files are told from plans.
-        if not isinstance(content, dict) or "parameters" not in content:
-            raise PlanError(f"a plan as {what} is an object with the keys {known}.")
-        for name in content:
-            if name not in known:
-                raise PlanError(
-                    f"a plan has no '{name}'.{did_you_mean(name, known)} It has {known}."
-                )
-        return cls(**content)
+        return cls(**plan_fields(content, "JSON", fields(cls)))
