@@ -147,7 +147,7 @@ def _loaded(folder: str, info: Any, name: str) -> Any:
 
 def _tensor(folder: str, metadata: Any, name: str, entry: Any) -> torch.Tensor:
     # Not zeroed: the number of elements that were filled is checked at the end.
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     filled = 0
     infos = {i.offset: info for i, info in metadata.storage_data.items() if i.fqn == name}
     for chunk in entry.chunks:

@@ -66,7 +66,11 @@ def _of_tensor(a: _Side, b: _Side, name: str) -> list[dict[str, Any]]:
         return [entry | {"what": f"{_shaped(one)} became {_shaped(other)}"}]
     x, y = (read_full_tensor(side.storage, side.checkpoint, name) for side in (a, b))
     # As bits: nan is the same as itself, and 0.0 is not -0.0.
-    differs = (_bits(x) != _bits(y)).view(x.numel(), -1).any(1) if x.numel() else torch.zeros(0)
+    differs = (
+        (_bits(x) != _bits(y)).view(x.numel(), -1).any(1)
+        if x.numel()
+        else torch.zeros(0, device="cpu")
+    )
     count = int(differs.sum())
     if not count:
         return []

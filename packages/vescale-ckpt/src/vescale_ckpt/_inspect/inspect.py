@@ -134,7 +134,7 @@ def inspect(
 def read_full_tensor(storage: Storage, checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read one tensor of a checkpoint, verified."""
     record = checkpoint.manifest.tensors[name]
-    tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+    tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
     reads = plan_reads(checkpoint.manifest, [(name, *local_and_boxes(tensor))])
     fetch(storage, checkpoint, reads, uncounted())
     return tensor

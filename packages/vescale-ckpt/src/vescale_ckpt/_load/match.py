@@ -196,7 +196,7 @@ class _Walk:
         for name in tensor_names(node):
             record = self.manifest.tensors[name]
             # Not zeroed: every element is read, or the load raises.
-            tensors[name] = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+            tensors[name] = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
             local, layout = local_and_boxes(tensors[name])
             self.found.targets.append((name, local, layout))
         return rebuild(node, tensors)

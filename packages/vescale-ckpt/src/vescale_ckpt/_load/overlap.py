@@ -92,7 +92,7 @@ def saved_alike(storage: Storage, checkpoint: Checkpoint, twins: Twins) -> bool:
 
 def _bits_of(storage: Storage, checkpoint: Checkpoint, name: str, region: Region) -> torch.Tensor:
     record = checkpoint.manifest.tensors[name]
-    part = torch.empty(region.shape, dtype=torch_dtype(record.dtype))
+    part = torch.empty(region.shape, dtype=torch_dtype(record.dtype), device="cpu")
     layout = TensorBoxes(record.shape, (Box(*region, 0, tuple(part.stride())),))
     fetch(storage, checkpoint, plan_reads(checkpoint.manifest, [(name, part, layout)]), uncounted())
     # As bytes: equal nan are equal here, and 0.0 and -0.0 are not.
@@ -173,7 +173,7 @@ def _share_an_element(a: _Span, b: _Span) -> bool:
 def _marked(boxes: list[Box], base: int) -> int:
     """Count the places in memory of the elements of boxes, from element `base` on."""
     room = max(box.local_offset - base + _reach(box) for box in boxes)
-    marks = torch.zeros(room, dtype=torch.bool)
+    marks = torch.zeros(room, dtype=torch.bool, device="cpu")
     for box in boxes:
         marks.as_strided(box.shape, box.local_strides, box.local_offset - base).fill_(True)
     return int(marks.sum())

@@ -39,7 +39,7 @@ class Buffers:
                         self._changed.wait()
                     continue
                 self.allocated += nbytes
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
             return self._free[key].pop()
 
     def release(self, buffer: torch.Tensor, *, pinned: bool) -> None:

@@ -45,7 +45,7 @@ def check_tensor(op: str, x: object, group: Group) -> None:
 def _can_be_copied(dtype: torch.dtype) -> bool:
     """Some dtypes are only names, such as torch.uint4: found out here, or one rank would hang."""
     try:
-        torch.empty(1, dtype=dtype).clone()
+        torch.empty(1, dtype=dtype, device="cpu").clone()
     except (RuntimeError, NotImplementedError):
         return False
     return True

@@ -109,7 +109,7 @@ def _take_apart(x: Tensor) -> tuple[Any, ...]:
 
 def _put_together(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     # A bytearray: bytes must not be written, and torch warns of a tensor over them.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
 

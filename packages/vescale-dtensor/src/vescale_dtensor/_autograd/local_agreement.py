@@ -244,7 +244,7 @@ def _all_same(asked: Asked, group: Group) -> bool:
     # Of a dim of one index the stride says where it lies, if all ranks say the same.
     whole = order_of(shape, asked.local.stride()) if 1 in shape else None
     rest = digest(f"{asked.text} {asked.order} {whole} {shape[_TOLD:]}")
-    own = torch.tensor([rest, *extents], dtype=torch.int64)
+    own = torch.tensor([rest, *extents], dtype=torch.int64, device="cpu")
     # The minimum is the negative of the maximum of the negatives: one collective for both.
     both = torch.cat([own, -own]).to(message_device(group))
     with explained_failures("all_reduce", both, group):

@@ -141,7 +141,8 @@ def _term(
     """This rank's partial value: all coordinates but 0 have noise, and coordinate 0 the rest."""
     count = layout.sizes[axis]
     drawn = [
-        torch.randint(-GRID, GRID + 1, value.shape, generator=generator) for _ in range(count - 1)
+        torch.randint(-GRID, GRID + 1, value.shape, generator=generator, device="cpu")
+        for _ in range(count - 1)
     ]
     grid = GRID if value.is_floating_point() or value.is_complex() else 1
     noise = [(each / grid).to(value.dtype).to(value.device) for each in drawn]

@@ -153,7 +153,7 @@ def _cotangent(result: Any, generator: torch.Generator) -> Tensor | None:
     """A random cotangent of small integers, whose sums are exact; None if the result has none."""
     if not isinstance(result, Tensor) or not result.requires_grad:
         return None
-    drawn = torch.randint(-4, 5, result.shape, generator=generator)
+    drawn = torch.randint(-4, 5, result.shape, generator=generator, device="cpu")
     return drawn.to(result.dtype).to(result.device)
 
 

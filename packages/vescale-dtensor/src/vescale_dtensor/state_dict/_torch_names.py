@@ -148,7 +148,9 @@ def _from_first_rank(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     dist.broadcast_object_list(given, src=0)
     shapes: dict[str, tuple[int, ...] | None] = given[0]
     own = model.state_dict()
-    found: dict[str, Any] = {name: torch.empty(0) for name in shapes if name not in own}
+    found: dict[str, Any] = {
+        name: torch.empty(0, device="cpu") for name in shapes if name not in own
+    }
     for name, tensor in own.items():
         if not isinstance(tensor, DTensor):
             raise UnsupportedError(

@@ -162,13 +162,13 @@ def _possible(kind: Kind, own: Mapping[str, Tensor]) -> Iterator[_Given]:
     widths = dict.fromkeys(size for name in kind.stacks for size in own[name].shape[1:])
     experts = kind.experts
     made = torch.Generator().manual_seed(0)
-    first = torch.arange(2 * experts) % experts
+    first = torch.arange(2 * experts, device="cpu") % experts
     # Two different ones for each token, in either order, and each expert is chosen.
-    second = (first + 1 + torch.arange(2 * experts) // experts) % experts
+    second = (first + 1 + torch.arange(2 * experts, device="cpu") // experts) % experts
     index = torch.stack([first, second], 1)[:, : min(2, experts)].to(stack.device)
     for width in widths:
-        hidden = torch.randn(len(index), width, generator=made).to(stack)
-        weights = torch.rand(index.shape, generator=made).to(stack)
+        hidden = torch.randn(len(index), width, generator=made, device="cpu").to(stack)
+        weights = torch.rand(index.shape, generator=made, device="cpu").to(stack)
         for at in (1, 2):
             yield _Given(hidden, index, weights, at)
 

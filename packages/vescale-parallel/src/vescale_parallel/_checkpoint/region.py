@@ -112,7 +112,7 @@ class Region:
                 )
 
 
-_HOLLOW: Final = torch.empty(0)
+_HOLLOW: Final = torch.empty(0, device="cpu")
 
 
 def _is_same(before: Tensor, now: Tensor | None) -> bool:

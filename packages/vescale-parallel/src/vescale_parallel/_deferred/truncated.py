@@ -64,7 +64,7 @@ class Truncated(Fill):
         try:
             # As on a rank without elements: nothing is drawn, and the generator ends where all of
             # it would leave it.
-            self.fill(torch.empty(0, dtype=dtype), ShardLayout(tuple(shape), ()))
+            self.fill(torch.empty(0, dtype=dtype, device="cpu"), ShardLayout(tuple(shape), ()))
         except RngError:
             return None
         return place

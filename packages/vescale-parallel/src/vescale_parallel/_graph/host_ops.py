@@ -48,7 +48,7 @@ def operators() -> Any:
 def host_memory(count: int, device: torch.device) -> Tensor:
     """Bytes on the host, pinned where the device is CUDA."""
     # From pageable memory CUDA copies by way of a buffer of its own, and the program would wait.
-    return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
 
 
 def _place(memory: Tensor, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:

@@ -90,7 +90,7 @@ def calibrate(
     target = torch.empty_like(source)
     product = _best(lambda: square @ square, device, seconds)
     copy = _best(lambda: target.copy_(source), device, seconds)
-    pinned = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device != "cpu")
+    pinned = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device != "cpu", device="cpu")
     down = _best(lambda: target.copy_(pinned, non_blocking=True), device, seconds)
     found = [2 * _PRODUCT**3 / product, 2 * _COPIED / copy, _COPIED / down]
     if not dist.is_initialized():

@@ -363,7 +363,7 @@ def _say_values(base: fx.Node, nodes: Sequence[fx.Node]) -> None:
     memory: Any = nodes[0].args[1]
     size = memory.graph.owning_module.get_buffer(_MEMORY).shape
     with mode, torch.no_grad():
-        memory.meta["val"] = torch.empty(size, dtype=torch.uint8)
+        memory.meta["val"] = torch.empty(size, dtype=torch.uint8, device="cpu")
         for node in dict.fromkeys(nodes):
             given = fx.node.map_arg(node.args, lambda one: one.meta["val"])
             node.meta["val"] = node.target(*given)  # type: ignore[operator]

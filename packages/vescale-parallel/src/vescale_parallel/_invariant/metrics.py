@@ -56,7 +56,9 @@ class Packed:
         """Pack them, in dtypes whose sums lose next to nothing of what narrower ones hold."""
         rows: dict[bool, list[Tensor]] = {True: [], False: []}
         for one in values:
-            tensor = _plain(one).detach() if isinstance(one, Tensor) else torch.tensor(one)
+            tensor = (
+                _plain(one).detach() if isinstance(one, Tensor) else torch.tensor(one, device="cpu")
+            )
             if tensor.is_complex():
                 raise ParallelError("sum_over_shards: complex numbers are not added up.")
             rows[tensor.is_floating_point()].append(tensor.to(device).reshape(-1))
@@ -70,7 +72,7 @@ class Packed:
         at = {True: 0, False: 0}
         found: list[Value] = []
         for one in like:
-            tensor = one if isinstance(one, Tensor) else torch.tensor(one)
+            tensor = one if isinstance(one, Tensor) else torch.tensor(one, device="cpu")
             floats = tensor.is_floating_point()
             row = self.floats if floats else self.integers
             part = row[at[floats] : at[floats] + tensor.numel()].view(tensor.shape)

@@ -185,7 +185,7 @@ def _packed(found: Sequence[Sequence[Moments]]) -> Tensor:
         for one in calls
         for part in (one.mean.new_tensor([one.count]), one.mean, one.squares)
     ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ class InvariantStep:
         self._find_destinations()
         sizes = rows_of(rows, self.row.shards)
         # Drawn alike on every rank, before anything depends on which shards it computes.
-        seeds = torch.randint(2**62, (self.row.shards,)).tolist()
+        seeds = torch.randint(2**62, (self.row.shards,), device="cpu").tolist()
         with self.collected.all_shards(), self._run_alone():
             ran = self._run(part.cut(self._dim_of, sizes), sizes, seeds)
             # One exchange for all that has to be alike: losses, which parameters had gradients, and
@@ -203,7 +203,7 @@ class InvariantStep:
         parts = part.cut(self._dim_of, sizes)
         # What norms in training mode find is not kept: a metric is no step.
         with self._run_alone(), RunningStatistics(self.model).noted():
-            seeds = torch.randint(2**62, (self.row.shards,)).tolist()
+            seeds = torch.randint(2**62, (self.row.shards,), device="cpu").tolist()
             mine = shards[self.rank]
             # Packed into two vectors, of integers and of floats: counts beyond 2**24 would not
             # survive in float32.

@@ -78,7 +78,7 @@ def describe(value: Any) -> Described:
     def number(tensor: Tensor) -> Tensor:
         specs.append(spec_of(tensor))
         # As a tensor, which `map_tensors` finds again when others are put in its place.
-        return torch.tensor(len(specs) - 1)
+        return torch.tensor(len(specs) - 1, device="cpu")
 
     return Described(map_tensors(number, value), tuple(specs))
 

@@ -156,7 +156,9 @@ def choose_schedule(
         if rank == lines.rank:
             again = stage in scene.recomputing
             found = watch.times(stage, float(scene.kept.get(stage, 0)), recomputes=again)
-            rows[stage] = torch.tensor(list(vars(found).values()), dtype=torch.float64)
+            rows[stage] = torch.tensor(
+                list(vars(found).values()), dtype=torch.float64, device="cpu"
+            )
     for stage, rank in enumerate(schedule.stage_ranks):
         # In the order of stages on all ranks: each is told by the rank that has it.
         rows[stage] = lines.broadcast(rows[stage].clone(), rank)

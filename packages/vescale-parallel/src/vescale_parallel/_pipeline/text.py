@@ -85,7 +85,7 @@ def _read(value: Any) -> Any:
     if "placement" in value:
         return getattr(vescale_dtensor, value["placement"])(*_read(value["of"]))
     if "number" in value:
-        return torch.tensor(value["number"])
+        return torch.tensor(value["number"], device="cpu")
     if "output" in value:
         module, _, name = value["output"].partition(":")
         made: Any = getattr(importlib.import_module(module), name)

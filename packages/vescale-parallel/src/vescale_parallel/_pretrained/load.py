@@ -146,7 +146,7 @@ def _load(tensor: Tensor, stored: Stored) -> None:
         fill_from_file(stored, whole(tensor.shape), tensor.detach())
     else:
         # Layouts are of row-major memory: by way of a copy that is.
-        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         fill_from_file(stored, whole(tensor.shape), made)
         with torch.no_grad():
             tensor.detach().copy_(made)
@@ -169,8 +169,8 @@ def _row(stored: Stored, row: int) -> Tensor:
     layout = whole(shape)
     box = layout.boxes[0] if layout.boxes else None
     if box is None:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     moved = type(box)((row, *[0] * (len(shape) - 1)) if shape else (), shape, 0, box.local_strides)
-    made = torch.empty(shape, dtype=stored.dtype)
+    made = torch.empty(shape, dtype=stored.dtype, device="cpu")
     fill_from_file(stored, ShardLayout(stored.shape, (moved,)), made)
     return made

@@ -189,7 +189,7 @@ def _read_box(
     opened: BinaryIO, stored: Stored, offset: Sequence[int], shape: tuple[int, ...]
 ) -> Tensor:
     """The elements of a box, read run by run: a run is what has no gap in the file."""
-    found = torch.empty(shape, dtype=stored.dtype)
+    found = torch.empty(shape, dtype=stored.dtype, device="cpu")
     # As bytes: numpy has no bfloat16, and a tensor without dims cannot be seen in a smaller dtype.
     raw = found.view(-1).view(torch.uint8) if shape else found.view(1).view(torch.uint8)
     into = memoryview(raw.numpy())  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ class ParallelTrainer:
             return found * (rows / len(own)) if counts and apart else found / accumulated
 
         # Without labels, something else that is cut as the batch is.
-        own = torch.empty(rows, 0) if labels is None else labels
+        own = torch.empty(rows, 0, device="cpu") if labels is None else labels
         return forward_backward(self.model, loss=(loss, own), **given)
 
     @staticmethod

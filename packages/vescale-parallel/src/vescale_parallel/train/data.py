@@ -119,7 +119,7 @@ def training_batch(
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     # Exclusive for `randint`: a window is one byte longer than `context`, for its last target.
     last = len(corpus.train) - context
-    starts = torch.randint(last, (batch,), generator=generator)
+    starts = torch.randint(last, (batch,), generator=generator, device="cpu")
     return _windows(corpus.train, starts.tolist(), context)
 
 

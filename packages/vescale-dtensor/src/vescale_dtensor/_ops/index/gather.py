@@ -80,7 +80,7 @@ def _is_lookup(item: Any) -> bool:
 def _picks(dtype: torch.dtype) -> bool:
     """Whether this version of torch indexes with such integers."""
     try:
-        torch.zeros(1)[torch.zeros(1, dtype=dtype)]
+        torch.zeros(1, device="cpu")[torch.zeros(1, dtype=dtype, device="cpu")]
     except (RuntimeError, IndexError):
         return False
     return True
@@ -243,7 +243,9 @@ def _broadcast_along(call: OpCall, dim: int) -> Strategy | None:
 def _index_dtypes() -> frozenset[torch.dtype]:
     """The dtypes of indices that this version's `gather` takes."""
     try:
-        torch.gather(torch.zeros(1), 0, torch.zeros(1, dtype=torch.int32))
+        torch.gather(
+            torch.zeros(1, device="cpu"), 0, torch.zeros(1, dtype=torch.int32, device="cpu")
+        )
     except (RuntimeError, IndexError):
         return frozenset({torch.int64})
     return frozenset({torch.int64, torch.int32})
@@ -253,7 +255,7 @@ def _index_dtypes() -> frozenset[torch.dtype]:
 def _takes(index: int) -> bool:
     """Whether this version's `take_along_dim` takes such an index of a dim of extent 1."""
     try:
-        torch.take_along_dim(torch.zeros(1), torch.tensor([index]), 0)
+        torch.take_along_dim(torch.zeros(1, device="cpu"), torch.tensor([index], device="cpu"), 0)
     except (RuntimeError, IndexError):
         return False
     return True

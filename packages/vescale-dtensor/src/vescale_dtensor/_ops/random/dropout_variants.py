@@ -89,7 +89,7 @@ def _unusual(func: Any, input: Tensor, p: float, training: bool, inplace: bool) 
     # Torch returns the input itself and leaves the generator where it is: so does every rank.
     if isinstance(input, DTensor) and 0 <= p <= 1 and (not training or p == 0):
         # Some refuse a number of dims, or warn of it, also where they draw nothing.
-        func(torch.empty((0,) * input.ndim), *how)
+        func(torch.empty((0,) * input.ndim, device="cpu"), *how)
         return input
     return fallback(func, (input, *how), {})
 
