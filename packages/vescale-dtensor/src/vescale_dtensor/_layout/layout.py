@@ -64,7 +64,7 @@ class Layout:
         self.order = order
         self.sizes: tuple[int, ...] = tuple(mesh.shape)
         self.inside = mesh.get_coordinate() is not None
-        # Outside, the slot stays empty: see `__getattr__`.
+        # Outside, the slot stays empty: see `_LayoutOutside`.
         if self.inside:
             self.coordinate = own_coordinate(mesh)
         # Masks, as autograd and the fast path combine them at every call. Axes of one coordinate
@@ -107,14 +107,6 @@ class Layout:
         """Return the layout of the same mesh and placements with another memory order."""
         return self if order == self.order else _interned(ById(self.mesh), self.placements, order)
 
-    if not TYPE_CHECKING:  # there, every other name would count as an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            # Reached only where a slot is empty.
-            if name == "coordinate":
-                return own_coordinate(self.mesh)  # which raises
-            raise AttributeError(name)
-
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -138,6 +130,24 @@ class Layout:
         return self._words
 
 
+class _LayoutOutside(Layout):
+    """The layout on a rank outside of the mesh: to ask for its coordinate is an error.
+
+    A class of its own, since a class with `__getattr__` finds each of its slots three times as
+    slowly, and every call that is planned reads dozens of a layout's.
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # there, every other name would count as an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached only where a slot is empty.
+            if name == "coordinate":
+                return own_coordinate(self.mesh)  # which raises
+            raise AttributeError(name)
+
+
 class ById:
     """A mesh as a key by identity, since an equal mesh may belong to destroyed process groups."""
 
@@ -157,7 +167,8 @@ class ById:
 # Bounded. A dropped layout lives on in the specs and caches that hold it.
 @cached(8192)
 def _interned(mesh: ById, placements: tuple[Placement, ...], order: Order | None) -> Layout:
-    return Layout(mesh.mesh, placements, order)
+    inside = mesh.mesh.get_coordinate() is not None
+    return (Layout if inside else _LayoutOutside)(mesh.mesh, placements, order)
 
 
 def bits(indices: object) -> int:
