@@ -98,8 +98,11 @@ def refuses_flags(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return False  # registered ops take 1 for True
     # Of two tensors torch's parser itself refuses one that should be a boolean, before a rule sees
     # it. So the first `add` need not read schemas, which is a third of what it takes.
-    if not kwargs and len(args) <= 2 and all([isinstance(value, Tensor) for value in args]):
-        return False
+    if (not kwargs and len(args) <= 2) or isinstance(func, BuiltinFunctionType):
+        tensors = all([isinstance(value, Tensor) for value in args])
+        # Nor of a function: methods are looked up before that parser (`_fast_path/methods.py`).
+        if tensors and all([type(value) is bool for value in kwargs.values()]):
+            return False
     return wrong_flags(func, args, kwargs)
 
 

@@ -92,7 +92,7 @@ def _attention(call: OpCall) -> Strategy | None:
         return None  # the fallback raises torch's error on every rank
     offers = [way.candidates, _head_candidates(call, letters) if grouped else ()]
     rows = tuple(sum(each, ()) for each in zip(*filter(None, offers), strict=True))
-    return replace(strategy, axis_candidates=rows)
+    return replace(strategy, axis_candidates=rows) if rows else strategy
 
 
 def _head_candidates(call: OpCall, letters: Sequence[Dims]) -> tuple[tuple[AxisStrategy, ...], ...]:
@@ -216,7 +216,10 @@ def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
 
 def _broadcasts(call: OpCall) -> bool:
     """Whether leading dims differ among query, key and value, grouped heads aside."""
-    query, key, value = (operand.shape for operand in call.operands[:3])
+    # Tuples, since a slice of a `torch.Size` is made a `torch.Size` again, at ten times the cost.
+    query, key, value = (tuple(operand.shape) for operand in call.operands[:3])
+    if query == key == value:
+        return False
     grouped = len(query) == 4 and bool(_arguments(call).get("enable_gqa"))
     end = -3 if grouped else -2
     return not query[:end] == key[:end] == value[:end]

@@ -20,6 +20,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import no_torch_function
 
 _PARTS = ("query", "key", "value")
+_NUMBERS = frozenset({int, float, bool})
 # Weights of a call that torch is asked about as it is; of larger ones, with fewer rows and keys.
 _MOST = 2**16
 
@@ -55,15 +56,17 @@ def _is_usual(given: Mapping[str, Any]) -> bool:
     """Whether a call is one that no kernel refuses; of others torch is asked."""
     query, key, value = (given[name] for name in _PARTS)
     rate, scale = given.get("dropout_p", 0.0), given.get("scale")
-    numbers = isinstance(rate, int | float) and isinstance(scale, int | float | None)
+    numbers = type(rate) in _NUMBERS and (scale is None or type(scale) in _NUMBERS)
     if not numbers or not 0 <= rate <= 1 or not query.ndim == key.ndim == value.ndim == 4:
         return False
-    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype or not dtype.is_floating_point:
         return False
-    leads = query.shape[0] == key.shape[0] == value.shape[0] and query.shape[3] == key.shape[3]
-    heads, keys = query.shape[1], key.shape[1]
+    # Each shape is asked for once: the first call with every shape comes here.
+    (rows, heads, _, width), (others, keys, _, same), valued = query.shape, key.shape, value.shape
     grouped = bool(given.get("enable_gqa")) and keys > 0 and not heads % keys
-    if not leads or keys != value.shape[1] or not (heads == keys or grouped):
+    leads = rows == others == valued[0] and width == same
+    if not leads or keys != valued[1] or not (heads == keys or grouped):
         return False
     mask = given.get("attn_mask")
     return mask is None or (not given.get("is_causal") and _is_usual_mask(mask, query, key))
