@@ -65,6 +65,8 @@ def _likeness(local: torch.Tensor, layout: ShardLayout, row_major: bool) -> Like
     # torch decides what an empty_like of these strides is; on meta nothing is allocated.
     strides = torch.empty_like(local, device="meta", memory_format=memory).stride()
     box = layout.boxes[0]
+    if box.local_strides == strides and layout.memory_order == order:
+        return True, layout
     box = Box(box.global_offset, box.shape, 0, strides)
     return True, replace(layout, boxes=(box,), memory_order=order)
 
