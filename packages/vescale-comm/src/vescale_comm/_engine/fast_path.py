@@ -165,7 +165,7 @@ def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
         record_fast(group._log, "all_gather", x, group.size * x.numel())
     out = x.new_empty((group.size * shape[0], *shape[1:]))
     try:
-        if gathers(group.backends.get(x.device.type), out):
+        if group._has_gloo and gathers(group.backends.get(x.device.type), out):
             start_gather(group.process_group, out, x, group.rank, group.size).wait()
         elif _gather is None:
             all_gather_single(out, x, group=group.process_group)

@@ -47,6 +47,8 @@ class Group:
     tag: str = ""
     # What the members execute together, compared beside the program; None where nothing is.
     _log: ExecutionLog | None = field(default=None, repr=False)
+    # Whether gloo is among the backends: asked at every small call.
+    _has_gloo: bool = field(default=False, repr=False)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -117,15 +119,17 @@ def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group
     # A group of the user's may be another thread's, whose calls fall anywhere among the others.
     own = not axes and process_group is not dist.group.WORLD
     start()  # the first group of a world: from here on somebody may wait
+    backends = _backends_of(process_group)
     return Group(
         ranks=ranks,
         size=len(ranks),
         rank=dist.get_rank(process_group),
         axes=axes,
-        backends=_backends_of(process_group),
+        backends=backends,
         _process_group=weakref.ref(process_group),
         tag=process_group.group_name,
         _log=execution_log(ranks, process_group.group_name if own else ""),
+        _has_gloo="gloo" in backends.values(),
     )
 
 

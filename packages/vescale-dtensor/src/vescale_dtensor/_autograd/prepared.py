@@ -6,6 +6,7 @@ import torch
 
 from vescale_dtensor._autograd.uses import CotangentReduction, average_factor, use_masks
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.executed import log_of
 from vescale_dtensor._layout.layout import Layout, bits
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.spec import Spec, spec_of
@@ -20,8 +21,8 @@ class PreparedRedistribution:
         plan: the steps that redistribute a local tensor.
         spec: the result's spec.
         masks: the varying axes of each alias of the result; see `uses.use_masks`.
-        words: what it is, for comparing it over ranks; None where the ranks do not communicate, or
-            are not of one mesh.
+        words: what it is, for comparing it over ranks; None where the ranks do not communicate, are
+            not of one mesh, or are not compared.
     """
 
     __slots__ = ("_reductions", "_source", "_target", "masks", "plan", "spec", "words")
@@ -34,7 +35,8 @@ class PreparedRedistribution:
         self.spec = spec_of(target, shape, dtype)
         self.masks = use_masks(target)
         communicates = any(hasattr(step, "axes") for step in self.plan.steps)
-        is_event = communicates and one_mesh(source, target)
+        # Nor where nothing is compared: one process, or a fake world.
+        is_event = communicates and one_mesh(source, target) and log_of(source.mesh) is not None
         self.words = f"{spec} → {list(target.placements)}" if is_event else None
         self._source, self._target = source, target
         self._reductions: dict[tuple[bool, torch.dtype | None], tuple[int, CotangentReduction]] = {}
