@@ -59,6 +59,7 @@ from vescale_dtensor._fast_path.tables import (
     table_for_operand,
     table_for_operands,
     table_of_three,
+    table_of_two,
 )
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._planning.attention_way import attention_way
@@ -91,7 +92,7 @@ def torch_function(
     known: Any
     if len(args) == 2:
         first, second = args
-        if not (type(first) is DTensor is type(second)):
+        if type(first) is not DTensor or type(second) is not DTensor:
             return _call_with_other(func, types, args, {})
         local, other = first._local_tensor, second._local_tensor
         if local.requires_grad or other.requires_grad:
@@ -244,11 +245,7 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     first, second, third = args
     last: Any = type(third)
     if third is None:
-        # `table_for_operands` of two operands without its loop: a linear layer without bias.
-        table, last = table_for_operand(first), None
-        other = table_for_operand(second)  # asked in any case: it guards a leaf's gradient
-        if table is GRAD_IDLE or other is NO_TABLE:
-            table = other
+        table, last = table_of_two(first, second), None
     elif last is DTensor:
         table, last = table_of_three(first, second, third), third._spec
     elif last in NUMBERS and func in scalar_agnostic:
@@ -256,6 +253,11 @@ def _call_of_three(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     else:
         return _general_call(func, args, kwargs)
     key: tuple[Any, ...] = (func, first._spec, second._spec, last)
+    if not kwargs:  # to spread none costs as much as a look-up
+        compiled = table.get(key)
+        if compiled is None:
+            return _general_call(func, args, kwargs)
+        return compiled(first, second, third)
     for name, value in kwargs.items():  # at most one: `value=` or `alpha=`, a factor
         if len(kwargs) > 1 or type(value) not in NUMBERS or func not in scalar_agnostic:
             return _general_call(func, args, kwargs)

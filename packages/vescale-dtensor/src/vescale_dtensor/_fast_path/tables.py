@@ -35,6 +35,20 @@ def table_for_operand(first: DTensor) -> CallTable:
     return NO_GRAD
 
 
+def table_of_two(first: DTensor, second: DTensor) -> CallTable:
+    """`table_for_operands` without its loop: a linear layer without bias asks each time."""
+    one, other = first._local_tensor.requires_grad, second._local_tensor.requires_grad
+    if not is_grad_enabled():
+        return _table_outside_autograd((first, second)) if one or other else GRAD_IDLE
+    if not (one or other):
+        # As in `torch_function`: what a custom Function has returned is joined first.
+        return NO_TABLE if any_requires_grad(first, second) else GRAD_IDLE
+    hidden = first._may_have_hidden_node or second._may_have_hidden_node
+    if one and other and not hidden and forward_grad_enabled():
+        return GRAD_RECORDED
+    return table_for_operands((first, second))
+
+
 def table_of_three(first: DTensor, second: DTensor, third: DTensor) -> CallTable:
     """`table_for_operands` without its loop: a linear layer with its bias asks each time."""
     one, other, last = first._local_tensor, second._local_tensor, third._local_tensor
@@ -70,13 +84,13 @@ def table_for_operands(operands: Sequence[DTensor]) -> CallTable:
     if True not in recorded and not any_requires_grad(*operands):
         return GRAD_IDLE
     found = GRAD_IDLE
-    for operand in operands:
+    for operand, wants in zip(operands, recorded, strict=True):
         # `may_have_hidden_node` written out.
-        if operand._may_have_hidden_node or (
-            not operand._local_tensor.requires_grad and any_requires_grad(operand)
-        ):
+        if operand._may_have_hidden_node or (not wants and any_requires_grad(operand)):
             join_hidden_node(operand)
-        if operand._local_tensor.requires_grad:
+            # Joined to a node, it has another local tensor.
+            wants = operand._local_tensor.requires_grad
+        if wants:
             found = GRAD_RECORDED
     return found
 
