@@ -193,10 +193,11 @@ class Runner:
             self._kept.clear()
             self._forwards.clear()
             raise
-        self._inbox.begin()
         held, self._held_back = self._held_back, None
         for message, tensors in held or ():
             self._send(message, tensors)
+        # Behind what others wait for.
+        self._inbox.begin()
 
     def _moved(self) -> PipelineError | None:
         """What is wrong where a step has drawn that is one of those that draw nothing."""
@@ -265,8 +266,9 @@ class Runner:
     def _backward(self, action: Action) -> None:
         self._now = action.microbatch
         kind, stage, microbatch = action
-        # What is computed again in backward looks for its parameters in the modules.
-        with self._scene.held, self._scene.behind:
+        # What is computed again in backward looks for its parameters in the modules, which hold
+        # those of stages around all actions.
+        with self._scene.behind:
             if kind == "W":
                 self._halves.pop((stage, microbatch)).weights()
                 return
