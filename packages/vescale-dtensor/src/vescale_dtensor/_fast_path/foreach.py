@@ -8,6 +8,7 @@ is recorded there, so no use has to be typed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def reduce_gradients(arguments: Iterable[Any]) -> None:
     Whether there is anything to do follows from layouts, so that all ranks do it or none.
     """
     for tensors in arguments:
-        if not isinstance(tensors, list | tuple):
+        if not isinstance(tensors, list | tuple) or not _may_be_partial(tensors):
             continue
         for tensor in tensors:
             # Slots first: they are read at a quarter of the cost, and hundreds are asked.
@@ -172,6 +173,18 @@ def reduce_gradients(arguments: Iterable[Any]) -> None:
                 leaf = owner_of(tensor)
                 if leaf is not None:
                     leaf.reduce()
+
+
+# For `map`, which calls no Python.
+_spec_of = attrgetter("_spec")
+
+
+def _may_be_partial(tensors: Sequence[Any]) -> bool:
+    """Whether a partial DTensor is among them: of hundreds, by their few specs."""
+    try:
+        return any([spec.layout.partial for spec in set(map(_spec_of, tensors))])
+    except AttributeError:  # others than DTensors among them: looked at one by one
+        return True
 
 
 def check_all_writable(targets: Sequence[Tensor], func: Callable[..., Any]) -> None:
