@@ -187,7 +187,9 @@ def under_way(rank: int, world_size: int, behind: Any) -> list[int]:
         model.zero_grad()
         with trace() as records:
             backward(model, seed)
-        assert sum(one.op == "reduce_scatter" for one in records.records) == 5
+        together = behind == "auto" and seed
+        sent = [one for one in records.records if one.op == "reduce_scatter"]
+        assert len(sent) == (1 if together else 5)
         if not seed:
             assert not seen  # the order is not known yet
         assert now == 0
@@ -196,11 +198,12 @@ def under_way(rank: int, world_size: int, behind: Any) -> list[int]:
 
 @pytest.mark.parametrize("behind", [0, 1, 2, "auto"])
 def test_no_more_than_the_bound_are_under_way(behind: Any):
-    bound = 4 if behind == "auto" else behind
+    # Left open, small as they are, they wait for the root's, and are sent together.
+    bound = 5 if behind == "auto" else behind
     for seen in simulate(2)(under_way, behind):
         # All four blocks, whose gradients are reduced behind; the root comes last.
         assert max(seen, default=0) == bound
-        assert len(seen) == (8 if bound else 0)
+        assert len(seen) == (2 * max(bound, 4) if bound else 0)
         # As many as there may be, and one more is started only when one has ended.
         assert seen[:bound] == list(range(1, bound + 1))
 

@@ -68,12 +68,13 @@ def _least(sizes: dict[str, int], zero: int) -> Iterator[tuple[Any, tuple[int, i
     own = ELEMENTS * FLOAT // tp
     if zero:
         # Gathered once a step, or in forward and again in backward, but for the last layer, with
-        # which backward begins; reduced once. Small as they are, at level 3 together in forward.
+        # which backward begins; reduced once, and together, small as they are, as they are gathered
+        # in forward at level 3.
         gathered = 2 * LAYERS - 1 if zero == 3 else LAYERS
         shard = own // dp
         collectives = gathered - LAYERS + 1 if zero == 3 else gathered
         yield ("all_gather", ("dp",)), (collectives, gathered * (dp - 1) * shard // LAYERS)
-        yield ("reduce_scatter", ("dp",)), (LAYERS, (dp - 1) * shard)
+        yield ("reduce_scatter", ("dp",)), (1, (dp - 1) * shard)
         own = shard
     elif dp > 1:
         # One sum of all gradients: each rank sends its own, and its part of the totals.

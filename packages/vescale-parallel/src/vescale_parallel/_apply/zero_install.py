@@ -132,8 +132,10 @@ def install_zero(
         for name in names
     ]
     behind = 0 if report.behind is None else report.behind.units
-    joins = isinstance(ahead, str)
-    how: Any = {"joins": joins, "behind": behind, "is_alike": is_alike}
+    # As the plan leaves open. Stages have units of their own, which others do not wait for.
+    sums = report.behind is not None and report.behind.is_chosen and is_alike
+    how: Any = {"joins": isinstance(ahead, str), "behind": behind, "sums_together": sums}
+    how["is_alike"] = is_alike
     schedule = Schedule(units, 1 if isinstance(ahead, str) else ahead, told, **how)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])

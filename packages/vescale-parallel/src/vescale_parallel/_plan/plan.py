@@ -80,7 +80,8 @@ class Plan:
             forward, at level 3, as many as take 1 MiB together, by one collective.
         behind: of how many units gradients may be on their way at a time, while backward computes
             the ones before; 0: it waits for each. Each takes memory for all its gradients; "auto":
-            as many as take 4 MiB together, so that small units overlap and large ones do not.
+            as many as take 4 MiB together, so that small units overlap and large ones do not; what
+            takes 1 MiB together is reduced by one collective.
         precision: dtypes by their use, as `{"compute": "bfloat16", "reduce": "float32"}`, or glob
             over names of parameters and buffers to such a mapping. Parameters are cast to `compute`
             before they are sent, and modules compute with them in it; `zero` sums gradients in

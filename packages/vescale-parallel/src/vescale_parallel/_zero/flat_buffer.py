@@ -10,7 +10,7 @@ and the rest on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -57,6 +57,7 @@ class FlatBuffer:
         leaves: the local tensors of the parameters, as of the last gather.
         unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
         reduced_next: whether the backward that packed them reduces them; else `no_sync` keeps them.
+        sends: sends packed gradients to a group with others'; None: they go by themselves.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class FlatBuffer:
         host: HostShard | None = None,
     ) -> None:
         self.told, self.host = told, host
+        self.sends: Callable[[Tensor, Group], Any] | None = None
         self.is_kept, self.reduced_next = row.zero < 3, False
         self.row, self.group, self.parameters, self.shapes = row, group, parameters, shapes
         self.full: Tensor | None = None
@@ -374,8 +376,12 @@ class FlatBuffer:
             return None
         # The next run of the unit may come before this is over.
         kept, self._packed = self._packed, None
-        with unrecorded():
-            pending = reduce_scatter(packed, self.group, async_op=True, **self._how(packed))
+        pending: Any
+        if self.sends is not None and self.host is None and self._sizes is None:
+            pending = self.sends(packed, self.group)
+        else:
+            with unrecorded():
+                pending = reduce_scatter(packed, self.group, async_op=True, **self._how(packed))
         self._under_way.append(pending)
         return pending, arrived, kept
 

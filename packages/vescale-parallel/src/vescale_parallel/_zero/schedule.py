@@ -34,6 +34,7 @@ from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.flat_steps import Call, FlatSteps
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.saved import SavedTensors
+from vescale_parallel._zero.summed_together import SumsTogether
 from vescale_parallel._zero.together import start_together
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Unit
@@ -63,6 +64,7 @@ class Schedule:
         ahead: how many units are gathered ahead.
         joins: whether forward gathers small units together, and so more of them ahead.
         behind: of how many units gradients are reduced while others compute.
+        sums: what reduces gradients of small units together; None: each goes by itself.
         told: who is told of gathers and reductions.
         is_alike: whether all ranks have these units; of a model in stages each has its own.
         order: the units as the last forward of the root ran them.
@@ -76,6 +78,7 @@ class Schedule:
         *,
         joins: bool = False,
         behind: int = 0,
+        sums_together: bool = False,
         is_alike: bool = True,
     ) -> None:
         self.is_alike, self.joins = is_alike, joins
@@ -90,10 +93,15 @@ class Schedule:
         self._unchecked = _CHECKED_FORWARDS if is_alike else 0
         self._owners = Addresses()
         self._saved: list[SavedTensors | None] = []
+        self.sums = SumsTogether(lambda: self.order) if sums_together else None
         for unit in units:
             # A unit is done in backward when its gradients arrive, which only its own node knows.
             unit.before_reduce = self._before_reduce
             unit.after_nodes = self._prepare
+            if self.sums is not None:
+                unit.after_start = self.sums.added
+                for buffer in unit.buffers:
+                    buffer.sends = self.sums.add
         # Optimizers may be made later, and by others: torch's hooks on all of them are the only
         # way.
         watch_steps(self)
@@ -107,8 +115,8 @@ class Schedule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
         units = [deepcopy(one, memo) for one in self.units]
-        made = Schedule(units, self.ahead, self.told, is_alike=self.is_alike)
-        made.joins, made.behind = self.joins, self.behind
+        how: Any = {"joins": self.joins, "behind": self.behind, "is_alike": self.is_alike}
+        made = Schedule(units, self.ahead, self.told, sums_together=self.sums is not None, **how)
         memo[id(self)] = made
         return made
 
@@ -156,6 +164,11 @@ class Schedule:
         if self.joins and not recomputes and unit.is_missing and unit in self.order:
             start_together(self.order[self.order.index(unit) :])
         self._gather(unit, anew=not recomputes)
+        if unit is self.root and self.sums is not None and self.sums.with_root():
+            # Before its own nodes, which backward then comes to first: all are summed at once.
+            self._prepare(unit)
+            if not recomputes:
+                unit.prepare()
         # To a forward that takes gathered parameters as arguments; the modules then keep the stored
         # ones.
         unit.lend()
@@ -304,6 +317,8 @@ class Schedule:
         if not self.root.depth:
             self._forget_prepared()
         self._behind = []
+        if self.sums is not None:
+            self.sums.forget()
         for unit in self.units:
             # Not what runs: a forward may take gradients itself.
             if not unit.depth and (unit.is_swapped or unit.is_lent):

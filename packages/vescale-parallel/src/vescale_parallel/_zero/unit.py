@@ -73,6 +73,7 @@ class Unit:
         syncs: whether a backward reduces gradients; `no_sync` sets it to False.
         before_reduce: called when all gradients of one run of the unit have arrived.
         after_nodes: called when its nodes are made, and nothing is computed yet.
+        after_start: called when the reductions of one run have been started.
         collect: takes the gradients of each run in place of a reduction; None: they are reduced.
     """
 
@@ -93,6 +94,7 @@ class Unit:
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
         self.after_nodes: Callable[[Unit], None] = _nothing
+        self.after_start: Callable[[Unit], None] = _nothing
         self.collect: Callable[[Unit, Sequence[Tensor | None]], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -150,6 +152,11 @@ class Unit:
         """Bytes of its gathered values while they are there."""
         return sum(one.row.gathered_bytes for one in self.buffers)
 
+    @cached_property
+    def packed_bytes(self) -> int:
+        """Bytes of its gradients, packed to be reduced."""
+        return sum(one.row.packed_bytes for one in self.buffers)
+
     @property
     def gathered_bytes(self) -> int:
         """Bytes of gathered values that `release` would give back."""
@@ -200,7 +207,9 @@ class Unit:
         """Start to reduce what was packed, if it syncs. Collective then."""
         if self.collect is not None or not self.syncs:
             return None
-        return [buffer.start_reduce() for buffer in self.buffers]
+        started = [buffer.start_reduce() for buffer in self.buffers]
+        self.after_start(self)
+        return started
 
     def reduce(
         self,
