@@ -255,3 +255,35 @@ def test_without_a_world_the_default_group_is_an_error():
         as_group()
     with pytest.raises(ValueError, match=r"not a group: 'dp'. Pass group_of\(mesh, axes\)"):
         as_group("dp")
+
+
+def check_lanes(rank, world_size):
+    grid = torch.tensor([3, 1, 0, 2])
+    mesh = DeviceMesh("cpu", grid.view(2, 2), mesh_dim_names=("dp", "tp"))
+    for axes in ("dp", ("dp", "tp")):
+        group, other, third = group_of(mesh, axes), *(group_of(mesh, axes, lane=n) for n in (1, 2))
+        assert group_of(mesh, axes, lane=1) is other
+        assert other.ranks == third.ranks == group.ranks
+        assert other.axes == group.axes
+        assert len({one.process_group for one in (group, other, third)}) == 3
+        # What waits in one does not keep what goes by another.
+        handle = all_gather(torch.tensor([rank]), group, async_op=True)
+        assert all_gather(torch.tensor([rank]), other).tolist() == list(group.ranks)
+        assert handle.wait().tolist() == list(group.ranks)
+
+
+def test_lanes_are_further_groups_of_the_same_ranks():
+    run(check_lanes, 4)
+
+
+def check_lanes_side_by_side(rank, world_size):
+    meshes = [DeviceMesh("cpu", [one, one + 1], mesh_dim_names=("pp",)) for one in (0, 2)]
+    mesh = meshes[rank // 2]
+    if rank < 2:  # the others have made one group less, as programs of another kind do
+        group_of(mesh, "pp", lane=2)
+    group = group_of(mesh, "pp", lane=1)
+    assert all_gather(torch.tensor([rank]), group).tolist() == list(group.ranks)
+
+
+def test_lanes_are_made_by_their_members_alone():
+    run(check_lanes_side_by_side, 4)

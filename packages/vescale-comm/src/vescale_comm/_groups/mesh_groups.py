@@ -12,7 +12,7 @@ from vescale_comm._groups.group import (
     group_with_axes,
     ranks_of,
 )
-from vescale_comm._groups.new_group import process_group_of
+from vescale_comm._groups.new_group import another_process_group, process_group_of
 from vescale_comm._torch.compat import no_torch_function
 from vescale_comm._torch.ranks import compact
 from vescale_comm._torch.weak_by_id import WeakById
@@ -23,7 +23,11 @@ Axis = str | int
 _of_mesh: WeakById[DeviceMesh, dict[Axis | tuple[Axis, ...], Group]] = WeakById()
 
 
-def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
+# By the group whose ranks they have as well, and by number: see `lane` of `group_of`.
+_lanes: WeakById[Group, dict[int, Group]] = WeakById()
+
+
+def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis], *, lane: int = 0) -> Group:
     """Return the group of ranks that differ from this one only along the given mesh axes.
 
     Several axes give one flattened group: its members are in row-major order over those axes, in
@@ -34,6 +38,8 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
     Args:
         mesh: a `torch.distributed.DeviceMesh` that contains this rank.
         axes: one axis or several, each by name or by index (negative counts from the end).
+        lane: another number is another group of the same ranks: what goes by it need not wait for
+            what goes by the others, as for messages of both directions.
 
     Raises:
         CommArgumentError: an axis that the mesh does not have, none at all, one named twice, or a
@@ -43,6 +49,8 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
         group_of(mesh, "tp")            # this rank's row of tp
         group_of(mesh, ("dp", "cp"))    # one group over both
     """
+    if lane:
+        return _lane(group_of(mesh, axes), lane, mesh.device_type)
     key = axes if isinstance(axes, str | int) else tuple(axes)
     # The common case first: a dict by identity, then one by axes as they were written.
     groups = _of_mesh.get(mesh)
@@ -59,6 +67,15 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis]) -> Group:
             groups[dims] = _find(mesh, dims)
     groups[key] = groups[dims]
     return groups[key]
+
+
+def _lane(group: Group, lane: int, device: str) -> Group:
+    lanes = _lanes.setdefault(group, {})
+    if lane not in lanes:
+        with no_torch_function():
+            made = another_process_group(group.process_group, device)
+        lanes[lane] = group_with_axes(made, group.axes)
+    return lanes[lane]
 
 
 def _dims(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> tuple[int, ...]:

@@ -62,17 +62,33 @@ def process_group_of(
     # A group that was destroyed may live on where somebody holds it.
     if known is not None and is_registered(known):
         return known
-    if counts_new_groups():
-        with new_groups_numbered(_next_number(along, device)):
-            process_group = _new_group(list(ranks), backend)
-    else:
-        # Destroyed below: they exist only so that torch counts alike on all members.
-        fillers = _catch_up(along, device)
-        process_group = _new_group(list(ranks), backend)
-        for filler in fillers:
-            dist.destroy_process_group(filler)
+    process_group = _made_by_members(ranks, along, device, backend)
     # Weak: torch owns it. A strong reference would keep its sockets after it is destroyed.
     made[ranks, backend] = weakref.ref(process_group)
+    return process_group
+
+
+def another_process_group(like: ProcessGroup, device: str) -> ProcessGroup:
+    """Make a process group of the same ranks in the same order: a new one at each call.
+
+    Args:
+        like: the ranks, who all come here.
+        device: type of a device that it communicates from.
+    """
+    return _made_by_members(ranks_of(like), [like], device, dist.get_backend_config(like))
+
+
+def _made_by_members(
+    ranks: tuple[int, ...], along: Sequence[ProcessGroup], device: str, backend: str
+) -> ProcessGroup:
+    if counts_new_groups():
+        with new_groups_numbered(_next_number(along, device)):
+            return _new_group(list(ranks), backend)
+    # Destroyed below: they exist only so that torch counts alike on all members.
+    fillers = _catch_up(along, device)
+    process_group = _new_group(list(ranks), backend)
+    for filler in fillers:
+        dist.destroy_process_group(filler)
     return process_group
 
 

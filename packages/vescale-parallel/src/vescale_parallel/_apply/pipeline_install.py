@@ -21,6 +21,7 @@ from vescale_parallel._apply.zero_install import (
 )
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.rearranged import rearranged
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.held import HeldParameters, is_plain
@@ -88,34 +89,22 @@ class StagePlacements:
 def stage_placements(mesh: DeviceMesh, report: Report) -> StagePlacements:
     """Return where the parameters of a mesh with stages are stored. Collective: it makes groups."""
     assert report.split is not None
-    names = list(mesh_sizes(mesh))
-    others = [name for name in names if name != AXIS]
-    ranks = mesh.mesh
+    others = [name for name in mesh_sizes(mesh) if name != AXIS]
     if any(report.split.buffers):
         return _with_shares(mesh, report, report.split, others)
-    if not others:
-        # Activations need a mesh as well; that of a stage of one rank has one axis of one.
-        others, ranks = ["dp"], ranks.unsqueeze(-1)
-        names = [*names, "dp"]
-    order = [*(names.index(name) for name in others), names.index(AXIS)]
-    stored = DeviceMesh(
-        mesh.device_type,
-        ranks.permute(order).contiguous(),
-        mesh_dim_names=tuple(names[i] for i in order),
-    )
-    return StagePlacements(stored[tuple(others)], stored, report.split.owners, {})
+    # Activations need a mesh as well; that of a stage of one rank has one axis of one.
+    axes: dict[str, tuple[str, ...]] = {name: (name,) for name in others} or {"dp": ()}
+    stored = rearranged(mesh, {**axes, AXIS: (AXIS,)})
+    return StagePlacements(stored[tuple(axes)], stored, report.split.owners, {})
 
 
 def _with_shares(
     mesh: DeviceMesh, report: Report, split: Split, others: list[str]
 ) -> StagePlacements:
-    names = list(mesh_sizes(mesh))
-    rest = [name for name in others if name != report.over]
-    order = [names.index(name) for name in (*rest, AXIS, report.over)]
+    rest = {name: (name,) for name in others if name != report.over}
     # Stages outermost, then the shards of `zero`: number `stage * shards + shard` on the joint
     # axis, which is the order of `shares` below.
-    ranks = mesh.mesh.permute(order).flatten(-2).contiguous()
-    stored = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*rest, f"{AXIS}_{report.over}"))
+    stored = rearranged(mesh, {**rest, f"{AXIS}_{report.over}": (AXIS, report.over)})
     stages = mesh_sizes(mesh)[AXIS]
     shares = {}
     for rank, buffers in enumerate(split.buffers):
@@ -186,7 +175,7 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         scene: of a model in stages.
     """
     if scene is not None:
-        forward, backward = group_of(mesh, AXIS), group_of(_second(mesh), AXIS)
+        forward, backward = group_of(mesh, AXIS), group_of(mesh, AXIS, lane=1)
         lines = Lines(forward, backward, mesh.device_type)
         step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
         setattr(model, STEP, step)
@@ -199,15 +188,6 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
     elif here.microbatches > 1:
         rows = dim_of_rows(here.batch, here.over)
         setattr(model, STEP, MicrobatchStep(model, here.microbatches, rows))
-
-
-def _second(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks along the axis of stages, in groups of their own."""
-    names = list(mesh_sizes(mesh))
-    at = names.index(AXIS)
-    # Another mesh, as the groups of one mesh are made once.
-    ranks = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).contiguous()
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("lines", AXIS))
 
 
 def install_stages(

@@ -14,6 +14,7 @@ from vescale_dtensor import Placement, RaggedShard
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.rearranged import rearranged
 from vescale_parallel._notation.layout import RuleLayout, block_sizes
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero import host
@@ -80,11 +81,8 @@ def stored_placements(
 
 def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     names = list(mesh_sizes(mesh))
-    order = [*(i for i, name in enumerate(names) if name != axis), names.index(axis)]
-    if order == list(range(len(names))):
-        return mesh
-    ranks = mesh.mesh.permute(order).contiguous()
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(names[i] for i in order))
+    order = [*(name for name in names if name != axis), axis]
+    return mesh if order == names else rearranged(mesh, {name: (name,) for name in order})
 
 
 def install_zero(

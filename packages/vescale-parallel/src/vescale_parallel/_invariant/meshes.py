@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.rearranged import rearranged
 
 ALONE = "shard"
 """The axis of a mesh of one rank, where no other axis is left."""
@@ -28,5 +29,4 @@ def compute_mesh(mesh: DeviceMesh, batch: Sequence[str]) -> DeviceMesh:
     name = ALONE
     while name in names:
         name += "_"
-    ranks = mesh.mesh.unsqueeze(-1)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*names, name))[name]
+    return rearranged(mesh, {**{one: (one,) for one in names}, name: ()})[name]

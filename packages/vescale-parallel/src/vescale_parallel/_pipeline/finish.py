@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vescale_comm.agreement import gather_bytes
+from vescale_comm import Group, as_group
+from vescale_comm.agreement import gather_bytes, several_ranks
 from vescale_dtensor import DTensor, Replicate, reduce_gradients
 
 from vescale_parallel._errors import PipelineError
@@ -25,16 +26,19 @@ _NOTE: Final = b"\0"
 _LOSS_BYTES: Final = 8
 
 
-def require_success(failure: Exception | None, where: str, note: bytes = b"") -> list[bytes]:
-    """Raise on every rank where one has failed. Collective over all processes.
+def require_success(
+    failure: Exception | None, where: str, note: bytes = b"", group: Group | None = None
+) -> dict[int, bytes]:
+    """Raise on every rank where one has failed. Collective.
 
     Args:
         failure: what this rank could not do, if anything.
         where: this rank's place, for the others.
         note: what this rank tells if it has not failed: it goes along.
+        group: the ranks of the mesh; None: all processes. Others may run another model.
 
     Returns:
-        The notes of all processes.
+        The notes of all, by rank.
 
     Raises:
         Exception: that of this rank, on it.
@@ -42,11 +46,13 @@ def require_success(failure: Exception | None, where: str, note: bytes = b"") ->
     """
     repeats = isinstance(failure, Repeated)
     said = json.dumps([repeats, f"{where}: {type(failure).__name__}: {failure}"])
-    told = gather_bytes(_NOTE + note if failure is None else zlib.compress(said.encode()))
-    if all([one.startswith(_NOTE) for one in told]):
-        return [one[len(_NOTE) :] for one in told]
+    own = _NOTE + note if failure is None else zlib.compress(said.encode())
+    ranks = as_group(group).ranks if several_ranks(group) else (0,)
+    told = dict(zip(ranks, gather_bytes(own, group), strict=True))
+    if all([one.startswith(_NOTE) for one in told.values()]):
+        return {rank: one[len(_NOTE) :] for rank, one in told.items()}
     # The first rank that has words of its own, and does not only repeat those of another.
-    failed = [(one, rank) for rank, one in enumerate(told) if not one.startswith(_NOTE)]
+    failed = [(one, rank) for rank, one in told.items() if not one.startswith(_NOTE)]
     heard = [(*json.loads(zlib.decompress(one)), rank) for one, rank in failed]
     _, words, first = min(heard, key=lambda one: (one[0], one[2]))
     if failure is not None and not repeats:
@@ -85,7 +91,7 @@ def is_whole(placements: Sequence[object] | None) -> bool:
 
 def finish_step(
     loss: Tensor | None,
-    notes: Sequence[bytes],
+    notes: Mapping[int, bytes],
     kind: Kind,
     scene: Scene,
     lines: Lines,
@@ -101,7 +107,7 @@ def finish_step(
 
     Args:
         loss: that of this rank's microbatches, on the last stage.
-        notes: of all processes: what `note_of` gives on each.
+        notes: by rank, what `note_of` gives on each.
         kind: of one of the microbatches.
         scene: this rank's part.
         lines: its connections.
@@ -111,7 +117,7 @@ def finish_step(
     """
     assert kind.loss is not None
     # Of one process where there is nobody to talk to, as with the backend `fake`.
-    told = [notes[rank] for rank in lines.ranks] if len(notes) > 1 else notes
+    told = [notes[rank] for rank in lines.ranks] if len(notes) > 1 else [*notes.values()]
     anywhere = 0
     for one in told:
         anywhere |= int.from_bytes(one[_LOSS_BYTES:], "little")

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import broadcast_text
 
+from vescale_parallel._common.agreement import everyone
+from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._errors import PlanError
 from vescale_parallel._pipeline.described import local_of
 from vescale_parallel._pipeline.given import best_in_place
@@ -137,7 +140,12 @@ def _address(tensor: Tensor) -> int:
 
 
 def choose_schedule(
-    schedule: Schedule, watch: Stopwatch, scene: Scene, lines: Lines, memory: float | None
+    schedule: Schedule,
+    watch: Stopwatch,
+    scene: Scene,
+    lines: Lines,
+    memory: float | None,
+    mesh: DeviceMesh,
 ) -> Schedule:
     """Return the schedule that runs from now on, the same on all ranks. Collective.
 
@@ -147,6 +155,7 @@ def choose_schedule(
         scene: this rank's part.
         lines: its connections.
         memory: bytes that a rank may keep.
+        mesh: its ranks choose; others may run another model.
 
     Raises:
         PlanError: on every rank: none keeps as little as that.
@@ -169,7 +178,7 @@ def choose_schedule(
     except PlanError as error:
         said = {"error": str(error)}
     # Stages of other pipelines side by side measure other times; all have to choose alike.
-    agreed = json.loads(broadcast_text(json.dumps(said), 0))
+    agreed = json.loads(broadcast_text(json.dumps(said), mesh_ranks(mesh)[0], everyone(mesh)))
     if "error" in agreed:
         raise PlanError(agreed["error"])
     ranks, chunks = len(schedule.ranks), schedule.stages // len(schedule.ranks)

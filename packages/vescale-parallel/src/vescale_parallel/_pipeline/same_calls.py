@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor
 
 from vescale_parallel._common.agreement import Facts, checksum, start_same
+from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._pipeline.stepped import Stepped
 from vescale_parallel._pipeline.streams import Place
 from vescale_parallel._step.parts import Part
@@ -25,12 +27,13 @@ class SameCalls:
     """Compares the calls of all ranks, of one model.
 
     Args:
-        peers: all ranks of its mesh.
+        mesh: its ranks. Others may run another model, or none.
         stepped: hears of steps of its optimizers.
     """
 
-    def __init__(self, peers: Sequence[int], stepped: Stepped) -> None:
-        self._peers, self._stepped = peers, stepped
+    def __init__(self, mesh: DeviceMesh, stepped: Stepped) -> None:
+        self._mesh, self._stepped = mesh, stepped
+        self._peers = mesh_ranks(mesh)
         self._calls = 0
         # The modes of the latest call, and their digest: mostly they are those of this one, and
         # their text is long.
@@ -79,7 +82,7 @@ class SameCalls:
 
     def _started(self, facts: Facts) -> Callable[[], None]:
         advice = dict.fromkeys(facts, _ADVICE)
-        return start_same(facts, peers=self._peers, head=_HEAD, advice=advice)
+        return start_same(facts, peers=self._peers, head=_HEAD, advice=advice, mesh=self._mesh)
 
     def _digest_of(self, modes: object) -> str:
         """One number for thousands of modules: which of them differs is not said."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import gather_numbers
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.agreement import everyone
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.collected import hides_hooks
@@ -136,7 +136,8 @@ class StagedStep:
 
     def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
-        self._same = SameCalls(mesh_ranks(mesh), scene.stepped)
+        self._same = SameCalls(mesh, scene.stepped)
+        self._group = everyone(mesh)
         self._walker = Walker(scene.model)
         # What was found in a table of parameters by name.
         self._shared: tuple[dict[str, nn.Parameter], list[nn.Parameter]] = {}, []
@@ -194,7 +195,9 @@ class StagedStep:
             self._unmeasured = max(self._unmeasured - 1, 0)
         if watch is not None:
             memory = scene.split.memory
-            self._schedule = choose_schedule(schedule, watch, scene, self._lines, memory)
+            self._schedule = choose_schedule(
+                schedule, watch, scene, self._lines, memory, self._mesh
+            )
         return total
 
     def _shared_of(self, named: dict[str, nn.Parameter]) -> list[nn.Parameter]:
@@ -316,7 +319,7 @@ class StagedStep:
         watch: Stopwatch | None = None,
         trained: Trained | None = None,
         agreed: Callable[[], None] | None = None,
-    ) -> tuple[Tensor | None, list[bytes]]:
+    ) -> tuple[Tensor | None, dict[int, bytes]]:
         """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
         start = microbatches[0].start
         # A new one for each step: nothing of a failed step may be found by the next.
@@ -345,12 +348,12 @@ class StagedStep:
 
     def _require_success(
         self, failure: Exception | None, start: Place, note: bytes = b""
-    ) -> list[bytes]:
+    ) -> dict[int, bytes]:
         """Raise on every rank where one has failed. Collective."""
         split = self._scene.split
         own = [str(i) for i, rank in enumerate(split.ranks) if rank == self._scene.rank]
         try:
-            return require_success(failure, f"stage {', '.join(own)}", note)
+            return require_success(failure, f"stage {', '.join(own)}", note, self._group)
         except Exception:
             # What was learned may be what was wrong: the next call looks again.
             self._forget_kinds()
@@ -391,7 +394,7 @@ class StagedStep:
         scene = self._scene
         may = is_lacking(failure) and not scene.collects and watch_within(scene)
         # All or none: what is rehearsed again is a collective of the ranks of each stage.
-        scene.collects = scene.collects or all(one for (one,) in gather_numbers([int(may)]))
+        scene.collects = scene.collects or self._all(may)
         return may and scene.collects
 
     def _may_hide(self, failure: Exception | None) -> bool:
@@ -399,7 +402,11 @@ class StagedStep:
         scene = self._scene
         may = failure is None and not scene.collects
         may = may and hides_hooks(scene.model, scene.split.stages)
-        return all(one for (one,) in gather_numbers([int(may)]))
+        return self._all(may)
+
+    def _all(self, so: bool) -> bool:
+        """Whether it is so on all ranks. Collective."""
+        return all(one for (one,) in gather_numbers([int(so)], self._group))
 
     def _rehearse_with_hooks(
         self, parts: list[tuple[Part, float]], keys: list[Any]
@@ -416,7 +423,8 @@ class StagedStep:
         failure = self._rehearse(parts, keys)
         in_hook = is_in_hook(failure)
         uses = any(kind.uses for kind in self._kinds.values())
-        told = gather_numbers([int(in_hook), int(failure is not None and not in_hook), int(uses)])
+        own = [int(in_hook), int(failure is not None and not in_hook), int(uses)]
+        told = gather_numbers(own, self._group)
         hooks, others, used = map(any, zip(*told, strict=True))
         if not others and (hooks or not used):
             scene.collects, self._kinds = False, known
