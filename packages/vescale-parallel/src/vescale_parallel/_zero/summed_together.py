@@ -137,7 +137,7 @@ class _Sum:
         """Never send it."""
         self._packed, self.is_sent = [], True
         # Who drops what was started waits for it, sent or not.
-        self._totals = dict.fromkeys(range(len(self._sizes)), torch.empty(0))
+        self._totals = dict.fromkeys(range(len(self._sizes)), torch.empty(0, device="cpu"))
 
     def total(self, number: int) -> Tensor:
         """This rank's totals of one of the buffers; asked for once."""
