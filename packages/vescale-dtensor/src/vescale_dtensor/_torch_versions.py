@@ -20,6 +20,7 @@ said: list[str] = []
 def warn_untested(version: str) -> None:
     """Warn once, at the user's import, of a torch that is older or newer than those tested."""
     match = re.match(r"(\d+)\.(\d+)", version)
+    # A build without such a number (a private one) is not judged.
     if match is None or OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
         return
     way = "newer" if (int(match[1]), int(match[2])) > NEWEST else "older"
