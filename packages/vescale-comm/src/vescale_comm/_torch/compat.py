@@ -1,5 +1,6 @@
 """The one module that looks behind torch's public API; each look is tested for, with a fallback."""
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +38,10 @@ def forget_shardings() -> None:
     Its keys are meshes, and those of another world may be equal: torch 2.11 then takes process
     groups that are gone from it.
     """
-    debug = sys.modules.get("torch.distributed.tensor.debug")
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    # Imported here: torch does not do so by itself, and the cache is there without it.
+    debug = importlib.import_module("torch.distributed.tensor.debug")
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
