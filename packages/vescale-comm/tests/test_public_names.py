@@ -59,6 +59,7 @@ PUBLIC = {
         "explained_failures",
         "gather_ahead",
         "gather_pieces",
+        "group_alone",
         "group_of",
         "merge",
         "permute",

@@ -32,7 +32,7 @@ from vescale_comm._errors import (
 )
 from vescale_comm._groups.bound_waits import DEFAULT_TIMEOUT, bound_waits
 from vescale_comm._groups.group import Group, GroupLike, as_group
-from vescale_comm._groups.mesh_groups import group_of
+from vescale_comm._groups.mesh_groups import group_alone, group_of
 from vescale_comm._simulation.chaos import Died, Fault, chaos
 from vescale_comm._simulation.emulator import Emulator
 from vescale_comm._simulation.simulate import Simulation, SimulationError, simulate
@@ -94,6 +94,7 @@ __all__ = [
     "explained_failures",
     "gather_ahead",
     "gather_pieces",
+    "group_alone",
     "group_of",
     "merge",
     "permute",

@@ -13,6 +13,7 @@ from vescale_comm import (
     as_group,
     barrier,
     broadcast,
+    group_alone,
     group_of,
     reduce_scatter,
     trace,
@@ -281,8 +282,12 @@ def check_lanes_side_by_side(rank, world_size):
     mesh = meshes[rank // 2]
     if rank < 2:  # the others have made one group less, as programs of another kind do
         group_of(mesh, "pp", lane=2)
+        assert all_gather(torch.tensor([rank]), group_alone()).tolist() == [rank]
     group = group_of(mesh, "pp", lane=1)
     assert all_gather(torch.tensor([rank]), group).tolist() == list(group.ranks)
+    # torch names groups of all ranks by how many each has made.
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    assert all_reduce(torch.ones(()), group_of(mesh, ("dp", "tp"))) == 4
 
 
 def test_lanes_are_made_by_their_members_alone():

@@ -69,6 +69,20 @@ def group_of(mesh: DeviceMesh, axes: Axis | Sequence[Axis], *, lane: int = 0) ->
     return groups[key]
 
 
+def group_alone(device_type: str = "cpu") -> Group:
+    """Return the group of this rank alone, as for an axis of one rank that a mesh is to get.
+
+    No other rank is asked, and none has to make one as well: torch names later groups of all ranks
+    by how many each has made, and does not count this one.
+
+    Args:
+        device_type: that of the mesh.
+    """
+    with no_torch_function():
+        made = process_group_of((dist.get_rank(),), (), device_type)
+    return group_with_axes(made, ())
+
+
 def _lane(group: Group, lane: int, device: str) -> Group:
     lanes = _lanes.setdefault(group, {})
     if lane not in lanes:

@@ -53,10 +53,10 @@ def process_group_of(
     Args:
         ranks: global ranks of the members; this one is among them.
         along: existing groups of this rank that together span the members: one for each axis of
-            their mesh.
+            their mesh. None where this rank is the only member.
         device: type of a device that these communicate from.
     """
-    backend = dist.get_backend_config(along[0])
+    backend = dist.get_backend_config(along[0] if along else default_process_group())
     made = _made.setdefault(default_process_group(), {})
     known = made[ranks, backend]() if (ranks, backend) in made else None
     # A group that was destroyed may live on where somebody holds it.

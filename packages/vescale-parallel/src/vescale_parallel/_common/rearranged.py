@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import group_of
+from vescale_comm import group_alone, group_of
 
 from vescale_parallel._common.mesh import mesh_sizes
 
@@ -37,11 +37,8 @@ def rearranged(mesh: DeviceMesh, axes: Mapping[str, tuple[str, ...]]) -> DeviceM
         mesh=permuted,
         mesh_dim_names=tuple(flat),
     )
-    groups = [group_of(single, some).process_group if some else _alone() for some in axes.values()]
+    groups = [
+        (group_of(single, some) if some else group_alone(mesh.device_type)).process_group
+        for some in axes.values()
+    ]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
-
-
-def _alone() -> dist.ProcessGroup:
-    """A group of this rank: its name is by its ranks, so nobody else is asked."""
-    made: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return made
