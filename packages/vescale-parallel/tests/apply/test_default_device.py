@@ -5,35 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_dtensor import init_device_mesh
 from vescale_parallel import Plan, forward_backward, parallelize
-
-WORDS = 16
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
-            for _ in range(3)
-        )
-        self.head = nn.Linear(8, WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embedding(x)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        made: Tensor = self.head(hidden)
-        return made
-
-
-def loss_of(made: Tensor, x: Tensor) -> Tensor:
-    return F.cross_entropy(made.flatten(0, 1), x.flatten())
+from word_models import WORDS, WordModel, loss_of
 
 
 def whole(model: nn.Module, x: Tensor) -> Any:
@@ -63,7 +39,7 @@ def losses(name: str, default: str) -> list[list[float]]:
     def program(rank: int, world_size: int) -> list[float]:
         torch.manual_seed(0)
         with torch.device("cpu"):
-            model: nn.Module = Model()
+            model: nn.Module = WordModel()
         found = []
         # In the thread of each rank: a default device is a thread's.
         with torch.device(default):

@@ -1,39 +1,27 @@
 """Models on parts of the ranks, each at its own pace: nothing of a step asks the other ranks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import SimulationError, simulate
 from vescale_parallel import Plan, forward_backward, parallelize
+from word_models import WORDS, WordModel, loss_of
 
-WORDS = 16
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
-            for _ in range(4)
-        )
-        self.head = nn.Linear(8, WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embedding(x)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        made: Tensor = self.head(hidden)
-        return made
+STAGES = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 4}
 
 
-def loss_of(made: Tensor, x: Tensor) -> Tensor:
-    return F.cross_entropy(made.flatten(0, 1), x.flatten())
+def own_mesh(rank: int, axes: tuple[str, ...] = ("pp",), world_size: int = 4) -> DeviceMesh:
+    """This rank's of the meshes that share the ranks: all of them are made on all ranks."""
+    shape = [2] * len(axes)
+    size = 2 ** len(axes)
+    meshes = [
+        DeviceMesh("cpu", ranks.view(shape), mesh_dim_names=axes)
+        for ranks in torch.arange(world_size).split(size)
+    ]
+    return meshes[rank // size]
 
 
 def batch(number: int) -> Tensor:
@@ -43,9 +31,8 @@ def batch(number: int) -> Tensor:
 def trained(mesh: DeviceMesh, seed: int, steps: int, **words: Any) -> list[float]:
     torch.manual_seed(seed)
     if "pp" in (mesh.mesh_dim_names or ()):
-        stages = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 4}
-        words["pipeline"] = stages | words.get("pipeline", {})
-    model = parallelize(Model(), mesh, Plan(**words))
+        words["pipeline"] = STAGES | words.get("pipeline", {})
+    model = parallelize(WordModel(), mesh, Plan(**words))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for number in range(steps):
@@ -75,37 +62,25 @@ def test_two_models_at_their_own_pace(name: str) -> None:
     axes, words = CASES[name]
     size = 2 ** len(axes)
 
-    def program(pace: Callable[[int], int]) -> Callable[[int, int], list[float]]:
-        def run(rank: int, world_size: int) -> list[float]:
-            which = rank // size
-            # Both are made on all ranks, as groups of processes are.
-            meshes = [
-                DeviceMesh(
-                    "cpu",
-                    torch.arange(first, first + size).view(*[2] * len(axes)),
-                    mesh_dim_names=axes,
-                )
-                for first in range(0, world_size, size)
-            ]
-            return trained(meshes[which], which, pace(which), **dict(words))
+    def together(rank: int, world_size: int) -> list[float]:
+        which = rank // size
+        mesh = own_mesh(rank, axes, world_size)
+        return trained(mesh, which, 3 + 2 * which, **dict(words))
 
-        return run
-
-    together = simulate(2 * size)(program(lambda which: 3 + 2 * which))
+    found = simulate(2 * size)(together)
     for which in (0, 1):
-        alone = simulate(2 * size)(program(lambda _, steps=3 + 2 * which: steps))
-        here = slice(which * size, (which + 1) * size)
-        assert together[here] == alone[here]
-        assert len({tuple(one) for one in together[here]}) == 1
+
+        def alone(rank: int, world_size: int, which: int = which) -> list[float]:
+            return trained(own_mesh(rank, axes, size), which, 3 + 2 * which, **dict(words))
+
+        # Where nobody else is: what both would do wrong side by side would be alike there.
+        assert found[which * size : (which + 1) * size] == simulate(size)(alone)
 
 
 def test_what_fails_in_one_is_told_to_its_own_ranks() -> None:
     def run(rank: int, world_size: int) -> str:
-        which = rank // 2
-        meshes = [DeviceMesh("cpu", [one, one + 1], mesh_dim_names=("pp",)) for one in (0, 2)]
         torch.manual_seed(0)
-        stages = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 4}
-        model = parallelize(Model(), meshes[which], Plan(pipeline=stages))
+        model = parallelize(WordModel(), own_mesh(rank), Plan(pipeline=STAGES))
         said = ""
         for number in range(3):
             # The other ranks of the second pipeline pass another batch, in one call.
@@ -124,10 +99,8 @@ def test_what_fails_in_one_is_told_to_its_own_ranks() -> None:
 def test_a_stage_that_raises_is_named_by_its_rank() -> None:
     def run(rank: int, world_size: int) -> None:
         which = rank // 2
-        meshes = [DeviceMesh("cpu", [one, one + 1], mesh_dim_names=("pp",)) for one in (0, 2)]
         torch.manual_seed(0)
-        stages = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 4}
-        model = parallelize(Model(), meshes[which], Plan(pipeline=stages))
+        model = parallelize(WordModel(), own_mesh(rank), Plan(pipeline=STAGES))
         x = batch(0)
 
         def loss(made: Tensor, x: Tensor) -> Tensor:
