@@ -8,11 +8,13 @@ import pytest
 import torch
 from stage_runs import batch, make, plan
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
 from vescale_parallel import forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
+from vescale_parallel._pipeline.cut import cut_of, walk
 from vescale_parallel._pipeline.halves import Halves
 
 PRODUCTS = ("mm", "addmm", "bmm", "convolution_backward", "_scaled_dot_product")
@@ -68,6 +70,37 @@ def test_each_product_is_computed_once(count: int, shared: bool):
     # A block that runs twice gets its gradients with those of the input.
     split = count - shared
     assert second.products == 4 * split
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Between the products of q and k and their meeting are more nodes than beside v.
+        mixed = (self.q(x).sin() @ self.k(x).cos().neg().transpose(-1, -2)) @ self.v(x)
+        return x + self.o(mixed)
+
+
+def test_parameters_that_do_not_lead_to_each_other_share_a_run():
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    _, shape = walk([get_gradient_edge(Attention()(x))], [get_gradient_edge(x)])
+    found = cut_of(shape)
+    assert [len(one.ends) for one in found.rounds] == [1, 3]
+    assert all(one.accumulates for one in found.rounds)
+
+
+def test_graphs_of_one_shape_are_cut_once():
+    block = Attention()
+    before = cut_of.cache_info()
+    for _ in range(3):
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        output = block(block(x))
+        Halves([output], [torch.ones_like(output)], [x]).inputs()
+    after = cut_of.cache_info()
+    assert after.misses == before.misses + 1
+    assert after.hits == before.hits + 2
 
 
 def test_checkpoints_are_computed_again_in_each_half():

@@ -270,10 +270,13 @@ class Runner:
         # those of stages around all actions.
         with self._scene.behind:
             if kind == "W":
-                self._halves.pop((stage, microbatch)).weights()
+                halves = self._halves.pop((stage, microbatch), None)
+                if halves is not None:
+                    halves.weights()
                 return
             found = self._returning(action)
-            if kind == "B":
+            if kind == "B" or stage in self._scene.recomputing:
+                # What is computed again is so in each run of the engine, so it is run once.
                 if found.outputs:
                     torch.autograd.backward(found.outputs, found.gradients)
                 back = [one.grad for one in found.leaves]
@@ -281,9 +284,6 @@ class Runner:
                 halves = Halves(found.outputs, found.gradients, found.leaves)
                 self._halves[stage, microbatch] = halves
                 back = halves.inputs()
-                if stage in self._scene.recomputing:
-                    # Its second half would compute all of it again.
-                    halves.weights()
         _, gives = self._inbox.passes[action]
         if gives is not None:
             # One that the stage did not use: the stage before waits for its gradient all the same.
