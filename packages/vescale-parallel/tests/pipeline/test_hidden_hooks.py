@@ -109,3 +109,80 @@ def test_hooks_that_collect_nothing_stay_as_they_are():
     for words in (first, second):
         assert "a forward hook on 'blocks.0.inner' on stage 1 failed" in words
         assert "called on the stages of these blocks only" in words
+
+
+def register(model: Model, hook: Any, blocks: tuple[int, ...] = (0, 1, 2, 3)) -> list[Any]:
+    return [
+        model.blocks[at].inner.register_forward_hook(  # type: ignore[union-attr]
+            lambda module, args, output: hook(model.kept, output)
+        )
+        for at in blocks
+    ]
+
+
+def one_device(model: Model, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for one in x.split(2):
+        loss = model(one) / 4
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def hooked_later(rank: int, world_size: int, schedule: str, evaluates: bool) -> None:
+    plain, model = make((), collects), make((), collects)
+    words = {"stages": "blocks.*", "microbatches": 4, "schedule": schedule}
+    parallelize(model, mesh(pp=world_size, device_type="cpu"), Plan(pipeline=words))
+    handles: list[Any] = []
+    for step in range(6):
+        if step == 2:
+            # Of the first stage alone: the last one's blocks have none.
+            handles = [one for each in (plain, model) for one in register(each, collects, (0,))]
+        if step == 4:
+            for one in handles:
+                one.remove()
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        if evaluates:
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+        found, expected = forward_backward(model, x), one_device(plain, x)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size_schedule", MESHES, ids=str)
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates as well"])
+def test_hooks_that_come_later_are_looked_for(size_schedule: tuple[int, str], evaluates: bool):
+    size, schedule = size_schedule
+    simulate(size).run(hooked_later, schedule, evaluates)
+
+
+def watched_on_one(rank: int, world_size: int, watching: int) -> tuple[int, int]:
+    plain, model = make((), watches), make((), watches)
+    words = {"stages": "blocks.*", "microbatches": 4, "schedule": "1f1b"}
+    parallelize(model, mesh(pp=world_size, device_type="cpu"), Plan(pipeline=words))
+    calls, learned = 0, []
+
+    def counts(kept: list[Any], output: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    for step in range(5):
+        if step == 2 and rank == watching:
+            register(model, counts)
+        before = calls
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        torch.testing.assert_close(
+            forward_backward(model, x), one_device(plain, x), rtol=1e-5, atol=1e-6
+        )
+        learned.append(calls - before)
+    # The first of these steps rehearses once more; then each microbatch calls its own two blocks.
+    return learned[2], learned[4]
+
+
+@pytest.mark.parametrize("watching", [0, 1])
+def test_one_rank_may_watch(watching: int):
+    found = simulate(2).run(watched_on_one, watching)
+    assert found[1 - watching] == (0, 0)
+    assert found[watching][0] > found[watching][1] == 8

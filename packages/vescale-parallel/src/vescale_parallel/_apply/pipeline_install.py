@@ -27,10 +27,11 @@ from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.held import HeldParameters, is_plain
 from vescale_parallel._pipeline.local_steps import watch_local_steps
 from vescale_parallel._pipeline.messages import Lines
+from vescale_parallel._pipeline.microbatches import MicrobatchStep
 from vescale_parallel._pipeline.rules import AXIS
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.split import Split
-from vescale_parallel._pipeline.step import MicrobatchStep, StagedStep
+from vescale_parallel._pipeline.step import StagedStep
 from vescale_parallel._pipeline.streams import Streams
 from vescale_parallel._pipeline.units import install_units
 from vescale_parallel._static.units import (

@@ -64,22 +64,33 @@ def start_same(
     head: str,
     advice: Mapping[str, str],
     mesh: DeviceMesh | None = None,
-) -> Callable[[], None]:
+    told: int = 0,
+) -> Callable[[], list[int]]:
     """Begin what `require_same` does; returns what waits for the others, and raises.
 
     Until that is called, once, nothing may be sent that only ranks which hold the same expect.
     Ranks need not agree on what they do meanwhile.
+
+    Args:
+        facts: see `require_same`, as for the others.
+        peers: see there.
+        head: see there.
+        advice: see there.
+        mesh: see there.
+        told: a number that ranks need not share. What is returned gives that of every rank.
     """
     group = everyone(mesh)
     if not several_ranks(group):
-        return lambda: None
+        return lambda: [told]
     held = [list(peers), *map(dict, facts.values())]
-    told = gather_numbers([digest(json.dumps(one)) for one in held], group, async_op=True)
+    rows = gather_numbers([told, *(digest(json.dumps(one)) for one in held)], group, async_op=True)
 
-    def require() -> None:
-        variants = _variants(told.wait(), as_group(group).ranks)
+    def require() -> list[int]:
+        found = rows.wait()
+        variants = _variants([row[1:] for row in found], as_group(group).ranks)
         if not all(len(of_team) == 1 for of_team in variants):
             _refuse(facts, variants, group, head, advice)
+        return [row[0] for row in found]
 
     return require
 

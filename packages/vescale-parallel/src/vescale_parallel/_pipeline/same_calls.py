@@ -23,6 +23,10 @@ _HEAD: Final = "forward_backward is not called with the same on all ranks:"
 _ADVICE: Final = "Pass the whole batch on every rank, on those of other stages as well."
 
 
+class HooksChanged(Exception):
+    """A rank has other forward hooks than at the call before: what was known may miss them."""
+
+
 class SameCalls:
     """Compares the calls of all ranks, of one model.
 
@@ -40,7 +44,13 @@ class SameCalls:
         self._digest: tuple[object, str] = (), ""
 
     def start(
-        self, part: Part, modes: object, hooked: list[str], drawn: Mapping[str, str]
+        self,
+        part: Part,
+        modes: object,
+        hooked: list[str],
+        drawn: Mapping[str, str],
+        *,
+        has_new: bool = False,
     ) -> Callable[[], None]:
         """Tell the others of a call; returns what waits for them, and raises. Collective.
 
@@ -49,9 +59,12 @@ class SameCalls:
             modes: what decides beside them what a model does.
             hooked: names of parameters with hooks.
             drawn: where random streams stand, see `drawn_from`.
+            has_new: whether modules have other forward hooks here than at the call before. Ranks
+                may differ in that: somebody looks at what a module computes, on one of them.
 
         Raises:
             DisagreementError: on every rank, by what is returned: ranks do not call alike.
+            HooksChanged: on every rank, by what is returned, where `has_new` is true on one.
         """
         found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in part.tensors().items()}
         facts = {
@@ -67,12 +80,14 @@ class SameCalls:
                 **drawn,
             },
         }
-        require = self._started(facts)
+        require = self._started(facts, int(has_new))
 
         def agreed() -> None:
-            require()
+            told = require()
             self._calls += 1
             self._stepped.lately = False
+            if any(told):
+                raise HooksChanged
 
         return agreed
 
@@ -80,9 +95,11 @@ class SameCalls:
         """Compare what was found out since. Collective."""
         self._started({"setting": setting})()
 
-    def _started(self, facts: Facts) -> Callable[[], None]:
+    def _started(self, facts: Facts, told: int = 0) -> Callable[[], list[int]]:
         advice = dict.fromkeys(facts, _ADVICE)
-        return start_same(facts, peers=self._peers, head=_HEAD, advice=advice, mesh=self._mesh)
+        return start_same(
+            facts, peers=self._peers, head=_HEAD, advice=advice, mesh=self._mesh, told=told
+        )
 
     def _digest_of(self, modes: object) -> str:
         """One number for thousands of modules: which of them differs is not said."""

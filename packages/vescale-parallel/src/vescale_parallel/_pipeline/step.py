@@ -1,17 +1,15 @@
-"""What `forward_backward` calls of a model in stages, or whose plan says microbatches."""
+"""What `forward_backward` calls of a model in stages."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import gather_numbers
-from vescale_dtensor import DTensor
 
 from vescale_parallel._common.agreement import everyone
 from vescale_parallel._common.messages import listed
@@ -30,17 +28,18 @@ from vescale_parallel._pipeline.held import forget_held, is_plain
 from vescale_parallel._pipeline.kinds import Kind, is_in_hook, is_lacking
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
+from vescale_parallel._pipeline.microbatches import divided, drop_kept
 from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_all
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
-from vescale_parallel._pipeline.same_calls import SameCalls, drawn_from, plain_of
+from vescale_parallel._pipeline.same_calls import HooksChanged, SameCalls, drawn_from, plain_of
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
 from vescale_parallel._pipeline.walked import Walked, Walker
 from vescale_parallel._schedules.actions import Schedule
-from vescale_parallel._step.parts import Part, loss_of
+from vescale_parallel._step.parts import Part
 from vescale_parallel._zero.schedule import SCHEDULE
 from vescale_parallel._zero.schedule import Schedule as Zero
 
@@ -54,74 +53,6 @@ _HOOKS_STAY: Final = (
     "Hooks within blocks of this model are called on the stages of these blocks only; what they "
     "collect for code outside of the blocks is missing on others."
 )
-
-
-def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
-    """Return microbatches and their shares of the rows; the last may have fewer than the others.
-
-    Raises:
-        PipelineError: rows that do not make so many microbatches.
-        ParallelError: tensors of different numbers of rows, or none.
-    """
-
-    def dim_of(tensor: Tensor) -> int | None:
-        return dim if tensor.ndim > dim else None
-
-    if count == 1:
-        return [(part, 1.0)]
-    rows = part.rows(dim_of)
-    # As `torch.chunk` divides: all but the last are equal.
-    size = -(-rows // count)
-    if -(-rows // size) != count:
-        raise PipelineError(
-            f"forward_backward: {rows} rows do not make {count} microbatches: {size} rows each "
-            f"make {-(-rows // size)}. Pass a batch of more rows, or plan fewer microbatches."
-        )
-    sizes = [min(size, rows - start) for start in range(0, rows, size)]
-    parts = part.cut(dim_of, sizes)
-    return [(one, length / rows) for one, length in zip(parts, sizes, strict=True)]
-
-
-class MicrobatchStep:
-    """Accumulates over microbatches, and reduces gradients once.
-
-    Args:
-        model: the parallelised model.
-        microbatches: how many a batch is divided into.
-        dim: the dim of rows.
-    """
-
-    def __init__(self, model: nn.Module, microbatches: int, dim: int) -> None:
-        self._model, self._microbatches, self._dim = model, microbatches, dim
-
-    def forward_backward(self, part: Part) -> Tensor:
-        """Return the loss of the whole batch; gradients are left complete."""
-        total: Tensor | None = None
-        parts = divided(part, self._microbatches, self._dim)
-        zero = getattr(self._model, SCHEDULE, None)
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        new = NewGradients([p for p in trained if p.grad is None])
-        for at, (one, weight) in enumerate(parts):
-            # The last microbatch reduces what all of them have left: one collective for each unit
-            # and step.
-            keeps = isinstance(zero, Zero) and at + 1 < len(parts)
-            try:
-                with zero.no_sync() if keeps else nullcontext():  # type: ignore[union-attr]
-                    found = loss_of(one, self._model(*one.args, **one.kwargs)) * weight
-                    # A loss without a history is torch's error, as on one device.
-                    if torch.is_grad_enabled():
-                        found.backward()  # type: ignore[no-untyped-call]
-            except BaseException:
-                _drop_kept(self._model)
-                new.drop()
-                raise
-            # The history of a microbatch ends with its backward: held, it would keep its
-            # activations.
-            value = found.detach()
-            total = value if total is None else total + value
-        assert total is not None
-        whole: Tensor = total.full_tensor() if isinstance(total, DTensor) else total
-        return whole
 
 
 class StagedStep:
@@ -155,6 +86,8 @@ class StagedStep:
         self._may_begin = is_plain(scene.mesh) and not isinstance(
             getattr(scene.model, SCHEDULE, None), Zero
         )
+        # The forward hooks of modules at the end of the latest call that went well.
+        self._hooks: list[int] | None = None
 
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch, on every rank; gradients are left complete.
@@ -166,9 +99,24 @@ class StagedStep:
             PipelineError: on every rank: the batch cannot be divided, the model cannot run in
                 stages as it is, or a rank failed: its own error there, elsewhere one that names it.
         """
-        scene, walked = self._scene, self._walker.walk()
-        count = scene.split.schedule.microbatches
+        walked, count = self._walker.walk(), self._scene.split.schedule.microbatches
         microbatches, agreed = self._prepared(part, count, walked, may_begin=True)
+        try:
+            total = self._stepped(microbatches, walked, agreed)
+        except HooksChanged:
+            # A first forward has run here, by what was known of such a batch. Nothing was sent.
+            total = self._stepped(self._learned_anew(part, count, walked), walked)
+        self._hooks = self._walker.hooks()
+        return total
+
+    def _stepped(
+        self,
+        microbatches: list[Microbatch],
+        walked: Walked,
+        agreed: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """The loss of microbatches, with their gradients. Collective."""
+        scene = self._scene
         trains = torch.is_grad_enabled()
         # Evaluations have no backwards to wait for, but go through the same stages in the same
         # order.
@@ -241,6 +189,7 @@ class StagedStep:
             # A rehearsal calls the loss as well: its output holds placeholders.
             outputs.clear()  # of a rehearsal
             self._run(single_forward(self._schedule), microbatches)
+            self._hooks = self._walker.hooks()
         finally:
             # Otherwise the next step would run without the hooks of the model.
             scene.call = None
@@ -266,26 +215,43 @@ class StagedStep:
         start = scene.streams.here()
         modes = (*walked.modes(self._mesh.device_type), what)
         hooked = walked.hooked()
-        agreed = self._same.start(part, modes, hooked, self._drawn_from(start))
+        # Of a kind that was rehearsed without them.
+        has_new = bool(self._kinds) and self._hooks != self._walker.hooks()
+        agreed = self._same.start(part, modes, hooked, self._drawn_from(start), has_new=has_new)
         # While the others tell. What is wrong with this call is said once they are heard.
-        begins = may_begin and self._may_begin and not hooked
+        begins = may_begin and self._may_begin and not hooked and not has_new
         known = self._known(part, count, modes) if begins else None
         if known is not None:
             return self._placed(*known), agreed
-        agreed()
+        try:
+            agreed()
+        except HooksChanged:
+            self._forget_kinds()
         if hooked:
             raise PipelineError(
                 f"parameters have hooks: {listed(hooked)}. Gradients of stages are put together at "
                 "the end of a step, where no hook of autograd would be called with them. Look at "
                 ".grad after forward_backward."
             )
-        # From here on all ranks decide alike: what they decide by has been compared.
+        return self._learned(part, count, modes, start), None
+
+    def _learned_anew(self, part: Part, count: int, walked: Walked) -> list[Microbatch]:
+        """The microbatches of a step, rehearsed with the hooks of now. Collective."""
+        self._forget_kinds()
+        modes = (*walked.modes(self._mesh.device_type), "loss")
+        return self._learned(part, count, modes, self._scene.streams.here())
+
+    def _learned(self, part: Part, count: int, modes: object, start: Place) -> list[Microbatch]:
+        """The microbatches of a call, rehearsed. Collective.
+
+        All ranks decide alike: what they decide by has been compared.
+        """
         parts = divided(part, count, self._dim)
         # Shapes of parts and not of the batch: the last microbatch may be smaller than the others.
         keys = _keys_of(parts, modes)
         if not self._kinds.keys() >= set({id(key): key for key in keys}.values()):
             self._learn(parts, keys, start)
-        return self._placed(parts, keys), None
+        return self._placed(parts, keys)
 
     def _learn(self, parts: list[tuple[Part, float]], keys: list[Any], start: Place) -> None:
         """Rehearse microbatches of new kinds. Collective."""
@@ -357,7 +323,7 @@ class StagedStep:
         except Exception:
             # What was learned may be what was wrong: the next call looks again.
             self._forget_kinds()
-            _drop_kept(self._scene.model)
+            drop_kept(self._scene.model)
             self._scene.streams.seek(start)
             raise
 
@@ -455,13 +421,6 @@ def _have_whole_losses(microbatches: Sequence[Microbatch]) -> bool:
     """Whether no loss is a sum over the ranks of the last stage; the same answer on all ranks."""
     specs = [one.kind.loss for one in microbatches]
     return all([is_whole(spec.placements) for spec in specs if spec is not None])
-
-
-def _drop_kept(model: nn.Module) -> None:
-    """Gradients of microbatches before one that failed: nobody will ask for their sum."""
-    zero = getattr(model, SCHEDULE, None)
-    if isinstance(zero, Zero):
-        zero.drop_kept()
 
 
 def _keys_of(parts: list[tuple[Part, float]], modes: object) -> list[Any]:

@@ -68,6 +68,11 @@ class Walker:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._found: _Tree | None = None
+        self._modules: list[nn.Module] = []
+
+    def hooks(self) -> list[int]:
+        """How many forward hooks each module has now, of those that the latest walk has found."""
+        return [len(one._forward_hooks) for one in self._modules]
 
     def walk(self) -> Walked:
         """Return what the model has now."""
@@ -77,7 +82,7 @@ class Walker:
             found = _Tree.of(model, stored)
             # What is stored elsewhere is not what modules hold, by which the next step looks.
             self._found = None if stored else found
-        modules = found.modules
+        modules = self._modules = found.modules
         return Walked(
             # Of lists: a generator would be entered anew for each of thousands.
             tuple([one.training for one in modules]),
