@@ -54,7 +54,7 @@ def require_same(
     Raises:
         DisagreementError: on every rank, also on those whose own peers agree.
     """
-    start_same(facts, peers=peers, head=head, advice=advice, mesh=mesh)()
+    start_same(facts, peers=peers, head=head, advice=advice, group=everyone(mesh))()
 
 
 def start_same(
@@ -63,7 +63,7 @@ def start_same(
     peers: Sequence[int],
     head: str,
     advice: Mapping[str, str],
-    mesh: DeviceMesh | None = None,
+    group: Group | None = None,
     told: int = 0,
 ) -> Callable[[], list[int]]:
     """Begin what `require_same` does; returns what waits for the others, and raises.
@@ -76,10 +76,9 @@ def start_same(
         peers: see there.
         head: see there.
         advice: see there.
-        mesh: see there.
+        group: of the ranks that compare, see `everyone`.
         told: a number that ranks need not share. What is returned gives that of every rank.
     """
-    group = everyone(mesh)
     if not several_ranks(group):
         return lambda: [told]
     held = [list(peers), *map(dict, facts.values())]

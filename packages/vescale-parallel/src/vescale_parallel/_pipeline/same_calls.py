@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import Facts, checksum, start_same
+from vescale_parallel._common.agreement import Facts, checksum, everyone, start_same
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._pipeline.stepped import Stepped
 from vescale_parallel._pipeline.streams import Place
@@ -36,8 +36,9 @@ class SameCalls:
     """
 
     def __init__(self, mesh: DeviceMesh, stepped: Stepped) -> None:
-        self._mesh, self._stepped = mesh, stepped
-        self._peers = mesh_ranks(mesh)
+        self._stepped = stepped
+        # Asked for once: a mesh takes a hundred calls to tell how many ranks it has.
+        self._peers, self._group = mesh_ranks(mesh), everyone(mesh)
         self._calls = 0
         # The modes of the latest call, and their digest: mostly they are those of this one, and
         # their text is long.
@@ -98,7 +99,7 @@ class SameCalls:
     def _started(self, facts: Facts, told: int = 0) -> Callable[[], list[int]]:
         advice = dict.fromkeys(facts, _ADVICE)
         return start_same(
-            facts, peers=self._peers, head=_HEAD, advice=advice, mesh=self._mesh, told=told
+            facts, peers=self._peers, head=_HEAD, advice=advice, group=self._group, told=told
         )
 
     def _digest_of(self, modes: object) -> str:

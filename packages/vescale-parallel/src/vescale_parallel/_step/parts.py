@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +58,11 @@ class Part:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors among the arguments, by where they are: "args[0]", "loss[1]"."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        # Looked for once: a step asks for them to compare calls, to count rows, to tell kinds.
         return {
             **named_tensors_within(self.args, "args"),
             **named_tensors_within(self.kwargs, "kwargs"),
