@@ -26,7 +26,7 @@ from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.held import HeldParameters, is_plain
 from vescale_parallel._pipeline.local_steps import watch_local_steps
-from vescale_parallel._pipeline.messages import Lines
+from vescale_parallel._pipeline.messages import Lines, lanes_of
 from vescale_parallel._pipeline.microbatches import MicrobatchStep
 from vescale_parallel._pipeline.rules import AXIS
 from vescale_parallel._pipeline.scene import Scene
@@ -176,8 +176,10 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         scene: of a model in stages.
     """
     if scene is not None:
-        forward, backward = group_of(mesh, AXIS), group_of(mesh, AXIS, lane=1)
-        lines = Lines(forward, backward, mesh.device_type)
+        numbers = lanes_of(scene.split.ranks)
+        used = range(max(numbers.values(), default=0) + 1)
+        lanes = [group_of(mesh, AXIS, lane=at) for at in used]
+        lines = Lines(lanes, numbers, mesh.device_type)
         step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
         setattr(model, STEP, step)
         install_units(scene, step)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import Group, as_group
 from vescale_comm.agreement import gather_bytes, several_ranks
-from vescale_dtensor import DTensor, Replicate, reduce_gradients
+from vescale_dtensor import DTensor, Replicate, local_leaves, reduce_gradients
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import local_of
@@ -79,9 +79,18 @@ def note_of(loss: Tensor | None, trained: Trained, *, whole: bool) -> bytes:
                 f"the loss is {loss.placements}, and was whole on each rank for a batch of this "
                 "shape before. The model has to compute alike for batches of one shape."
             )
-        # All numbers of float32 and below are numbers of float64.
-        value = float(local_of(loss.detach()))
+        local = local_of(loss.detach())
+        if _tells_loss(local.device.type):
+            # All numbers of float32 and below are numbers of float64.
+            value = float(local)
     return struct.pack("<d", value) + bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+
+def _tells_loss(device: str) -> bool:
+    """Whether notes have the value of the loss."""
+    # Read from a GPU it would wait for all of the step, and every rank with it, before the next
+    # one can be queued.
+    return device == "cpu"
 
 
 def is_whole(placements: Sequence[object] | None) -> bool:
@@ -129,10 +138,10 @@ def finish_step(
         leaf.grad = scene.nothing_like(leaf)
     reduce_gradients(there)
     last = scene.split.ranks[-1]
-    if whole:
+    if whole and _tells_loss(lines.device):
         (value,) = struct.unpack("<d", told[last if len(told) > 1 else 0][:_LOSS_BYTES])
         return torch.tensor(value, dtype=kind.loss.dtype, device=lines.device)
-    # A sum over the ranks of the last stage. All of them have succeeded, so all come to it.
+    # Perhaps a sum over the ranks of the last stage. All of them have succeeded, so all come to it.
     # On every rank, and of one form: all of the axis take part in the broadcast below, also those
     # that have no loss.
     row = torch.zeros(1, dtype=torch.float64, device=lines.device)
@@ -175,9 +184,12 @@ class NewGradients:
 
     def drop(self) -> None:
         """The step has failed."""
-        for one in self._without:
-            if one.grad is not None:
-                one.grad = None
+        # What a rank drops is compared with what the others drop, and which of them have gradients
+        # by now differs: so each has one of everything, of no memory.
+        for one, leaf in zip(self._without, local_leaves(self._without), strict=True):
+            if one.grad is None:
+                leaf.grad = leaf.new_zeros(()).expand(leaf.shape)
+            one.grad = None
 
 
 class EarlierGradients:

@@ -66,8 +66,10 @@ class Stopwatch:
 
     def _now(self) -> float:
         if self._on_device:
-            # What is queued would be counted for the action that happens to wait for it.
-            torch.cuda.synchronize()
+            # What is queued would be counted for the action that happens to wait for it. Of this
+            # stream alone: on those of NCCL are messages that other ranks take or send later, some
+            # only after what this rank does next.
+            torch.cuda.current_stream().synchronize()
         return time.perf_counter()
 
     def times(

@@ -2,15 +2,18 @@
 
 From one rank to another messages arrive in the order in which they are sent, and that order follows
 from the schedule. A receiver that needs a later one takes the earlier ones first, and keeps them.
-What goes to later ranks and what goes to earlier ones have a communicator each: on one that both
-share, two ranks that send to each other would wait for each other where sends wait for receivers.
+
+On NCCL a rank carries out what it sends and receives by one communicator one after another, and a
+send ends with its receive. So a message that nobody takes yet would stop those behind it, from and
+to whomever they are: V-shaped schedules would wait for ever. Hence `lanes_of`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -77,6 +80,29 @@ def _in_order(flats: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tens
     return [as_strided_like(one, spec) for one, spec in zip(flats, specs, strict=True)]
 
 
+def lanes_of(stage_ranks: Sequence[int]) -> dict[tuple[int, int], int]:
+    """By sender and receiver, the number of the group by which messages go from one to the other.
+
+    No rank has two of them in one lane, so that in each it only sends to one rank, or only receives
+    from one. As few as that takes: four where stages go from rank to rank and back, two of two
+    ranks, up to six where they go round in a circle.
+
+    Args:
+        stage_ranks: for each stage the rank that has it.
+    """
+    # Backwards return on the way on which forwards came.
+    there = {(a, b) for a, b in pairwise(stage_ranks) if a != b}
+    found: dict[tuple[int, int], int] = {}
+    busy: list[set[int]] = []
+    for pair in sorted(there | {(b, a) for a, b in there}):
+        lane = next((at for at, ranks in enumerate(busy) if ranks.isdisjoint(pair)), len(busy))
+        if lane == len(busy):
+            busy.append(set())
+        busy[lane].update(pair)
+        found[pair] = lane
+    return found
+
+
 class Lines:
     """This rank's connections to the other ranks of its pipeline.
 
@@ -84,23 +110,29 @@ class Lines:
         ranks: the processes of the pipeline, in the order of its axis.
 
     Args:
-        up: the group along the axis of stages, for what goes to later ranks, and to all.
-        down: the same ranks, for what goes to earlier ranks.
+        lanes: groups of these ranks: the first one also carries what goes to all.
+        numbers: by sender and receiver, in which of them messages go.
         device: of the tensors.
     """
 
-    def __init__(self, up: Group, down: Group, device: str) -> None:
+    def __init__(
+        self, lanes: Sequence[Group], numbers: Mapping[tuple[int, int], int], device: str
+    ) -> None:
         # All groups are made by every rank of the world in one order, also by those that send
         # nothing.
-        self._up, self._down = up, down
+        self._all, self._lanes = lanes[0], {pair: lanes[at] for pair, at in numbers.items()}
         self.device = device
-        self.rank, self.size, self.ranks = up.rank, up.size, up.ranks
+        self.rank, self.size, self.ranks = self._all.rank, self._all.size, self._all.ranks
         self._likes: dict[TensorSpec, Tensor] = {}
         # Of the specs of a whole message, by `id`: those of a kind stay the same object.
         self._of_message: dict[int, tuple[Sequence[TensorSpec], list[Tensor]]] = {}
+        # NCCL makes the communicator of a group in its first call, in which every member then has
+        # to take part, and waits: in a step some would come late, and others not at all.
+        for lane in lanes if self.size > 1 else ():
+            broadcast(torch.zeros(1, device=device), lane, source=0)
 
     def _line(self, source: int, target: int) -> Group:
-        return self._up if source < target else self._down
+        return self._lanes[source, target]
 
     def send(self, tensors: Sequence[Tensor], target: int) -> list[Pending[None]]:
         """Start to send tensors; their memory must stay as it is until the handles are waited."""
@@ -148,7 +180,7 @@ class Lines:
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Give something small of one rank to all ranks of the pipeline."""
-        group = self._up
+        group = self._all
         # Only there: elsewhere the value may be a stand-in that no text describes.
         text = to_text(value) if self.rank == source else ""
         content = self._bytes(text)
@@ -164,7 +196,7 @@ class Lines:
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """Give a tensor of one rank to all ranks of the pipeline."""
-        return broadcast(value, self._up, source=source)
+        return broadcast(value, self._all, source=source)
 
 
 def _value(content: Tensor) -> Any:
@@ -211,9 +243,10 @@ def traffic_of(schedule: Schedule, own: int) -> Traffic:
 class Inbox:
     """What other ranks send to this one during a step, in the order in which they send it.
 
-    The next message of each sender is waited for in the background, on CPU: it comes while this
-    rank computes, and its sender need not ask first. The price is memory for one message of each.
-    Not on GPUs, whose transfers go one after another: what comes late would stop what does not.
+    The next message of each sender is waited for in the background: it comes while this rank
+    computes, and its sender need not ask first. The price is memory for one message of each. A GPU
+    that runs streams one after another, having more of them than queues, would otherwise wait for
+    ever: a send that waits for its receiver stops what this rank computes for it.
 
     Args:
         lines: the connections.
@@ -240,7 +273,6 @@ class Inbox:
         # By sender: what is left of it.
         self._coming = {sender: deque(every) for sender, every in traffic.coming.items()}
         self._started: dict[int, Coming] = {}
-        self._is_ahead = lines.device == "cpu"
         self.seen: dict[int, int] = {}
 
     def begin(self) -> None:
@@ -255,14 +287,25 @@ class Inbox:
     def take(self, message: Message) -> list[Tensor]:
         """Return a message, once it has come."""
         while message not in self._kept:
-            sender = self._senders[message]
-            # Not the wanted one: on one communicator messages come in the order in which they were
-            # sent.
-            first, at = self._coming[sender][0]
-            self._kept[first] = self._next(sender)
-            # Its row up to there is done, so its receiver knows what else has been taken.
-            self.seen[sender] = at
+            self._keep_next(self._senders[message])
         return self._kept.pop(message)
+
+    def skip(self, message: Message) -> None:
+        """Receive and drop a message, if it comes from another rank and has not been taken."""
+        sender = self._senders.get(message)
+        if sender is None:
+            return
+        while message in [one for one, _ in self._coming[sender]]:
+            self._keep_next(sender)
+        self._kept.pop(message, None)
+
+    def _keep_next(self, sender: int) -> None:
+        # Perhaps not the wanted one: on one communicator messages come in the order in which they
+        # were sent.
+        message, at = self._coming[sender][0]
+        self._kept[message] = self._next(sender)
+        # Its row up to there is done, so its receiver knows what else has been taken.
+        self.seen[sender] = at
 
     def drain(self) -> None:
         """Receive and drop what is still to come, so that no sender waits for this rank."""
@@ -273,15 +316,12 @@ class Inbox:
 
     def _next(self, sender: int) -> list[Tensor]:
         """Wait for the next message of a sender, and start to receive the one behind it."""
-        started = self._started.pop(sender, None)
-        message, _ = self._coming[sender].popleft()
-        if started is None:
-            return self._lines.recv(self._specs(message), sender)
-        found = started.wait()
+        self._coming[sender].popleft()
+        found = self._started.pop(sender).wait()
         self._start(sender)
         return found
 
     def _start(self, sender: int) -> None:
         coming = self._coming[sender]
-        if self._is_ahead and coming:
+        if coming:
             self._started[sender] = self._lines.start_recv(self._specs(coming[0][0]), sender)

@@ -1,7 +1,8 @@
 """The actions of a schedule on one rank, and what happens where one of them fails.
 
-A rank that fails goes on to send what others wait for, without values, and receives what they send:
-so all of them come to the end of the step, where every rank hears of it and raises.
+A rank that fails goes on in the order of its row: it sends what others wait for, without values,
+and receives what they send. So all of them come to the end of the step, where every rank hears of
+it and raises.
 """
 
 from __future__ import annotations
@@ -164,9 +165,10 @@ class Runner:
                 self._begin(agreed)
             if failure is not None:
                 # From the failed action on: what it was about to give has not been sent either.
-                # `_given` holds what has.
+                # `_given` holds what has. In the order of the row: others rely on it that who sends
+                # has taken what comes before, and would wait where their sends are not taken.
                 for rest in row[at:]:
-                    self._give_nothing(rest)
+                    self._skip(rest)
                 break
         if self._is_still and failure is None:
             failure = self._moved()
@@ -362,9 +364,11 @@ class Runner:
                     one.wait()
         return found
 
-    def _give_nothing(self, action: Action) -> None:
-        """Send what an action would have sent, without values."""
-        _, gives = self._inbox.passes[action]
+    def _skip(self, action: Action) -> None:
+        """Take what an action would have taken, and send zeros for what it would have sent."""
+        needs, gives = self._inbox.passes[action]
+        if needs is not None:
+            self._inbox.skip(needs)
         if gives is None or gives in self._given:
             return
         # Nobody else waits for it.
