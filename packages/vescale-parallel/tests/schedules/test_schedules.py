@@ -4,10 +4,14 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed.pipelining.schedules as of_torch
 from vescale_parallel import PlanError
+from vescale_parallel._schedules import check as check_module
+from vescale_parallel._schedules import timeline as timeline_module
 from vescale_parallel.schedules import (
     SCHEDULES,
     Action,
@@ -157,6 +161,29 @@ def test_torch_accepts_them_and_finds_that_they_end(name: str, ranks: int, micro
     of_torch._simulate_comms_compute(sent, lambda stage: places[stage], schedule.stages)
 
 
+OF_SEVERAL = [
+    of_torch.ScheduleInterleaved1F1B,
+    of_torch.ScheduleLoopedBFS,
+    of_torch.ScheduleInterleavedZeroBubble,
+    of_torch.ScheduleZBVZeroBubble,
+    of_torch.ScheduleDualPipeV,
+]
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+@pytest.mark.parametrize("cls", OF_SEVERAL)
+def test_what_torch_writes_is_read(cls: type, is_lowered: bool):
+    """Also with what it adds for its runtime: messages, pairs, and what FSDP does."""
+    made = cls([Stage(i, 4, 8) for i in range(2)], 8, loss_fn=None)
+    rows = made.pipeline_order_with_comms if is_lowered else made.pipeline_order
+    text = "\n".join(",".join("" if a is None else str(a) for a in rows[r]) for r in range(4))
+    assert ("SEND_F" in text) == is_lowered
+    read = from_csv(text + "\n\n")
+    check_schedule(read)
+    theirs = actions_of_torch(cls, 4, 8, 2)
+    assert [[str(action) for action in row] for row in read.ranks] == theirs
+
+
 def test_split_backwards_are_no_slower_than_torchs():
     for ranks, microbatches in ((2, 4), (4, 8), (4, 16), (8, 16)):
         theirs = actions_of_torch(of_torch.ScheduleInterleavedZeroBubble, ranks, microbatches, 2)
@@ -248,6 +275,31 @@ def test_what_an_action_costs_on_paper_does_not_grow(name: str):
     assert large < 40
 
 
+def test_of_many_ranks_no_table_of_all_is_made_for_each(monkeypatch: pytest.MonkeyPatch):
+    """Thousands of ranks take what their actions take: arrays are made for all ranks at once."""
+    made = 0
+    for module in (check_module, timeline_module):
+        for name in ("array", "where", "bincount", "zeros"):
+            plain = getattr(np, name)
+
+            def counted(*given: Any, plain: Any = plain, **more: Any) -> Any:
+                nonlocal made
+                made += 1
+                return plain(*given, **more)
+
+            monkeypatch.setattr(module.np, name, counted)
+
+    def arrays(ranks: int) -> int:
+        nonlocal made
+        schedule = make_schedule("1f1b", ranks, 4)
+        made = 0
+        check_schedule(schedule, buffers=ranks)
+        simulate_schedule(schedule)
+        return made
+
+    assert arrays(64) == arrays(2) < 100
+
+
 def lines_run(call: Callable[[], object]) -> int:
     """How many lines of Python a call runs."""
     count = 0
@@ -323,6 +375,75 @@ def test_what_is_left_out_or_never_ends_is_refused(rows: list[list[str]], words:
     schedule = schedule_of("mine", [[Action.parse(text) for text in row] for row in rows])
     with pytest.raises(PlanError, match=words):
         check_schedule(schedule)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[("X", 0, 0)]], r"\('X', 0, 0\) is no action"),
+        ([[("F", 0.5, 0), ("B", 0.5, 0)]], "0.5, 0. is no action"),
+        ([[("F", -1, 0), ("B", -1, 0)]], "-1, 0. is no action"),
+        ([[("F", "0", "0")]], "is no action"),
+        ([[("F", 0)]], "is no action"),
+        ([[7]], "7 is no action"),
+        ([["0F0", "\u0663B0"]], "is no action"),
+    ],
+)
+def test_what_is_no_action_is_refused(rows: list[list[Any]], words: str):
+    with pytest.raises(PlanError, match=words):
+        schedule_of("mine", rows)
+    # Nor in one that was put together by hand.
+    with pytest.raises(PlanError, match=r"no action|no `Action`s|no such stage"):
+        check_schedule(Schedule("mine", tuple(map(tuple, rows)), (0,), 1))
+
+
+def test_actions_are_given_as_texts_and_triples_and_none_is_a_pause():
+    rows = [["0F0", None, ("B", np.int64(0), 0)], [None, Action("F", 1, 0), "1B0"]]
+    assert schedule_of("mine", rows) == schedule_of("mine", TWO)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="make it by schedule_of"):
+        check_schedule(Schedule("mine", (("0F0", "0B0"),), (0,), 1))  # type: ignore[arg-type]
+
+
+def test_one_wrong_number_makes_no_table_of_its_size():
+    for number in ("99999999999", "9" * 30):
+        with pytest.raises(PlanError, match="stage 0 has nothing for microbatch 1;"):
+            check_schedule(from_csv(f"0F0,0B0,0F{number},0B{number}\n1F0,1B0"))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_with_too_few_buffers_are_named(name: str):
+    schedule = make_schedule(name, 3, 7 if name != "interleaved" else 6)
+    # Of each stage, by a plain count.
+    most = dict.fromkeys(range(schedule.stages), 0)
+    for row in schedule.ranks:
+        kept = dict.fromkeys(range(schedule.stages), 0)
+        for kind, stage, _ in row:
+            kept[stage] += {"F": 1, "I": 0}.get(kind, -1)
+            most[stage] = max(most[stage], kept[stage])
+    needed = max(most.values())
+    check_schedule(schedule, buffers=needed)
+    with pytest.raises(PlanError, match=rf"keeps {needed} .* has buffers for {needed - 1}: \dF"):
+        check_schedule(schedule, buffers=needed - 1)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_times_that_nothing_takes_are_refused(value: float):
+    """A simulation of them would be wrong, and one by a rule never end."""
+    for what in vars(StageTimes()):
+        with pytest.raises(PlanError, match=f"{what} is {value:g}"):
+            StageTimes(**{what: value})
+    with pytest.raises(PlanError, match=f"send is {value:g}"):
+        simulate_schedule(make_schedule("1f1b", 2, 2), send=value)
+    with pytest.raises(PlanError, match=f"send is {value:g}"):
+        compare_schedules(2, 2, send=value)
+
+
+def test_stages_side_by_side_on_a_rank_are_told_apart():
+    rows = [["0F0", "1F0", "1B0", "0B0"], ["2F0", "3F0", "3B0", "2B0"]]
+    found = simulate_schedule(schedule_of("mine", rows))  # type: ignore[arg-type]
+    letters = [line.split()[2].replace(".", "") for line in as_text(found).splitlines()[1:]]
+    assert letters == ["FfbbBB"] * 2
+    assert as_svg(found).count('stroke="#333"') == 4
 
 
 def test_what_is_no_schedule_is_refused():

@@ -100,6 +100,4 @@ def _times(text: str) -> StageTimes:
         forward, inputs, weights = map(float, text.split(","))
     except ValueError as error:
         raise PlanError(f"--times {text!r}: write three numbers, as 1,1.2,0.8.") from error
-    if min(forward, inputs, weights) < 0:
-        raise PlanError(f"--times {text!r}: no time is negative.")
     return StageTimes(forward, inputs, weights)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vescale_parallel._common.messages import count, did_you_mean
 from vescale_parallel._errors import PlanError
-from vescale_parallel._schedules.actions import Action, Schedule, from_csv, schedule_of
+from vescale_parallel._schedules.actions import Schedule, from_csv, schedule_of
 from vescale_parallel._schedules.check import check_schedule
 from vescale_parallel._schedules.choice import SCHEDULES, compare_schedules, make_schedule
 from vescale_parallel._schedules.timeline import StageTimes, Timeline, simulate_schedule
@@ -107,10 +107,8 @@ def _called(own: Own, ranks: int, microbatches: int) -> Schedule:
     if isinstance(found, Schedule):
         return found
     try:
-        rows = [
-            [Action.parse(one) if isinstance(one, str) else Action(*one) for one in row]
-            for row in found
-        ]
+        # Generators are read here, so that their own errors are not taken for this one.
+        rows = [[*row] for row in found]
     except TypeError as error:
         raise PlanError(
             f"schedule {name}({ranks}, {microbatches}) returned {type(found).__name__}: return a "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from vescale_parallel._errors import PlanError
 
@@ -17,7 +18,15 @@ KINDS: Final[dict[str, str]] = {
     "I": "backward of inputs",
     "W": "backward of weights",
 }
-_WRITTEN: Final = re.compile(r"(\d+)([FBIW])(\d+)")
+# `re.ASCII`: other digits than 0 to 9 are none to anybody who reads the file.
+_WRITTEN: Final = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+# What torch's runtime writes beside computations: what passes, and what FSDP does. Here it follows
+# from the computations.
+_NOT_COMPUTED: Final = re.compile(
+    r"\d+(?:(?:UNSHARD|RESHARD|REDUCE_GRAD)\d*|(?:SEND|RECV)_[FB]\d+)", re.ASCII
+)
+# Two computations that torch runs side by side.
+_OVERLAPPED: Final = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
@@ -83,22 +92,63 @@ class Schedule(NamedTuple):
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Read a schedule of one row for each rank; empty fields are pauses, which say nothing.
+    """Read a schedule of one row for each rank, as torch's pipelining writes and reads it.
+
+    Empty fields are pauses, which say nothing. Of torch's other actions those of pairs
+    (`(0F4;3B0)OVERLAP_F_B`) come one by one, and what is no computation (`0SEND_F1`, `0UNSHARD`) is
+    left out: it follows from the computations.
 
     Raises:
         PlanError: a field is no action, or a stage is on two ranks or on none.
     """
     rows = list(csv.reader(io.StringIO(text)))
-    return schedule_of(name, [[Action.parse(f) for f in row if f.strip()] for row in rows])
+    # Empty rows at the end are blank lines, and not ranks.
+    while rows and not any(field.strip() for field in rows[-1]):
+        rows.pop()
+    return schedule_of(name, [[a for f in row for a in _computations(f.strip())] for row in rows])
+
+
+def _computations(field: str) -> list[Action]:
+    """The actions that a field of a CSV stands for."""
+    pair = _OVERLAPPED.fullmatch(field)
+    parts = pair[1].split(";") if pair else [field]
+    return [Action.parse(p) for p in parts if p and not _NOT_COMPUTED.fullmatch(p)]
+
+
+def action_of(value: object) -> Action:
+    """Return what a user gives as an action: one, its text, or kind, stage and microbatch.
+
+    Raises:
+        PlanError: it is none of them, or a number is negative.
+    """
+    if isinstance(value, str):
+        return Action.parse(value)
+    given: Any = value
+    try:
+        kind, stage, microbatch = given
+        found = Action(kind, operator.index(stage), operator.index(microbatch))
+        if kind in KINDS and min(found.stage, found.microbatch) >= 0:
+            return found
+    except (TypeError, ValueError):
+        pass  # it has other parts: the same error
+    raise PlanError(
+        f"{value!r} is no action of a schedule: give an Action, its text as '2F5', or kind (F, B, "
+        "I or W), stage and microbatch as ('F', 2, 5)."
+    )
 
 
 def schedule_of(name: str, ranks: Sequence[Iterable[Action]]) -> Schedule:
     """Make a schedule of actions by rank; stages and microbatches follow from them.
 
+    Args:
+        name: for tables.
+        ranks: for each rank its actions, or their texts (`2F5`); None is a pause, which says
+            nothing.
+
     Raises:
-        PlanError: a stage is on two ranks, or none has it.
+        PlanError: something is no action, a stage is on two ranks, or none has it.
     """
-    actions = tuple(tuple(each) for each in ranks)
+    actions = tuple(tuple(action_of(one) for one in each if one is not None) for each in ranks)
     places: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:

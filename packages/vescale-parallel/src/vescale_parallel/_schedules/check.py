@@ -6,28 +6,41 @@ once: schedules of hundreds of ranks have millions of actions.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from itertools import chain
+from operator import index
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vescale_parallel._errors import PlanError
-from vescale_parallel._schedules.actions import Action, Kind, Schedule
+from vescale_parallel._schedules.actions import Action, Kind, Schedule, action_of
 
 Numbers = NDArray[np.int64]
 
 
-def check_schedule(schedule: Schedule) -> None:
+def check_schedule(schedule: Schedule, *, buffers: int | None = None) -> None:
     """Refuse a schedule that leaves out something, does it twice, or in an order that never ends.
+
+    Args:
+        schedule: the schedule.
+        buffers: how many microbatches each stage has room for: a microbatch takes it from its
+            forward until its whole backward, or that of weights, is done. None: there is no bound.
 
     Raises:
         PlanError: with the first action that is wrong, or, of a deadlock, what each rank waits for.
     """
-    columns = [columns_of(row) for row in schedule.ranks]
+    # First: tables of results have a place for each stage and microbatch, and one wrong number in a
+    # file can make them larger than memory.
+    _require_enough(schedule)
+    columns = columns_of(schedule)
     _check_actions(schedule, columns)
-    for _ in in_order(schedule, [needs_of(schedule, one) for one in columns]):
+    for _ in in_order(schedule, needs_of(schedule, columns)):
         pass
+    if buffers is not None:
+        _check_buffers(schedule, columns, buffers)
 
 
 ORDER: Final[tuple[Kind, ...]] = ("F", "I", "W", "B")
@@ -37,58 +50,112 @@ _CODES: Final = {kind: code for code, kind in enumerate(ORDER)}
 
 
 class Columns(NamedTuple):
-    """The actions of one rank as columns.
+    """The actions of all ranks as columns, those of the first rank first.
 
     Attributes:
         kinds: each as its place in `ORDER`.
         stages: of each action.
         microbatches: of each action.
+        ranks: that does each.
+        ends: for each rank, how many actions it and those before it have.
     """
 
     kinds: Numbers
     stages: Numbers
     microbatches: Numbers
+    ranks: Numbers
+    ends: Numbers
+
+    def by_rank(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """A column cut into that of each rank."""
+        return np.split(values, self.ends[:-1])
 
 
-def columns_of(row: tuple[Action, ...]) -> Columns:
-    """Take the actions of a rank apart."""
-    if not row:
-        return Columns(*(np.zeros(0, np.int64) for _ in range(3)))
-    kinds, stages, microbatches = zip(*row, strict=True)
-    codes = [_CODES[kind] for kind in kinds]
-    return Columns(*(np.array(one, np.int64) for one in (codes, stages, microbatches)))
+def columns_of(schedule: Schedule) -> Columns:
+    """Take the actions of all ranks apart.
+
+    Raises:
+        PlanError: something among them is no action.
+    """
+    lengths = [len(row) for row in schedule.ranks]
+    each = list(chain.from_iterable(schedule.ranks))
+    try:
+        # One pass for each column: `zip(*each)` would make an iterator for each action.
+        codes = np.array([_CODES[kind] for kind, _, _ in each], np.int64)
+        # By `index`, since numpy would cut fractions off.
+        stages = np.array([index(stage) for _, stage, _ in each], np.int64)
+        microbatches = np.array([index(microbatch) for _, _, microbatch in each], np.int64)
+    # Only a schedule that was put together by hand has such: `action_of` says which it is.
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        deque(map(action_of, each), maxlen=0)
+        raise PlanError(
+            f"schedule {schedule.name}: its actions are no `Action`s: make it by schedule_of."
+        ) from error
+    ranks = np.repeat(np.arange(len(lengths)), lengths)
+    return Columns(codes, stages, microbatches, ranks, np.cumsum(lengths, dtype=np.int64))
 
 
-def _check_actions(schedule: Schedule, columns: list[Columns]) -> None:
+def _require_enough(schedule: Schedule) -> None:
+    """Refuse a schedule with fewer actions than two for each stage and microbatch."""
+    if sum(map(len, schedule.ranks)) >= 2 * schedule.stages * schedule.microbatches:
+        return
+    had = Counter(action[1:] for row in schedule.ranks for action in map(action_of, row))
+    pairs = ((s, m) for s in range(schedule.stages) for m in range(schedule.microbatches))
+    raise _not_once(schedule, *next(pair for pair in pairs if had[pair] < 2))
+
+
+def _not_once(schedule: Schedule, stage: int, microbatch: int) -> PlanError:
+    row = schedule.ranks[schedule.stage_ranks[stage]]
+    found = ", ".join(a.kind for a in row if a[1:] == (stage, microbatch))
+    return PlanError(
+        f"schedule {schedule.name}: stage {stage} has {found or 'nothing'} for microbatch "
+        f"{microbatch}; it needs F and B, or F, I and W, each once."
+    )
+
+
+def _check_actions(schedule: Schedule, columns: Columns) -> None:
     stages, microbatches = schedule.stages, schedule.microbatches
+    kinds, stage, microbatch, ranks, _ = columns
     places = np.array(schedule.stage_ranks)
+    there = (stage >= 0) & (stage < stages) & (microbatch >= 0) & (microbatch < microbatches)
+    # Only where the stage exists: its number is an index here.
+    there[there] = places[stage[there]] == ranks[there]
+    if not there.all():
+        first = int(there.argmin())
+        action = Action(ORDER[kinds[first]], int(stage[first]), int(microbatch[first]))
+        raise PlanError(
+            f"schedule {schedule.name}: {action} is on rank {ranks[first]}, where there is no "
+            f"such stage and microbatch ({stages} stages, {microbatches} microbatches)."
+        )
     # Of each result how often it is made; whole backwards make both halves.
-    made = np.zeros(results_of(schedule), np.int64)
-    for rank, one in enumerate(columns):
-        there = (one.stages >= 0) & (one.stages < stages)
-        there &= (one.microbatches >= 0) & (one.microbatches < microbatches)
-        # Only where the stage exists: its number is an index here.
-        there[there] = places[one.stages[there]] == rank
-        if not there.all():
-            action = schedule.ranks[rank][int(there.argmin())]
-            raise PlanError(
-                f"schedule {schedule.name}: {action} is on rank {rank}, where there is no "
-                f"such stage and microbatch ({stages} stages, {microbatches} microbatches)."
-            )
-        each = one.stages * microbatches + one.microbatches
-        for code, results in ((0, (0,)), (1, (1,)), (2, (2,)), (3, (1, 2))):
-            for result in results:
-                numbers = result * stages * microbatches + each[one.kinds == code]
-                made += np.bincount(numbers, minlength=len(made))
-    wrong = np.flatnonzero(made != 1)
+    numbers = stage * microbatches + microbatch
+    every = stages * microbatches
+    parts = ((0, 0), (1, 1), (2, 2), (3, 1), (3, 2))
+    made = np.concatenate([numbers[kinds == code] + result * every for code, result in parts])
+    wrong = np.flatnonzero(np.bincount(made, minlength=results_of(schedule)) != 1)
     if len(wrong):
         # Without the kind of the result: what is told are all actions of this stage and microbatch.
-        stage, microbatch = divmod(int(wrong[0]) % (stages * microbatches), microbatches)
-        row = schedule.ranks[schedule.stage_ranks[stage]]
-        found = ", ".join(a.kind for a in row if a[1:] == (stage, microbatch))
+        raise _not_once(schedule, *divmod(int(wrong[0]) % every, microbatches))
+
+
+def _check_buffers(schedule: Schedule, columns: Columns, buffers: int) -> None:
+    """Refuse a schedule by which a stage has more microbatches at once than it has room for."""
+    # The order of a rank is enough: its actions follow each other. With the halves of a backward
+    # the second ends what is kept.
+    change = np.array([1, 0, -1, -1])[columns.kinds]
+    order = np.lexsort((np.arange(len(change)), columns.stages))
+    # Each stage ends with none, so that what those before it add up to is none as well.
+    kept = change[order].cumsum()
+    over = order[kept > buffers]
+    if len(over):
+        first = int(over.min())
+        stage = int(columns.stages[first])
+        most = int(kept[columns.stages[order] == stage].max())
+        action = Action(ORDER[columns.kinds[first]], stage, int(columns.microbatches[first]))
         raise PlanError(
-            f"schedule {schedule.name}: stage {stage} has {found or 'nothing'} for microbatch "
-            f"{microbatch}; it needs F and B, or F, I and W, each once."
+            f"schedule {schedule.name}: stage {stage} keeps {most} microbatches at once, and has "
+            f"buffers for {buffers}: {action} on rank {columns.ranks[first]} is the first that "
+            "finds none."
         )
 
 
@@ -108,11 +175,11 @@ class Needs(NamedTuple):
     results: list[int]
 
 
-def needs_of(schedule: Schedule, columns: Columns) -> Needs:
-    """Return what the actions of a rank need and give."""
+def needs_of(schedule: Schedule, columns: Columns) -> list[Needs]:
+    """Return what the actions of each rank need and give."""
     stages, microbatches = schedule.stages, schedule.microbatches
     backward, weights, last = stages * microbatches, 2 * stages * microbatches, stages - 1
-    kinds, stage, _ = columns
+    kinds, stage = columns.kinds, columns.stages
     here = stage * microbatches + columns.microbatches
     is_forward, is_weights = kinds == 0, kinds == 2
     own = np.where(is_forward, -1, np.where(is_weights, backward + here, here))
@@ -120,7 +187,8 @@ def needs_of(schedule: Schedule, columns: Columns) -> Needs:
     behind = np.where(stage < last, backward + here + microbatches, -1)
     other = np.where(is_forward, before, np.where(is_weights, -1, behind))
     results = here + np.where(is_forward, 0, np.where(is_weights, weights, backward))
-    return Needs(own.tolist(), other.tolist(), results.tolist())
+    cut = (columns.by_rank(one) for one in (own, other, results))
+    return [Needs(*(one.tolist() for one in row)) for row in zip(*cut, strict=True)]
 
 
 def results_of(schedule: Schedule) -> int:

@@ -8,7 +8,13 @@ from typing import Final, NamedTuple
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules import greedy, orders
 from vescale_parallel._schedules.actions import Schedule, check_counts
-from vescale_parallel._schedules.timeline import EQUAL, StageTimes, Timeline, simulate_schedule
+from vescale_parallel._schedules.timeline import (
+    EQUAL,
+    StageTimes,
+    Timeline,
+    require_amount,
+    simulate_schedule,
+)
 
 
 class Kind(NamedTuple):
@@ -90,10 +96,12 @@ def compare_schedules(
         By name the timeline, or why there is none.
 
     Raises:
-        PlanError: a count is not positive, or there are not as many times as ranks.
+        PlanError: a count is not positive, there are not as many times as ranks, or `send` is
+            negative or no number.
     """
     # Before any is made: what no schedule can have is the caller's error, and not a row for each.
     check_counts("of any kind", ranks, microbatches, chunks)
+    require_amount("schedules: send", send)
     each = (times,) * ranks if isinstance(times, StageTimes) else tuple(times)
     if len(each) != ranks:
         raise PlanError(f"schedules: {len(each)} times for {ranks} ranks.")

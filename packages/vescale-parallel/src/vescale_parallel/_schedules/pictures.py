@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Final
 
-from vescale_parallel._schedules.actions import KINDS, Action
+from vescale_parallel._schedules.actions import KINDS
 from vescale_parallel._schedules.timeline import Timeline
 
 # One shade for each kind; actions of later chunks of a rank have a dark frame.
@@ -67,12 +67,13 @@ def _title(timeline: Timeline) -> str:
 def _drawn(timeline: Timeline, top: int, scale: float) -> list[str]:
     title = f"{escape(_title(timeline))}; {_legend(timeline)}"
     parts = [f'<text x="{_LEFT}" y="{top + 18}">{title}</text>']
+    later = _later(timeline)
     for rank, row in enumerate(timeline.spans):
         y = top + _TOP + rank * _ROW
         parts.append(f'<text x="4" y="{y + 14}">rank {rank}</text>')
         for action, start, end in row:
             x, width = _LEFT + start * scale, (end - start) * scale
-            frame = "#333" if _is_later(action, timeline) else "#fff"
+            frame = "#333" if action.stage in later else "#fff"
             parts.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 3}" '
                 f'fill="{_COLORS[action.kind]}" stroke="{frame}" '
@@ -86,9 +87,11 @@ def _drawn(timeline: Timeline, top: int, scale: float) -> list[str]:
     return parts
 
 
-def _is_later(action: Action, timeline: Timeline) -> bool:
-    """Whether an action is of a later chunk of its rank."""
-    return action.stage >= len(timeline.ends)
+def _later(timeline: Timeline) -> frozenset[int]:
+    """Stages that are not the first of their rank."""
+    # Where a rank has several, which ones is up to the schedule: a user's may have neighbours.
+    places = timeline.schedule.stage_ranks
+    return frozenset(s for s, rank in enumerate(places) if places.index(rank) < s)
 
 
 def _legend(timeline: Timeline) -> str:
@@ -122,6 +125,7 @@ def as_text(timeline: Timeline, width: int = 100) -> str:
     lines = [_title(timeline)]
     if shortest and columns * shortest < timeline.seconds - shortest / 2:
         lines[0] += f", a letter for {timeline.seconds / columns:.3g}"
+    later = _later(timeline)
     for label, row in zip(labels, timeline.spans, strict=True):
         letters = ["."] * columns
         at = 0
@@ -131,8 +135,8 @@ def as_text(timeline: Timeline, width: int = 100) -> str:
                 at += 1
             if at < len(row) and row[at].start <= now:
                 action = row[at].action
-                is_later = _is_later(action, timeline)
-                letters[column] = action.kind.lower() if is_later else action.kind
+                kind = action.kind
+                letters[column] = kind.lower() if action.stage in later else kind
         lines.append(f"{label:<{margin}}{''.join(letters)}")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ class StageTimes:
         weights: of the gradients of weights.
         kept: what a microbatch keeps from its forward to its backward, in any unit of memory.
         kept_for_weights: the part of it that gradients of weights need after those of inputs.
+
+    Raises:
+        PlanError: one of them is negative, infinite or no number.
     """
 
     forward: float = 1.0
@@ -39,6 +43,11 @@ class StageTimes:
     weights: float = 1.0
     kept: float = 1.0
     kept_for_weights: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no stage takes: simulations of it would be wrong, or never end."""
+        for what, value in vars(self).items():
+            require_amount(f"times of a stage: {what}", value)
 
     def of(self, action: Action) -> float:
         """The time of an action."""
@@ -57,6 +66,16 @@ class StageTimes:
         if kind == "B":
             return 0.0, -self.kept
         return 0.0, self.kept_for_weights - self.kept if kind == "I" else -self.kept_for_weights
+
+
+def require_amount(what: str, value: float) -> None:
+    """Refuse a time or a size that is negative, infinite or no number.
+
+    Raises:
+        PlanError: it is.
+    """
+    if not (math.isfinite(value) and value >= 0):
+        raise PlanError(f"{what} is {value:g}; it has to be a number of at least 0.")
 
 
 # In the order in which columns number kinds.
@@ -138,23 +157,25 @@ def simulate_schedule(
         send: how long a message is under way; ranks compute meanwhile.
 
     Raises:
-        PlanError: there are not as many times as stages, or ranks wait for each other.
+        PlanError: there are not as many times as stages, ranks wait for each other, or `send` is
+            negative or no number.
     """
+    require_amount(f"schedule {schedule.name}: send", send)
     stages = schedule.stages
     each = (times,) * stages if isinstance(times, StageTimes) else tuple(times)
     if len(each) != stages:
         raise PlanError(f"schedule {schedule.name}: {len(each)} times for {stages} stages.")
-    columns = [columns_of(row) for row in schedule.ranks]
-    needs = [needs_of(schedule, one) for one in columns]
+    columns = columns_of(schedule)
+    needs = needs_of(schedule, columns)
     # What is under way from another rank, for each action.
-    under_way = [_from_elsewhere(schedule, rank, one) for rank, one in enumerate(columns)]
+    under_way = _from_elsewhere(schedule, columns)
     # Added to what is waited for and not to the sender: a message is under way while both compute.
-    late = [(one * send).tolist() for one in under_way]
+    late = [one.tolist() for one in columns.by_rank(under_way * send)]
     durations = [[one.of(kind) for kind in _EACH_KIND] for one in each]
-    takes = [_looked_up(one, durations).tolist() for one in columns]
-    starts: list[list[float]] = [[] for _ in columns]
-    ends: list[list[float]] = [[] for _ in columns]
-    free = [0.0] * len(columns)
+    takes = [one.tolist() for one in columns.by_rank(_looked_up(columns, durations))]
+    starts: list[list[float]] = [[] for _ in needs]
+    ends: list[list[float]] = [[] for _ in needs]
+    free = [0.0] * len(needs)
     ended = [0.0] * (results_of(schedule) + 1)  # the last stands for what needs nothing
     # In an order in which all that an action needs has its end already, so that no queue of events
     # is needed.
@@ -167,20 +188,17 @@ def simulate_schedule(
             start_row.append(begin)
             end_row.append(now)
         free[rank] = now
-    messages = int(sum(one.sum() for one in under_way))
-    changes = [[one.keeps(kind) for kind in _EACH_KIND] for one in each]
-    peaks = tuple(_peak(one, changes) for one in columns)
     spans = tuple(map(tuple, starts)), tuple(map(tuple, ends))
+    peaks, messages = _peaks(columns, each), int(under_way.sum())
     return Timeline(schedule, *spans, max(free, default=0.0), peaks, messages)
 
 
-def _from_elsewhere(schedule: Schedule, rank: int, columns: Columns) -> np.ndarray[Any, Any]:
-    """For each action of a rank whether another rank sends what it needs."""
-    kinds, stages, _ = columns
-    sender = stages + np.where(kinds == 0, -1, 1)
-    there = (kinds != 2) & (sender >= 0) & (sender < schedule.stages)
+def _from_elsewhere(schedule: Schedule, columns: Columns) -> np.ndarray[Any, Any]:
+    """For each action whether another rank sends what it needs."""
+    sender = columns.stages + np.where(columns.kinds == 0, -1, 1)
+    there = (columns.kinds != 2) & (sender >= 0) & (sender < schedule.stages)
     places = np.array(schedule.stage_ranks)
-    found: np.ndarray[Any, Any] = there & (places[np.where(there, sender, 0)] != rank)
+    found: np.ndarray[Any, Any] = there & (places[np.where(there, sender, 0)] != columns.ranks)
     return found
 
 
@@ -190,10 +208,13 @@ def _looked_up(columns: Columns, by_stage: Sequence[Sequence[float]]) -> np.ndar
     return found
 
 
-def _peak(columns: Columns, changes: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """The most that a rank keeps: its actions follow each other, so their order is enough."""
+def _peaks(columns: Columns, each: Sequence[StageTimes]) -> tuple[float, ...]:
+    """The most that each rank keeps: its actions follow each other, so their order is enough."""
+    changes = [[one.keeps(kind) for kind in _EACH_KIND] for one in each]
     at_start = _looked_up(columns, [[start for start, _ in row] for row in changes])
     at_end = _looked_up(columns, [[end for _, end in row] for row in changes])
-    kept = np.stack([at_start, at_end], 1).ravel().cumsum()
+    pairs = zip(columns.by_rank(at_start), columns.by_rank(at_end), strict=True)
+    # By rank, and not over all: sums of sizes that are no whole numbers would differ by rounding.
+    kept = (np.stack(pair, 1).ravel().cumsum() for pair in pairs)
     # Every second number is that of an action which runs, with all that it needs.
-    return float(kept[::2].max(initial=0.0))
+    return tuple(float(one[::2].max(initial=0.0)) for one in kept)
