@@ -141,3 +141,18 @@ def test_the_next_step_is_as_if_it_had_not_been(name: str, where: str):
     first = () if where == "loss" else ((0,),)
     for failing in (every, *first, every[-1:]) if "pp" in sizes else (every,):
         assert all(simulate(count)(on_a_rank, failing))
+
+
+def test_parameters_that_came_later_are_dropped_as_well():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model = Model()
+        plan = Plan(batch="dp:0", microbatches=2)
+        parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
+        model.scale = nn.Parameter(torch.ones(()))  # which is no distributed one
+        model.head.register_forward_hook(lambda module, given, result: result * model.scale)
+        spoil(model, "backward")
+        with pytest.raises(ValueError, match="not today"):
+            forward_backward(model, torch.randn(12, 3))
+        assert all(one.grad is None for one in model.parameters())
+
+    simulate(1)(on_a_rank)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import Group, as_group
 from vescale_comm.agreement import gather_bytes, several_ranks
-from vescale_dtensor import DTensor, Replicate, local_leaves, reduce_gradients
+from vescale_dtensor import DTensor, Replicate, local_leaf, reduce_gradients
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import local_of
@@ -186,8 +186,10 @@ class NewGradients:
         """The step has failed."""
         # What a rank drops is compared with what the others drop, and which of them have gradients
         # by now differs: so each has one of everything, of no memory.
-        for one, leaf in zip(self._without, local_leaves(self._without), strict=True):
-            if one.grad is None:
+        for one in self._without:
+            # Of plain ones, which came to the model later, nobody notes anything.
+            if one.grad is None and isinstance(one, DTensor):
+                leaf = local_leaf(one)
                 leaf.grad = leaf.new_zeros(()).expand(leaf.shape)
             one.grad = None
 
