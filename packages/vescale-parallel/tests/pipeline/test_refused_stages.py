@@ -10,6 +10,7 @@ from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import PipelineError, Plan, PlanError, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
+from vescale_parallel._pipeline import rehearsal
 
 PIPELINE = {"schedule": "1f1b", "microbatches": 2}
 
@@ -87,6 +88,70 @@ def is_content(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
     if at != 3:
         return x
     return x + sum(b.inner.square().mean() for b in model.blocks[:2] if hasattr(b, "inner"))
+
+
+class Beside(nn.Module):
+    """Blocks that return, and are given, a tensor of any kind beside another."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BesideBlock(make) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: tuple[Tensor, ...] = (x,)
+        for block in self.blocks:
+            found = block(*found)
+        return found[0].square().mean()
+
+
+class BesideBlock(nn.Module):
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(3, 3), make
+
+    def forward(self, x: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.layer(x).tanh(), self.make()
+
+
+NOT_DENSE: dict[str, Callable[[], Tensor]] = {
+    "torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "torch._mkldnn": lambda: torch.ones(3).to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta|deprecated):UserWarning")
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_tensors_that_do_not_lie_in_memory_are_refused(kind: str):
+    """Three of them left the next stage waiting for what could not be sent."""
+
+    def on_a_rank(rank: int, world_size: int) -> str:
+        model = Beside(NOT_DENSE[kind])
+        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        return failures_of(lambda: forward_backward(model, torch.randn(4, 3)))
+
+    for told in simulate(2)(on_a_rank):
+        assert f"returns a tensor that is {kind}: between stages" in told, told
+
+
+def test_an_answer_that_fails_is_told_to_the_stage_that_waits(monkeypatch: pytest.MonkeyPatch):
+    """Whatever goes wrong where a stage hands over: the next one waits for an answer."""
+
+    def on_a_rank(rank: int, world_size: int) -> str:
+        torch.manual_seed(0)
+        model = Model()
+        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        return failures_of(lambda: forward_backward(model, torch.randn(4, 3)))
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("no way to hand this over")
+
+    monkeypatch.setattr(rehearsal, "handed_over", fails)
+    for told in simulate(2)(on_a_rank):
+        assert "no way to hand this over" in told, told
 
 
 CASES: dict[str, tuple[dict[str, Any], int, str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.nested import map_tensors
 from vescale_dtensor import DTensor
 
+from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.standing import Watcher, standing
 
 
@@ -52,8 +54,34 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def require_dense(tensor: Tensor) -> None:
+    """Refuse a tensor whose elements do not lie in memory one by one.
+
+    It cannot be sent, and what stood for it would be a dense one, for which code may do other
+    things (`if x.is_sparse`).
+
+    Raises:
+        PipelineError: it is sparse, nested, quantized, or has no values.
+    """
+    if tensor.layout is torch.strided and not (
+        tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    ):
+        return
+    kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+    raise PipelineError(
+        f"a block of a pipeline returns a tensor that is {'meta' if tensor.is_meta else kind}: "
+        "between stages there are dense tensors with values. Return what it is made of, and make "
+        "it where it is used."
+    )
+
+
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Describe a tensor."""
+    """Describe a tensor.
+
+    Raises:
+        PipelineError: nothing is known to stand for it, see `require_dense`.
+    """
+    require_dense(tensor)
     needs = bool(tensor.requires_grad)
     if isinstance(tensor, DTensor):
         local = tensor.detach().to_local()
@@ -185,10 +213,16 @@ def placeholders(
 
 
 def _nothing(spec: TensorSpec, device: str) -> Tensor:
-    local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     # What slips past all checks shall at least be seen in the loss.
     number = spec.dtype.is_floating_point or spec.dtype.is_complex
-    return local.fill_(float("nan") if number else 0)
+    nothing = float("nan") if number else 0
+    if not _shares(spec.shape, spec.stride):
+        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        return made.fill_(nothing)
+    # One that is expanded cannot be written to: filled as a row.
+    reach = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) + 1
+    row = torch.full((reach,), nothing, dtype=spec.dtype, device=device)
+    return row.as_strided(spec.shape, spec.stride)
 
 
 def as_strided_like(flat: Tensor, spec: TensorSpec) -> Tensor:
@@ -199,8 +233,33 @@ def as_strided_like(flat: Tensor, spec: TensorSpec) -> Tensor:
     if tuple(given.stride()) == spec.stride:
         return given
     # The order of memory decides in which order a dropout draws.
-    ordered = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=flat.device)
+    stride = _distinct(spec.shape, spec.stride)
+    ordered = torch.empty_strided(spec.shape, stride, dtype=spec.dtype, device=flat.device)
     return ordered.copy_(given)
+
+
+@lru_cache(maxsize=1024)
+def _distinct(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, or where elements share memory (`expand`), those of a copy in the same order.
+
+    Elements need places of their own: those of a gradient differ where those of the value do not.
+    """
+    # What torch takes for results of functions by element: given strides if nothing is shared.
+    like = torch.empty_strided(shape, stride, device="meta")
+    return stride if not _shares(shape, stride) else tuple(torch.empty_like(like).stride())
+
+
+@lru_cache(maxsize=1024)
+def _shares(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements may share memory: a dim steps by no more than those within it reach."""
+    if not all(shape):
+        return False
+    reach = 0
+    for step, size in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def wrapped(spec: TensorSpec, local: Tensor, mesh: DeviceMesh) -> Tensor:

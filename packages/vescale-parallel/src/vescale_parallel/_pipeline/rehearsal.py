@@ -181,12 +181,24 @@ class Rehearsal:
         call, foreign = self._given[stage - 1]
         try:
             tensors = handed_over(call, tuple(wanted), stage - 1, foreign)
-        except PipelineError as error:
+            specs = tuple(spec_of(one) for one in tensors)
+            locals_ = [local_of(one).detach() for one in tensors]
+            self._require_here(locals_, wanted)
+        # Any: the other stage waits for an answer, and what fails here would be heard of by nobody.
+        except Exception as error:
             self._send_object(str(error), rank)
             return
-        self._send_object(tuple(spec_of(one) for one in tensors), rank)
-        locals_ = [local_of(one).detach() for one in tensors]
+        self._send_object(specs, rank)
         self._handles += self._lines.send(locals_, rank)
+
+    def _require_here(self, tensors: list[Tensor], paths: list[str]) -> None:
+        """Refuse what lies on another device than stages send from."""
+        for one, path in zip(tensors, paths, strict=True):
+            if one.device.type != self._lines.device:
+                raise PipelineError(
+                    f"{path} of the (args, kwargs) of the next block is on {one.device}: stages "
+                    f"exchange tensors on {self._lines.device}. Let blocks return it there."
+                )
 
     def _send_object(self, value: Any, target: int) -> None:
         self._handles += self._lines.send_object(value, target)
