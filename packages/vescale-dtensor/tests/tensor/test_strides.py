@@ -167,3 +167,35 @@ def test_local_map_keeps_the_order_of_even_shards_only():
             assert mapped(x).is_contiguous(memory_format=last) is wanted
 
     simulate(4).run(program)
+
+
+# Views of what is expanded, whose dims then stand otherwise.
+EXPANDED = {
+    "transposed": lambda h: h[:, None].expand(-1, 4, -1).transpose(1, 2),
+    "permuted": lambda h: h[:, None, :, None].expand(-1, 2, -1, 3).permute(0, 3, 2, 1),
+    "twice": lambda h: h[:, :1, None].expand(-1, 4, 3).mT,
+    "moved": lambda h: h[:, :, None].expand(-1, -1, 3).movedim(2, 1),
+    "of transposed": lambda h: h.view(4, 2, 3).mT[:, :, None].expand(-1, -1, 2, -1).swapdims(1, 3),
+    "expanded again": lambda h: h[:, None].expand(-1, 3, -1).mT[:, :, None].expand(-1, -1, 2, -1),
+    "squeezed": lambda h: h[:, None, None].expand(-1, 3, -1, -1).transpose(1, 3).squeeze(2),
+    "part": lambda h: h[:, None].expand(-1, 4, -1).mT.split(3, 1)[0],
+    "diagonal": lambda h: h[:, None].expand(-1, 6, -1).mT.diagonal(0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("form", EXPANDED)
+def test_what_is_made_like_transposed_expanded_tensors_lies_as_on_one_device(form):
+    """Copies, and masks: they were drawn in another order, without a word."""
+
+    def program(rank, world_size, x):
+        y = vd.distribute_tensor(x, device_mesh((2,)), [Shard(0)])
+        for make in (F.dropout, torch.rand_like, torch.clone, torch.zeros_like, torch.neg):
+            found = []
+            for tensor in (x, y):
+                torch.manual_seed(5)
+                found.append(make(EXPANDED[form](tensor)))
+            assert not lying(found[1], found[0])
+            assert torch.equal(found[1].full_tensor(), found[0])
+
+    torch.manual_seed(0)
+    simulate(2).run(program, torch.randn(4, 6))

@@ -81,6 +81,6 @@ def test_it_is_one_devices(form: str, sizes: dict[str, int], schedule: str):
     simulate(torch.Size(sizes.values()).numel())(step, form, sizes, schedule)
 
 
-@pytest.mark.parametrize("form", ["expanded behind", "expanded between", "every second"])
+@pytest.mark.parametrize("form", ["expanded behind", "expanded, transposed", "every second"])
 def test_so_are_parts_of_rows(form: str):
     simulate(4)(step, form, {"pp": 2, "dp": 2}, "1f1b")

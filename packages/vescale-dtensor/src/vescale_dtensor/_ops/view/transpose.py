@@ -12,6 +12,7 @@ from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.op_call import expanded_dims
 
 
 def _permuted(call: OpCall, source: Sequence[int]) -> Strategy:
@@ -20,7 +21,11 @@ def _permuted(call: OpCall, source: Sequence[int]) -> Strategy:
     where = {dim: i for i, dim in enumerate(source)}
     before = order_of_operand(call) or tuple(range(ndim))
     # A view: the dims keep their places in memory, under new numbers.
-    order: Order | None = tuple(where[dim] for dim in before)
+    expanded = expanded_dims(call.operands[0])
+    held = iter([where[dim] for dim in before if dim not in expanded])
+    # But for expanded ones, which have none: as in `order_of`, they are where they stand.
+    kept = {where[dim] for dim in expanded}
+    order: Order | None = tuple(dim if dim in kept else next(held) for dim in range(ndim))
     if order == tuple(range(ndim)):
         order = None
     base = Signature((letters(ndim),), (tuple(source),), preserves_partial=True).strategy()
