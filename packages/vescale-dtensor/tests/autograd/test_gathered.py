@@ -183,3 +183,13 @@ def watched(rank: int, world_size: int) -> None:
 
 def test_a_call_before_backward_needs_no_gradient():
     run(watched, 2)
+
+
+def test_what_is_no_leaf_is_named_without_its_values():
+    """A parameter of a model printed pages of numbers, and said nothing of what to do."""
+
+    plain = torch.nn.Parameter(torch.ones(64, 64))
+    for call in (vd.local_leaf, lambda one: vd.local_leaves([one])):
+        with pytest.raises(vd.DTensorError, match=r"a Parameter of shape \(64, 64\)") as told:
+            call(plain)
+        assert len(str(told.value)) < 300

@@ -64,7 +64,7 @@ def local_leaf(parameter: Tensor) -> Tensor:
     given: Any = parameter
     known = type(given) is DTensor or isinstance(given, DTensor)
     if not known or not given._local_tensor.is_leaf:
-        raise DTensorError(f"local_leaf: {parameter!r} is not a leaf DTensor")
+        raise _no_leaf("local_leaf", parameter)
     local: Tensor = given._local_tensor
     return local
 
@@ -80,8 +80,18 @@ def local_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
         return found
     for one in given:
         if not isinstance(one, DTensor) or not one._local_tensor.is_leaf:
-            raise DTensorError(f"local_leaves: {one!r} is not a leaf DTensor")
+            raise _no_leaf("local_leaves", one)
     return [one._local_tensor for one in given]
+
+
+def _no_leaf(function: str, given: Any) -> DTensorError:
+    # Without its values: a parameter of a model prints pages of numbers.
+    what = f"a {type(given).__name__} of shape {tuple(given.shape)}"
+    return DTensorError(
+        f"{function}: {what} is not a leaf DTensor. A parameter that came after a model was "
+        "distributed has to be distributed as well: distribute_tensor(...), or write its values "
+        "into the one that was there."
+    )
 
 
 def written_unseen(parameter: Tensor) -> bool:
