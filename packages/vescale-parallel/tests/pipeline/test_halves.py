@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from stage_runs import batch, make, plan
+from stage_runs import batch, make, plan, whole
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
-from vescale_parallel import forward_backward, parallelize
+from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._pipeline.cut import cut_of, walk
 from vescale_parallel._pipeline.halves import Halves
@@ -88,7 +88,7 @@ def test_parameters_that_do_not_lead_to_each_other_share_a_run():
     _, shape = walk([get_gradient_edge(Attention()(x))], [get_gradient_edge(x)])
     found = cut_of(shape)
     assert [len(one.ends) for one in found.rounds] == [1, 3]
-    assert all(one.accumulates for one in found.rounds)
+    assert not found.is_whole
 
 
 def test_graphs_of_one_shape_are_cut_once():
@@ -128,6 +128,54 @@ def test_schedules_of_halves_compute_no_product_more():
         return counted.products
 
     assert simulate(2)(on_a_rank, "zb-h1") == simulate(2)(on_a_rank, "1f1b")
+
+
+class Turned(nn.Module):
+    """A block that hands on views of its output; how many kernels it takes depends on the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.part = nn.Linear(6, 6), nn.Linear(3, 6)
+
+    def forward(self, given: Any) -> Any:
+        x, half, turned = given
+        # Of turned views one with a row, or none, is contiguous, and one with more is not.
+        y = self.all(x + self.part(half) + self.all(turned.transpose(1, 2))).tanh()
+        return y, y[..., :3], y.transpose(1, 2)
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Turned() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Any = x, x[..., :3], x.transpose(1, 2)
+        for block in self.blocks:
+            given = block(given)
+        return given[0].square().mean()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_ranks_without_rows_gather_what_others_gather(schedule: str, zero: int):
+    """Of 7 rows the last microbatch has one, so one of two ranks has other kernels in its graph."""
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        plain, model = Turns(), Turns()
+        words = {"schedule": schedule, "microbatches": 4}
+        how = Plan(pipeline=words, zero=zero)
+        parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), how)
+        for step in range(2):
+            x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(step))
+            for piece in x.split(2):
+                (plain(piece) * (len(piece) / 7)).backward()
+            forward_backward(model, x)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-5, atol=1e-7)
+
+    simulate(4)(on_a_rank)
 
 
 def test_microbatches_copy_no_gradients():

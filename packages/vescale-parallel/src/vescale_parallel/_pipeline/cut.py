@@ -22,8 +22,8 @@ from vescale_parallel._zero.gather import GatherUnit
 Edge = tuple[int, int]
 """The number of a node, and that of the gradient that arrives at it."""
 
-_PARAMETER: Final = "AccumulateGrad"
-_ENDS: Final = frozenset({_PARAMETER, f"{GatherUnit.__name__}Backward"})
+_UNIT: Final = f"{GatherUnit.__name__}Backward"
+_ENDS: Final = frozenset({"AccumulateGrad", _UNIT})
 """Types of nodes behind which nothing is computed: all gradients go there at once, at the end."""
 
 
@@ -43,29 +43,29 @@ class Shape(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Ends that get their gradients by one run of the engine.
+    """Parameters that get their gradients by one run of the engine.
 
     Attributes:
         places: where the run starts.
         ends: what gets a gradient from there.
-        accumulates: whether all ends are parameters, to which the engine adds by itself.
     """
 
     places: tuple[Edge, ...]
     ends: tuple[Edge, ...]
-    accumulates: bool
 
 
 class Cut(NamedTuple):
     """A backward in two halves.
 
     Attributes:
+        is_whole: there are no halves: the first one is all of it.
         twice: ends whose gradients belong to the first half.
         noted: places on the path: what arrives there in the first half starts the second.
         beside: for each output whether it lies beside the path: its own gradient starts there.
         rounds: the second half.
     """
 
+    is_whole: bool
     twice: tuple[Edge, ...]
     noted: tuple[Edge, ...]
     beside: tuple[bool, ...]
@@ -111,8 +111,16 @@ def walk(
 # By shape, of which a rank has one for each of its stages and kinds of microbatches.
 @lru_cache(maxsize=32)
 def cut_of(shape: Shape) -> Cut:
-    """Return where the backward of a graph is cut."""
+    """Return where the backward of a graph is cut.
+
+    With units it is not cut. Each run of the engine gathers the units that it needs, and how many
+    runs there are depends on which kernels computed: a rank with one row, or none, has others. All
+    of a stage run once, so they gather alike. Nothing is lost: what ends in one node as the
+    parameters of a unit do would have the path run again for the second half.
+    """
     graph = _Graph(shape)
+    if graph.has_units:
+        return Cut(True, (), (), (), ())
     places = graph.places()
     # What reaches an end from one place, and on along the path from another one below, cannot be
     # told apart once the path has run.
@@ -120,6 +128,7 @@ def cut_of(shape: Shape) -> Cut:
     hanging = {end: tuple(at) for end, at in places.items() if end not in twice}
     noted = dict.fromkeys(at for every in hanging.values() for at in every if at[0] in graph.path)
     return Cut(
+        False,
         tuple(twice),
         tuple(noted),
         tuple([node not in graph.path for node, _ in shape.roots]),
@@ -142,10 +151,7 @@ def _rounds(hanging: dict[Edge, tuple[Edge, ...]], graph: _Graph) -> tuple[Round
         starts, ends = together.setdefault(key, ({}, []))
         starts.update(dict.fromkeys(at))
         ends.append(end)
-    return tuple(
-        Round(tuple(starts), tuple(ends), all(graph.kinds[node] == _PARAMETER for node, _ in ends))
-        for starts, ends in together.values()
-    )
+    return tuple(Round(tuple(starts), tuple(ends)) for starts, ends in together.values())
 
 
 class _Graph:
@@ -153,6 +159,7 @@ class _Graph:
 
     Attributes:
         kinds: the name of each node's type.
+        has_units: whether parameters are gathered from what ranks store.
         path: nodes from which something received is reached.
     """
 
@@ -167,6 +174,7 @@ class _Graph:
                 self._children.append([])
             else:
                 self._children[-1].append((one, next(below)))
+        self.has_units = _UNIT in self.kinds
         # Dicts for sets: their order is that of insertion, the same in every process.
         self._arrivals: list[dict[int, None]] = [{} for _ in self.kinds]
         for node, number in (*self._roots, *(at for every in self._children for at in every)):

@@ -6,9 +6,9 @@ the second half runs from there to the parameters. torch's engine asks a node fo
 gradients only that lead to what is wanted, so a product of a matrix is computed once for its input
 and once for its weight, as in a whole backward.
 
-The engine tells what is wanted by nodes, not by the gradients that arrive at one: where several
-parameters end in one node, as those of a unit do, the second half runs the path again for them: the
-gradients are right, and the time is not saved. Plain parameters are leaves, each with its own node.
+The engine tells what is wanted by nodes, not by the gradients that arrive at one, so parameters
+have to be leaves, each with its own node. Those of a unit all end in one: with units the first half
+is all of the backward.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Halves:
     ) -> None:
         self._roots = [get_gradient_edge(one) for one in outputs]
         self._starts = list(gradients)
+        self._leaves: Sequence[Tensor] = received
         self._received = [get_gradient_edge(one) for one in received]
         self._nodes: list[Node] = []
         self._rounds: tuple[Round, ...] = ()
@@ -53,6 +54,8 @@ class Halves:
             return [None] * len(self._received)  # nobody waits: the second half is all of it
         self._nodes, shape = walk(self._roots, self._received)
         found = cut_of(shape)
+        if found.is_whole:
+            return self._whole()
         self._rounds = found.rounds
         twice = self._edges(found.twice)
         # One run of the engine for all: a second one would run the path again.
@@ -70,36 +73,38 @@ class Halves:
                 self._arrived[at] = start if before is None else before + start
         return gradients[:first]
 
-    def weights(self) -> None:
-        """Accumulate the gradients of everything else; lets go of the graph.
+    def _whole(self) -> list[Tensor | None]:
+        """Run all of it: nothing is left for the second half."""
+        torch.autograd.backward(self._roots, self._starts)
+        gradients = [one.grad for one in self._leaves]
+        # All of it holds what the stage received.
+        self._nodes, self._roots, self._starts = [], [], []
+        self._leaves, self._received = (), []
+        return gradients
 
-        With units that reduce gradients this is the collective.
-        """
+    def weights(self) -> None:
+        """Accumulate the gradients of everything else; lets go of the graph."""
         if not self._received:
-            # The first stage receives nothing, so nothing was run in its first half.
+            # The first stage receives nothing, so nothing was run in its first half; where all of
+            # it was, nothing is left.
             found = list(zip(self._roots, self._starts, strict=True))
         else:
             found = self._found
             for one in self._rounds:
-                found += self._of_round(one)
+                self._run(one)
         if found:
             torch.autograd.backward([at for at, _ in found], [one for _, one in found])
         # The nodes hold saved tensors, and whoever keeps this object would keep them.
         self._nodes, self._rounds, self._arrived = [], (), {}
         self._found, self._roots = [], []
 
-    def _of_round(self, one: Round) -> list[tuple[GradientEdge, Tensor]]:
-        """Run a round; returns the gradients of ends that have to get all of them at once."""
+    def _run(self, one: Round) -> None:
         # What got no gradient starts nothing: None would be an error of the engine.
         places = [at for at in one.places if at in self._arrived]
         if not places:
-            return []
+            return
         roots, starts = self._edges(places), [self._arrived[at] for at in places]
-        ends = self._edges(one.ends)
-        if one.accumulates:
-            torch.autograd.backward(roots, starts, retain_graph=True, inputs=ends)
-            return []
-        return _there(ends, _gradients(roots, starts, ends))
+        torch.autograd.backward(roots, starts, retain_graph=True, inputs=self._edges(one.ends))
 
     def _edges(self, numbers: Sequence[cut.Edge]) -> list[GradientEdge]:
         nodes = self._nodes
