@@ -1,10 +1,12 @@
 """Every schedule on every layout against one device: run `python pipeline_table.py`.
 
-Unmodified models of Hugging Face with dropout, tied embeddings where the model has them, AdamW and
-clipping. A cell trains the model in stages and, beside it, on one device that accumulates over the
-same microbatches. It asks for: parameters after `parallelize` bitwise those of one device; the
-random generator after each step bitwise where one device leaves it, which every mask that was drawn
-moves; losses within 1e-5 of one device's; and parameters at the end. A cell that fails prints why.
+Unmodified models of Hugging Face with dropout, tied embeddings, AdamW and clipping. A cell trains
+the model in stages, beside one device that accumulates over the same microbatches. It asks for:
+parameters after `parallelize` bitwise those of one device; the random generator after each step
+bitwise where one device leaves it, which every mask that was drawn moves; the masks of two steps
+bitwise; losses within 1e-5 of one device's; parameters at the end; and that a checkpoint of the end
+is loaded bitwise by the next layout, which then trains a step as one device does. A cell that fails
+prints why.
 
     python pipeline_table.py                                 # all cells, 20 steps
     python pipeline_table.py --models Llama --steps 3        # some
@@ -16,13 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import vescale_ckpt
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, forward_backward, parallelize
@@ -33,10 +40,14 @@ TOLERANCE = 1e-5
 
 
 def llama() -> nn.Module:
-    """Llama-style, tied, dropout in attention."""
+    """Llama-style, tied, dropout in attention, whose masks the eager implementation shows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "attn_implementation": "eager",
+    }
     config = LlamaConfig(
         num_hidden_layers=8,
         hidden_size=16,
@@ -121,6 +132,28 @@ def made(model: str) -> nn.Module:
     return MODELS[model][0]().train()
 
 
+class Masks(TorchFunctionMode):
+    """Keeps where dropouts have left zeros, in whatever order they ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is nn.functional.dropout:
+            self.kept.append((found == 0).detach())
+        return found
+
+    def counted(self) -> Counter[bytes]:
+        """The global masks; communicates with the ranks of the same stage, which drew the same.
+
+        Later stages pass the dropout of the embeddings with stand-ins, or compute it once more.
+        """
+        masks = [whole(one) for one in self.kept]
+        return Counter(one.numpy().tobytes() for one in masks if one.any())
+
+
 def one_device(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     """Accumulate over the same microbatches."""
     size = -(-ROWS // MICROBATCHES)
@@ -138,56 +171,203 @@ def whole(one: Any) -> Tensor:
     return one.full_tensor().detach() if isinstance(one, DTensor) else one.detach()
 
 
-def on_a_rank(rank: int, world: int, name: str, schedule: str, layout: str, steps: int) -> Cell:
-    """Train both, and compare."""
-    sizes, fields = LAYOUTS[layout]
-    plain, model = made(name), made(name)
-    pipeline = {**MODELS[name][1], "schedule": schedule, "microbatches": MICROBATCHES}
-    parallelize(
-        model,
-        make_mesh(device_type="cpu", **sizes),
-        Plan.from_hf(model, pipeline=pipeline, **fields),
-    )
-    pairs = [
-        (n, whole(one), other.detach())
-        for (n, one), other in zip(model.named_parameters(), plain.parameters(), strict=True)
-    ]
-    wrong = [n for n, one, other in pairs if not torch.equal(one, other)]
-    if wrong:
-        return Cell(0, 0, f"init of {wrong[0]}")
+class Training(NamedTuple):
+    """What a training left.
+
+    Attributes:
+        initial: the parameters before the first step.
+        losses: of each step.
+        generators: states of the random generator after each step.
+        masks: of the dropouts of the steps that were observed, by step.
+        states: parameters and states of the optimizer after those, by name.
+    """
+
+    initial: list[Tensor]
+    losses: list[float]
+    generators: list[Tensor]
+    masks: dict[int, Counter[bytes]]
+    states: dict[int, dict[str, Tensor]]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with a large eps: gradients that are zero but for rounding would be full steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of the global parameters and of the optimizer's tensors."""
+    found = {name: whole(one).clone() for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        for key, value in optimizer.state[one].items():
+            found[f"{name} {key}"] = whole(value).clone()
+    return found
+
+
+def observed(steps: int) -> Sequence[int]:
+    """The steps whose masks are compared. Others run without anything that looks at calls."""
+    return sorted({steps // 2, steps - 1})
+
+
+def trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[int], Tensor],
+    steps: int,
+    observed: Sequence[int],
+) -> Training:
+    """Train a model from where the generator stands; masks and states are of observed steps."""
+    found = Training([whole(one).clone() for one in model.parameters()], [], [], {}, {})
+    for at in range(steps):
+        masks = Masks()
+        if at in observed:
+            with masks:
+                loss = step(at)
+            found.masks[at] = masks.counted()
+        else:
+            loss = step(at)
+        found.losses.append(loss.item())
+        found.generators.append(torch.get_rng_state())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if at in observed:
+            found.states[at] = state_of(model, optimizer)
+    return found
+
+
+@cache
+def reference(name: str, steps: int) -> Training:
+    """One device, for all cells of a model; a step more than those, for what is loaded."""
+    model = made(name)
     torch.manual_seed(7)
-    # A large eps: gradients that are zero but for rounding would be steps of the full rate.
-    both = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-5) for m in (model, plain)]
-    worst = 0.0
-    for step in range(steps):
-        start = torch.get_rng_state()
-        expected = one_device(plain, batch(name, step))
-        end = torch.get_rng_state()
-        torch.set_rng_state(start)
-        found = forward_backward(model, **batch(name, step))
-        if not torch.equal(torch.get_rng_state(), end):
-            return Cell(worst, 0, f"generator after step {step}")
-        worst = max(worst, abs(found.item() - expected.item()) / abs(expected.item()))
-        for optimizer, one in zip(both, (model, plain), strict=True):
-            nn.utils.clip_grad_norm_(one.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    distance = max(
-        float((whole(one) - other.detach()).abs().max() / other.detach().abs().max())
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+    return trained(
+        model,
+        adamw(model),
+        lambda at: one_device(model, batch(name, at)),
+        steps + 1,
+        observed(steps),
     )
-    return Cell(worst, distance, "" if worst <= TOLERANCE else "losses")
+
+
+def in_stages(name: str, schedule: str, layout: str) -> nn.Module:
+    """The model on the mesh of a layout."""
+    sizes, fields = LAYOUTS[layout]
+    model = made(name)
+    pipeline = {**MODELS[name][1], "schedule": schedule, "microbatches": MICROBATCHES}
+    plan = Plan.from_hf(model, pipeline=pipeline, **fields)
+    parallelize(model, make_mesh(device_type="cpu", **sizes), plan)
+    return model
+
+
+def save(rank: int, world: int, asked: tuple[str, str, str, int], path: str) -> Training:
+    """Train on a rank, and save."""
+    name, schedule, layout, steps = asked
+    model = in_stages(name, schedule, layout)
+    optimizer = adamw(model)
+    torch.manual_seed(7)
+    found = trained(
+        model,
+        optimizer,
+        lambda at: forward_backward(model, **batch(name, at)),
+        steps,
+        observed(steps),
+    )
+    vescale_ckpt.save(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    return found
+
+
+def load(
+    rank: int, world: int, asked: tuple[str, str, str, int], path: str, start: Tensor
+) -> tuple[dict[str, Tensor], float]:
+    """Load on a rank; returns what was loaded and the loss of the step after it."""
+    name, schedule, layout, steps = asked
+    model = in_stages(name, schedule, layout)
+    optimizer = adamw(model)
+    for one in model.parameters():  # a step of nothing makes the states that are loaded into
+        one.grad = torch.zeros_like(one)
+    optimizer.step()
+    optimizer.zero_grad()
+    vescale_ckpt.load(path, into={"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    found = state_of(model, optimizer)
+    torch.set_rng_state(start)
+    return found, forward_backward(model, **batch(name, steps)).item()
+
+
+def world_of(layout: str) -> int:
+    """The number of ranks of a layout."""
+    return torch.Size(LAYOUTS[layout][0].values()).numel()
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest distance of a parameter, in units of its largest value."""
+    return max(
+        float((found[name] - one).abs().max() / one.abs().max())
+        for name, one in expected.items()
+        if " " not in name
+    )
+
+
+def compared(found: Training, expected: Training, steps: int) -> Cell:
+    """Compare what every rank knows; masks are compared by `cell`, for all ranks."""
+    pairs = zip(found.losses, expected.losses, strict=False)
+    loss = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+    last = steps - 1
+    parameter = distance(found.states[last], expected.states[last])
+    if not all(map(torch.equal, found.initial, expected.initial)):
+        return Cell(loss, parameter, "init")
+    if not all(map(torch.equal, found.generators, expected.generators)):
+        return Cell(loss, parameter, "generator")
+    return Cell(loss, parameter, "" if loss <= TOLERANCE else "losses")
+
+
+def masks_differ(ranks: Sequence[Training], layout: str, expected: Training) -> str:
+    """The first step whose masks, of all stages together, are not those of one device."""
+    stages = LAYOUTS[layout][0]["pp"]  # the first axis of each layout
+    each = len(ranks) // stages
+    for step, masks in ranks[0].masks.items():
+        total: Counter[bytes] = Counter()
+        for stage in range(stages):
+            of_stage = [one.masks[step] for one in ranks[stage * each : (stage + 1) * each]]
+            if any(one != of_stage[0] for one in of_stage):
+                return f"masks of step {step} on ranks of stage {stage}"
+            total += of_stage[0]
+        known = expected.masks[step]
+        if not masks or known - total or total.keys() - known.keys():
+            return f"masks of step {step}"
+    return ""
+
+
+def moved(asked: tuple[str, str, str, int], path: str, saved: Training) -> str:
+    """What is wrong with a checkpoint on the next layout; empty if nothing."""
+    name, schedule, layout, steps = asked
+    others = list(LAYOUTS)
+    other = others[(others.index(layout) + 1) % len(others)]
+    expected = reference(name, steps)
+    start = expected.generators[steps - 1]
+    asked = (name, schedule, other, steps)
+    for found, loss in simulate(world_of(other))(load, asked, path, start):
+        for key, one in saved.states[steps - 1].items():
+            if not torch.equal(found[key], one):
+                return f"{key} loaded on {other}"
+        if abs(loss / expected.losses[steps] - 1) > TOLERANCE:
+            return f"loss after loading on {other}"
+    return ""
 
 
 def cell(model: str, schedule: str, layout: str, steps: int) -> Cell:
     """One cell of the table, on simulated ranks."""
-    world = torch.Size(LAYOUTS[layout][0].values()).numel()
+    asked, expected = (model, schedule, layout, steps), reference(model, steps)
     try:
-        found = simulate(world)(on_a_rank, model, schedule, layout, steps)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "saved")
+            ranks = simulate(world_of(layout))(save, asked, path)
+            cells = [compared(one, expected, steps) for one in ranks]
+            found = max(cells, key=lambda one: (one.why, one.loss))
+            why = found.why or masks_differ(ranks, layout, expected)
+            return found._replace(why=why or moved(asked, path, ranks[0]))
     except Exception as error:
         cause = error.__cause__ or error
         return Cell(0, 0, f"{type(cause).__name__}: {cause}".replace("\n", " ")[:300])
-    return max(found, key=lambda one: (one.why, one.loss))
 
 
 class Cells:
@@ -224,8 +404,10 @@ def table(
         "",
         "Written by `tests-integration/pipeline_table.py`. Unmodified models of Hugging Face with "
         f"dropout, {MICROBATCHES} microbatches of {ROWS} rows, AdamW and clipping, {steps} steps. "
-        "In every cell parameters begin bitwise as on one device, and so does the random generator "
-        "stand after each step, masks being drawn. Told is the largest relative distance of a loss "
+        "In every cell parameters begin bitwise as on one device, the random generator stands "
+        "bitwise where it stands there after each step, the masks of two steps are bitwise the "
+        "same, and a checkpoint of the last step is loaded bitwise by the layout of the next row, "
+        "which trains on as one device does. Told is the largest relative distance of a loss "
         "from that of one device that accumulates over the same microbatches, and in brackets that "
         "of a parameter at the end.",
         "",
