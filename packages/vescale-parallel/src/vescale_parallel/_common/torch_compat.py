@@ -9,6 +9,8 @@
 - `after_backward`: called when the backward ends; torch drops what it was given where the backward
   raised. Without it what is still gathered then is given
   back at the next forward.
+- `has_backward_hooks`: whether a module has backward hooks. Without the attributes none are found,
+  and those of a stage's first block are called without the gradient of what it received.
 - `has_step_hooks`: whether an optimizer has hooks before its step. Without the attribute it is
   taken to have some, and Muon orthogonalises each matrix on every rank.
 - `saved_tensors_hooks_now`: hooks that others have set on tensors that autograd saves. Without it
@@ -32,7 +34,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
@@ -43,6 +45,7 @@ __all__ = [
     "alias_below_autograd",
     "any_hooks",
     "compiler_callback",
+    "has_backward_hooks",
     "has_step_hooks",
     "hooks_of",
     "in_backward",
@@ -81,6 +84,15 @@ def any_hooks(tensors: Iterable[Tensor]) -> bool:
 
 
 _task: Any = getattr(torch._C, "_current_graph_task_id", None)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether backward hooks are registered on a module, or on all modules.
+
+    Without the attributes none are found.
+    """
+    of_all = getattr(nn.modules.module, "_global_backward_hooks", None)
+    return bool(getattr(module, "_backward_hooks", None) or of_all)
 
 
 def in_backward() -> bool:

@@ -22,6 +22,8 @@ from vescale_parallel._zero.gather import GatherUnit
 Edge = tuple[int, int]
 """The number of a node, and that of the gradient that arrives at it."""
 
+_BACKWARD_HOOK: Final = "BackwardHookFunctionBackward"
+"""Type of the nodes that torch puts around a module with backward hooks."""
 _UNIT: Final = f"{GatherUnit.__name__}Backward"
 _ENDS: Final = frozenset({"AccumulateGrad", _UNIT})
 """Types of nodes behind which nothing is computed: all gradients go there at once, at the end."""
@@ -117,9 +119,12 @@ def cut_of(shape: Shape) -> Cut:
     runs there are depends on which kernels computed: a rank with one row, or none, has others. All
     of a stage run once, so they gather alike. Nothing is lost: what ends in one node as the
     parameters of a unit do would have the path run again for the second half.
+
+    Nor where modules have backward hooks, which would be called in both halves, each time with a
+    part of what they are promised.
     """
     graph = _Graph(shape)
-    if graph.has_units:
+    if graph.has_units or _BACKWARD_HOOK in graph.kinds:
         return Cut(True, (), (), (), ())
     places = graph.places()
     # What reaches an end from one place, and on along the path from another one below, cannot be

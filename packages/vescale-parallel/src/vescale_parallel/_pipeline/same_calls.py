@@ -48,8 +48,7 @@ class SameCalls:
         self,
         part: Part,
         modes: object,
-        hooked: list[str],
-        drawn: Mapping[str, str],
+        setting: Mapping[str, str],
         *,
         has_new: bool = False,
     ) -> Callable[[], None]:
@@ -58,8 +57,7 @@ class SameCalls:
         Args:
             part: the arguments.
             modes: what decides beside them what a model does.
-            hooked: names of parameters with hooks.
-            drawn: where random streams stand, see `drawn_from`.
+            setting: what else has to be the same, by name.
             has_new: whether modules have other forward hooks here than at the call before. Ranks
                 may differ in that: somebody looks at what a module computes, on one of them.
 
@@ -75,10 +73,9 @@ class SameCalls:
             "setting": {
                 "train mode, requires_grad, autocast": self._digest_of(modes),
                 "gradients": str(torch.is_grad_enabled()),
-                "parameters with hooks": str(hooked),
                 "calls before": str(self._calls),
                 "a step of an optimizer since the call before": str(self._stepped.lately),
-                **drawn,
+                **setting,
             },
         }
         require = self._started(facts, int(has_new))

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._common.agreement import everyone
-from vescale_parallel._common.messages import listed
-from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.collected import hides_hooks
 from vescale_parallel._pipeline.finish import (
     EarlierGradients,
@@ -30,6 +28,7 @@ from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.microbatches import divided, drop_kept
 from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_all
+from vescale_parallel._pipeline.refused_hooks import Hooked
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
@@ -214,12 +213,20 @@ class StagedStep:
         scene.is_compiled = walked.is_compiled
         start = scene.streams.here()
         modes = (*walked.modes(self._mesh.device_type), what)
-        hooked = walked.hooked()
+        hooked = Hooked.of(walked, scene)
         # Of a kind that was rehearsed without them.
         has_new = bool(self._kinds) and self._hooks != self._walker.hooks()
-        agreed = self._same.start(part, modes, hooked, self._drawn_from(start), has_new=has_new)
+        setting = {
+            "parameters with hooks": str(hooked.parameters),
+            "first blocks of stages with backward hooks": str(hooked.blocks),
+            **self._drawn_from(start),
+        }
+        if torch.is_grad_enabled():
+            # Of a parameter that only some ranks have set to None others would have a sum.
+            setting["parameters with gradients"] = walked.gradients()
+        agreed = self._same.start(part, modes, setting, has_new=has_new)
         # While the others tell. What is wrong with this call is said once they are heard.
-        begins = may_begin and self._may_begin and not hooked and not has_new
+        begins = may_begin and self._may_begin and not any(hooked) and not has_new
         known = self._known(part, count, modes) if begins else None
         if known is not None:
             return self._placed(*known), agreed
@@ -227,12 +234,7 @@ class StagedStep:
             agreed()
         except HooksChanged:
             self._forget_kinds()
-        if hooked:
-            raise PipelineError(
-                f"parameters have hooks: {listed(hooked)}. Gradients of stages are put together at "
-                "the end of a step, where no hook of autograd would be called with them. Look at "
-                ".grad after forward_backward."
-            )
+        hooked.refuse()
         return self._learned(part, count, modes, start), None
 
     def _learned_anew(self, part: Part, count: int, walked: Walked) -> list[Microbatch]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,15 @@ from vescale_dtensor import local_leaves
 from vescale_parallel._common.torch_compat import any_hooks, hooks_of
 from vescale_parallel._pipeline.finish import Trained
 from vescale_parallel._zero.schedule import SCHEDULE
+
+_DROPOUTS: Final = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 class Walked(NamedTuple):
@@ -25,6 +35,8 @@ class Walked(NamedTuple):
         leaves: the local tensor of each, in that order.
         flags: what models of Hugging Face are asked for by their configuration, beside arguments.
         is_compiled: whether torch.compile runs the model, or a module of it.
+        form: stands for the names and types of the modules.
+        drops: which modules of torch for dropout draw, as far as that is up to `p`.
     """
 
     training: tuple[bool, ...]
@@ -32,6 +44,8 @@ class Walked(NamedTuple):
     leaves: tuple[Tensor, ...]
     flags: tuple[str, ...] = ()
     is_compiled: bool = False
+    form: int = 0
+    drops: tuple[bool, ...] = ()
 
     def trained(self) -> Trained:
         """The parameters that get gradients."""
@@ -52,7 +66,16 @@ class Walked(NamedTuple):
         trained = tuple([leaf.requires_grad for leaf in self.leaves])
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         # A rehearsal under inference_mode sees nothing that needs a gradient.
-        return self.training, trained, cast, torch.is_inference_mode_enabled(), self.flags
+        inference = torch.is_inference_mode_enabled()
+        return self.training, trained, cast, inference, self.flags, self.form, self.drops
+
+    def gradients(self) -> str:
+        """Which parameters have gradients by now, the same on all ranks.
+
+        Not asked of the parameters themselves, which would make a wrapper for each.
+        """
+        bits = bytes([leaf.grad is not None for leaf in self.leaves])
+        return f"{sum(bits)} of {len(bits)}, digest {zlib.crc32(bits):08x}"
 
 
 class Walker:
@@ -90,6 +113,9 @@ class Walker:
             tuple(local_leaves(found.named.values())),
             _flags_of(model),
             found.is_compiled or any([m._compiled_call_impl is not None for m in modules]),
+            found.form,
+            # Elsewhere all is kept, or none, and nothing drawn.
+            tuple([0 < one.p < 1 for one in found.dropouts]),
         )
 
 
@@ -102,6 +128,9 @@ class _Tree:
 
     Attributes:
         is_compiled: whether torch.compile has put a module around one of them.
+        form: stands for their names and types: one that has taken another's place may draw, and
+            pass on, other things.
+        dropouts: those of torch.
     """
 
     def __init__(self, modules: list[nn.Module], named: dict[str, nn.Parameter]) -> None:
@@ -110,6 +139,10 @@ class _Tree:
         below = [one._modules for one in modules]
         self._below = _Held(below)
         self.is_compiled = any(["_orig_mod" in one for one in below])  # what torch.compile returns
+        # No two names are alike in a list of what each module has, in order.
+        names = [(type(one).__qualname__, *one._modules) for one in modules]
+        self.form = zlib.crc32(repr(names).encode())
+        self.dropouts: list[Any] = [one for one in modules if isinstance(one, _DROPOUTS)]
 
     @classmethod
     def of(cls, model: nn.Module, stored: Mapping[tuple[int, str], Any]) -> _Tree:

@@ -1,0 +1,166 @@
+"""What a user changes between two steps of a model in stages: followed, or refused everywhere."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from vescale_comm import simulate
+from vescale_parallel import (
+    DisagreementError,
+    PipelineError,
+    Plan,
+    forward_backward,
+    mesh,
+    parallelize,
+)
+from zero_models import whole
+
+PARTS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.drop: nn.Module = nn.Dropout(0.5)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.drop(torch.tanh(self.inner(self.norm(x))))
+        return found
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def one_device(model: nn.Module, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for one in x.split(len(x) // PARTS):
+        loss = model(one) / PARTS
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def staged(schedule: str, world_size: int) -> Model:
+    model = Model()
+    words = {"stages": "blocks.*", "microbatches": PARTS, "schedule": schedule}
+    parallelize(model, mesh(pp=world_size, device_type="cpu"), Plan(pipeline=words))
+    return model
+
+
+def is_one_device(model: Model, plain: Model, step: int) -> None:
+    """A step of both: losses, gradients, and where the generator stands afterwards."""
+    here = torch.get_rng_state()
+    expected = one_device(plain, batch(step))
+    there = torch.get_rng_state()
+    torch.set_rng_state(here)
+    torch.testing.assert_close(forward_backward(model, batch(step)), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.get_rng_state(), there)
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def drops(p: float) -> Any:
+    def change(model: Model) -> None:
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            block.drop.p = p  # type: ignore[assignment]
+
+    return change
+
+
+def identity(model: Model) -> None:
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.drop = nn.Identity()
+
+
+CHANGES = {"0.1": drops(0.1), "0": drops(0.0), "1": drops(1.0), "identity": identity}
+
+
+def changed(rank: int, world_size: int, schedule: str, name: str) -> None:
+    plain, model = Model(), staged(schedule, world_size)
+    torch.manual_seed(7)
+    for step in range(6):
+        for one in (plain, model) if step in (2, 4) else ():
+            (CHANGES[name] if step == 2 or name == "identity" else drops(0.5))(one)
+        is_one_device(model, plain, step)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_how_much_is_dropped_may_change(schedule: str, name: str):
+    simulate(2).run(changed, schedule, name)
+
+
+def dropped_on_one(rank: int, world_size: int, who: int) -> str:
+    model = staged("1f1b", world_size)
+    forward_backward(model, batch(0))
+    if rank == who:
+        model.zero_grad()
+    with pytest.raises(DisagreementError) as told:
+        forward_backward(model, batch(1))
+    return str(told.value)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_gradients_are_dropped_on_all_ranks_or_none(who: int):
+    for words in simulate(2).run(dropped_on_one, who):
+        assert "'parameters with gradients'" in words
+        assert f"0 of 32, digest 190a55ad on rank {who}" in words
+        assert f"on rank {1 - who}" in words
+
+
+def first_blocks(rank: int, world_size: int, schedule: str) -> str:
+    model = staged(schedule, world_size)
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda module, given, back: None)
+    with pytest.raises(PipelineError) as told:
+        forward_backward(model, batch(0))
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "blocks"), [("1f1b", ("'blocks.4'",)), ("zbv", ("'blocks.2'", "'blocks.6'"))]
+)
+def test_backward_hooks_that_would_miss_their_gradient(schedule: str, blocks: tuple[str, ...]):
+    for words in simulate(2).run(first_blocks, schedule):
+        assert all(name in words for name in blocks)
+        assert "'blocks.1'" not in words
+
+
+def halve(module: Any, given: Any, back: Any) -> Any:
+    return tuple([one * 0.5 for one in given])
+
+
+def hooked(rank: int, world_size: int, schedule: str) -> None:
+    plain, model = Model(), staged(schedule, world_size)
+    for one in (plain, model):
+        for at, block in enumerate(one.blocks):
+            assert isinstance(block, Block)
+            block.inner.register_full_backward_hook(halve)
+            if at % 2:  # no stage of these schedules begins there
+                block.register_full_backward_hook(halve)
+    torch.manual_seed(7)
+    for step in range(3):
+        is_one_device(model, plain, step)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "dualpipev"])
+def test_backward_hooks_change_what_they_change_on_one_device(schedule: str):
+    simulate(2).run(hooked, schedule)
