@@ -59,10 +59,12 @@ def test_refuses_what_is_no_layout(text: str, quoted: str):
     assert quoted in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [0, None, ("tp", 0)])
+@pytest.mark.parametrize("wrong", [0, None, ("tp", 0), ["tp:0"], {"tp": 0}])
 def test_refuses_what_is_no_text(wrong: object):
     with pytest.raises(PlanError, match="a layout is a string"):
         parse_layout(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="with one '->'"):
+        parse_boundary(wrong)  # type: ignore[arg-type]
 
 
 @given(st.text(alphabet="tdp:01,-> \nfulreica{}*", max_size=24))

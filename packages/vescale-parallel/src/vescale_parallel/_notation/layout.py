@@ -121,7 +121,6 @@ class Boundary:
         return tuple(dict.fromkeys(axis for side in sides for axis in side.axes))
 
 
-@functools.lru_cache(maxsize=4096)
 def parse_layout(text: str) -> RuleLayout:
     """Read one layout.
 
@@ -130,6 +129,12 @@ def parse_layout(text: str) -> RuleLayout:
     """
     if not isinstance(text, str):
         raise PlanError(f"a layout is a string, got {text!r} ({type(text).__name__}). {_HINT}")
+    return _parse_layout(text)
+
+
+# Behind the question for its type: a list or a dict could not be looked for.
+@functools.lru_cache(maxsize=4096)
+def _parse_layout(text: str) -> RuleLayout:
     if text.strip() == REPLICATE:
         return RuleLayout(REPLICATE, (), everywhere=True)
     if ARROW in text:
@@ -183,20 +188,23 @@ def _entry_text(axis: str, dim: int | None, blocks: Sequence[int]) -> str:
     return f"{axis}:{FULL if dim is None else dim}{blocks_text(blocks)}"
 
 
-@functools.lru_cache(maxsize=4096)
 def parse_boundary(text: str) -> Boundary:
     """Read what an activation rule says: `"in -> out"`, where an empty side changes nothing.
 
     Raises:
         PlanError: a side cannot be read; the message quotes the part that is wrong.
     """
-    # Two arrows make three sides: refused below, as no arrow and no text are.
-    sides = text.split(ARROW) if isinstance(text, str) else []
-    if len(sides) != 2:
+    if not isinstance(text, str) or text.count(ARROW) != 1:
         raise PlanError(
             f"activation layout {text!r}: write 'in -> out' with one '->'; leave a side empty to "
             "leave those tensors as they are, as in 'tp:full -> tp:1' or '-> tp:1'."
         )
+    return _parse_boundary(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_boundary(text: str) -> Boundary:
+    sides = text.split(ARROW)
     inputs, outputs = (_parse_side(side) if side.strip() else None for side in sides)
     if inputs is None and outputs is None:
         raise PlanError(f"activation layout {text!r}: both sides are empty, so it says nothing.")
