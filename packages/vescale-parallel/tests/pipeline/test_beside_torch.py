@@ -1,91 +1,183 @@
 """Beside torch's own pipelining, in the same processes: the same losses and parameters."""
 
-import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from small_llama import LENGTH, VOCABULARY, Llama, Part
 from stage_runs import whole
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn import functional
 from vescale_comm.testing import run
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
-MICROBATCHES, STEPS = 4, 3
-KINDS: dict[str, tuple[Any, list[list[int]]]] = {
-    "gpipe": (schedules.ScheduleGPipe, [[0], [1]]),
-    "1f1b": (schedules.Schedule1F1B, [[0], [1]]),
-    "interleaved": (schedules.ScheduleInterleaved1F1B, [[0, 2], [1, 3]]),
-    "zbv": (schedules.ScheduleZBVZeroBubble, [[0, 3], [1, 2]]),
-    "dualpipev": (schedules.ScheduleDualPipeV, [[0, 3], [1, 2]]),
+ROWS, STEPS = 16, 3
+LAYOUTS = {"pp2": {"pp": 2}, "pp4": {"pp": 4}, "pp2 dp2": {"pp": 2, "dp": 2}}
+# torch's schedule and the stages of a rank. Where both split backward, each has its own order.
+KINDS: dict[str, tuple[Any, int]] = {
+    "gpipe": (schedules.ScheduleGPipe, 1),
+    "1f1b": (schedules.Schedule1F1B, 1),
+    "interleaved": (schedules.ScheduleInterleaved1F1B, 2),
+    "zb-h1": (schedules.ScheduleInterleavedZeroBubble, 1),
+    "zbv": (schedules.ScheduleZBVZeroBubble, 2),
+    "dualpipev": (schedules.ScheduleDualPipeV, 2),
 }
 
 
-def blocks() -> nn.Sequential:
+class Case(NamedTuple):
+    """What one comparison is about: a model, its loss and batches, and how torch's parts are cut.
+
+    Attributes:
+        make: the model of that many blocks.
+        part: a stage of it, from the model, the stage's number and their number.
+        batch: inputs and targets of a step, ROWS each.
+        loss: mean over the rows, from outputs and targets.
+        stages: globs of the plan.
+    """
+
+    make: Callable[[int], Any]
+    part: Callable[[Any, int, int], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    stages: str
+
+
+def linear_blocks(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count)))
+
+
+def linear_part(model: nn.Sequential, stage: int, stages: int) -> nn.Module:
+    share = len(model) // stages
+    return model[stage * share : (stage + 1) * share]
+
+
+def vectors(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, 6, generator=draws), torch.randn(ROWS, 6, generator=draws)
+
+
+def text(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=draws)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+CASES = {
+    "linear": Case(linear_blocks, linear_part, vectors, functional.mse_loss, "?"),
+    "llama": Case(Llama, Part, text, of_tokens, "blocks.*"),
+}
+
+
+def built(case: Case, ranks: int) -> Any:
+    """Two blocks a rank, so that every schedule cuts it evenly; the same values everywhere."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    return case.make(2 * ranks)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    draws = torch.Generator().manual_seed(step)
-    return torch.randn(8, 6, generator=draws), torch.randn(8, 6, generator=draws)
+def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
+    return case.batch(torch.Generator().manual_seed(step))
 
 
-def by_torch(rank: int, name: str) -> tuple[list[float], dict[str, Tensor]]:
+def own_stages(name: str, rank: int, ranks: int) -> list[int]:
+    """Which stages a rank has: in a V the second one is counted from the end."""
+    second = 2 * ranks - 1 - rank if name in ("zbv", "dualpipev") else rank + ranks
+    return [rank, second][: KINDS[name][1]]
+
+
+def average_gradients(parts: list[nn.Module], mesh: DeviceMesh) -> None:
+    """What data parallelism does at the end of a step."""
+    if "dp" in (mesh.mesh_dim_names or ()):
+        for one in (p for part in parts for p in part.parameters()):
+            dist.all_reduce(one.grad, group=mesh["dp"].get_group())
+            one.grad.div_(mesh["dp"].size())
+
+
+def by_torch(mesh: DeviceMesh, case: Case, name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses where the last stage is, and the parameters of this rank's stages."""
-    kind, places = KINDS[name]
-    own, count = places[rank], sum(map(len, places))
-    share = 4 // count
-    model = blocks()
-    parts = [model[at * share : (at + 1) * share] for at in own]
-    stages = [
-        PipelineStage(part, at, count, torch.device("cpu"))
+    group = mesh["pp"].get_group()
+    ranks, (kind, chunks) = group.size(), KINDS[name]
+    own, count, device = own_stages(name, group.rank(), ranks), ranks * chunks, torch.device("cpu")
+    model = built(case, ranks)
+    parts = [case.part(model, at, count) for at in own]
+    stages: Any = [
+        PipelineStage(part, at, count, device, group=group)
         for part, at in zip(parts, own, strict=True)
     ]
-    how = kind(stages if count > 2 else stages[0], MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    if name in ("gpipe", "1f1b"):
+        (stages,) = stages
+    how = kind(stages, 2 * ranks, loss_fn=case.loss)
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
     told = []
     for step in range(STEPS):
-        x, targets = batch(step)
+        inputs, targets = (share_of(one, mesh) for one in batch(case, step))
         losses: list[Tensor] = []
         optimizer.zero_grad()
         last = {"target": targets, "losses": losses} if count - 1 in own else {}
-        how.step(*([x] if 0 in own else []), **last)
+        how.step(*([inputs] if 0 in own else []), **last)
+        average_gradients(parts, mesh)
         optimizer.step()
         if losses:
-            told.append(torch.stack(losses).mean().item())
+            told.append(averaged(torch.stack(losses).mean().detach(), mesh))
     ours = {id(p) for part in parts for p in part.parameters()}
-    return told, {n: copy.copy(p.detach()) for n, p in model.named_parameters() if id(p) in ours}
+    return told, {n: p.detach() for n, p in model.named_parameters() if id(p) in ours}
 
 
-def by_us(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    model = blocks()
-    words = {"stages": "?", "schedule": name, "microbatches": MICROBATCHES}
-    parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=words))
+def share_of(rows: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The rows of this rank's place along dp; any split has the same mean."""
+    if "dp" not in (mesh.mesh_dim_names or ()):
+        return rows
+    return rows.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
+
+
+def averaged(loss: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The mean over dp, whose ranks have as many rows each."""
+    if "dp" in (mesh.mesh_dim_names or ()):
+        dist.all_reduce(loss, group=mesh["dp"].get_group())
+        loss /= mesh["dp"].size()
+    return loss
+
+
+def by_us(mesh: DeviceMesh, case: Case, name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and all parameters, on every rank."""
+    ranks = mesh["pp"].size()
+    model = built(case, ranks)
+    words = {"stages": case.stages, "schedule": name, "microbatches": 2 * ranks}
+    parallelize(model, mesh, Plan(pipeline=words))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = []
     for step in range(STEPS):
-        x, targets = batch(step)
+        inputs, targets = batch(case, step)
         optimizer.zero_grad()
-        told.append(forward_backward(model, x, loss=(nn.functional.mse_loss, targets)).item())
+        told.append(forward_backward(model, inputs, loss=(case.loss, targets)))
         optimizer.step()
     return told, {n: whole(p).detach() for n, p in model.named_parameters()}
 
 
-def on_a_rank(rank: int, world_size: int, name: str) -> None:
-    losses, parameters = by_us(name)
-    theirs, of_stages = by_torch(rank, name)
+def on_a_rank(rank: int, world_size: int, layout: str, model: str, name: str) -> None:
+    mesh = make_mesh(device_type="cpu", **LAYOUTS[layout])
+    losses, parameters = by_us(mesh, CASES[model], name)
+    theirs, of_stages = by_torch(mesh, CASES[model], name)
     dist.barrier()
-    for mine, other in zip(losses, theirs, strict=False):
-        assert mine == pytest.approx(other, rel=1e-6)
+    assert len(theirs) in (0, STEPS)
+    for mine, other in zip(losses, theirs, strict=bool(theirs)):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=0.0)
+    assert of_stages
     for key, one in of_stages.items():
-        torch.testing.assert_close(parameters[key], one, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(parameters[key], one, rtol=1e-6, atol=1e-7, msg=key)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_losses_and_parameters_are_those_of_torchs_pipelining(name: str):
+@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_parameters_are_those_of_torchs_pipelining(layout: str, model: str, name: str):
     if name in ("zbv", "dualpipev") and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's own schedule sends from a rank to itself, which gloo cannot")
-    run(on_a_rank, 2, name, timeout=100)
+    ranks = torch.Size(LAYOUTS[layout].values()).numel()
+    run(on_a_rank, ranks, layout, model, name, timeout=100)
