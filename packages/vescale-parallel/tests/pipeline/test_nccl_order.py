@@ -12,6 +12,7 @@ wait for, and the queues are carried out by these rules:
   says so.
 """
 
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -22,8 +23,9 @@ import torch
 from vescale_parallel._pipeline import messages
 from vescale_parallel._pipeline.finish import Trained, note_of
 from vescale_parallel._pipeline.measured import Stopwatch
-from vescale_parallel._pipeline.messages import Inbox, Lines, lanes_of
+from vescale_parallel._pipeline.messages import Inbox, Lines, Message, lanes_of
 from vescale_parallel._pipeline.runner import Runner, forwards_only
+from vescale_parallel._pipeline.used import Returned
 from vescale_parallel.schedules import SCHEDULES, Action, Schedule, make_schedule
 
 Lane = Callable[[int, int], object]
@@ -48,7 +50,7 @@ class Queued:
     """Connections of one rank that queue operations."""
 
     def __init__(self, rank: int, lane: Lane) -> None:
-        self.rank, self.device, self.ops = rank, "cuda", list[Op]()
+        self.rank, self.device, self.ops = rank, "meta", list[Op]()
         self._lane, self._counts, self._computed = lane, Counter[tuple[int, int]](), ()
 
     def compute(self, *after: int) -> None:
@@ -63,21 +65,45 @@ class Queued:
         return SimpleNamespace(wait=lambda: self.compute(at))
 
     def send(self, tensors: Any, target: int) -> list[Any]:
-        return [self._start(self.rank, target)]
+        return [self._start(self.rank, target) for _ in tensors]
 
     def start_recv(self, specs: Any, source: int) -> Any:
-        return self._start(source, self.rank)
+        starts = [self._start(source, self.rank) for _ in specs]
+        return SimpleNamespace(wait=lambda: [one.wait() for one in starts])
 
 
-def queued(schedule: Schedule, rank: int, lane: Lane, fails_at: int | None = None) -> list[Op]:
-    """What a rank queues in a step, in which its action of that number raises."""
+SPEC = SimpleNamespace(shape=(), dtype=torch.float32)
+
+
+def queued(
+    schedule: Schedule,
+    rank: int,
+    lane: Lane,
+    fails_at: int | None = None,
+    without: frozenset[int] = frozenset(),
+) -> list[Op]:
+    """What a rank queues in a step, in which its action of that number raises.
+
+    Args:
+        schedule: of the step.
+        rank: it.
+        lane: by which communicator messages go.
+        fails_at: the number of the action; None: none raises.
+        without: stages to which no gradients come back.
+    """
     lines = Queued(rank, lane)
     runner: Any = Runner.__new__(Runner)
     runner._scene, runner._schedule = SimpleNamespace(rank=rank, held=None), schedule
     runner._lines, runner._watch, runner._is_still = lines, None, False
     runner._sent, runner._given, runner._held_back = {}, set(), None
     runner._kept, runner._forwards, runner._halves = {}, {}, {}
-    runner._specs = lambda message: ()
+    runner._returned, runner._microbatches = Returned(), ()
+
+    def specs(message: Message) -> Any:
+        is_empty = message.way == "backward" and message.stage in without
+        return () if is_empty else (SPEC,)
+
+    runner._specs = specs
     runner._inbox = Inbox(lines, schedule, runner._specs)  # type: ignore[arg-type]
 
     def act(action: Any, *, syncs: bool) -> None:
@@ -88,7 +114,7 @@ def queued(schedule: Schedule, rank: int, lane: Lane, fails_at: int | None = Non
             raise ValueError("not today")
         lines.compute()
         if gives is not None:
-            runner._send(gives, [])
+            runner._send(gives, specs(gives))
 
     runner._act = act
     around: Any = SimpleNamespace(enter_context=lambda held: None)
@@ -161,6 +187,18 @@ def test_no_step_waits_for_ever(name: str, one_queue: bool):
         lane = own_lanes(each)
         ranks = [queued(each, rank, lane) for rank in range(len(each.ranks))]
         assert not is_stuck(ranks, one_queue=one_queue), (len(each.ranks), each.microbatches)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_nor_does_one_in_which_some_gradients_do_not_come_back(name: str, one_queue: bool):
+    draw = random.Random(name)
+    for each in schedules(name):
+        size, lane = len(each.ranks), own_lanes(each)
+        for _ in range(3):
+            without = frozenset(at for at in range(each.stages) if draw.random() < 0.5)
+            ranks = [queued(each, rank, lane, without=without) for rank in range(size)]
+            assert not is_stuck(ranks, one_queue=one_queue), (size, each.microbatches, without)
 
 
 @pytest.mark.parametrize("one_queue", [False, True])

@@ -14,6 +14,7 @@ Top to bottom (imports point down):
 - `outputs`: what the model returns, for ranks whose stage is not the last.
 - `finish`: losses and gradients of all stages put together.
 - `rehearsal`: what stages exchange and draw for a kind of microbatch, found out by one forward.
+- `used`: from which of it gradients come back.
 - `stage`: one forward of one stage; `scene`: what it works on; `units`: what takes the place of
   forwards, through which it acts. `route`: the calls of units that one forward notes and the next
   one follows. `quiet`: such calls where no function has to be watched; `same_arguments`: where in

@@ -38,22 +38,31 @@ class Entry(NamedTuple):
         paths: where they are among the arguments; or `path_of` a result of a module within an
             earlier block.
         specs: what they are.
+        backs: for each whether a gradient goes back, the same on all ranks of the mesh; known once
+            all of them have told of a rehearsal, see `used`.
+        uses: for each whether the loss depends on it, and on it alone, in the rehearsal of this
+            pipeline.
     """
 
     paths: tuple[str, ...]
     specs: tuple[TensorSpec, ...]
+    backs: tuple[bool, ...] = ()
+    uses: tuple[bool, ...] = ()
 
     @property
     def wanting(self) -> tuple[TensorSpec, ...]:
         """Those that gradients go back to: the same object each time, as messages are known by."""
-        return (
-            self.specs if all([one.requires_grad for one in self.specs]) else _wanting(self.specs)
-        )
+        return self.specs if all(self.backs) else _wanting(self.specs, self.backs)
 
 
 @lru_cache(maxsize=1024)
-def _wanting(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    return tuple(one for one in specs if one.requires_grad)
+def _wanting(specs: tuple[TensorSpec, ...], backs: tuple[bool, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(one for one, goes in zip(specs, backs, strict=True) if goes)
+
+
+Reach = tuple[int, str, tuple[str, ...]]
+"""A stage, the path of a tensor that it gives to the next one, and those of what it received that
+the tensor depends on."""
 
 
 @add_record
@@ -68,6 +77,9 @@ class Kind(NamedTuple):
         loss: what the loss is; None in a kind that is not rehearsed to its end.
         uses: results of modules within blocks that are used outside of these, each with the last
             stage that does so.
+        reaches: what gradients of the stages of this rank lead to, which no other rank knows.
+        doubled: stages of this rank, and paths of what they received more than once.
+        is_agreed: whether it is known which gradients go back.
     """
 
     calls: dict[tuple[str, int], Call]
@@ -76,6 +88,9 @@ class Kind(NamedTuple):
     total: Words = ()
     loss: TensorSpec | None = None
     uses: tuple[tuple[str, int], ...] = ()
+    reaches: tuple[Reach, ...] = ()
+    doubled: tuple[tuple[int, str], ...] = ()
+    is_agreed: bool = False
 
     @property
     def is_plain(self) -> bool:

@@ -7,6 +7,7 @@ but tensors has to be sent, and each stage knows where in the stream its draws l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -19,13 +20,22 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.boundary import handed_over
 from vescale_parallel._pipeline.described import local_of, spec_of
 from vescale_parallel._pipeline.foreign import Foreign
-from vescale_parallel._pipeline.kinds import Entry, Kind, Repeated, is_in_hook, is_lacking, trimmed
+from vescale_parallel._pipeline.kinds import (
+    Entry,
+    Kind,
+    Reach,
+    Repeated,
+    is_in_hook,
+    is_lacking,
+    trimmed,
+)
 from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.stage import StageForward
 from vescale_parallel._pipeline.streams import words_between
 from vescale_parallel._pipeline.text import add_record, to_text
+from vescale_parallel._pipeline.used import LOSS, reaches_of
 from vescale_parallel._step.parts import Part
 
 
@@ -57,6 +67,8 @@ class Rehearsal:
     def __init__(self, scene: Scene, lines: Lines) -> None:
         self._scene, self._lines = scene, lines
         self._given: dict[int, tuple[Mapping[str, Tensor], Foreign]] = {}
+        self._received: dict[int, tuple[dict[str, int], list[Tensor]]] = {}
+        self._loss: Tensor | None = None
         self._asked: set[int] = set()
         self._handles: list[Any] = []
 
@@ -77,15 +89,42 @@ class Rehearsal:
                 # stage behind another has to begin where the microbatch does.
                 scene.streams.seek(start)
             buffers.require_unchanged()
-            return trimmed(kind)
+            doubled = tuple([(at, path) for at in self._received for path in self._doubled(at)])
+            return trimmed(kind)._replace(reaches=tuple(self._reaches(kind)), doubled=doubled)
         finally:
             scene.streams.seek(start)
             buffers.restore()
             # It holds the graphs of all stages of this rank.
             self._given.clear()
+            self._received.clear()
+            self._loss = None
             # Without this the last messages could be freed while they are still on their way.
             for one in self._handles:
                 one.wait()
+
+    def _reaches(self, kind: Kind) -> list[Reach]:
+        """What gradients of this rank's stages lead to, of what each received."""
+        found: list[Reach] = []
+        for stage, (places, values) in self._received.items():
+            if stage in self._given:
+                call, _ = self._given[stage]
+                given = {path: call[path] for path in kind.entries[stage + 1].paths}
+            else:
+                given = {} if self._loss is None else {LOSS: self._loss}
+            locals_ = {path: local_of(one) for path, one in given.items()}
+            for at, path, below in reaches_of(
+                stage, locals_, dict(zip(places, values, strict=True))
+            ):
+                # Of those for one object it is not known which will be used, with fewer of them.
+                used = {places[one] for one in below}
+                found.append((at, path, tuple([p for p, one in places.items() if one in used])))
+        return found
+
+    def _doubled(self, stage: int) -> list[str]:
+        """What a stage received more than once."""
+        places, _ = self._received[stage]
+        counts = Counter(places.values())
+        return [path for path, one in places.items() if counts[one] > 1]
 
     def _stage(self, stage: int, rank: int, kind: Kind, part: Part) -> Kind:
         failed: Exception | None = None
@@ -123,6 +162,8 @@ class Rehearsal:
         running = StageForward(scene, stage, kind, self)
         with KeptBytes(scene.model) if scene.split.is_auto else nullcontext() as kept:
             found = running.run(part)
+        self._received[stage] = running.places, running.received
+        self._loss = found if found is not None else self._loss
         if kept is not None:
             scene.kept[stage] = max(kept.total, scene.kept.get(stage, 0))
         last = stage + 1 == len(scene.split.stages)

@@ -28,6 +28,7 @@ from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.stage import StageForward
 from vescale_parallel._pipeline.streams import Place, drawn_otherwise
+from vescale_parallel._pipeline.used import Returned
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -75,12 +76,14 @@ class _Returning(NamedTuple):
     Attributes:
         outputs: local tensors with a history.
         gradients: of these.
-        leaves: what was received and has a gradient.
+        leaves: what was received and requires a gradient.
+        received: all of it.
     """
 
     outputs: list[Tensor]
     gradients: list[Tensor]
     leaves: list[Tensor]
+    received: list[Tensor]
 
 
 class Runner:
@@ -119,6 +122,7 @@ class Runner:
         self._kept: dict[tuple[int, int], _Kept] = {}
         # Backwards of which gradients of weights are still to come.
         self._halves: dict[tuple[int, int], Halves] = {}
+        self._returned = Returned()
         # Messages on their way, with their memory.
         self._sent: dict[Message, list[Any]] = {}
         self._given: set[Message] = set()
@@ -172,6 +176,8 @@ class Runner:
                 break
         if self._is_still and failure is None:
             failure = self._moved()
+        if failure is None:
+            failure = self._returned.problem(one.kind for one in self._microbatches)
         # Senders may wait for receivers, so all that others send to this rank is taken, also after
         # a failure.
         self._inbox.drain()
@@ -288,9 +294,8 @@ class Runner:
                 back = halves.inputs()
         _, gives = self._inbox.passes[action]
         if gives is not None:
-            # One that the stage did not use: the stage before waits for its gradient all the same.
-            pairs = zip(back, found.leaves, strict=True)
-            self._send(gives, [torch.zeros_like(x) if g is None else g for g, x in pairs])
+            here = self._microbatches[microbatch].kind
+            self._send(gives, self._returned.gradients(stage, here, found.received, back))
 
     def _returning(self, action: Action) -> _Returning:
         """What a backward starts with: gradients from the stage after, or the loss."""
@@ -299,15 +304,16 @@ class Runner:
         # for.
         kept = self._kept.pop((stage, microbatch))
         needs, _ = self._inbox.passes[action]
-        leaves = _wanting(kept.received, self._entry(stage)) if stage else []
+        leaves = [one for one in kept.received if one.requires_grad]
         if needs is None:
             assert kept.loss is not None
             weight = torch.full_like(kept.loss, self._microbatches[microbatch].weight)
             # One without a history is torch's error, as on one device.
-            return _Returning([kept.loss], [weight], leaves)
-        # Gradients come only for what requires one: both sides take that from the same specs.
-        found = _Returning([], [], leaves)
-        wanted = _wanting(kept.sent, self._entry(stage + 1))
+            return _Returning([kept.loss], [weight], leaves, kept.received)
+        # Gradients come only for what has one: both sides take that from the same entry.
+        found = _Returning([], [], leaves, kept.received)
+        backs = self._entry(stage + 1).backs
+        wanted = [one for one, goes in zip(kept.sent, backs, strict=True) if goes]
         for one, gradient in zip(wanted, self._take(needs), strict=True):
             if one.requires_grad:
                 found.outputs.append(one)
@@ -381,11 +387,6 @@ class Runner:
             for one in self._specs(gives)
         ]
         self._send(gives, empty)
-
-
-def _wanting(tensors: Sequence[Tensor], entry: Entry) -> list[Tensor]:
-    """Those of a stage's entry that get gradients."""
-    return [one for one, s in zip(tensors, entry.specs, strict=True) if s.requires_grad]
 
 
 def forwards_only(schedule: Schedule) -> Schedule:

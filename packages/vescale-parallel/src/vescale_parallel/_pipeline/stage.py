@@ -46,6 +46,7 @@ class StageForward:
     Attributes:
         received: what came from the stage before: leaves that get gradients.
         sent: what went to the stage after, with its history.
+        places: by path of what was received, for which object it is put, in a rehearsal.
         measured: calls of this stage's units, in a rehearsal.
         is_still: whether nothing is drawn, as whoever runs it finds out.
         quiet: what answers calls of units, as long as no function has to be watched.
@@ -65,6 +66,7 @@ class StageForward:
         self._blanks = blanks
         self.received: list[Tensor] = []
         self.sent: list[Tensor] = []
+        self.places: dict[str, int] = {}
         self.measured: dict[tuple[str, int], Call] = {}
         # The dtype of the loss is the last thing that a rehearsal finds out.
         self.is_rehearsal = kind.loss is None
@@ -370,6 +372,9 @@ class StageForward:
         unknown = [path for path, one in found.items() if self.foreign.is_unknown(one)]
         more = self._results.to_take()
         found, unknown = found | more, [*unknown, *more]
+        if self.is_rehearsal:
+            # A result of a module may be an argument as well: of these the last one is used.
+            self.places = {path: id(found[path]) for path in unknown}
         for path, one in zip(unknown, self.taken(unknown), strict=True):
             self.foreign.known[id(found[path])] = one
         if self.quiet is not None and not more:

@@ -36,6 +36,7 @@ from vescale_parallel._pipeline.same_calls import HooksChanged, SameCalls, drawn
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
+from vescale_parallel._pipeline.used import agreed_kinds, told_of
 from vescale_parallel._pipeline.walked import Walked, Walker
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part
@@ -263,9 +264,16 @@ class StagedStep:
             failure = self._rehearse(parts, keys)
         elif self._may_hide(failure):
             failure = self._rehearse_with_hooks(parts, keys)
-        self._require_success(failure, start)
+        new = [key for key in dict.fromkeys(keys) if not self._is_agreed(key)]
+        note = b"" if failure is not None else told_of(self._kinds[key] for key in new)
+        told = self._require_success(failure, start, note)
+        kinds = agreed_kinds([self._kinds[key] for key in new], told, self._lines.ranks)
+        self._kinds.update(zip(new, kinds, strict=True))
         # Only now it is known whether such a batch draws anything.
         self._same.require(self._drawn_from(start))
+
+    def _is_agreed(self, key: Any) -> bool:
+        return key in self._kinds and self._kinds[key].is_agreed
 
     def _known(
         self, part: Part, count: int, modes: object
