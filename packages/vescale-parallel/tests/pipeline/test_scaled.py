@@ -2,35 +2,9 @@
 
 import pytest
 import torch
-from stage_runs import batch, make, plan, whole
-from torch import Tensor, nn
+from stage_runs import make, plan, scaled_steps
+from torch import Tensor
 from vescale_comm import simulate
-from vescale_parallel import Plan, forward_backward, parallelize
-from vescale_parallel import mesh as make_mesh
-
-
-def scaled_steps(model: nn.Module, how: Plan | None, sizes: dict[str, int]) -> list[Tensor]:
-    """Three steps; in the second one a parameter of the first stage gets an infinite gradient."""
-    if how is not None:
-        parallelize(model, make_mesh(device_type="cpu", **sizes), how)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    scaler.scale(torch.zeros(()))  # on every rank: only one has the loss
-    told = []
-    for step in range(3):
-        torch.manual_seed(step)
-        forward_backward(model, *batch(step), loss=scaler.scale)
-        if step == 1:
-            gradient = model.get_parameter("blocks.0.mlp.up.weight").grad
-            assert gradient is not None
-            gradient.mul_(float("inf"))
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        told.append(torch.tensor(scaler.get_scale()))
-    return [*told, *(whole(one).detach() for one in model.parameters())]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -52,7 +52,6 @@ def test_processes_do_as_simulated_ranks():
         ({"pp": 2, "dp": 2}, "1f1b", 3, False),
         ({"pp": 2, "dp": 2}, "gpipe", 2, True),
         ({"pp": 2, "dp": 2}, "interleaved", 1, False),
-        ({"pp": 2, "dp": 2, "tp": 2}, "1f1b", 3, True),
         ({"pp": 2, "dp": 2}, "zbv", 3, True),
         ({"pp": 2, "dp": 2}, "zb-h1", 2, False),
         ({"pp": 2, "dp": 2}, "dualpipev", 1, False),

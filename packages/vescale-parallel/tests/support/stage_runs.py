@@ -1,5 +1,6 @@
 """Training in stages beside one device that accumulates over the same microbatches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +24,18 @@ def batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def one_device(model: nn.Module, seed: int, parts: int, rows: int = ROWS) -> Tensor:
-    """The reference: accumulation over the same microbatches."""
+def one_device(
+    model: nn.Module,
+    seed: int,
+    parts: int,
+    rows: int = ROWS,
+    scale: Callable[[Tensor], Tensor] = torch.as_tensor,
+) -> Tensor:
+    """The reference: accumulation over the same microbatches; `scale` is that of a GradScaler."""
     size = -(-rows // parts)
     total = torch.zeros(())
     for pieces in zip(*(one.split(size) for one in batch(seed, rows)), strict=True):
-        loss = model(*pieces) * (len(pieces[0]) / rows)
+        loss = scale(model(*pieces)) * (len(pieces[0]) / rows)
         loss.backward()
         total += loss.detach()
     return total
@@ -71,3 +78,35 @@ def train(
             optimizer.zero_grad()
     for (name, one), other in zip(model.state_dict().items(), plain.parameters(), strict=False):
         torch.testing.assert_close(whole(one), other.data, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def scaled_steps(
+    model: nn.Module, how: Plan | None, sizes: dict[str, int], parts: int = 1, rows: int = ROWS
+) -> list[Tensor]:
+    """Scales and last parameters of three steps; without a plan one device's, in `parts`.
+
+    In the second step a parameter of the first stage gets an infinite gradient.
+    """
+    if how is not None:
+        parallelize(model, make_mesh(device_type="cpu", **sizes), how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(torch.zeros(()))  # on every rank: only one has the loss
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        if how is None:
+            one_device(model, step, parts, rows, scaler.scale)
+        else:
+            forward_backward(model, *batch(step, rows), loss=scaler.scale)
+        if step == 1:
+            gradient = model.get_parameter("blocks.0.mlp.up.weight").grad
+            assert gradient is not None
+            gradient.mul_(float("inf"))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        told.append(torch.tensor(scaler.get_scale()))
+    return [*told, *(whole(one).detach() for one in model.parameters())]
