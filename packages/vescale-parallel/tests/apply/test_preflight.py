@@ -236,7 +236,7 @@ def test_a_call_that_one_rank_makes_alone_is_named_before_anything_is_sent():
     for outcome in outcomes(one_mesh_more, 2, timeout=200):
         assert isinstance(outcome, Failed)
         assert outcome.type_name == "CommMismatchError"
-        assert "  rank 1: all_gather of a check torch.int64 2, at " in outcome.message
+        assert "  rank 1: all_gather of a check torch.int64 3, at " in outcome.message
         assert "in one_mesh_more" in outcome.message
 
 

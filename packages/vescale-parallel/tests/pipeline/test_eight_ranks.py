@@ -69,7 +69,7 @@ def trained(model: nn.Module, tokens: Tensor, parts: int) -> Any:
 @of_each_level
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_and_generation(layout: str, zero: int):
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="transformers is not installed")
     tokens = torch.randint(3, 32, (ROWS, 5), generator=torch.Generator().manual_seed(0))
     asked: Any = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "use_cache": False}
     plain = trained(llama(), tokens, PARTS)
