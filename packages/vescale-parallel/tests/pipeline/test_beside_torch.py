@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from small_llama import LENGTH, VOCABULARY, Llama, Part
+from small_llama import LENGTH, VOCABULARY, Part, llama
 from stage_runs import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +71,7 @@ def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
 
 CASES = {
     "linear": Case(linear_blocks, linear_part, vectors, functional.mse_loss, "?"),
-    "llama": Case(Llama, Part, text, of_tokens, "blocks.*"),
+    "llama": Case(llama, Part, text, of_tokens, "blocks.*"),
 }
 
 

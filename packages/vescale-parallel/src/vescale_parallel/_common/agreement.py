@@ -72,10 +72,10 @@ def start_same(
     Ranks need not agree on what they do meanwhile.
 
     Args:
-        facts: see `require_same`, as for the others.
-        peers: see there.
-        head: see there.
-        advice: see there.
+        facts: as in `require_same`.
+        peers: as in `require_same`.
+        head: as in `require_same`.
+        advice: as in `require_same`.
         group: of the ranks that compare, see `everyone`.
         told: a number that ranks need not share. What is returned gives that of every rank.
     """

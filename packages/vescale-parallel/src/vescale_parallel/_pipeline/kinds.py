@@ -40,8 +40,8 @@ class Entry(NamedTuple):
         specs: what they are.
         backs: for each whether a gradient goes back, the same on all ranks of the mesh; known once
             all of them have told of a rehearsal, see `used`.
-        uses: for each whether the loss depends on it, and on it alone, in the rehearsal of this
-            pipeline.
+        uses: for each whether the loss of this pipeline's own rows depended on it in the
+            rehearsal. False for what the stage received twice: either of the two may be used.
     """
 
     paths: tuple[str, ...]

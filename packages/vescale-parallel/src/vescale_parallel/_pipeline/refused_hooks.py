@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import has_backward_hooks
 from vescale_parallel._errors import PipelineError
@@ -24,8 +26,11 @@ class Hooked(NamedTuple):
 
     @classmethod
     def of(cls, walked: Walked, scene: Scene) -> Hooked:
-        """Look for them: for blocks of all stages, so that all ranks find the same."""
-        firsts = [stage[0] for stage in scene.split.stages[1:]]
+        """Look for them: for blocks of all stages, so that all ranks find the same.
+
+        In an evaluation nothing goes backward, and hooks of blocks have nothing to miss.
+        """
+        firsts = [stage[0] for stage in scene.split.stages[1:]] if torch.is_grad_enabled() else []
         found = [one for one in firsts if has_backward_hooks(scene.model.get_submodule(one))]
         return cls(walked.hooked(), found)
 

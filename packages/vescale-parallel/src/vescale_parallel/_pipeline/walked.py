@@ -139,7 +139,7 @@ class _Tree:
         below = [one._modules for one in modules]
         self._below = _Held(below)
         self.is_compiled = any(["_orig_mod" in one for one in below])  # what torch.compile returns
-        # No two names are alike in a list of what each module has, in order.
+        # The names of what each module has are in it: modules in another order are another model.
         names = [(type(one).__qualname__, *one._modules) for one in modules]
         self.form = zlib.crc32(repr(names).encode())
         self.dropouts: list[Any] = [one for one in modules if isinstance(one, _DROPOUTS)]
