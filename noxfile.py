@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nox
@@ -20,7 +21,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from tools import skips, tags  # noqa: E402
+from tools import parts, skips, tags  # noqa: E402
 from tools.packages import (  # noqa: E402
     FRAMEWORK_TOOLS,
     JOB_TOOLS,
@@ -53,6 +54,12 @@ nox.options.default_venv_backend = "virtualenv"
 
 CONSTRAINTS = str(ROOT / "tools" / "constraints.txt")
 BUILD_TOOLS = ("build", "hatchling>=1.26")
+# Two processes, or as many as there are cores up to four: each has a pool of ranks of its own. Tests
+# of one file stay together, since they share what is costly to make.
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+LEFT_OUT = ("-p", "tools.left_out")
+# What may be skipped where Hugging Face's models are installed.
+OTHERS = skips.ANYWHERE + skips.KERNELS + skips.GUESTS
 TESTS = [*(package.tests for package in PACKAGES), ROOT / "tests-integration"]
 ONE_EACH = nox.parametrize("package", [nox.param(one, id=one.short) for one in PACKAGES])
 
@@ -68,8 +75,8 @@ def train(session: nox.Session) -> None:
 
 @nox.session(requires=["workspace"], venv_backend="none", tags=["ci", "each-python"])
 def tests(session: nox.Session) -> None:
-    """Run every package's tests; arguments after -- go to pytest."""
-    command = [python_of(session), "-m", "pytest", *session.posargs]
+    """Run the core of every package's tests; arguments after -- go to pytest."""
+    command = [python_of(session), "-m", "pytest", *SIDE_BY_SIDE, *LEFT_OUT, *session.posargs]
     run_pytest(session, command, skippable=skips.ALONE)
 
 
@@ -80,19 +87,25 @@ def integration(session: nox.Session) -> None:
     run_pytest(session, command, skippable=skips.ALONE)
 
 
-@nox.session(requires=["workspace"], venv_backend="none", tags=["nightly"], default=False)
-def slow(session: nox.Session) -> None:
-    """Run the tests that take minutes, which the two above leave out."""
-    run_marked(session, "slow and not models", TESTS, python=python_of(session))
+@nox.session(requires=["build"], reuse_venv=True, tags=["nightly"], default=False)
+def all_parts(session: nox.Session) -> None:
+    """Run what is not in the core: all parts of it, or `-- 3/12`; tools/parts.txt says which ran."""
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
+    swap(session, [package.wheel for package in PACKAGES])
+    command = ["python", "-m", "pytest", *SIDE_BY_SIDE, *LEFT_OUT, *map(str, TESTS), "tools/tests"]
+    for part in map(parts.parse_part, session.posargs or map(str, parts.EVERY)):
+        began = time.monotonic()
+        chosen = ["-m", " or ".join(parts.MARKS), "--part", str(part)]
+        ran = run_pytest(session, [*command, *chosen], skippable=OTHERS)
+        session.log(parts.record_green(part, ran, (time.monotonic() - began) / 60))
 
 
-@nox.session(requires=["build"], reuse_venv=True, tags=["ci", "nightly"], default=False)
+@nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
 def models(session: nox.Session) -> None:
     """Train unmodified Hugging Face models; with `-- -m models` all of them (an hour)."""
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
     swap(session, [package.wheel for package in PACKAGES])
-    allowed = skips.ANYWHERE + skips.KERNELS + skips.GUESTS
-    run_marked(session, "models and not slow", TESTS, skippable=allowed)
+    run_marked(session, "models and not slow", TESTS, skippable=OTHERS)
 
 
 @nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)

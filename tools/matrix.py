@@ -18,15 +18,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from tools import parts
 from tools.packages import PACKAGES, PYTHONS, ROOT, Package
 
 # Minutes after which a session has hung, where it is not the usual ones: several times what it
 # takes on the four cores of a hosted runner.
 USUAL = 40
-MINUTES = {"tests": 90, "floors": 120, "compat": 120, "slow": 350, "models": 350, "torches": 150}
-MINUTES |= {"ecosystem": 120}
+MINUTES = {"tests": 60, "floors": 120, "compat": 120, "models": 120, "torches": 150}
+MINUTES |= {"ecosystem": 120, "all_parts": 120}
 # Sessions that take package folders, so that they can be told what to leave out.
 BY_FOLDER = ("tests",)
+# Sessions of which each part is a row of its own.
+BY_PART = ("all_parts",)
 
 
 def affected(paths: Iterable[str]) -> tuple[Package, ...]:
@@ -57,14 +60,18 @@ def matrix(
         name = session["session"]
         if tag not in session["tags"] or name.endswith(tuple(spared)):
             continue
-        some = name in BY_FOLDER and len(packages) < len(PACKAGES)
-        row = {
-            "session": name,
-            "arguments": " ".join([*folders, "tools/tests"]) if some else "",
-            "minutes": MINUTES.get(name.split("(")[0], USUAL),
-        }
+        arguments = [""]
+        if name in BY_FOLDER and len(packages) < len(PACKAGES):
+            arguments = [" ".join([*folders, "tools/tests"])]
+        elif name in BY_PART:
+            arguments = [str(part) for part in parts.EVERY]
+        minutes = MINUTES.get(name.split("(")[0], USUAL)
         pythons = PYTHONS if "each-python" in session["tags"] else PYTHONS[:1]
-        rows += [{**row, "python": python} for python in pythons]
+        rows += [
+            {"session": name, "arguments": some, "minutes": minutes, "python": python}
+            for some in arguments
+            for python in pythons
+        ]
     return {"include": rows}
 
 

@@ -17,8 +17,12 @@ from tools.packages import PACKAGES, ROOT, Package, closure, find
 # the caller's PYTHONPATH offers must not stand in for what is installed.
 # torch looks up the name of every address that it connects to, also of ::ffff:127.0.0.1, which no
 # hosts file has: a name server that drops a few requests would cost five seconds for each of them.
+# Bytecode is kept, in a folder of its own: a process that compiles torch's modules anew takes three
+# times as long to start, and the tests start hundreds.
 TEST_ENV: Mapping[str, str | None] = {
     "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": None,
+    "PYTHONPYCACHEPREFIX": str(ROOT / ".nox" / "bytecode"),
     "PYTHONPATH": None,
     "RES_OPTIONS": "timeout:1 attempts:3",
 }
@@ -89,17 +93,22 @@ def run_pytest(
     *,
     skippable: Sequence[str],
     env: Mapping[str, str | None] = TEST_ENV,
-) -> None:
-    """Run pytest; fails also if tests were skipped for reasons other than these patterns."""
+) -> int:
+    """Run pytest; fails also if tests were skipped for reasons other than these patterns.
+
+    Returns:
+        How many tests ran.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         session.run(*command, f"--junitxml={report}", env=env)
         if not report.exists():  # only asked for help, or for what there is
-            return
+            return 0
         outcome = skips.read(report)
     session.log(skips.summary(outcome))
     if found := skips.faults(outcome, skippable):
         session.error("this run proves less than it should: " + "; ".join(found))
+    return outcome.ran
 
 
 def pytest_outside(python: str, paths: Sequence[Path]) -> list[str]:

@@ -76,9 +76,7 @@ def scripts(
     found = []
     for job, told in workflow["jobs"].items():
         for row in rows if "strategy" in told else [{}]:
-            everything = "models" if row.get("session") == "models" else ""
             values = {**VALUES, **{f"matrix.{key}": str(value) for key, value in row.items()}}
-            values["matrix.session == 'models' && 'models' || ''"] = everything
             for step in told.get("steps", []):
                 if "run" not in step:
                     continue

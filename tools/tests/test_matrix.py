@@ -8,6 +8,7 @@ import pytest
 
 from tools.matrix import USUAL, affected, matrix
 from tools.packages import PACKAGES, PYTHONS, ROOT, torch_versions
+from tools.parts import PARTS
 
 
 def test_each_session_runs_on_the_oldest_python_and_the_marked_ones_on_all():
@@ -55,6 +56,11 @@ def test_what_a_change_does_not_concern_is_left_out():
     assert all((ROOT / folder).is_dir() for folder in folders)
 
 
+def test_each_part_of_what_a_change_does_not_run_is_a_row():
+    rows = matrix([{"session": "all_parts", "tags": ["nightly"]}], tag="nightly")["include"]
+    assert [row["arguments"] for row in rows] == [f"{k + 1}/{PARTS}" for k in range(PARTS)]
+
+
 def listed(*arguments: str) -> set[str]:
     command = [sys.executable, "-m", "nox", "-s", "matrix", "--", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
@@ -68,11 +74,11 @@ def test_the_session_prints_one_json_document_with_a_row_for_every_package():
     assert {f"isolated({package.short})" for package in PACKAGES} < sessions
     assert {"tests", "lint", "types", "contracts", "subsets", "floors", "compat"} < sessions
     assert {"models", "kernels_interpret", "integration"} < sessions
-    assert not sessions & {"gpu", "matrix", "workspace", "slow"}
+    assert not sessions & {"gpu", "matrix", "workspace", "all_parts"}
 
 
 def test_what_takes_long_runs_every_night():
     sessions = listed("--nightly")
-    assert {"slow", "models"} < sessions
+    assert "all_parts" in sessions
     assert {f"torches({version})" for version in torch_versions()} < sessions
     assert "tests" not in sessions

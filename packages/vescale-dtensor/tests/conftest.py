@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vescale_comm.testing import preload
+from vescale_comm.testing import choose_core, preload
 
 # Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
 HERE = Path(__file__).parent
@@ -18,11 +18,7 @@ preload("vescale_dtensor")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
-    from rotation import is_todays, share_of
-
-    for item in items:
-        if HERE in item.path.parents and not is_todays(item.name, share_of(item, HERE)):
-            item.add_marker(pytest.mark.slow)
+    choose_core(items, HERE)
 
 
 def pytest_configure(config):

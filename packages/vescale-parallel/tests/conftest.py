@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vescale_comm.testing import choose_core
 
 # Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
 HERE = Path(__file__).parent
@@ -14,11 +15,7 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
-    from daily import is_todays, share_of  # by a name that no other package's tests have
-
-    for item in items:
-        if HERE in item.path.parents and not is_todays(item.name, share_of(item, HERE)):
-            item.add_marker(pytest.mark.slow)
+    choose_core(items, HERE)
 
 
 def pytest_configure(config):

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vescale_comm._outcome import Failed, Ok, Outcome
+from vescale_comm.testing._core import choose_core
 from vescale_comm.testing._mesh import device_mesh
 from vescale_comm.testing._messages import Case, pack
 from vescale_comm.testing._pool import inside_worker
@@ -34,6 +35,7 @@ __all__ = [
     "Ok",
     "Outcome",
     "WorkerError",
+    "choose_core",
     "device_mesh",
     "outcomes",
     "preload",
