@@ -98,6 +98,7 @@ PUBLIC = {
         "Ok",
         "Outcome",
         "WorkerError",
+        "choose_core",
         "device_mesh",
         "outcomes",
         "preload",
