@@ -15,7 +15,6 @@ import torch
 import vescale_dtensor as vd
 from capture_guards import line, rows, spread
 from hostile_protocols import PROTOCOLS
-from rotation import rotating
 from test_stale_state import alike, plain
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -284,7 +283,7 @@ def all_of(rank, world_size, programs):
     return {name: verdict(make) for name, make in programs.items()}
 
 
-@pytest.mark.parametrize("name", rotating(ALL, 4))
+@pytest.mark.parametrize("name", ALL)
 def test_right_or_refused(name):
     found = simulate(2)(all_of, {name: ALL[name]})
     # Most of them can be replayed, so refusing more would be no answer.
