@@ -36,7 +36,7 @@ kind(
 )
 kind(
     "finalizer",
-    lambda: weakref.finalize(SHARED, print),
+    lambda: weakref.finalize(SHARED, int),
     mutated(lambda v: v.detach()),
     lambda x, v: x * (1 + v.alive),
 )
