@@ -1,10 +1,12 @@
 """What the tests of captured semantics share: data, and the comparison of a case with eager."""
 
 import torch
+import torch.nn.functional as F
 import vescale_dtensor as vd
+from torch import nn
 from torch.utils._pytree import tree_flatten
 from vescale_comm.testing import device_mesh
-from vescale_dtensor import Replicate
+from vescale_dtensor import Replicate, Shard
 
 
 def eager(function):
@@ -23,6 +25,24 @@ def spread(value, dp=None, tp=None, grad=False):
     layout = [dp or Replicate(), tp or Replicate()]
     whole = value.clone().requires_grad_(grad)
     return vd.distribute_tensor(whole, grid(), layout, src_data_rank=None)
+
+
+class Mlp(nn.Module):
+    """A residual block of which tp cuts the weights."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+        for linear, dim in ((self.up, 0), (self.down, 1)):
+            whole, layout = linear.weight.detach(), [Replicate(), Shard(dim)]
+            weight = vd.distribute_tensor(whole, mesh, layout, src_data_rank=None)
+            linear.weight = nn.Parameter(weight)
+        vd.distribute_module(self, mesh)
+
+    def forward(self, x):
+        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
 
 
 def plainly(value):

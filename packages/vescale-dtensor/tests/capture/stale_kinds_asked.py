@@ -12,23 +12,17 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import io
-import itertools
 import logging
-import multiprocessing
 import os
 import sys
 import threading
 import types
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from stale_kinds import Settings, factor_is, kind, mutated, of_attribute
 from stale_kinds_typed import KINDS as KINDS
 from torch import nn
-from torch.utils.data import DistributedSampler
 
 HERE, DEEP = os.getcwd(), sys.getrecursionlimit()
 
@@ -65,22 +59,7 @@ setting(
     lambda n: torch.use_deterministic_algorithms(bool(n % 2)),
     doubled_if(torch.are_deterministic_algorithms_enabled),
 )
-setting(
-    "precision of products",
-    lambda n: torch.set_float32_matmul_precision(("highest", "high")[n % 2]),
-    lambda x: x * len(torch.get_float32_matmul_precision()),
-)
 setting("number of threads", lambda n: torch.set_num_threads(1 + n % 2), lambda x: x * threads())
-setting(
-    "attention backend",
-    lambda n: torch.backends.cuda.enable_flash_sdp(n % 2 == 0),
-    doubled_if(torch.backends.cuda.flash_sdp_enabled),
-)
-setting(
-    "setting of cudnn",
-    lambda n: setattr(torch.backends.cudnn, "benchmark", n % 2 == 1),
-    lambda x: x * (1 + torch.backends.cudnn.benchmark),
-)
 setting(
     "fast path of attention",
     lambda n: torch.backends.mha.set_fastpath_enabled(n % 2 == 0),
@@ -132,31 +111,6 @@ def argv(x):
 def cwd():
     return os.getcwd()
 
-
-# --- functions of libraries that are replaced
-
-GELU, LEAKY, SQRT = F.gelu, nn.LeakyReLU.forward, torch.Tensor.sqrt
-MODULE = nn.Sequential(nn.Identity(), nn.LeakyReLU(0.5))
-
-
-def replaced(owner, name, original):
-    def apply(number):
-        new = functools.partial(times, original, number)
-        setattr(owner, name, new if number else original)
-
-    return apply
-
-
-def times(function, number, *args, **kwargs):
-    return function(*args, **kwargs) * number
-
-
-def replaced_method(number):
-    nn.LeakyReLU.forward = (lambda self, x: LEAKY(self, x) * number) if number else LEAKY
-
-
-setting("function of torch", replaced(F, "gelu", GELU), lambda x: F.gelu(x))
-setting("method of a torch module", replaced_method, lambda x: MODULE(x))
 
 # --- modules that are asked for by name
 
@@ -226,12 +180,6 @@ class Asking:
 
 kind("attribute of a metaclass", with_metaclass, of_metaclass("factor", 3.0), of_attribute)
 kind(
-    "method of a metaclass",
-    with_metaclass,
-    of_metaclass("__len__", lambda cls: 3),
-    lambda x, v: x * len(v),
-)
-kind(
     "registered with an abstract class",
     Asking,
     mutated(lambda v: v.interface.register(type(v))),
@@ -252,34 +200,20 @@ class Source:
     factor = 2.0
 
 
-def remembering(size):
+def remembering():
     source = Source()
 
-    @functools.lru_cache(size)
+    @functools.lru_cache(4)
     def found(name):
         return [getattr(source, name)]
 
-    found.source = source
     found("factor")
     return found
 
 
-def forget(found):
-    found.source.factor += 1
-    found.cache_clear()
-    found("factor")
-
-
-for size in (None, 4):
-    kind(
-        f"cache of {size or 'all'} results",
-        functools.partial(remembering, size),
-        mutated(forget),
-        lambda x, v: x * v("factor")[0],
-    )
 kind(
     "result in a cache",
-    lambda: remembering(4),
+    remembering,
     mutated(lambda v: v("factor").__setitem__(0, 5.0)),
     lambda x, v: x * v("factor")[0],
 )
@@ -293,12 +227,6 @@ def by_keyword(x, value):
             return x * number
 
 
-def by_position(x, value):
-    match value:
-        case Settings(number):
-            return x * number
-
-
 def alias(x, value):
     return x * READ(value, "factor")
 
@@ -306,13 +234,10 @@ def alias(x, value):
 READ = getattr
 READERS = {
     "keyword pattern": by_keyword,
-    "positional pattern": by_position,
     "another name of getattr": alias,
     "asdict": lambda x, v: x * dataclasses.asdict(v)["factor"],
-    "astuple": lambda x, v: x * dataclasses.astuple(v)[0],
     "copy": lambda x, v: x * vars(copy.copy(v))["factor"],
     "getmembers": lambda x, v: x * dict(inspect.getmembers(v))["factor"],
-    "__getstate__": lambda x, v: x * v.__reduce_ex__(2)[2]["factor"],
 }
 for name, read in READERS.items():
     kind(f"read by {name}", Settings, factor_is(3.0), read)
@@ -321,12 +246,6 @@ kind(
     lambda: Settings("a"),
     mutated(lambda v: setattr(v, "factor", v.factor + "a")),
     lambda x, v: x * len("{0.factor}".format(v)),  # noqa: UP030, UP032
-)
-kind(
-    "number of attributes",
-    Settings,
-    mutated(lambda v: setattr(v, f"more{len(vars(v))}", 1)),
-    lambda x, v: x * len(dir(v)),
 )
 kind(
     "equal namespaces",
@@ -353,12 +272,6 @@ kind(
     mutated(lambda v: v()),
     lambda x, v: x * v.__closure__[0].cell_contents,
 )
-kind(
-    "default, read",
-    closing,
-    mutated(lambda v: setattr(v, "__defaults__", (v.__defaults__[0] + 1,))),
-    lambda x, v: x * v.__defaults__[0],
-)
 
 # --- state in C
 
@@ -369,41 +282,10 @@ kind(
     lambda x, v: x * v.value,
 )
 kind(
-    "shared number",
-    lambda: multiprocessing.Value("d", 2.0),
-    mutated(lambda v: setattr(v, "value", v.value + 1)),
-    lambda x, v: x * v.value,
-)
-kind(
-    "own iterator in C",
-    lambda: type("Count", (itertools.count,), {})(1),
-    lambda v: v,
-    lambda x, v: x * next(v),
-)
-kind(
-    "own buffer in C",
-    lambda: type("Buffer", (io.StringIO,), {})(),
-    mutated(lambda v: v.write("a")),
-    lambda x, v: x * len(v.getvalue()),
-)
-kind(
     "lock",
     threading.Lock,
     mutated(lambda v: v.release() if v.locked() else v.acquire()),
     lambda x, v: x * 2 if v.locked() else x,
-)
-kind("mock", lambda: mock.Mock(factor=2.0), factor_is(3.0), of_attribute)
-kind(
-    "result of a mock",
-    lambda: mock.Mock(return_value=2.0),
-    mutated(lambda v: setattr(v, "return_value", 3.0)),
-    lambda x, v: x * v(),
-)
-kind(
-    "epoch of a sampler",
-    lambda: DistributedSampler(range(4), 1, 0),
-    mutated(lambda v: v.set_epoch(v.epoch + 1)),
-    lambda x, v: x * (1 + v.epoch),
 )
 kind(
     "seed of a generator",

@@ -2,18 +2,13 @@
 
 import functools
 import inspect
-import io
 import operator
-import queue
 import sys
 import threading
 import types
-import weakref
-from abc import ABCMeta
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import replace
-from fractions import Fraction
 
 import torch
 from stale_kinds import (
@@ -93,22 +88,6 @@ def own_class(base=Shared):
     return type("Own", (base,), {"factor": 2.0, "static": staticmethod(Shared.static)})()
 
 
-class Inheriting(Shared):
-    pass
-
-
-class Dynamic:
-    """Attributes that are not in its namespace."""
-
-    def __init__(self):
-        self.values = {"factor": 2.0}
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.values[name]
-
-
 def scale_is(number):
     return mutated(lambda value: setattr(value, "_scale", number))
 
@@ -123,12 +102,6 @@ kind(
 )
 kind("wrapped function", lambda: wrapped(doubled), lambda v: wrapped(tripled), called)
 kind("default of a function", own_doubled, mutated(new_default), called)
-kind(
-    "attribute of a function",
-    lambda: closing_over(2.0),
-    mutated(lambda v: setattr(v, "factor", 3.0)),
-    lambda x, v: x * getattr(v, "factor", 2.0),
-)
 kind(
     "bound method",
     lambda: Shared().method,
@@ -148,21 +121,8 @@ kind(
     mutated(lambda v: setattr(type(v), "static", staticmethod(tripled))),
     lambda x, v: v.static(x),
 )
-kind(
-    "class method",
-    own_class,
-    mutated(lambda v: setattr(type(v), "factor", 3.0)),
-    lambda x, v: v.of_class(x),
-)
 kind("class attribute", own_class, mutated(lambda v: setattr(type(v), "factor", 3.0)), of_attribute)
-kind(
-    "class itself",
-    lambda: type(own_class()),
-    mutated(lambda v: setattr(v, "factor", 3.0)),
-    of_attribute,
-)
 kind("property", Shared, scale_is(3.0), lambda x, v: x * v.scale)
-kind("inherited method", Inheriting, scale_is(3.0), lambda x, v: v.method(x))
 kind(
     "method of a base",
     lambda: own_class(type("Base", (Shared,), {})),
@@ -170,22 +130,12 @@ kind(
     lambda x, v: v.method(x),
 )
 kind("callable object", Shared, scale_is(3.0), called)
-kind("subscript method", Shared, scale_is(3.0), lambda x, v: x * v[0])
-kind("getattr with a string", Settings, factor_is(3.0), lambda x, v: x * getattr(v, "fac" + "tor"))
-kind(
-    "getattr with a variable",
-    Settings,
-    factor_is(3.0),
-    lambda x, v: x * next(getattr(v, n) for n in ("factor", "inner")),
-)
 kind(
     "hasattr",
     Shared,
     mutated(lambda v: setattr(v, "extra", 3.0)),
     lambda x, v: x * 3 if hasattr(v, "extra") else x,
 )
-kind("__dict__", Settings, factor_is(3.0), lambda x, v: x * v.__dict__["factor"])
-kind("__getattr__", Dynamic, mutated(lambda v: v.values.update(factor=3.0)), of_attribute)
 
 
 def inner_local(x, value):
@@ -198,19 +148,7 @@ def inner_local(x, value):
     return x * inner(value.factor)
 
 
-class Rewritten:
-    """Something that writes an attribute of the same name, of another object."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-
-def written_elsewhere(x, value):
-    return x * Rewritten(value.factor).factor
-
-
 kind("local of the same name", Settings, factor_is(3.0), inner_local)
-kind("write of the same name", Settings, factor_is(3.0), written_elsewhere)
 
 
 class Tripling(Shared):
@@ -224,16 +162,6 @@ def become_tripling(value):
 
 def maybe_scaled(x, value):
     return x * getattr(value, "factor", 2.0)
-
-
-def next_inner(value):
-    value["inner"]["a"] += 1.0
-
-
-def copying(x, value):
-    """Puts an equal dict in the place of another at each call."""
-    value["inner"] = dict(value["inner"])
-    return x * value["inner"]["a"]
 
 
 SETTINGS = types.ModuleType("capture_settings")
@@ -253,7 +181,6 @@ def importing(x, value):
 
 kind("another class", own_class, mutated(become_tripling), lambda x, v: v.method(x))
 kind("attribute of a tensor", lambda: torch.ones(4), factor_is(3.0), maybe_scaled)
-kind("a copied dict", lambda: {"inner": {"a": 2.0}}, mutated(next_inner), copying)
 kind("import inside", lambda: 0, mutated(change_module), importing)
 
 
@@ -302,10 +229,6 @@ kind(
     lambda x, v: x * 2 if v.is_set() else x,
 )
 kind("array", lambda: array("f", [2.0]), mutated(lambda v: v.append(3.0)), lambda x, v: x * sum(v))
-kind("queue", queue.Queue, mutated(lambda v: v.put(1)), lambda x, v: x * v.qsize())
-kind(
-    "text buffer", io.StringIO, mutated(lambda v: v.write("a")), lambda x, v: x * len(v.getvalue())
-)
 COUNTED = Settings()
 KINDS["attrgetter"] = replace(
     KINDS["attrgetter"],
@@ -314,14 +237,6 @@ KINDS["attrgetter"] = replace(
 
 
 # --- attributes that are missing at first: code goes on without them
-
-
-class Swallowing:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return True
 
 
 def number_of(v):
@@ -342,19 +257,6 @@ def caught_without_a_name(x, v):
         return x
 
 
-def caught_by_another_name(x, v):
-    try:
-        return x * v.number
-    except ERRORS:
-        return x
-
-
-def swallowed(x, v):
-    with Swallowing():
-        x = x * v.number
-    return x
-
-
 def left(x, v):
     try:
         x = x * v.number
@@ -362,33 +264,18 @@ def left(x, v):
         return x  # noqa: B012
 
 
-ERRORS = KeyError, AttributeError
-
-
 def numbered(v):
     v.number = getattr(v, "number", 1.0) + 1
     return v
 
 
-for _use in (caught_by_the_caller, caught_without_a_name, caught_by_another_name, swallowed, left):
-    for _what, _make in (("function", lambda: lambda: None), ("tensor", lambda: torch.ones(3))):
-        _words = _use.__name__.replace("_", " ")
-        kind(f"attribute that a {_what} lacks, {_words}", _make, numbered, _use)
-# Not by `class`: then the class would say that it is of this module.
-WITH_ROOM = {
-    "staticmethod": lambda: staticmethod(len),
-    "classmethod": lambda: classmethod(len),
+for _use in (caught_by_the_caller, caught_without_a_name, left):
+    _words = _use.__name__.replace("_", " ")
+    kind(f"attribute that a function lacks, {_words}", lambda: lambda: None, numbered, _use)
+for _what, _make in {
     "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "class made by ABCMeta": lambda: ABCMeta("Made", (), {}),
-    "fraction of a derived class": lambda: ABCMeta("Half", (Fraction,), {})(1, 2),
-    "bytearray of a derived class": type("Bytes", (bytearray,), {}),
-    "array of a derived class": lambda: type("Numbers", (array,), {})("f", [2.0]),
-    "property of a derived class": type("Property", (property,), {}),
-    "weak reference of a derived class": lambda: type("Weak", (weakref.ref,), {})(Swallowing),
     "ExceptionGroup": lambda: ExceptionGroup("two", [KeyError(1)]),
-}
-for _what, _make in WITH_ROOM.items():
+}.items():
     kind(f"attribute that a {_what} lacks", _make, numbered, caught_by_the_caller)
 OTHER_MODULE = types.ModuleType("capture_that_lacks")
 
@@ -410,57 +297,26 @@ def lacking():
 kind("name to import that a Python module lacks", lacking, numbered, imported_if_there)
 
 
-def of_a_library():
-    return torch.nn.functional.number_that_libraries_lack
-
-
-def of_a_class():
-    return torch.nn.Linear.number_that_libraries_lack
-
-
-def of_an_import():
+def of_an_import(x, v):
     import torch.nn.functional as lib
 
-    return lib.number_that_libraries_lack
+    try:
+        return x * lib.number_that_libraries_lack
+    except AttributeError:
+        return x
 
 
-def of_an_imported_name():
-    from torch.nn import functional
-
-    return functional.number_that_libraries_lack
-
-
-def caught_here(number):
-    def use(x, v):
-        try:
-            return x * number()
-        except AttributeError:
-            return x
-
-    return use
+def added(v):
+    torch.nn.functional.number_that_libraries_lack = v + 1
+    return v + 1
 
 
-def added(owner):
-    def change(v):
-        owner.number_that_libraries_lack = getattr(owner, "number_that_libraries_lack", 1.0) + 1
-        return v
-
-    return change
+def cleaned():
+    vars(torch.nn.functional).pop("number_that_libraries_lack", None)
+    return 1.0
 
 
-def cleaned(owner):
-    def make():
-        if hasattr(owner, "number_that_libraries_lack"):
-            del owner.number_that_libraries_lack
-        return 1.0
-
-    return make
-
-
-for _read in (of_a_library, of_a_class, of_an_import, of_an_imported_name):
-    _owner = torch.nn.Linear if _read is of_a_class else torch.nn.functional
-    _words = _read.__name__.replace("_", " ")
-    kind(f"name {_words} that it lacks", cleaned(_owner), added(_owner), caught_here(_read))
+kind("name of an import that it lacks", cleaned, added, of_an_import)
 
 
 def with_signature(v):

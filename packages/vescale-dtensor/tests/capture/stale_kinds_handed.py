@@ -13,10 +13,9 @@ import types
 import typing
 import xml.etree.ElementTree
 
-import numpy
 import torch
 from stale_kinds import factor_is, kind, mutated, of_attribute
-from stale_kinds_asked import doubled_if, setting
+from stale_kinds_asked import setting
 from stale_kinds_models import KINDS as KINDS
 
 # --- functions in C that C calls, of which no profiler hears
@@ -31,16 +30,6 @@ setting(
     "folder, asked by C",
     lambda n: os.chdir(("/", "/tmp")[n % 2]),
     lambda x: x * len(called_by_c(os.getcwd)),
-)
-setting(
-    "number of threads, asked by C",
-    lambda n: torch.set_num_threads(1 + n % 2),
-    lambda x: x * called_by_c(torch.get_num_threads),
-)
-setting(
-    "deterministic algorithms, asked by C",
-    lambda n: torch.use_deterministic_algorithms(bool(n % 2)),
-    doubled_if(lambda: called_by_c(torch.are_deterministic_algorithms_enabled)),
 )
 kind(
     "getter that is handed over",
@@ -66,11 +55,6 @@ setting(
     lambda x: x * csv.field_size_limit(),
 )
 setting(
-    "dialects of tables",
-    lambda n: csv.register_dialect("capture", delimiter="abcd"[n % 4]),
-    lambda x: x * ord(csv.get_dialect("capture").delimiter),
-)
-setting(
     "type of a file",
     lambda n: mimetypes.add_type("a/" + "b" * (n + 1), ".capture"),
     lambda x: x * len(mimetypes.guess_type("a.capture")[0]),
@@ -85,16 +69,6 @@ setting(
     lambda n: xml.etree.ElementTree.register_namespace("a" * (n + 1), "capture"),
     lambda x: x * len(xml.etree.ElementTree.tostring(xml.etree.ElementTree.Element("{capture}b"))),
 )
-setting("buffers of numpy", lambda n: numpy.setbufsize(16 * (n + 1)), lambda x: x * of_numpy())
-setting(
-    "environment of bytes, by a function",
-    lambda n: os.environ.__setitem__("CAPTURE_BYTES", "a" * (n + 1)),
-    lambda x: x * len(os.getenvb(b"CAPTURE_BYTES")),
-)
-
-
-def of_numpy():
-    return numpy.getbufsize() / 16
 
 
 class Copied:

@@ -3,14 +3,12 @@
 import contextvars
 import datetime
 import enum
-import functools
 import itertools
 import operator
 import random
 import re
 import sys
 import types
-import typing
 import weakref
 
 import numpy
@@ -55,26 +53,8 @@ kind(
     grown_in(lambda v: v.__self__),
     lambda x, v: x * v.scale(),
 )
-kind(
-    "key of cmp_to_key",
-    lambda: functools.cmp_to_key(lambda a, b: 0)(Base()),
-    grown_in(lambda v: v.obj),
-    factor_of(lambda v: v.obj),
-)
 
 
-class Order(Base):
-    def compare(self, one, other):
-        return (one - other) * self.factor
-
-
-ORDER = Order()
-kind(
-    "object of a method in cmp_to_key",
-    lambda: (setattr(ORDER, "factor", 1.0), functools.cmp_to_key(ORDER.compare))[1],
-    mutated(lambda v: setattr(ORDER, "factor", -ORDER.factor)),
-    lambda x, v: x * sorted([2.0, 3.0], key=v)[0],
-)
 SHARED = Base()
 
 
@@ -91,12 +71,6 @@ kind(
     lambda x, v: x * v(2.0),
 )
 kind(
-    "vectorized method",
-    wrapping(lambda: numpy.vectorize(SHARED.product)),
-    grown_shared,
-    lambda x, v: x * float(v(2.0)),
-)
-kind(
     "weak method",
     wrapping(lambda: weakref.WeakMethod(SHARED.scale)),
     grown_shared,
@@ -111,25 +85,7 @@ def own_alias():
     return types.GenericAlias(Own, (int,))
 
 
-T = typing.TypeVar("T")
-
-
-def own_typing_alias():
-    class Own(typing.Generic[T]):
-        factor = 2.0
-
-    return Own[int]
-
-
-for title, make in {"generic alias": own_alias, "alias of typing": own_typing_alias}.items():
-    kind(f"class behind a {title}", make, grown_in(lambda v: v.__origin__), of_attribute)
-    kind(f"object by a {title}", make, grown_in(lambda v: v.__origin__), factor_of(lambda v: v()))
-kind(
-    "what annotates a type",
-    lambda: typing.Annotated[int, Settings()],
-    grown_in(lambda v: v.__metadata__[0]),
-    factor_of(lambda v: v.__metadata__[0]),
-)
+kind("class behind a generic alias", own_alias, grown_in(lambda v: v.__origin__), of_attribute)
 kind(
     "object in a slice",
     lambda: slice(Settings(), None),
@@ -169,22 +125,12 @@ class Zone(datetime.tzinfo):
         return datetime.timedelta(hours=self.factor)
 
 
-for title, make in {
-    "moment": lambda: datetime.datetime(2020, 1, 1, tzinfo=Zone()),
-    "time": lambda: datetime.time(1, tzinfo=Zone()),
-}.items():
-    kind(
-        f"own zone of a {title}",
-        make,
-        grown_in(lambda v: v.tzinfo),
-        lambda x, v: x * v.utcoffset().seconds,
-    )
-    kind(
-        f"own zone of a {title}, attribute",
-        make,
-        grown_in(lambda v: v.tzinfo),
-        factor_of(lambda v: v.tzinfo),
-    )
+kind(
+    "own zone of a moment",
+    lambda: datetime.datetime(2020, 1, 1, tzinfo=Zone()),
+    grown_in(lambda v: v.tzinfo),
+    lambda x, v: x * v.utcoffset().seconds,
+)
 kind(
     "match in a byte array",
     lambda: re.match(b"a+", bytearray(b"aab")),
@@ -211,13 +157,12 @@ def variable_elsewhere():
     return context, variable
 
 
-set_elsewhere = mutated(lambda v: v[0].run(v[1].set, v[0][v[1]] + 1))
-for title, use in {
-    "read": lambda x, v: x * v[0][v[1]],
-    "got": lambda x, v: x * v[0].get(v[1]),
-    "run": lambda x, v: x * v[0].run(v[1].get),
-}.items():
-    kind(f"variable of another context, {title}", variable_elsewhere, set_elsewhere, use)
+kind(
+    "variable of another context, read",
+    variable_elsewhere,
+    mutated(lambda v: v[0].run(v[1].set, v[0][v[1]] + 1)),
+    lambda x, v: x * v[0][v[1]],
+)
 
 # --- what runs
 
@@ -238,12 +183,6 @@ in_frame = lambda v: v.f_locals["box"]  # noqa: E731
 in_traceback = lambda v: v.tb_frame.f_locals["box"]  # noqa: E731
 kind("frame", frame_with_a_box, grown_in(in_frame), factor_of(in_frame))
 kind(
-    "traceback",
-    lambda: raised(Settings()).__traceback__,
-    grown_in(in_traceback),
-    factor_of(in_traceback),
-)
-kind(
     "traceback of an error",
     lambda: raised(Settings()),
     grown_in(lambda v: in_traceback(v.__traceback__)),
@@ -263,62 +202,33 @@ async def waiting():
     await giving()
 
 
-async def giving_later():
-    number = 2.0
-    while True:
-        yield number
-        number += 1
-
-
-def next_of(generator):
-    try:
-        generator.__anext__().send(None)
-    except StopIteration as given:
-        return given.value
-
-
 def started(coroutine):
     coroutine.send(None)  # one that never ran is warned of
     return coroutine
 
 
 kind("coroutine", lambda: started(waiting()), itself, lambda x, v: x * v.send(None))
-kind("asynchronous generator", giving_later, itself, lambda x, v: x * next_of(v))
 kind("cycle", lambda: itertools.cycle([1.0, 2.0]), itself, lambda x, v: x * next(v))
 kind("random instance", lambda: random.Random(0), itself, lambda x, v: x * v.random())
 
 # --- what exceptions hold in C
 
 
-def error_with(**attributes):
+def error_with_cause():
     error = ValueError(1)
-    for name, value in attributes.items():
-        setattr(error, name, value)
+    error.__cause__ = KeyError(2.0)
     return error
 
 
-for name in ("__cause__", "__context__"):
-    kind(
-        f"{name} of an error",
-        lambda name=name: error_with(**{name: KeyError(2.0)}),
-        mutated(lambda v, name=name: setattr(v, name, KeyError(3.0))),
-        lambda x, v, name=name: x * getattr(v, name).args[0],
-    )
-for name, make in {
-    "errno": lambda: OSError(2, "none"),
-    "value": lambda: StopIteration(2),
-    "code": lambda: SystemExit(2),
-    "start": lambda: UnicodeDecodeError("utf8", b"abcdef", 1, 3, "none"),
-}.items():
-    kind(
-        f"{name} of an error",
-        make,
-        mutated(lambda v, name=name: setattr(v, name, getattr(v, name) + 1)),
-        lambda x, v, name=name: x * getattr(v, name),
-    )
 kind(
-    "error in a group",
-    lambda: ExceptionGroup("all", [ValueError(Settings())]),
-    grown_in(lambda v: v.exceptions[0].args[0]),
-    factor_of(lambda v: v.exceptions[0].args[0]),
+    "__cause__ of an error",
+    error_with_cause,
+    mutated(lambda v: setattr(v, "__cause__", KeyError(3.0))),
+    lambda x, v: x * v.__cause__.args[0],
+)
+kind(
+    "errno of an error",
+    lambda: OSError(2, "none"),
+    mutated(lambda v: setattr(v, "errno", v.errno + 1)),
+    lambda x, v: x * v.errno,
 )

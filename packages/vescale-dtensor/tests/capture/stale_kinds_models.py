@@ -34,12 +34,6 @@ kind(
     mutated(lambda v: ordered(True)[1](v)),
     lambda x, v: v(x),
 )
-kind(
-    "hook put after the others",
-    lambda: ordered(False)[0],
-    mutated(lambda v: ordered(False)[1](v)),
-    lambda x, v: v(x),
-)
 
 
 class Doubled(nn.Module):
@@ -98,15 +92,6 @@ def tied(value):
         value.two.weight = value.one.weight
 
 
-def gradients(x, value):
-    value.zero_grad()
-    loss = value(x).square().sum()
-    loss.backward()
-    return loss.detach(), [
-        None if p.grad is None else p.grad.to_local() for p in value.parameters()
-    ]
-
-
 def gradients_of(value):
     return [None if p.grad is None else p.grad.full_tensor() for p in value.parameters()]
 
@@ -123,13 +108,6 @@ kind(
     "requires_grad of a parameter",
     Tied,
     mutated(lambda v: v.one.weight.requires_grad_(not v.one.weight.requires_grad)),
-    training,
-    gradients_of,
-)
-kind(
-    "requires_grad of a module",
-    Tied,
-    mutated(lambda v: v.one.requires_grad_(not v.one.weight.requires_grad)),
     training,
     gradients_of,
 )
@@ -164,16 +142,6 @@ kind(
     training,
     gradients_of,
 )
-kind(
-    "swapped tensors",
-    Tied,
-    mutated(lambda v: swap(v.one.weight, nn.Parameter(v.one.weight.detach() * 2))),
-    training,
-)
-
-
-def swap(one, two):
-    one.data = two.data
 
 
 kind(
@@ -181,12 +149,6 @@ kind(
     lambda: nn.ModuleList([plain_linear(), nn.ReLU()]),
     mutated(lambda v: v.__setitem__(1, nn.Tanh() if isinstance(v[1], nn.ReLU) else nn.ReLU())),
     lambda x, v: v[1](v[0](x)),
-)
-kind(
-    "module appended to a module list",
-    lambda: nn.ModuleList([plain_linear()]),
-    mutated(lambda v: v.append(nn.Tanh())),
-    lambda x, v: functools.reduce(lambda y, m: m(y), v, x),
 )
 kind(
     "order of a module dict",
@@ -201,37 +163,11 @@ kind(
     lambda x, v: x * v[len(v) - 1],
 )
 kind(
-    "parameter in a parameter dict",
-    lambda: nn.ParameterDict({"a": spread(torch.ones(4), Replicate())}),
-    mutated(lambda v: v.update({"a": v["a"].detach() * 2})),
-    lambda x, v: x * v["a"],
-)
-kind(
-    "module in a sequential",
-    lambda: nn.Sequential(plain_linear(), nn.ReLU()),
-    mutated(lambda v: v.insert(1, nn.Tanh())),
-    lambda x, v: v(x),
-)
-kind(
     "forward of one module",
     plain_linear,
     mutated(lambda v: setattr(v, "forward", lambda x, f=v.forward: f(x) * 2)),
     lambda x, v: v(x),
 )
-kind(
-    "copied model",
-    Tied,
-    lambda v: doubled_copy(v),
-    training,
-    gradients_of,
-)
-
-
-def doubled_copy(value):
-    made = copy.deepcopy(value)
-    with torch.no_grad():
-        made.one.weight.mul_(2)
-    return made
 
 
 # --- training
@@ -296,33 +232,9 @@ def flip(group, name, value):
 
 
 kind(
-    "parameter added to an optimizer",
-    lambda: Trained(lambda p: torch.optim.SGD(p, lr=0.1)),
-    mutated(
-        lambda v: v.optimizer.add_param_group(
-            {"params": [nn.Parameter(spread(torch.ones(4), Replicate()))]}
-        )
-    ),
-    lambda x, v: trains(x, v) * len(v.optimizer.param_groups),
-    weight_of,
-)
-kind(
     "state of an optimizer, loaded",
     lambda: Trained(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     mutated(lambda v: v.optimizer.load_state_dict(copy.deepcopy(v.optimizer.state_dict()))),
-    trains,
-    weight_of,
-)
-kind(
-    "defaults of an optimizer",
-    lambda: Trained(lambda p: torch.optim.SGD(p, lr=0.1)),
-    mutated(lambda v: v.optimizer.defaults.update(lr=v.optimizer.defaults["lr"] + 1)),
-    lambda x, v: x * v.optimizer.defaults["lr"],
-)
-kind(
-    "post-accumulate hook of a parameter",
-    lambda: Trained(lambda p: torch.optim.SGD(p, lr=0.1)),
-    mutated(lambda v: v.weight.register_hook(lambda g: g * 0.5)),
     trains,
     weight_of,
 )
@@ -375,23 +287,6 @@ def scheduled():
 
 # --- iterators
 
-kind(
-    "zip",
-    lambda: zip([1.0] * 50, [2.0] * 50, strict=True),
-    lambda v: v,
-    lambda x, v: x * next(v)[1],
-)
-kind("counting", lambda: iter(range(1, 100)), lambda v: v, lambda x, v: x * next(v))
-kind("enumeration", lambda: enumerate([2.0] * 50), lambda v: v, lambda x, v: x * next(v)[0])
-kind(
-    "reversed list", lambda: reversed([2.0] * 30 + [3.0] * 9), lambda v: v, lambda x, v: x * next(v)
-)
-kind(
-    "loader",
-    lambda: torch.utils.data.DataLoader(range(3)),
-    lambda v: torch.utils.data.DataLoader(range(5)),
-    lambda x, v: x * len(v),
-)
 kind(
     "dataset",
     lambda: torch.utils.data.TensorDataset(torch.arange(4.0)),

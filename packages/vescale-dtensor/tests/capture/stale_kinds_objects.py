@@ -1,17 +1,15 @@
 """Kinds of state in parts of objects that code seldom asks for: names, texts, tables in C."""
 
 import collections
-import dataclasses
 import enum
 import functools
-import operator
 import types
 import warnings
 import weakref
 
 import numpy
 import torch
-from stale_kinds import factor_is, kind, mutated, of_attribute
+from stale_kinds import kind, mutated
 from stale_kinds_replaced import KINDS as KINDS
 from torch import nn
 
@@ -36,69 +34,14 @@ def own_class(**attributes):
     return type("Own", (), attributes)
 
 
-def more(value):
-    value.__annotations__ = {**value.__annotations__, f"b{len(value.__annotations__)}": float}
-
-
 # --- functions and classes
 
-for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+for name in ("__name__", "__doc__"):
     kind(f"{name} of a function", function_of_its_own, longer(name), length_of(name))
     make = functools.partial(own_class, __doc__="text")
     kind(f"{name} of a class", make, longer(name), length_of(name))
-kind(
-    "annotations of a function",
-    function_of_its_own,
-    mutated(more),
-    lambda x, v: x * len(v.__annotations__),
-)
-kind(
-    "name that is wrapped",
-    function_of_its_own,
-    longer("__name__"),
-    lambda x, v: x * len(functools.wraps(v)(lambda: 1).__name__),
-)
-kind("text of a class", own_class, longer("__qualname__"), lambda x, v: x * len(str(v)))
-kind(
-    "name of the class of an object",
-    lambda: own_class()(),
-    mutated(lambda v: setattr(type(v), "__name__", type(v).__name__ + "a")),
-    lambda x, v: x * len(type(v).__name__),
-)
-kind(
-    "class that a library made",
-    lambda: dataclasses.make_dataclass("Made", [("factor", float, dataclasses.field(default=2.0))]),
-    factor_is(3.0),
-    of_attribute,
-)
-kind(
-    "field of a class",
-    lambda: dataclasses.make_dataclass("Made", [("a", float, dataclasses.field(default=2.0))]),
-    mutated(lambda v: setattr(v.__dataclass_fields__["a"], "default", 3.0)),
-    lambda x, v: x * dataclasses.fields(v)[0].default,
-)
 
 
-class Dispatching:
-    def __init__(self):
-        self.__class__ = type("Own", (Dispatching,), {"method": self.made()})
-
-    @staticmethod
-    def made():
-        return functools.singledispatchmethod(lambda self, value: 1.0)
-
-
-def registered(value):
-    number = len(vars(type(value))["method"].dispatcher.registry)
-    vars(type(value))["method"].register(float, lambda self, other: number + 1.0)
-
-
-kind(
-    "method by the type of its argument",
-    Dispatching,
-    mutated(registered),
-    lambda x, v: x * v.method(2.0),
-)
 kind(
     "function by the type of its argument",
     lambda: functools.singledispatch(lambda value: 1.0),
@@ -125,34 +68,6 @@ kind(
     mutated(raised_number),
     lambda x, v: x * v.read,
 )
-kind(
-    "property of an attrgetter",
-    lambda: own_class(read=property(operator.attrgetter("factor")), factor=2.0)(),
-    factor_is(3.0),
-    lambda x, v: x * v.read,
-)
-
-
-class Redirecting:
-    """Attributes that are written elsewhere."""
-
-    def __init__(self):
-        object.__setattr__(self, "held", {"factor": 2.0})
-
-    def __setattr__(self, name, value):
-        self.held[name] = value
-
-    def __getattr__(self, name):
-        return object.__getattribute__(self, "held")[name]
-
-
-kind("own __setattr__", Redirecting, factor_is(3.0), of_attribute)
-kind(
-    "deleted attribute",
-    lambda: own_class(factor=2.0)(),
-    mutated(lambda v: vars(v).pop("factor", None) or setattr(v, "factor", 3.0)),
-    of_attribute,
-)
 
 
 class Meta(type):
@@ -168,23 +83,6 @@ kind(
     mutated(lambda v: setattr(v, "scale", v.scale + 1)),
     lambda x, v: x * v().factor,
 )
-SPECIAL = {
-    "__bool__": (lambda self: self.n % 2 == 0, lambda x, v: x * 2 if v else x),
-    "__index__": (lambda self: self.n, lambda x, v: x * [1, 2, 3, 4][v]),
-    "__float__": (lambda self: float(self.n), lambda x, v: x * float(v)),
-    "__format__": (lambda self, spec: "a" * self.n, lambda x, v: x * len(f"{v}")),
-    "__eq__": (lambda self, other: self.n == other, lambda x, v: x * 2 if v == 1 else x),
-    "__contains__": (lambda self, other: self.n == other, lambda x, v: x * 2 if 1 in v else x),
-    "__class_getitem__": (classmethod(lambda cls, i: i), lambda x, v: x * type(v)[v.n]),
-}
-for name, (method, use) in SPECIAL.items():
-    kind(
-        f"{name} of an object",
-        lambda name=name, method=method: own_class(**{name: method, "n": 1})(),
-        mutated(lambda v: setattr(v, "n", v.n + 1)),
-        use,
-    )
-
 # --- containers
 
 
@@ -222,22 +120,10 @@ kind(
     lambda x, v: x * next(iter(v.values())),
 )
 kind(
-    "chain of dicts",
-    lambda: collections.ChainMap({"a": 2.0}, {}),
-    mutated(lambda v: v.maps[0].update(a=3.0)),
-    lambda x, v: x * v["a"],
-)
-kind(
     "longest length of a deque",
     lambda: collections.deque([1.0], 2),
     lambda v: collections.deque(v, v.maxlen + 1),
     lambda x, v: x * v.maxlen,
-)
-kind(
-    "memory of a view",
-    lambda: memoryview(bytearray(b"ab")),
-    mutated(lambda v: v.__setitem__(0, v[0] + 1)),
-    lambda x, v: x * v[0],
 )
 kind(
     "one object in two places",
@@ -301,18 +187,11 @@ kind(
     mutated(lambda v: v.mask.__setitem__(0, not v.mask[0])),
     lambda x, v: x * float(v.sum()),
 )
-TEXTS = {
-    "str": lambda x, v: x * len(str(v)),
-    "percent": lambda x, v: x * len("%s" % v),  # noqa: UP031
-    "list": lambda x, v: x * len(str([v])),
-}
-for name, use in TEXTS.items():
-    kind(f"text of a tensor by {name}", lambda: torch.ones(2), mutated(lambda v: v.mul_(1e3)), use)
 kind(
-    "dtype of a module",
-    lambda: nn.Linear(4, 2),
-    mutated(lambda v: v.double() if v.weight.dtype is torch.float32 else v.float()),
-    lambda x, v: v(x.to_local().to(v.weight.dtype)),
+    "text of a tensor by str",
+    lambda: torch.ones(2),
+    mutated(lambda v: v.mul_(1e3)),
+    lambda x, v: x * len(str(v)),
 )
 kind(
     "strides of a parameter",
@@ -325,12 +204,6 @@ kind(
     lambda: nn.Sequential(nn.Sequential(nn.Dropout(1.0))),
     mutated(lambda v: v[0][0].train(not v[0][0].training)),
     lambda x, v: v(x),
-)
-kind(
-    "text of a module",
-    lambda: nn.Sequential(nn.LeakyReLU(1.0)),
-    mutated(lambda v: setattr(v[0], "negative_slope", v[0].negative_slope * 10)),
-    lambda x, v: x * len(str(v)),
 )
 
 

@@ -9,19 +9,15 @@ import logging
 import multiprocessing
 import os
 import random
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
-import typing
 import warnings
-import weakref
 
 import numpy
 import torch
-from stale_kinds_asked import doubled_if, setting
-from stale_kinds_objects import HELD
+from stale_kinds_asked import setting
 from stale_kinds_objects import KINDS as KINDS
 from torch import nn
 
@@ -43,11 +39,6 @@ setting(
     lambda x: x * gc.get_threshold()[0],
 )
 setting(
-    "interval of switches",
-    lambda n: sys.setswitchinterval(0.005 * (1 + n)),
-    lambda x: x * sys.getswitchinterval(),
-)
-setting(
     "locale",
     lambda n: locale.setlocale(locale.LC_ALL, ("C", "C.UTF-8")[n % 2]),
     lambda x: x * len(locale.setlocale(locale.LC_ALL)),
@@ -58,29 +49,13 @@ setting(
     lambda x: x * sys.capture_factor,
 )
 setting(
-    "number of modules",
-    lambda n: sys.modules.setdefault(f"capture_{n}"),
-    lambda x: x * len(sys.modules),
-)
-setting(
     "name among the modules",
     lambda n: (
         sys.modules.setdefault("capture_named") if n % 2 else sys.modules.pop("capture_named", None)
     ),
     lambda x: x * 2 if "capture_named" in sys.modules else x,
 )
-setting(
-    "folder of temporary files",
-    lambda n: setattr(tempfile, "tempdir", "/tmp" + "/" * n),
-    lambda x: x * len(tempfile.gettempdir()),
-)
 setting("getrefcount", lambda n: KEPT.append(CONFIG), lambda x: x * sys.getrefcount(CONFIG))
-setting("get_referrers", lambda n: KEPT.append([CONFIG]), lambda x: x * len(gc.get_referrers(1)))
-setting(
-    "number of weak references",
-    lambda n: KEPT.append(weakref.ref(HELD, lambda _: n)),
-    lambda x: x * (1 + weakref.getweakrefcount(HELD)),
-)
 setting("frame of the caller", lambda n: None, lambda x: x * len(sys._getframe(1).f_locals))
 setting("stack", lambda n: None, lambda x: x * len(inspect.stack()))
 setting(
@@ -111,11 +86,6 @@ setting(
     lambda x: x * logging.getLogger("capture.named").level,
 )
 setting(
-    "handlers of a logger",
-    lambda n: logging.getLogger("capture.named").addHandler(logging.NullHandler()),
-    lambda x: x * (1 + len(logging.getLogger("capture.named").handlers)),
-)
-setting(
     "handlers of the root",
     lambda n: logging.root.addHandler(logging.NullHandler()),
     lambda x: x * (1 + len(logging.root.handlers)),
@@ -131,17 +101,11 @@ def another_thread(number):
 
 
 setting(
-    "attribute of the thread",
-    lambda n: setattr(threading.current_thread(), "capture_factor", 2.0 + n),
-    lambda x: x * threading.current_thread().capture_factor,
-)
-setting(
     "attribute of the process",
     lambda n: setattr(multiprocessing.current_process(), "capture_factor", 2.0 + n),
     lambda x: x * multiprocessing.current_process().capture_factor,
 )
 setting("number of threads that run", another_thread, lambda x: x * threading.active_count())
-setting("threads that run", another_thread, lambda x: x * len(threading.enumerate()))
 
 # --- files and the world
 
@@ -158,19 +122,10 @@ setting(
     lambda n: numpy.array([n + 1.0]).tofile(FILE),
     lambda x: x * float(numpy.fromfile(FILE)[0]),
 )
-setting("command", lambda n: None, lambda x: x * (1 + os.system("true")))
 setting("process", lambda n: None, lambda x: x * subprocess.run(["true"]).returncode)
-setting("load", lambda n: None, lambda x: (x, os.getloadavg())[0])
-setting("database", lambda n: None, lambda x: (x, sqlite3.connect(":memory:"))[0])
-setting("user", lambda n: None, lambda x: x * os.getpid())
 
 # --- numpy and random numbers
 
-setting(
-    "how numpy prints",
-    lambda n: numpy.set_printoptions(precision=4 + n),
-    lambda x: x * len(str(numpy.array([1 / 3]))),
-)
 setting(
     "what numpy does about errors",
     lambda n: numpy.seterr(over=("warn", "ignore", "raise")[n % 3]),
@@ -188,39 +143,9 @@ setting("state of torch's generator", torch.manual_seed, lambda x: x * torch.get
 
 TANH = nn.Tanh()
 setting(
-    "how torch prints",
-    lambda n: torch.set_printoptions(precision=4 + n),
-    lambda x: x * len(str(torch.tensor(1 / 3))),
-)
-setting(
-    "default dtype",
-    lambda n: torch.set_default_dtype((torch.float32, torch.float64)[n % 2]),
-    lambda x: x * torch.finfo(torch.get_default_dtype()).eps,
-)
-setting(
-    "cache of autocast",
-    lambda n: torch.set_autocast_cache_enabled(n % 2 == 0),
-    doubled_if(torch.is_autocast_cache_enabled),
-)
-setting(
-    "dtype of autocast",
-    lambda n: torch.set_autocast_dtype("cpu", (torch.bfloat16, torch.float16)[n % 2]),
-    lambda x: x * torch.finfo(torch.get_autocast_dtype("cpu")).bits,
-)
-setting(
     "setting of the compiler",
     lambda n: setattr(torch._dynamo.config, "recompile_limit", 8 + n),
     lambda x: x * torch._dynamo.config.recompile_limit,
-)
-setting(
-    "how parameters are converted",
-    lambda n: torch.__future__.set_overwrite_module_params_on_conversion(n % 2 == 1),
-    doubled_if(torch.__future__.get_overwrite_module_params_on_conversion),
-)
-setting(
-    "how processes share memory",
-    lambda n: torch.multiprocessing.set_sharing_strategy(("file_descriptor", "file_system")[n % 2]),
-    lambda x: x * len(torch.multiprocessing.get_sharing_strategy()),
 )
 
 
@@ -232,19 +157,3 @@ def hooked_straight(number):
 
 
 setting("hook of all modules, written straight", hooked_straight, TANH)
-
-
-def hinted(a: float = 1.0) -> float:
-    return a
-
-
-setting(
-    "hints of a function",
-    lambda n: hinted.__annotations__.update({f"b{n}": float}),
-    lambda x: x * len(typing.get_type_hints(hinted)),
-)
-setting(
-    "signature of a function",
-    lambda n: setattr(hinted, "__defaults__", (1.0 + n,)),
-    lambda x: x * inspect.signature(hinted).parameters["a"].default,
-)

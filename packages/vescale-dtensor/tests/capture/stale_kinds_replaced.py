@@ -2,8 +2,6 @@
 
 import asyncio
 import decimal
-import logging
-import os
 import threading
 import types
 
@@ -32,23 +30,20 @@ replacing("function of torch", torch, "relu", lambda x: torch.relu(x - 1))
 replacing("function that a module of torch calls", F, "gelu", lambda x: GELU(x))
 
 # By names that are computed: what users write in configurations.
-ACTIVATIONS = {"function": "silu", "class": "Softsign", "method": "si" + "nh", "new": "added_later"}
+ACTIVATIONS = {"class": "Softsign", "method": "si" + "nh", "new": "added_later"}
 
 
-def replacing_by_name(name, owner, attribute, use):
-    replacing(name + ", by a computed name", owner, attribute, use)
-
-
-replacing_by_name("function of torch", F, "silu", lambda x: getattr(F, ACTIVATIONS["function"])(x))
-replacing_by_name("function of torch in C", torch, "tanh", lambda x: getattr(torch, "ta" + "nh")(x))
 SOFTSIGN = nn.Softsign
 setting(
     "class of torch, by a computed name",
     lambda n: setattr(nn, "Softsign", nn.Tanh if n % 2 else SOFTSIGN),
     lambda x: getattr(nn, ACTIVATIONS["class"])()(x - 1),
 )
-replacing_by_name(
-    "method of tensors", torch.Tensor, "sinh", lambda x: getattr(x, ACTIVATIONS["method"])()
+replacing(
+    "method of tensors, by a computed name",
+    torch.Tensor,
+    "sinh",
+    lambda x: getattr(x, ACTIVATIONS["method"])(),
 )
 
 
@@ -79,16 +74,6 @@ def native_kernels():
     )
 
 
-setting(
-    "all messages off",
-    lambda n: logging.disable(10 * (n % 2)),
-    doubled_if(lambda: logging.root.manager.disable),
-)
-setting(
-    "environment in bytes",
-    lambda n: os.environ.__setitem__("STALE_KINDS", "a" * n),
-    lambda x: x * len(os.environb.get(b"STALE_KINDS", b"")),
-)
 setting(
     "digits of decimals",
     lambda n: setattr(decimal.getcontext(), "prec", 28 - n),

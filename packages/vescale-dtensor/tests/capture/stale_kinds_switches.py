@@ -4,10 +4,7 @@ Found by trying all functions and attributes of torch that set something, and wh
 gives another value afterwards.
 """
 
-import decimal
 import io
-import logging
-import reprlib
 import sys
 import threading
 
@@ -101,15 +98,11 @@ for path, values in ATTRIBUTES.items():
 WEIGHT = torch.full((4, 4), 1.0 / 3)
 
 
-for device in ("cpu", "cuda", "xpu", "mps"):
-    first = torch.get_autocast_dtype(device)
-    setting(
-        f"dtype of autocast on {device}",
-        lambda n, device=device, values=(first, torch.float64): torch.set_autocast_dtype(
-            device, values[n % 2]
-        ),
-        lambda x, device=device: x * number(torch.get_autocast_dtype(device)),
-    )
+setting(
+    "dtype of autocast on cpu",
+    lambda n: torch.set_autocast_dtype("cpu", (torch.bfloat16, torch.float64)[n % 2]),
+    lambda x: x * number(torch.get_autocast_dtype("cpu")),
+)
 setting(
     "autocast on another device",
     lambda n: torch.set_autocast_enabled("xpu", bool(n % 2)),
@@ -146,44 +139,9 @@ def reconfigured(**options):
 ERRORS = ("strict", "ignore", "backslashreplace")
 setting("errors of a stream", reconfigured(errors=ERRORS), lambda x: x * len(sys.quiet.errors))
 setting(
-    "encoding of a stream",
-    reconfigured(encoding=("utf-8", "latin-1")),
-    lambda x: x * len(sys.quiet.encoding),
-)
-setting(
-    "encoding of a stream, by a string",
-    reconfigured(encoding=("utf-8", "latin-1")),
-    lambda x: x * len(getattr(sys.quiet, "encoding")),  # noqa: B009
-)
-setting(
-    "buffering of a stream",
-    reconfigured(line_buffering=SWITCH),
-    lambda x: x * number(sys.quiet.line_buffering),
-)
-setting(
-    "context of decimals for new threads",
-    lambda n: setattr(decimal.DefaultContext, "prec", 28 + n),
-    lambda x: x * decimal.DefaultContext.prec,
-)
-setting(
-    "handler of last resort",
-    lambda n: logging.lastResort.setLevel(30 + n),
-    lambda x: x * logging.lastResort.level,
-)
-setting(
     "name of the main thread",
     lambda n: setattr(threading.main_thread(), "name", "MainThread" + "-" * n),
     lambda x: x * len(threading.main_thread().name),
-)
-setting(
-    "limits of reprlib",
-    lambda n: setattr(reprlib.aRepr, "maxstring", 30 + n),
-    lambda x: x * len(reprlib.repr("a" * 99)),
-)
-setting(
-    "attribute of reprlib",
-    lambda n: setattr(reprlib.aRepr, "maxlist", 6 + n),
-    lambda x: x * reprlib.aRepr.maxlist,
 )
 setting(
     "numpy's call at errors",

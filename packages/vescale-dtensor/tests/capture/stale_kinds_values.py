@@ -5,19 +5,13 @@ import contextvars
 import datetime
 import decimal
 import enum
-import fractions
-import functools
 import importlib
-import io
-import logging
-import operator
 import os
 import pathlib
 import re
 import sys
 import threading
 import types
-import uuid
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +35,6 @@ kind(
     lambda x, v: x * 2 if Flags.DOUBLE in v else x,
 )
 kind("decimal", lambda: decimal.Decimal("1.5"), lambda v: v + 1, lambda x, v: x * float(v))
-kind(
-    "exponent of a decimal",
-    lambda: decimal.Decimal("1.0"),
-    lambda v: decimal.Decimal("1.00") if str(v) == "1.0" else decimal.Decimal("1.0"),
-    lambda x, v: x * len(str(v)),
-)
-kind("fraction", lambda: fractions.Fraction(1, 2), lambda v: v + 1, lambda x, v: x * float(v))
 kind("complex", lambda: 1 + 1j, lambda v: v + 1, lambda x, v: x * v.real)
 kind(
     "date",
@@ -61,19 +48,12 @@ kind(
     lambda v: v.astimezone(datetime.timezone(datetime.timedelta(hours=v.hour + 1))),
     lambda x, v: x * v.hour,
 )
-kind("time difference", lambda: datetime.timedelta(1), lambda v: v * 2, lambda x, v: x * v.days)
 kind("path", lambda: pathlib.Path("a"), lambda v: v / "b", lambda x, v: x * len(v.parts))
 kind(
     "pattern",
     lambda: re.compile("a"),
     lambda v: re.compile(v.pattern + "a"),
     lambda x, v: x * 2 if v.fullmatch("aa") else x,
-)
-kind(
-    "identifier",
-    lambda: uuid.UUID(int=1),
-    lambda v: uuid.UUID(int=v.int + 1),
-    lambda x, v: x * v.int,
 )
 kind("shape", lambda: torch.Size([1, 2]), lambda v: torch.Size([*v, 3]), lambda x, v: x * v.numel())
 kind(
@@ -83,53 +63,11 @@ kind(
     lambda x, v: x * len(v.type),
 )
 kind(
-    "memory format",
-    lambda: torch.contiguous_format,
-    lambda v: torch.preserve_format if v is torch.contiguous_format else torch.contiguous_format,
-    lambda x, v: x * len(str(v)),
-)
-kind(
-    "limits of a dtype",
-    lambda: torch.finfo(torch.float32),
-    lambda v: torch.finfo(torch.float16 if v.bits == 32 else torch.float32),
-    lambda x, v: x * v.bits,
-)
-kind(
     "generator that is drawn from",
     lambda: torch.Generator().manual_seed(1),
     mutated(lambda v: v.manual_seed(v.initial_seed() + 1)),
     lambda x, v: x + torch.rand(4, generator=v),
     lambda v: v.get_state(),
-)
-kind(
-    "buffer of text",
-    lambda: io.StringIO("a"),
-    mutated(lambda v: v.write("bb")),
-    lambda x, v: x * len(v.getvalue()),
-)
-kind(
-    "item getter",
-    lambda: operator.itemgetter(0),
-    lambda v: operator.itemgetter(1),
-    lambda x, v: x * v([2.0, 3.0]),
-)
-kind(
-    "method caller",
-    lambda: operator.methodcaller("sin"),
-    lambda v: operator.methodcaller("cos"),
-    lambda x, v: v(x),
-)
-kind(
-    "partial method",
-    lambda: type("Own", (), {"f": functools.partialmethod(lambda self, a, x: x * a, 1.0)})(),
-    mutated(lambda v: setattr(type(v), "f", functools.partialmethod(lambda s, a, x: x * a, 3.0))),
-    lambda x, v: v.f(x),
-)
-kind(
-    "memoized function",
-    lambda: [functools.lru_cache(lambda a: a + 1), 1.0],
-    mutated(lambda v: v.__setitem__(1, v[1] + 1)),
-    lambda x, v: x * v[0](v[1]),
 )
 LOCAL = threading.local()
 setting(
@@ -138,19 +76,8 @@ setting(
     lambda x: x * LOCAL.scale,
 )
 SCALE = contextvars.ContextVar("capture_holding", default=1.0)
-setting("context variable, set", lambda n: SCALE.set(1.0 + n), lambda x: x * SCALE.get())
 
 
-class OwnLocal(threading.local):
-    scale = 1.0
-
-
-kind(
-    "thread-local of a class",
-    OwnLocal,
-    mutated(lambda v: setattr(v, "scale", v.scale + 1)),
-    lambda x, v: x * v.scale,
-)
 kind(
     "default of a context variable",
     lambda: contextvars.ContextVar("with_default", default={"scale": 2.0}),  # noqa: B039
@@ -167,23 +94,6 @@ setting(
     "environment",
     lambda n: os.environ.update(CAPTURE_HOLDING="a" * (n + 1)),
     lambda x: x * len(os.environ["CAPTURE_HOLDING"]),
-)
-setting(
-    "environment by getenv",
-    lambda n: os.environ.update(CAPTURE_HOLDING="a" * (n + 1)),
-    lambda x: x * len(os.getenv("CAPTURE_HOLDING", "")),
-)
-ARGUMENTS = list(sys.argv)
-setting(
-    "arguments, extended",
-    lambda n: sys.argv.__setitem__(slice(None), ARGUMENTS + ["--a"] * n),
-    lambda x: x * (len(sys.argv) - len(ARGUMENTS) + 1),
-)
-LOGGER = logging.getLogger("capture_holding")
-setting(
-    "level of a parent's logger",
-    lambda n: LOGGER.setLevel((10, 30)[n % 2]),
-    doubled_if(lambda: LOGGER.getChild("below").isEnabledFor(20)),
 )
 ASCII = ascii
 setting(
@@ -243,26 +153,6 @@ setting(
     "filled memory",
     lambda n: setattr(torch.utils.deterministic, "fill_uninitialized_memory", n % 2 == 0),
     doubled_if(lambda: torch.utils.deterministic.fill_uninitialized_memory),
-)
-setting(
-    "mathematical attention",
-    lambda n: torch.backends.cuda.enable_math_sdp(n % 2 == 0),
-    doubled_if(torch.backends.cuda.math_sdp_enabled),
-)
-setting(
-    "mkldnn",
-    lambda n: setattr(torch.backends.mkldnn, "enabled", n % 2 == 0),
-    doubled_if(lambda: torch.backends.mkldnn.enabled),
-)
-setting(
-    "tf32",
-    lambda n: setattr(torch.backends.cuda.matmul, "allow_tf32", bool(n % 2)),
-    doubled_if(lambda: torch.backends.cuda.matmul.allow_tf32),
-)
-setting(
-    "threads between operators",
-    lambda n: None,
-    lambda x: x * torch.get_num_interop_threads(),
 )
 
 

@@ -7,7 +7,6 @@ import codecs
 import concurrent.futures
 import ctypes
 import datetime
-import decimal
 import faulthandler
 import gc
 import importlib.resources
@@ -20,13 +19,11 @@ import pkgutil
 import queue
 import random
 import runpy
-import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
-import tokenize
 import types
 import warnings
 from importlib import import_module
@@ -36,15 +33,11 @@ import numpy
 import torch
 from stale_kinds import Settings, kind, mutated, of_attribute
 from stale_kinds_asked import doubled_if, setting
+from stale_kinds_in_c import itself
 from stale_kinds_library_objects import KINDS as KINDS
-from stale_kinds_library_objects import itself
 
 # On one core, on other systems, and where no safetensors are installed.
-MAY_BE_LACKING = {
-    "cores of the process",
-    "file of safetensors",
-    "tensor in a file of safetensors",
-}
+MAY_BE_LACKING = {"cores of the process", "file of safetensors"}
 
 # --- the process
 
@@ -74,12 +67,7 @@ def in_zone(number):
 
 for title, use in {
     "from a number": lambda: 1 + datetime.datetime.fromtimestamp(172800).hour,
-    "as local time": lambda: (
-        1 + datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).astimezone().hour
-    ),
-    "as a number": lambda: datetime.datetime(2020, 1, 1).timestamp() % 100000,
     "of the C library": lambda: time.mktime((2020, 1, 1, 0, 0, 0, 0, 0, 0)) % 100000,
-    "by name": lambda: len(time.tzname[0]),
 }.items():
     setting(f"zone of the process, {title}", in_zone, lambda x, use=use: x * use())
 setting(
@@ -92,7 +80,6 @@ setting(
     lambda n: codecs.register_error("stale", lambda error: ("?" * (n + 1), error.end)),
     lambda x: x * len("ä".encode("ascii", "stale")),
 )
-setting("random numbers of C", itself, lambda x: x * (1 + ctypes.CDLL(None).rand() % 97))
 INDEX = ctypes.c_int.in_dll(ctypes.CDLL(None), "optind")
 setting(
     "variable of C",
@@ -104,11 +91,6 @@ setting(
     "function that the standard library calls",
     lambda n: setattr(statistics, "fsum", (lambda values: n) if n else FSUM),
     lambda x: x * statistics.fmean([1.0, 2.0]),
-)
-setting(
-    "method that the standard library calls",
-    lambda n: setattr(json.JSONEncoder, "default", lambda self, one: "a" * n),
-    lambda x: x * len(json.dumps(Settings)),
 )
 
 # --- files that libraries read
@@ -132,16 +114,11 @@ def texts(name, form="{}"):
 file("stale_package/__init__.py")
 IN_PACKAGE = "stale_package/text.txt"
 TEXT = file("stale.txt")
-for title, name, use in (
-    (
-        "resource of a package",
-        IN_PACKAGE,
-        lambda: importlib.resources.read_text("stale_package", "text.txt"),
-    ),
-    ("data of a package", IN_PACKAGE, lambda: pkgutil.get_data("stale_package", "text.txt")),
-    ("source file", "stale.txt", lambda: tokenize.open(TEXT).read()),  # noqa: SIM115
-):
-    setting(title, texts(name), lambda x, use=use: x * len(use()))
+setting(
+    "data of a package",
+    texts(IN_PACKAGE),
+    lambda x: x * len(pkgutil.get_data("stale_package", "text.txt")),
+)
 setting(
     "program that is run",
     texts("stale.txt", "text = '{}'"),
@@ -149,16 +126,12 @@ setting(
 )
 if importlib.util.find_spec("safetensors"):
     SAVED = f"{FOLDER}/stale.safetensors"
-    files, reader = import_module("safetensors.torch"), import_module("safetensors")
-    for title, use in {
-        "file": lambda: files.load_file(SAVED)["scale"],
-        "tensor in a file": lambda: reader.safe_open(SAVED, "pt").get_tensor("scale"),
-    }.items():
-        setting(
-            f"{title} of safetensors",
-            lambda n: files.save_file({"scale": torch.full((4,), n + 1.0)}, SAVED),
-            lambda x, use=use: x * use(),
-        )
+    files = import_module("safetensors.torch")
+    setting(
+        "file of safetensors",
+        lambda n: files.save_file({"scale": torch.full((4,), n + 1.0)}, SAVED),
+        lambda x: x * files.load_file(SAVED)["scale"],
+    )
 
 # --- names of libraries
 
@@ -209,12 +182,6 @@ for title, value, change, use in (
     ("class of", OWN, next_factor, of_attribute),
 ):
     kind(f"{title} a module named as one of Python's", lambda v=value: named(v), change, use)
-kind(
-    "object of a module named as one of Python's",
-    lambda: named(OWN()),
-    next_factor,
-    lambda x, v: v.times(x),
-)
 BESIDE = str(Path(torch.__file__).parent)
 for title, path in {
     "beside torch": f"{BESIDE}vision/ops.py",
@@ -259,9 +226,7 @@ def changed_by_a_thread(value):
 
 kind("changed by another thread", Settings, mutated(changed_by_a_thread), of_attribute)
 for title, use in {
-    "number of a pool": lambda x, v: x * workers()[0].submit(lambda: v.factor).result(),
     "tensor of a pool": lambda x, v: workers()[0].submit(lambda: x * v.factor).result(),
-    "map of a pool": lambda x, v: x * sum(workers()[0].map(lambda a: a * v.factor, [1.0])),
     "answer by a queue": lambda x, v: x * asked_by_queue(lambda: v.factor),
 }.items():
     kind(title, Settings, next_factor, use)
@@ -278,10 +243,6 @@ def left(name, act, undo, seen):
         return found
 
     kind(name, undo, itself, lambda x, v: (act(), x * 2)[1], seen_and_undone)
-
-
-def warning_of_numpy():
-    numpy.seterr(over="warn")
 
 
 left(
@@ -303,12 +264,6 @@ left(
     lambda: str(torch.tensor(1 / 3)),
 )
 left(
-    "compiler set inside",
-    lambda: setattr(torch._dynamo.config, "recompile_limit", 9),
-    lambda: setattr(torch._dynamo.config, "recompile_limit", 8),
-    lambda: torch._dynamo.config.recompile_limit,
-)
-left(
     "seed of Python set inside",
     lambda: random.seed(5),
     lambda: random.seed(6),
@@ -319,12 +274,6 @@ left(
     lambda: numpy.random.seed(5),
     lambda: numpy.random.seed(6),
     lambda: numpy.random.get_state()[1][0],
-)
-left(
-    "errors of numpy set inside",
-    lambda: numpy.seterr(over="raise"),
-    warning_of_numpy,
-    lambda: numpy.geterr()["over"],
 )
 left("collector switched off inside", gc.disable, gc.enable, gc.isenabled)
 left(
@@ -340,26 +289,8 @@ left(
     lambda: logging.root.manager.disable,
 )
 left(
-    "level of a logger set inside",
-    lambda: logging.getLogger("stale").setLevel(10),
-    lambda: logging.getLogger("stale").setLevel(20),
-    lambda: logging.getLogger("stale").level,
-)
-left(
-    "digits of decimals set inside",
-    lambda: setattr(decimal.getcontext(), "prec", 5),
-    lambda: setattr(decimal.getcontext(), "prec", 28),
-    lambda: decimal.getcontext().prec,
-)
-left(
     "locale set inside",
     lambda: locale.setlocale(locale.LC_ALL, "C"),
     lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8") and None,
     lambda: locale.setlocale(locale.LC_ALL),
-)
-left(
-    "timeout of sockets set inside",
-    lambda: socket.setdefaulttimeout(1),
-    lambda: socket.setdefaulttimeout(None),
-    socket.getdefaulttimeout,
 )

@@ -1,7 +1,5 @@
 """Functions that keep state of one call in Python, in every kind of place that there is."""
 
-from collections import deque
-
 import torch
 from torch import nn
 
@@ -11,8 +9,7 @@ class Keeper:
 
     def __init__(self):
         self.last, self.log, self.calls, self.average = None, [], 0, torch.zeros(())
-        self.table, self.slots, self.recent = {}, [None], deque(maxlen=2)
-        self.hidden, self.seen = torch.zeros(()), set()
+        self.table = {}
 
 
 def keeping(body):
@@ -45,29 +42,9 @@ def keep_entry(x, keeper):
     return keeper.table["last"]
 
 
-def keep_item(x, keeper):
-    keeper.slots[0] = x.sum()
-    return keeper.slots[0]
-
-
-def keep_recent(x, keeper):
-    keeper.recent.append(x.sum())
-    return x
-
-
 def keep_of_class(x, keeper):
     type(keeper).shared = x.sum()
     return Keeper.shared
-
-
-def keep_recurrent(x, keeper):
-    keeper.hidden = torch.tanh(x.sum() + keeper.hidden)
-    return keeper.hidden
-
-
-def keep_set(x, keeper):
-    keeper.seen.add(x.sum())
-    return x
 
 
 def keep_on_a_tensor(x, keeper):
@@ -81,8 +58,8 @@ def keep_on_a_function(x, keeper):
 
 
 KEEPERS = (
-    *(keep_last, keep_log, keep_count, keep_average, keep_entry, keep_item, keep_recent),
-    *(keep_of_class, keep_recurrent, keep_set, keep_on_a_tensor, keep_on_a_function),
+    *(keep_last, keep_log, keep_count, keep_average, keep_entry),
+    *(keep_of_class, keep_on_a_tensor, keep_on_a_function),
 )
 
 

@@ -8,28 +8,11 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 import vescale_dtensor as vd
+from capture_semantics import Mlp
 from torch import nn
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
-
-
-class Mlp(nn.Module):
-    def __init__(self, mesh):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.drop = nn.LayerNorm(6), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
-        for linear, dim in ((self.up, 0), (self.down, 1)):
-            whole = linear.weight.detach()
-            layout = [Replicate(), Shard(dim)]
-            weight = vd.distribute_tensor(whole, mesh, layout, src_data_rank=None)
-            linear.weight = nn.Parameter(weight)
-        vd.distribute_module(self, mesh)
-
-    def forward(self, x):
-        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
 
 
 def compiles(rank, world_size, backend):

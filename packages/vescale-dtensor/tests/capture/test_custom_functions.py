@@ -8,23 +8,13 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from capture_guards import rows, spread
-from function_cases import Masked, Pair, Scaled
+from function_cases import Masked, Pair, Returned, Scaled, Viewed, second
 from torch import nn
 from torch.autograd import Function
 from vescale_comm import simulate
 from vescale_dtensor import Replicate, Shard
 
 STEPS = 5
-
-
-class Viewed(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
 
 
 class Nested(Function):
@@ -40,29 +30,6 @@ class Nested(Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * 7
-
-
-class Cubed(Function):
-    """Is differentiated twice."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 3 * ctx.saved_tensors[0] ** 2 * gradient
-
-
-class Returned(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
 
 
 class Written(Function):
@@ -97,11 +64,6 @@ class Counting(Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient
-
-
-def second(x):
-    (gradient,) = torch.autograd.grad(Cubed.apply(x).sum(), x, create_graph=True)
-    return Cubed.apply(x) * gradient
 
 
 def mapped(x):

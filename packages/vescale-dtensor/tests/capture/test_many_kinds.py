@@ -73,24 +73,24 @@ def what_changes_is_named_once(rank, world_size):
 
 
 # In calls that run: what a recording of a small block takes, and what a replay saves.
-RECORDING, SAVED = 12, 0.28
+RECORDING, SAVED, CALLS = 12, 0.28, 3000
 
 
 def recordings_of_many_lengths_are_paid_for(rank, world_size):
     warnings.simplefilter("ignore")
     batches = [spread(rows(size, 4), Replicate()) for size in range(1, 101)]
-    for lengths in (1, 2, 8, 20, 33, 40, 50, 70, 100):
+    for lengths in (8, 20, 50, 100):
         draw = random.Random(lengths)
-        in_turn = [number * 7 % lengths for number in range(3000)]
-        by_chance = [draw.randrange(lengths) for _ in range(3000)]
+        in_turn = [number * 7 % lengths for number in range(CALLS)]
+        by_chance = [draw.randrange(lengths) for _ in range(CALLS)]
         for order in (in_turn, by_chance):
             captured = vd.capture(scaled)
             for index in order:
                 captured(batches[index])
             lost = RECORDING * recordings(captured) - SAVED * captured.replays
-            assert lost <= 0.02 * 3000, (lengths, recordings(captured), captured.replays)
+            assert lost <= 0.02 * CALLS, (lengths, recordings(captured), captured.replays)
             # And where few lengths come often, each is recorded soon.
-            assert lengths > 8 or captured.replays > 2400, (lengths, captured.replays)
+            assert lengths > 8 or captured.replays > 0.8 * CALLS, (lengths, captured.replays)
 
 
 def a_second_kind_waits_until_it_comes_again(rank, world_size):
@@ -113,9 +113,9 @@ def changing_shapes_hold_no_memory(rank, world_size):
     counts = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step in range(3000):
+        for step in range(1600):
             captured(spread(rows(1 + step % 100, 4), Replicate()))
-            if step in (1499, 2999):
+            if step in (799, 1599):
                 gc.collect()
                 kinds = [type(found) for found in gc.get_objects()]
                 tensors = sum(issubclass(kind, torch.Tensor) for kind in kinds)
@@ -125,12 +125,12 @@ def changing_shapes_hold_no_memory(rank, world_size):
     assert programs <= after <= 6
     assert more_tensors <= tensors
     assert more_graphs <= graphs + after - programs
-    # 1,500 calls later, and any of them may have left something. A program has about 200.
+    # 800 calls later, and any of them may have left something. A program has about 200.
     assert more <= objects * 1.01 + 300 * (after - programs)
     # Of a hundred shapes in turn, programs of a few are kept, and paid for by what they save.
     misses = captured._misses
     assert recordings(captured) <= 2 + misses.replays // 72 + 3
-    assert recordings(captured) + misses.replays < 3000
+    assert recordings(captured) + misses.replays < 1600
 
 
 def calls_that_rest_are_asked_again(rank, world_size):

@@ -2,14 +2,12 @@
 
 Each number stands for one combination of {optimizer, implementation} × clipping × scheduler ×
 accumulation × GradScaler × average × evaluation × checkpointing × autocast × what is captured.
-Every day runs other numbers; `-m slow` runs a hundred.
 """
 
 import random
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
 
-TODAY, LONG = 4, 100
 CLIPS = {
     "none": lambda parameters: None,
     "norm": lambda p: nn.utils.clip_grad_norm_(p, 0.1),
@@ -169,13 +166,6 @@ def trained(rank, world_size, number):
         assert captured.replays or (whole_step and one.scheduler == "cosine"), one
 
 
-def todays():
-    """The numbers of today, and those of long runs."""
-    first = datetime.now(UTC).toordinal() * TODAY
-    today = [pytest.param(first + n) for n in range(TODAY)]
-    return [*today, *(pytest.param(n, marks=pytest.mark.slow) for n in range(LONG))]
-
-
-@pytest.mark.parametrize("number", todays())
+@pytest.mark.parametrize("number", range(40))
 def test_random_combinations(number):
     simulate(2)(trained, number)

@@ -14,7 +14,7 @@ from torch import nn
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
 
-STEPS = 50
+STEPS = 10
 
 
 class Block(nn.Module):
@@ -113,7 +113,7 @@ def optimizer_outside(rank, world_size):
     assert len(captured.programs) == 1
 
 
-def inside(make, steps=STEPS):
+def inside(make):
     """The whole step captured: forward, loss, backward and optimizer."""
 
     def case(rank, world_size):
@@ -133,7 +133,7 @@ def inside(make, steps=STEPS):
             return step
 
         captured = vd.capture(stepper(model))
-        train(mesh, stepper(twin), captured, model, twin, steps)
+        train(mesh, stepper(twin), captured, model, twin)
         # The first step makes the optimizer's state, so the second one is recorded.
         assert 1 <= len(captured.programs) <= 2
 
@@ -145,7 +145,7 @@ def adamw_inside(rank, world_size):
 
 
 def momentum_inside(rank, world_size):
-    inside(lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), 10)(rank, world_size)
+    inside(lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9))(rank, world_size)
 
 
 def accumulation(rank, world_size):
