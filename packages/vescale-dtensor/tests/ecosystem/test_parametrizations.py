@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 from one_device import check
-from rotation import rotating
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations
@@ -73,6 +72,6 @@ def run_one(rank, world, name):
                 )
 
 
-@pytest.mark.parametrize("name", rotating(PARAMETRIZATIONS, 2))
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
 def test_as_on_one_device(name):
     simulate(4)(run_one, name)
