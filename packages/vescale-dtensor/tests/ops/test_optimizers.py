@@ -36,6 +36,8 @@ OPTIMIZERS = {
     "rmsprop": (optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
     "rprop": (optim.Rprop, {"lr": 0.01}),
     "asgd": (optim.ASGD, {"lr": 0.01}),
+    "adafactor": (optim.Adafactor, {"lr": 0.01}),
+    "maximize": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}),
 }
 
 
