@@ -1,7 +1,7 @@
 """A gradient that was kept stays right when `.grad` becomes another tensor, and is counted once.
 
 Whatever a program kept of a leaf's gradient (the gradient, a view of it, the tensor that it was set
-to) has the values of one device after later backwards, reads and writes.
+to, torch's DTensor of it) has the values of one device after later backwards, reads and writes.
 """
 
 import pytest
@@ -9,11 +9,13 @@ import torch
 import vescale_dtensor as vd
 from gradient_programs import MESHES, check_seeds
 from named_cases import named_cases
+from on_mesh import on_mesh
 from vescale_comm import simulate
 from vescale_dtensor import Replicate, Shard, UnsupportedError
 
 X = torch.arange(8.0).reshape(4, 2)
 CASES, case = named_cases()
+PLACEMENTS = [(Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(1), Shard(0))]
 
 
 def backward(w, x):
@@ -160,8 +162,61 @@ def a_total_read_in_inference_mode(w, x):
     return (w.grad,)
 
 
+def for_torch(gradient):
+    return gradient.to_torch() if isinstance(gradient, vd.DTensor) else gradient
+
+
+@case
+def for_torch_reduced_afterwards(w, x):
+    backward(w, x)
+    theirs = for_torch(w.grad)
+    return w.grad * w.grad, theirs
+
+
+@case
+def for_torch_added_to_afterwards(w, x):
+    backward(w, x)
+    theirs = for_torch(w.grad)
+    backward(w, x)
+    return theirs, w.grad
+
+
+@case
+def for_torch_of_a_total(w, x):
+    backward(w, x)
+    square = w.grad * w.grad
+    theirs = for_torch(w.grad)
+    backward(w, x)
+    return theirs, w.grad, square
+
+
+@case
+def for_torch_of_a_view(w, x):
+    backward(w, x)
+    theirs = for_torch(w.grad[0])
+    backward(w, x)
+    return theirs, w.grad * w.grad
+
+
+@case
+def for_torch_written(w, x):
+    backward(w, x)
+    for_torch(w.grad).mul_(2)
+    backward(w, x)
+    return (w.grad,)
+
+
+@case
+def for_torch_dropped(w, x):
+    backward(w, x)
+    theirs = for_torch(w.grad)
+    w.grad = None
+    backward(w, x)
+    return theirs, w.grad
+
+
 def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, vd.DTensor) else tensor).detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 def on_ranks(rank, world, name, placements):
@@ -172,7 +227,7 @@ def on_ranks(rank, world, name, placements):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward", "ignore:grad and param do not obey")
-@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(0), Replicate())], ids=str)
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_kept_gradients(name, placements):
     expected = [whole(t) for t in CASES[name](torch.ones(2, 2).requires_grad_(), X)]
@@ -202,8 +257,7 @@ def test_a_gradient_keeps_the_shape_of_its_leaf_or_it_is_an_error():
     assert simulate(2).run(refusals) == [[[12.0, 12.0], [16.0, 16.0]]] * 2
 
 
-def a_copied_view(rank, world):
-    mesh = vd.init_device_mesh("cpu", (2, 2))
+def a_copied_view(mesh):
     w = vd.distribute_tensor(torch.ones(3, 2), mesh, [Shard(0), Shard(0)]).requires_grad_()
     w.sum().backward()
     flat = w.grad.view(-1)
@@ -216,7 +270,7 @@ def a_copied_view(rank, world):
 
 
 def test_nothing_is_added_to_a_gradient_while_a_copied_view_of_it_lives():
-    assert simulate(4).run(a_copied_view) == [([1.0] * 6, [[2.0, 2.0]] * 3)] * 4
+    assert on_mesh((2, 2), a_copied_view) == [([1.0] * 6, [[2.0, 2.0]] * 3)] * 4
 
 
 def an_expanded_gradient(rank, world):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
+from on_mesh import on_mesh
 from one_device import Place, differences, full_tensors
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
@@ -275,8 +276,7 @@ def test_checkpoint_of_a_result_without_another_use():
         checkpoint(lambda t: t * t, y, use_reentrant=False).sum().backward()
         return x.grad
 
-    def ours(rank, world):
-        mesh = device_mesh((2, 2), ("dp", "tp"))
+    def ours(mesh):
         assert not differences(*(full_tensors(program(p)) for p in (Place(mesh), Place())))
 
-    simulate(4).run(ours)
+    on_mesh((2, 2), ours, ("dp", "tp"))
