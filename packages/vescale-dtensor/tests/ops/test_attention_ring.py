@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_steps import laid, require_same, with_gradients
+from on_mesh import on_mesh
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate, trace
 from vescale_comm.testing import run
@@ -269,8 +270,7 @@ def test_stripes_balance_a_causal_mask():
 
 
 def test_ways_follow_the_block_and_not_the_call_before():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (4, 4))]
         ops = []
         for way in ("ring", "gather", "ulysses", "ring", "auto"):
@@ -281,14 +281,12 @@ def test_ways_follow_the_block_and_not_the_call_before():
 
     swapped = {"all_to_all"}
     assert (
-        simulate(4).run(program)
-        == [[{"permute"}, {"all_gather"}, swapped, {"permute"}, swapped]] * 4
+        on_mesh((4,), program) == [[{"permute"}, {"all_gather"}, swapped, {"permute"}, swapped]] * 4
     )
 
 
 def test_auto_takes_a_ring_where_gathered_keys_would_keep_a_large_mask():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         found = []
         for tokens, heads in ((16, 3), (256, 3), (256, 4)):
             parts = [
@@ -300,7 +298,7 @@ def test_auto_takes_a_ring_where_gathered_keys_would_keep_a_large_mask():
             found.append({one.op for one in sent.records})
         return found
 
-    assert simulate(4).run(program) == [[{"all_gather"}, {"permute"}, {"all_to_all"}]] * 4
+    assert on_mesh((4,), program) == [[{"all_gather"}, {"permute"}, {"all_to_all"}]] * 4
 
 
 @pytest.mark.parametrize(("widths", "dropout"), [((0, 4), 0.0), ((0, 4), 0.5), ((4, 0), 0.0)])
@@ -317,8 +315,7 @@ def test_without_features(widths, dropout):
 
 
 def test_what_cannot_be_is_said_on_every_rank():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
         refused = pytest.raises(LayoutError, match=r'3 heads.*over 4 ranks.*Take "ring"')
         with trace() as sent, sequence_attention("ulysses"), refused:
@@ -328,7 +325,7 @@ def test_what_cannot_be_is_said_on_every_rank():
             pass
         return len(sent.records)
 
-    assert simulate(4).run(program) == [0] * 4
+    assert on_mesh((4,), program) == [0] * 4
 
 
 def on_a_process(rank, world_size):

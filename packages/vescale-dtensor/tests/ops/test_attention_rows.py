@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_steps import laid, require_same, with_gradients
+from on_mesh import on_mesh
 from one_device import full_tensors
 from vescale_comm import simulate, trace
 from vescale_dtensor import (
@@ -166,8 +167,7 @@ def test_rows_beside_other_axes(axes, call):
 
 
 def test_an_exchange_is_captured():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = laid(tensors(10, (4, 4)), mesh, [Shard(2)])
 
         def attend(query, key, value):
@@ -179,7 +179,7 @@ def test_an_exchange_is_captured():
             found.append([loss, *torch.autograd.grad(loss, parts)])
         return captured.programs, [[one.full_tensor() for one in each] for each in found]
 
-    for programs, (eager, *replayed) in simulate(4).run(program):
+    for programs, (eager, *replayed) in on_mesh((4,), program):
         assert len(programs) == 1
         for found in replayed:
             assert all(map(torch.equal, found, eager))
@@ -208,11 +208,10 @@ def test_heads_are_grouped_in_the_third_dim_from_the_end(lead, heads, dropout):
     torch.manual_seed(5)
     expected = call(query, key, value)
 
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (2,))
+    def program(mesh):
         for placement in (Replicate(), Shard(0), Shard(len(lead) - 1)):
             laid = [distribute_tensor(x, mesh, [placement]) for x in (query, key, value)]
             torch.manual_seed(5)
             torch.testing.assert_close(call(*laid).full_tensor(), expected)
 
-    simulate(2)(program)
+    on_mesh((2,), program)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from memory_formats import judge, lying, names
+from on_mesh import on_mesh
 from torch import nn
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
@@ -139,8 +140,7 @@ def test_dropout_behind_images_draws_the_masks_of_one_device(lies, sharded):
     torch.manual_seed(9)
     expected = wanted(x)
 
-    def program(rank, world_size):
-        mesh = device_mesh((4,))
+    def program(mesh):
         model = _network(last if lies != "images" else usual)
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -158,7 +158,7 @@ def test_dropout_behind_images_draws_the_masks_of_one_device(lies, sharded):
         torch.manual_seed(9)
         torch.testing.assert_close(model(images).full_tensor() != 0, expected != 0)
 
-    simulate(4).run(program)
+    on_mesh((4,), program)
 
 
 def test_the_order_is_asked_once_for_a_kind_of_call(monkeypatch):
@@ -167,8 +167,7 @@ def test_the_order_is_asked_once_for_a_kind_of_call(monkeypatch):
     known = memory_order._asked
     monkeypatch.setattr(memory_order, "_asked", lambda *args: asked.append(args) or known(*args))
 
-    def program(rank, world_size):
-        mesh = device_mesh((1,))
+    def program(mesh):
         x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last)
         y = vd.distribute_tensor(x, mesh, [Shard(0)])
         w = vd.distribute_tensor(torch.randn(8, 8, 3, 3), mesh, [Replicate()])
@@ -178,6 +177,6 @@ def test_the_order_is_asked_once_for_a_kind_of_call(monkeypatch):
             counts.append(len(asked))
         return counts
 
-    (counts,) = simulate(1).run(program)
+    (counts,) = on_mesh((1,), program)
     assert counts[0] == 2
     assert counts[-1] == counts[0]

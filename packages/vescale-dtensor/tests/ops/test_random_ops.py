@@ -1,6 +1,6 @@
 """Random ops on sharded tensors send nothing, and leave every rank where one device is.
 
-That their numbers are those of one device is proved with all other ops, in test_rules_fuzz.
+That their numbers are those of one device is proved with all other ops, in test_fuzz.
 """
 
 import pytest
