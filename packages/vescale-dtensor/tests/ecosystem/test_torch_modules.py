@@ -13,7 +13,7 @@ from named_cases import named_cases
 from one_device import check
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
-from torch_library import SEQUENCE, W, X, batch, linear, network
+from torch_library import W, X, batch, linear, network
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
@@ -88,32 +88,6 @@ def lazy_and_normalised_modules(place):
     lazy, norm = nn.LazyLinear(6), nn.BatchNorm1d(4)
     results = [lazy(batch(place)), norm(batch(place)), norm(batch(place))]
     return results, norm.eval()(batch(place)), list(norm.buffers())
-
-
-def attended(place, module, **inputs):
-    x = place(SEQUENCE, Shard(0), Replicate(), grad=True)
-    result = module(*[x] * inputs.get("count", 1))
-    result = result[0] if isinstance(result, tuple) else result
-    result.square().sum().backward()
-    return result, x.grad
-
-
-@program
-def recurrent_and_attending_modules(place):
-    torch.manual_seed(0)
-    return [
-        attended(place, nn.LSTM(4, 3, batch_first=True)),
-        attended(place, nn.MultiheadAttention(4, 2, batch_first=True), count=3),
-        attended(place, nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)),
-    ]
-
-
-@program
-def inference(place):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
-    with torch.inference_mode():
-        return layer(place(SEQUENCE, Shard(0), Replicate()))
 
 
 @program

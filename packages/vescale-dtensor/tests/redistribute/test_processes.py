@@ -11,7 +11,6 @@ from math import prod
 
 import pytest
 import torch
-import vescale_dtensor as vd
 from redistribution_oracle import Case, check, coordinates, dense, legal, local_tensors, piece
 from redistribution_simulation import plans_of, simulate
 from vescale_comm import trace
@@ -316,16 +315,3 @@ def test_a_local_tensor_of_another_shape_is_refused():
     for outcome in outcomes(wrong_shape, 2):
         assert outcome.type_name == LayoutError.__name__
         assert "should hold [2, 3], but its tensor is [4, 3]" in outcome.message
-
-
-def columns_to_rows(rank, world_size):
-    mesh = device_mesh((world_size,), ("x",))
-    columns = vd.distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [vd.Shard(1)])
-    rows = columns.redistribute(mesh, [vd.RaggedShard((0,), (2, 0, 1, 1))]).to_local()
-    return rows, rows.is_contiguous()
-
-
-def test_columns_that_become_rows_are_contiguous():
-    found = run(columns_to_rows, 4)
-    assert torch.equal(torch.cat([rows for rows, _ in found]), torch.arange(12.0).view(4, 3))
-    assert all(contiguous for _, contiguous in found)
