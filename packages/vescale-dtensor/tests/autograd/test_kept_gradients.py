@@ -4,6 +4,8 @@ Whatever a program kept of a leaf's gradient (the gradient, a view of it, the te
 to, torch's DTensor of it) has the values of one device after later backwards, reads and writes.
 """
 
+from itertools import product
+
 import pytest
 import torch
 import vescale_dtensor as vd
@@ -226,9 +228,16 @@ def on_ranks(rank, world, name, placements):
     return [whole(tensor) for tensor in CASES[name](w, x)]
 
 
+# A row of what is sharded by rows lies as no placement of torch says.
+LAID = [
+    (name, placements)
+    for name, placements in product(CASES, PLACEMENTS)
+    if name != "for_torch_of_a_view" or placements[0] != Shard(0)
+]
+
+
 @pytest.mark.filterwarnings("ignore:Using backward", "ignore:grad and param do not obey")
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "placements"), LAID, ids=str)
 def test_kept_gradients(name, placements):
     expected = [whole(t) for t in CASES[name](torch.ones(2, 2).requires_grad_(), X)]
     for found in simulate(2).run(on_ranks, name, placements):

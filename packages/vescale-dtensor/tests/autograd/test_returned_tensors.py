@@ -67,23 +67,6 @@ def _function(forward, backward, with_context=False):
     return type("Returning", (torch.autograd.Function,), members)
 
 
-def _constant(x, made):
-    return _function(lambda ctx, x: made, lambda ctx, g: g * 5).apply(x)
-
-
-def _constant_with_context(x, made):
-    return _function(lambda _, x: made, lambda ctx, g: g * 5, with_context=True).apply(x)
-
-
-def _argument(x, made):
-    """The tensor is an argument that needs no gradient, and comes out as it is."""
-    return _function(lambda ctx, x, c: c, lambda ctx, g: (g * 5, None)).apply(x, made)
-
-
-def _its_input(x, made):
-    return _function(lambda ctx, x: x, lambda ctx, g: g * 5).apply(x) + made
-
-
 def _several(x, made):
     used = _function(lambda ctx, x: (x * 2, made), lambda ctx, g, h: g * 5 + h * 7)
     first, second = used.apply(x)
@@ -93,10 +76,6 @@ def _several(x, made):
 def _several_of_which_one_is_used(x, made):
     used = _function(lambda ctx, x: (x * 2, made), lambda ctx, g, h: h * 7)
     return used.apply(x)[1]
-
-
-def _view_of_it(x, made):
-    return _function(lambda ctx, x: made.view(6, 4), lambda ctx, g: g * 5).apply(x)
 
 
 def _written_to(x, made):
@@ -137,13 +116,20 @@ def _twice(x, made):
 
 
 RETURNED = {
-    "constant": _constant,
-    "constant, with a context": _constant_with_context,
-    "argument": _argument,
-    "input": _its_input,
+    "constant": lambda x, made: _function(lambda ctx, x: made, lambda ctx, g: g * 5).apply(x),
+    "constant, with a context": lambda x, made: _function(
+        lambda _, x: made, lambda ctx, g: g * 5, with_context=True
+    ).apply(x),
+    # The tensor is an argument that needs no gradient, and comes out as it is.
+    "argument": lambda x, made: _function(lambda ctx, x, c: c, lambda ctx, g: (g * 5, None)).apply(
+        x, made
+    ),
+    "input": lambda x, made: _function(lambda ctx, x: x, lambda ctx, g: g * 5).apply(x) + made,
     "several": _several,
     "one of several": _several_of_which_one_is_used,
-    "view": _view_of_it,
+    "view": lambda x, made: _function(lambda ctx, x: made.view(6, 4), lambda ctx, g: g * 5).apply(
+        x
+    ),
     "marked dirty": _written_to,
     "marked dirty, old name": _written_to_and_the_old_name_first,
     "without gradient": _without_gradient,

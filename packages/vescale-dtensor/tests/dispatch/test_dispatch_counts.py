@@ -1,7 +1,6 @@
 """What dispatch does is counted: plans made, wrappers built, calls that take the slow path."""
 
 from collections import defaultdict
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -123,30 +122,6 @@ def test_reshapes_that_share_a_plan_would_each_have_made_it():
     for shared, kinds in run(reshapes, 4, timeout=200):
         assert shared > 100
         assert kinds == 1
-
-
-def taught_anew(rank, world):
-    """How often a rule is asked that is registered after its function was called."""
-    mesh = device_mesh((world,), ("tp",))
-    x = distributed(mesh, torch.ones(4, WIDE), Shard(0))
-    calls, known, asked = (lambda: torch.hypot(x, x), lambda: x.hypot(x)), {}, []
-    for call in (*calls, *calls):
-        call()
-    for func in (torch.hypot, torch.Tensor.hypot):
-        known[func] = rule = _registry.rule_of(func)
-        taught = replace(rule, strategy=lambda c, r=rule: (asked.append(1), r.strategy(c))[1])
-        vd.register_rule(func, taught)
-    try:
-        for call in calls:
-            call()
-    finally:
-        for func, rule in known.items():
-            vd.register_rule(func, rule)
-    return len(asked)
-
-
-def test_a_rule_that_is_registered_later_is_asked():
-    assert run(taught_anew, 2) == [2, 2]
 
 
 def slow_path_counts(patch):

@@ -43,12 +43,8 @@ def line():
     return device_mesh((4,), ("dp",))
 
 
-def square():
-    return device_mesh((2, 2), ("dp", "tp"))
-
-
-def put(tensor, *placements, mesh=None, grad=False):
-    mesh = mesh or (line() if len(placements) == 1 else square())
+def put(tensor, *placements, grad=False):
+    mesh = line() if len(placements) == 1 else device_mesh((2, 2), ("dp", "tp"))
     leaf = tensor.clone().requires_grad_(grad)
     return vd.distribute_tensor(leaf, mesh, list(placements), src_data_rank=None)
 

@@ -97,7 +97,6 @@ def check_optimizer(rank, world_size, mesh, placed, name, options):
             if isinstance(value, torch.Tensor) and value.ndim:
                 assert isinstance(mine.state[p][key], DTensor), key
                 same(mine.state[p][key], value)
-    return True
 
 
 def check_clipping(rank, world_size, mesh, placed, options):
@@ -118,7 +117,6 @@ def check_clipping(rank, world_size, mesh, placed, options):
     nn.utils.clip_grad_value_(ours, 0.01)
     for p, q in zip(ours, dense, strict=True):
         same(gradient_total(p), q.grad)
-    return True
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -41,14 +41,12 @@ INDEX += [
     lambda x, t, w: F.cross_entropy(x, t, label_smoothing=0.1),
     lambda x, t, w: F.cross_entropy(x, t, label_smoothing=1.0),
     lambda x, t, w: single(x, t, w.float()),
-    lambda x, t, w: F.cross_entropy(x, t + 40, w),
     lambda x, t, w: F.cross_entropy(x, t, w, reduce=False),
 ]
 LIKELIHOOD = [lambda x, t, w, how=how: F.nll_loss(x, t, w, reduction=how) for how in REDUCTIONS]
 LIKELIHOOD += [
     lambda x, t, w: F.nll_loss(x, t, ignore_index=1),
     lambda x, t, w: F.nll_loss(x, t, w, ignore_index=1),
-    lambda x, t, w: F.nll_loss(x, t + 40, reduction="none"),
     lambda x, t, w: F.nll_loss(x, t, reduction="wrong"),
     lambda x, t, w: F.nll_loss(input=x, target=t, weight=w),
     lambda x, t, w: F.nll_loss(x, t * 0 + 1, ignore_index=1),

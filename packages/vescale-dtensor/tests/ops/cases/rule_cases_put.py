@@ -34,7 +34,6 @@ PUT = [
     lambda x, i, s: x.index_put((x.detach() > 0,), torch.ones((), dtype=x.dtype), True),
     lambda x, i, s: x.index_put((x.detach()[:, :, 0] > 0, torch.tensor([1])), s[0, 0, 0]),
     lambda x, i, s: (x * 1).index_put_((torch.tensor([True, False, True, True]),), s[:3]),
-    lambda x, i, s: x.index_put((i + 4,), s[:3]),
     lambda x, i, s: x.index_put((i,), s),
     lambda x, i, s: x.index_put((x.detach()[:3] > 0,), s[0, 0, 0]),
 ]
@@ -122,7 +121,6 @@ EACH = [
     lambda x, i, s: x.take(i) + s,
     lambda x, i, s: torch.unravel_index(i, (5, 4))[1] * s,
     lambda x, i, s: torch.unravel_index(i, 20),
-    lambda x, i, s: x.put(i + 18, s, True),
 ]
 each("put_flat", EACH, A, AT, T((3, 2)), data=True)
 each(

@@ -24,12 +24,6 @@ WRITTEN = [
     lambda x, i, s: x.gather(0, i) * s,
     lambda x, i, s: x.take_along_dim(i, 0) + s,
 ]
-OUTSIDE = [
-    lambda x, i, s: x.scatter(0, i + 5, s),
-    lambda x, i, s: x.scatter_add(0, i - 1, s),
-    lambda x, i, s: x.index_add(0, i[0] + 5, s[:1].expand(4, 4)),
-]
-each("written_outside", OUTSIDE, A, AT, T((3, 4)), data=True)
 # Of several values for one place torch takes any: here each place has one.
 each("written", WRITTEN[1:4] + WRITTEN[5:], A, AT, T((3, 4)))
 ONCE = [
