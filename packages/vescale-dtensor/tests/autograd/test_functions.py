@@ -16,6 +16,7 @@ from named_cases import named_cases
 from one_device import Place, check, differences, full_tensors
 from torch import nn
 from torch_library import network
+from vescale_comm import simulate
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard, UnsupportedError
 
@@ -212,7 +213,7 @@ def run_program(rank, world, name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bridged(name):
-    run(run_program, 4, name)
+    simulate(4)(run_program, name)
 
 
 class Total(torch.autograd.Function):

@@ -13,7 +13,7 @@ from one_device import check
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch_library import batch, network
-from vescale_comm.testing import run
+from vescale_comm import simulate
 
 PROGRAMS, program = named_cases()
 
@@ -134,10 +134,6 @@ def zeroed_gradients(place):
     return [p.grad for p in model.parameters()]
 
 
-def run_program(rank, world, name):
-    check(PROGRAMS[name])
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name):
-    run(run_program, 4, name)
+    simulate(4)(lambda rank, world: check(PROGRAMS[name]))
