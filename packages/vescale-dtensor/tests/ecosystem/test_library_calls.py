@@ -229,8 +229,9 @@ def _loading(rank, world_size, name):
     x = vd.distribute_tensor(WHOLE, device_mesh((2,)), [Shard(0)])
     for _ in range(3):
         x + 1
-    plain = list(DataLoader(Items(lambda i: torch.tensor(x.shape[0] + i)), num_workers=1))
-    assert [t.item() for t in plain] == [4, 5]
+    if name == "an op":  # what asks for no data is no touch
+        plain = list(DataLoader(Items(lambda i: torch.tensor(x.shape[0] + i)), num_workers=1))
+        assert [t.item() for t in plain] == [4, 5]
     with pytest.raises(UnsupportedError, match="DataLoader worker 0: it is no rank"):
         list(DataLoader(Items(lambda i: TOUCHES[name](x, i)), num_workers=1, timeout=60))
     assert (x + 1).sum().item() == (WHOLE + 1).sum().item()

@@ -124,17 +124,17 @@ def all_cases(sizes, shapes, count, seed):
 
 @pytest.mark.parametrize("shape", [(8, 4), (4, 3), (8, 0), (0, 3)])
 def test_every_pair_on_one_axis(shape):
-    cases = all_cases((4,), [shape], 100, seed=0)
-    assert len(cases) >= 64
+    cases = all_cases((4,), [shape], 50, seed=0)
+    assert len(cases) >= 40
     judge((4,), cases)
 
 
 def test_pairs_on_two_axes():
-    judge((2, 2), all_cases((2, 2), [(8, 8), (16, 5), (3, 7), (1, 2), (0, 4)], 150, seed=1))
+    judge((2, 2), all_cases((2, 2), [(8, 8), (16, 5), (3, 7), (1, 2), (0, 4)], 60, seed=1))
 
 
 def test_pairs_on_three_axes():
-    judge((2, 2, 2), all_cases((2, 2, 2), [(64, 4), (9, 5), (2, 3)], 60, seed=2))
+    judge((2, 2, 2), all_cases((2, 2, 2), [(64, 4), (9, 5), (2, 3)], 25, seed=2))
 
 
 def test_scalars_and_more_dims():
@@ -245,7 +245,7 @@ def test_gradients_of_flattened_dims(shape):
 def test_gradients_on_two_axes():
     pairs = product(product([R, S0, S1, P], repeat=2), repeat=2)
     judge_gradients((2, 2), [Case((2, 2), (3, 4), *pair) for pair in pairs])
-    judge_gradients((2, 2), all_gradients((2, 2), (4, 6), 100))
+    judge_gradients((2, 2), all_gradients((2, 2), (4, 6), 40))
 
 
 def all_gradients(sizes, shape, count):
