@@ -246,11 +246,15 @@ def _check(combinations):
     return compared
 
 
+REFUSED = [("in place", "argument"), ("in place", "view")]
+
+
 @pytest.mark.parametrize("way", RETURNED)
 @pytest.mark.parametrize("use", USES)
 def test_gradients_of_what_functions_return(use, way):
     compared = simulate(4).run(lambda rank, world: _check([(kind, way, use) for kind in MADE]))
-    assert min(compared) > len(MADE)  # most of them run on one device
+    # Most of them run on one device, which writes to no view that a Function returns.
+    assert (min(compared) > len(MADE)) == ((use, way) not in REFUSED)
 
 
 def test_checkpoint_of_a_result_without_another_use():

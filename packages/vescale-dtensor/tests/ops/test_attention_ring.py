@@ -47,6 +47,8 @@ CALLS = [
     for mask, heads, dropout in product(MASKS, [(4, 4), (6, 2), (3, 1)], [0.0, 0.4])
 ]
 
+SOME = CALLS[::5]  # of every mask, with every count of heads, with and without dropout
+
 
 def tensors(tokens, heads, batch=2, dtype=torch.float64):
     torch.manual_seed(tokens)
@@ -112,8 +114,8 @@ def test_beside_other_axes(axes):
     batch = 1 if axes == "batch of one rank" else 2
 
     def step(mesh):
-        each = [laid(tensors(10, call["heads"], batch), mesh, placements) for call in CALLS]
-        return [attend(parts, call, 10) for parts, call in zip(each, CALLS, strict=True)]
+        each = [laid(tensors(10, call["heads"], batch), mesh, placements) for call in SOME]
+        return [attend(parts, call, 10) for parts, call in zip(each, SOME, strict=True)]
 
     require_same(step, (2, 2), names, way="ring")
 
