@@ -1,87 +1,93 @@
 """`autograd.grad`, hooks, derivatives of any order and checkpoints are those of one device.
 
-Every case runs on four processes, mesh dp=2 x tp=2, and compares with plain torch in the same
-process.
+Every program runs on one device and on dp=2 x tp=2, and all that it returns is compared.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
-from gradient_data import close, data, mesh22, sharded
 from named_cases import named_cases
+from one_device import check, full_tensors
 from torch.utils.checkpoint import checkpoint
+from vescale_comm import simulate
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
-CASES, case = named_cases()
+PROGRAMS, program = named_cases()
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-@case
-def autograd_grad_of_leaves_and_activations(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours, dense = sharded(w, mesh, Replicate(), Shard(0), grad=True), w.clone().requires_grad_()
-    batch = sharded(x, mesh, Shard(0), Replicate(), grad=True)
-    inner = batch * 2
-    whole = inner.redistribute(mesh, [Replicate(), Replicate()])
-    out = F.linear(whole, ours).square().sum() + whole.sum()
-    plain = x.clone().requires_grad_()
-    plain_inner = plain * 2
-    want = F.linear(plain_inner, dense).square().sum() + plain_inner.sum()
-    got = torch.autograd.grad(out, [ours, inner, whole, batch], retain_graph=True)
-    expected = torch.autograd.grad(want, [dense, plain_inner, plain_inner, plain])
-    for mine, theirs in zip(got, expected, strict=True):
-        close(mine, theirs)
-    assert ours.grad is None
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@case
-def hooks_get_complete_gradients(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
+W, X = data(6, 6), data(8, 6, seed=1)
+
+
+def moved(place, tensor, *placements):
+    return tensor if place.mesh is None else tensor.redistribute(placements=placements)
+
+
+@program
+def autograd_grad_of_leaves_and_activations(place):
+    w, x = place(W, R, S0, grad=True), place(X, S0, R, grad=True)
+    inner = x * 2
+    # On one device nothing is moved, and a tensor of its own is the one that is gathered.
+    whole = moved(place, inner, R, R)
+    out = F.linear(whole, w).square().sum() + whole.sum()
+    found = torch.autograd.grad(out, [w, inner, whole, x], retain_graph=True)
+    assert w.grad is None
+    return found
+
+
+@program
+def hooks_get_complete_gradients(place):
     seen = {}
-    placed = sharded(w, mesh, Replicate(), Shard(0), grad=True)
-    placed.register_hook(lambda g: seen.__setitem__("leaf", g))
-    placed.register_post_accumulate_grad_hook(lambda p: seen.__setitem__("after", p.grad))
-    inner = sharded(x, mesh, Shard(0), Shard(1), grad=True) * 2
-    whole = inner.redistribute(mesh, [Shard(0), Replicate()])
-    whole.register_hook(lambda g: seen.__setitem__("gathered", g))
+    w = place(W, R, S0, grad=True)
+    w.register_hook(lambda g: seen.__setitem__("leaf", full_tensors(g)))
+    w.register_post_accumulate_grad_hook(lambda p: seen.__setitem__("after", full_tensors(p.grad)))
+    inner = place(X, S0, S1, grad=True) * 2
     inner.register_hook(lambda g: g * 1)
     inner.retain_grad()
-    (F.linear(whole, placed).square().sum() + whole.sum()).backward()
-    dense, plain = w.clone().requires_grad_(), x.clone().requires_grad_()
-    plain_inner = plain * 2
-    plain_inner.retain_grad()
-    (F.linear(plain_inner, dense).square().sum() + plain_inner.sum()).backward()
-    close(seen["leaf"], dense.grad)
-    close(seen["after"], dense.grad)
-    close(seen["gathered"], plain_inner.grad)
-    close(inner.grad, plain_inner.grad)
+    whole = moved(place, inner, S0, R)
+    whole.register_hook(lambda g: seen.__setitem__("gathered", full_tensors(g)))
+    (F.linear(whole, w).square().sum() + whole.sum()).backward()
+    return [seen[name] for name in ("leaf", "after", "gathered")], inner.grad
 
 
-@case
-def a_hook_may_replace_the_gradient(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    batch = sharded(x, mesh, Shard(0), Replicate(), grad=True)
-    inner = batch.redistribute(mesh, [Replicate(), Replicate()])
+@program
+def a_hook_may_replace_the_gradient(place):
+    x = place(X, S0, R, grad=True)
+    inner = moved(place, x, R, R) if place.mesh else x * 1
     inner.register_hook(lambda g: g * 3)
-    F.linear(inner, sharded(w, mesh, Replicate(), Shard(0))).sum().backward()
-    plain = x.clone().requires_grad_()
-    (F.linear(plain, w).sum() * 3).backward()
-    close(batch.grad, plain.grad)
+    F.linear(inner, place(W, R, S0)).sum().backward()
+    return x.grad
 
 
-@case
-def double_backward(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours, dense = sharded(w, mesh, Replicate(), Shard(0), grad=True), w.clone().requires_grad_()
-    batch, plain = sharded(x, mesh, Shard(0), Shard(1), grad=True), x.clone().requires_grad_()
-    gathered = batch.redistribute(mesh, [Shard(0), Replicate()])
-    (first,) = torch.autograd.grad(F.linear(gathered, ours).pow(3).sum(), batch, create_graph=True)
-    (want,) = torch.autograd.grad(F.linear(plain, dense).pow(3).sum(), plain, create_graph=True)
-    close(first, want)
+@program
+def double_backward(place):
+    w, x = place(W, R, S0, grad=True), place(X, S0, S1, grad=True)
+    loss = F.linear(moved(place, x, S0, R), w).pow(3).sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
     first.square().sum().backward()
-    want.square().sum().backward()
-    close(batch.grad, plain.grad)
-    close(ours.grad, dense.grad)
+    return first, x.grad, w.grad
+
+
+@program
+def checkpointing_draws_the_same_mask_again(place):
+    w, x = place(W, R, S0, grad=True), place(X, S0, R, grad=True)
+    block = lambda t, p: F.dropout(F.linear(t, p), 0.5).relu()  # noqa: E731
+    checkpoint(block, x * 1, w, use_reentrant=False).sum().backward()
+    return w.grad, x.grad, torch.get_rng_state()
+
+
+def run_program(rank, world, name):
+    check(PROGRAMS[name], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_autograd(name):
+    simulate(4).run(run_program, name)
 
 
 def smooth(x, w, b):
@@ -100,7 +106,6 @@ def derivatives(function, inputs, order):
     return torch.autograd.grad(value, inputs)
 
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
 PLACED = [
     ((S0, R), (R, S0), (R, R)),
     ((S0, S1), (R, S0), (R, S0)),
@@ -110,45 +115,23 @@ PLACED = [
     ((R, R), (R, R), (R, R)),
     ((S1, S0), (S1, S0), (S0, S0)),
 ]
+VALUES = [data(5, 6).double() / 2, data(6, 6, seed=1).double() / 2, data(6, seed=2).double() / 2]
 
 
-@case
-def second_and_third_derivatives(mesh):
-    shapes = ((5, 6), (6, 6), (6,))
-    values = [data(*shape, seed=i).double() / 2 for i, shape in enumerate(shapes)]
+def of_each_order(place, places):
+    found = []
+    for order in (1, 2, 3):
+        leaves = [place(v, *p, grad=True) for v, p in zip(VALUES, places, strict=True)]
+        # Also as activations, behind a redistribution where there is something to move.
+        for inputs in (leaves, [t * 1 for t in leaves]):
+            found += derivatives(smooth, inputs, order)
+    return found
+
+
+def run_orders(rank, world):
     for places in PLACED:
-        for order in (1, 2, 3):
-            ours = [sharded(v, mesh, *p, grad=True) for v, p in zip(values, places, strict=True)]
-            # Also as activations, behind a redistribution where there is something to move.
-            inner = [t * 1 for t in ours]
-            dense = [v.clone().requires_grad_() for v in values]
-            want = derivatives(smooth, dense, order)
-            for inputs in (ours, inner):
-                for mine, theirs in zip(derivatives(smooth, inputs, order), want, strict=True):
-                    whole = mine.full_tensor()
-                    torch.testing.assert_close(whole, theirs, rtol=1e-9, atol=1e-9)
+        check(lambda place: of_each_order(place, places), rtol=1e-9, atol=1e-9)  # noqa: B023
 
 
-@case
-def checkpointing_draws_the_same_mask_again(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours, dense = sharded(w, mesh, Replicate(), Shard(0), grad=True), w.clone().requires_grad_()
-    batch, plain = sharded(x, mesh, Shard(0), Replicate(), grad=True), x.clone().requires_grad_()
-    torch.manual_seed(5)
-    block = lambda t, p: F.dropout(F.linear(t, p), 0.5).relu()  # noqa: E731
-    checkpoint(block, batch * 1, ours, use_reentrant=False).sum().backward()
-    ours_after = torch.get_rng_state()
-    torch.manual_seed(5)
-    checkpoint(block, plain * 1, dense, use_reentrant=False).sum().backward()
-    assert torch.equal(ours_after, torch.get_rng_state())
-    close(ours.grad, dense.grad)
-    close(batch.grad, plain.grad)
-
-
-def run_case(rank, world, name):
-    CASES[name](mesh22())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_autograd(name):
-    run(run_case, 4, name)
+def test_second_and_third_derivatives():
+    run(run_orders, 4)

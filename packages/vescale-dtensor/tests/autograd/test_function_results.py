@@ -31,7 +31,6 @@ from plain_result_functions import (
     WithSizes,
     gathered,
 )
-from rotation import rotating
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import SimulationError, simulate
 from vescale_comm.testing import device_mesh, run
@@ -159,7 +158,7 @@ def run_program(rank, world, name):
 UNSEEN = () if apply_code is not None else ("plain beside, a leaf", "plain beside")
 
 
-@pytest.mark.parametrize("name", rotating(sorted(PROGRAMS.keys() - {*UNSEEN}), 2))
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {*UNSEEN}))
 def test_as_on_one_device(name):
     simulate(4)(run_program, name)
 

@@ -15,6 +15,8 @@ import vescale_dtensor as vd
 from named_cases import named_cases
 from one_device import Place, check, differences, full_tensors
 from torch import nn
+from torch_library import network
+from vescale_comm import simulate
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard, UnsupportedError
 
@@ -211,7 +213,7 @@ def run_program(rank, world, name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bridged(name):
-    run(run_program, 4, name)
+    simulate(4)(run_program, name)
 
 
 class Total(torch.autograd.Function):
@@ -341,15 +343,6 @@ class Attention(nn.Module):
     def forward(self, query, key):
         weights = (query @ key.t()).softmax(-1)
         return weights @ key, weights
-
-
-def network(place):
-    torch.manual_seed(0)
-    first, second = nn.Linear(4, 6), nn.Linear(6, 4)
-    if place.mesh is not None:
-        first.weight = place.parameter(first.weight.detach(), Replicate(), Shard(0))
-        second.weight = place.parameter(second.weight.detach(), Replicate(), Shard(1))
-    return nn.Sequential(first, nn.Tanh(), second)
 
 
 def hooked(place, register, grad):

@@ -1,7 +1,6 @@
 """Gradients are those of one device, complete where a user reads them, with the fewest collectives.
 
-Every case runs on four processes, mesh dp=2 x tp=2, and compares with plain torch in the same
-process. A case is a function of the mesh; it raises where it finds a difference.
+Every program runs on one device and on dp=2 x tp=2, and all that it returns is compared.
 """
 
 import gc
@@ -11,276 +10,224 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from gradient_data import close, data, mesh22, sharded
 from named_cases import named_cases
-from vescale_comm import trace
+from one_device import check, full_tensors
+from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_dtensor import Partial, Replicate, Shard
 
-CASES, case = named_cases()
+PROGRAMS, program = named_cases()
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
-@case
-def a_parameter_used_both_ways_on_different_axes(mesh):
-    w, x, h = data(6, 6), data(8, 6, seed=1), data(5, 6, seed=2)
-    dense = w.clone().requires_grad_()
-    (F.linear(x, dense).square().sum() + F.linear(h, dense).sum()).backward()
-    ours = sharded(w, mesh, Replicate(), Replicate(), grad=True)
-    varying = F.linear(sharded(x, mesh, Shard(0), Replicate()), ours).square().sum()
-    other = F.linear(sharded(h, mesh, Replicate(), Shard(0)), ours).sum()
-    (varying + other).backward()
-    assert ours.grad.placements == (Partial(), Partial())
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+W, X, H, ROW = data(6, 6), data(8, 6, seed=1), data(5, 6, seed=2), data(6)
+WS = [data(6, 6, seed=i) for i in range(1, 4)]
+
+
+def lies(place, tensor, *placements):
+    """A tensor lies so, if it is distributed."""
+    assert place.mesh is None or tensor.placements == placements
+
+
+def one_all_reduce(place, work):
+    """What some work returns, which sends one thing."""
     with trace() as traced:
-        close(ours.grad, dense.grad)
-    assert traced.counts() == {"all_reduce": 1}
+        result = work()
+    assert place.mesh is None or traced.counts() == {"all_reduce": 1}
+    return result
 
 
-@case
-def an_activation_used_both_ways_needs_one_collective(mesh):
-    x, weights = data(8, 6), [data(6, 6, seed=i) for i in range(1, 4)]
-    dense = x.clone().requires_grad_()
-    hidden = dense * 2
-    sum(F.linear(hidden, w).square().sum() for w in weights).backward()
-    ours = sharded(x, mesh, Shard(0), Replicate(), grad=True)
-    hidden = ours * 2
-    placed = [sharded(w, mesh, Replicate(), Shard(0)) for w in weights]
-    loss = sum(F.linear(hidden, w).square().sum() for w in placed)
-    with trace() as traced:
-        loss.backward()
-    assert traced.counts() == {"all_reduce": 1}
-    close(ours.grad, dense.grad)
+@program
+def a_parameter_used_both_ways_on_different_axes(place):
+    w = place(W, R, R, grad=True)
+    varying = F.linear(place(X, S0, R), w).square().sum()
+    (varying + F.linear(place(H, R, S0), w).sum()).backward()
+    lies(place, w.grad, P, P)
+    return one_all_reduce(place, lambda: full_tensors(w.grad))
 
 
-@case
-def uses_on_tp_on_dp_and_on_both_need_one_collective(mesh):
-    x = data(6, 6)
-    dense = x.clone().requires_grad_()
-    hidden = dense.sin()
-    ws = [data(6, 6, seed=i) for i in range(1, 4)]
-    (sum((hidden @ w).square().sum() for w in ws) + hidden.sum()).backward()
-    source = vd.DTensor.from_local(x.clone(), mesh, [Replicate(), Replicate()]).requires_grad_()
-    hidden = source.sin()
-    layouts = [(Replicate(), Shard(1)), (Shard(1), Replicate()), (Shard(0), Shard(1))]
-    placed = [sharded(w, mesh, *places) for w, places in zip(ws, layouts, strict=True)]
+@program
+def an_activation_used_both_ways_needs_one_collective(place):
+    x = place(X, S0, R, grad=True)
+    hidden = x * 2
+    loss = sum(F.linear(hidden, place(w, R, S0)).square().sum() for w in WS)
+    one_all_reduce(place, loss.backward)
+    return x.grad
+
+
+@program
+def uses_on_tp_on_dp_and_on_both_need_one_collective(place):
+    x = place(W, R, R, grad=True)
+    hidden = x.sin()
+    layouts = [(R, S1), (S1, R), (S0, S1)]
     # The last one splits the contracted dim over dp: the hidden tensor is sliced there.
-    loss = sum((hidden @ w).square().sum() for w in placed) + hidden.sum()
-    loss.backward()
-    close(source.grad, dense.grad)
+    placed = [place(w, *layout) for w, layout in zip(WS, layouts, strict=True)]
+    (sum((hidden @ w).square().sum() for w in placed) + hidden.sum()).backward()
+    return x.grad
 
 
-@case
-def uses_that_vary_on_different_axes_share_one_collective(mesh):
-    x, ws = data(5, 6), [data(6, 6, seed=i) for i in range(1, 4)]
-    dense = x.clone().requires_grad_()
-    hidden = dense.sin()
-    (sum((hidden @ w).square().sum() for w in ws) + hidden.sum()).backward()
-    leaf = sharded(x, mesh, Replicate(), Replicate(), grad=True)
-    hidden = leaf * 1
-    layouts = [(Replicate(), Shard(1)), (Shard(1), Replicate()), (Shard(1), Shard(1))]
-    placed = [sharded(w, mesh, *places) for w, places in zip(ws, layouts, strict=True)]
-    once = hidden.sin()
+@program
+def uses_that_vary_on_different_axes_share_one_collective(place):
+    x = place(H, R, R, grad=True)
+    once = (x * 1).sin()
+    layouts = [(R, S1), (S1, R), (S1, S1)]
+    placed = [place(w, *layout) for w, layout in zip(WS, layouts, strict=True)]
     loss = sum((once @ w).square().sum() for w in placed) + once.sum()
-    with trace() as traced:
-        loss.backward()
-    assert traced.counts() == {"all_reduce": 1}
-    close(leaf.grad, dense.grad)
+    one_all_reduce(place, loss.backward)
+    return x.grad
 
 
-@case
-def an_alias_made_without_grad_is_not_reused_with_it(mesh):
-    x, w = data(8, 6), data(6, 6, seed=1)
-    ours = sharded(x, mesh, Replicate(), Replicate(), grad=True)
-    hidden = ours * 1
-    placed = sharded(w, mesh, Replicate(), Shard(0))
+@program
+def an_alias_made_without_grad_is_not_reused_with_it(place):
+    x, w = place(X, R, R, grad=True), place(W, R, S0)
+    hidden = x * 1
     with torch.no_grad():
-        F.linear(hidden, placed)
-    F.linear(hidden, placed).sum().backward()
-    dense = x.clone().requires_grad_()
-    F.linear(dense * 1, w).sum().backward()
-    close(ours.grad, dense.grad)
+        F.linear(hidden, w)
+    F.linear(hidden, w).sum().backward()
+    return x.grad
 
 
-@case
-def inference_mode_then_training(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours = sharded(w, mesh, Replicate(), Shard(0), grad=True)
-    batch = sharded(x, mesh, Shard(0), Replicate())
+@program
+def inference_mode_then_training(place):
+    w, x = place(W, R, S0, grad=True), place(X, S0, R)
     with torch.inference_mode():
-        close(F.linear(batch, ours), F.linear(x, w))
-    F.linear(batch, ours).sum().backward()
-    dense = w.clone().requires_grad_()
-    F.linear(x, dense).sum().backward()
-    close(ours.grad, dense.grad)
+        seen = full_tensors(F.linear(x, w))
+    F.linear(x, w).sum().backward()
+    return seen, w.grad
 
 
-@case
-def frozen_then_unfrozen(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours = sharded(w, mesh, Replicate(), Replicate(), grad=True)
-    batch = sharded(x, mesh, Shard(0), Replicate())
-    ours.requires_grad_(False)
-    assert not F.linear(batch, ours).requires_grad
-    ours.requires_grad_(True)
-    F.linear(batch, ours).sum().backward()
-    dense = w.clone().requires_grad_()
-    F.linear(x, dense).sum().backward()
-    close(ours.grad, dense.grad)
+@program
+def frozen_then_unfrozen(place):
+    w, x = place(W, R, R, grad=True), place(X, S0, R)
+    w.requires_grad_(False)
+    assert not F.linear(x, w).requires_grad
+    w.requires_grad_(True)
+    F.linear(x, w).sum().backward()
+    return w.grad
 
 
-@case
-def two_backwards_through_one_graph(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours = sharded(w, mesh, Replicate(), Shard(0), grad=True)
-    dense = w.clone().requires_grad_()
-    loss = F.linear(sharded(x, mesh, Shard(0), Replicate()), ours).square().sum()
-    want = F.linear(x, dense).square().sum()
-    for value in (loss, want):
-        value.backward(retain_graph=True)
-        value.backward()
-    close(ours.grad, dense.grad)
+@program
+def two_backwards_through_one_graph(place):
+    w = place(W, R, S0, grad=True)
+    loss = F.linear(place(X, S0, R), w).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return w.grad
 
 
-@case
-def reading_the_total_between_accumulations_changes_nothing(mesh):
-    w = data(6, 6)
-    batches = [data(8, 6, seed=i) for i in range(1, 4)]
-    ours, dense = sharded(w, mesh, Replicate(), Replicate(), grad=True), w.clone().requires_grad_()
-    for x in batches:
-        F.linear(sharded(x, mesh, Shard(0), Replicate()), ours).square().sum().backward()
-        F.linear(x, dense).square().sum().backward()
-        close(vd.gradient_total(ours), dense.grad)
-        assert ours.grad.placements == (Replicate(), Replicate())
-    kept = ours.grad
-    assert kept is ours.grad
+@program
+def reading_the_total_between_accumulations_changes_nothing(place):
+    w, seen = place(W, R, R, grad=True), []
+    for x in WS:
+        F.linear(place(x, S0, R), w).square().sum().backward()
+        total = w.grad if place.mesh is None else vd.gradient_total(w)
+        seen.append(full_tensors(total).clone())
+        lies(place, w.grad, R, R)
+    assert w.grad is w.grad
+    return seen
 
 
-@case
-def a_leaf_returned_as_it_is_stays_one_leaf(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours, dense = sharded(w, mesh, Replicate(), Replicate(), grad=True), w.clone().requires_grad_()
-    batch = sharded(x, mesh, Shard(0), Replicate())
+@program
+def a_leaf_returned_as_it_is_stays_one_leaf(place):
+    w, x, seen = place(W, R, R, grad=True), place(X, S0, R), []
     for _ in range(3):  # the first call, and calls that are known by then
-        for parameter, inputs in ((ours, batch), (dense, x)):
-            parameter.grad = None
-            (F.linear(inputs, parameter.contiguous()).sum() + parameter.to("cpu").sum()).backward()
-        close(ours.grad, dense.grad)
+        w.grad = None
+        (F.linear(x, w.contiguous()).sum() + w.to("cpu").sum()).backward()
+        seen.append(w.grad)
+    return seen
 
 
-@case
-def a_gradient_set_by_hand_accumulates_rightly(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours, dense = sharded(w, mesh, Replicate(), Shard(0), grad=True), w.clone().requires_grad_()
-    start = data(6, 6, seed=3)
-    F.linear(sharded(x, mesh, Shard(0), Replicate()), ours).sum().backward()
-    ours.grad = vd.distribute_tensor(start, mesh, [Replicate(), Shard(1)], src_data_rank=None)
-    F.linear(sharded(x, mesh, Shard(0), Replicate()), ours).sum().backward()
-    dense.grad = start.clone()
-    F.linear(x, dense).sum().backward()
-    close(ours.grad, dense.grad)
+@program
+def a_gradient_set_by_hand_accumulates_rightly(place):
+    w, x = place(W, R, S0, grad=True), place(X, S0, R)
+    F.linear(x, w).sum().backward()
+    w.grad = place(WS[2], R, S1)
+    F.linear(x, w).sum().backward()
+    return w.grad
 
 
-@case
-def an_invariant_use_after_a_varying_step(mesh):
-    w, x = data(6), data(8, 6, seed=1)
-    ours, dense = sharded(w, mesh, Replicate(), Replicate(), grad=True), w.clone().requires_grad_()
-    (ours * 3).sum().backward()
-    (dense * 3).sum().backward()
-    assert ours.grad.placements == (Replicate(), Replicate())
-    (sharded(x, mesh, Shard(0), Replicate()) * ours).sum().backward()
-    (x * dense).sum().backward()
-    assert ours.grad.placements == (Partial(), Replicate())
-    (ours * 3).sum().backward()
-    (dense * 3).sum().backward()
-    close(ours.grad, dense.grad)
+@program
+def an_invariant_use_after_a_varying_step(place):
+    w = place(ROW, R, R, grad=True)
+    (w * 3).sum().backward()
+    lies(place, w.grad, R, R)
+    (place(X, S0, R) * w).sum().backward()
+    lies(place, w.grad, P, R)
+    (w * 3).sum().backward()
+    return w.grad
 
 
-@case
-def an_optimizer_step_and_data_drop_old_aliases(mesh):
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours, dense = sharded(w, mesh, Replicate(), Shard(0), grad=True), w.clone().requires_grad_()
-    batch = sharded(x, mesh, Shard(0), Replicate())
-    optimizers = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in (ours, dense)]
+@program
+def an_optimizer_step_and_data_drop_old_aliases(place):
+    w, x = place(W, R, S0, grad=True), place(X, S0, R)
+    optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
     for _ in range(3):
-        F.linear(batch, ours).square().sum().backward()
-        F.linear(x, dense).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    close(ours, dense)
-    ours.data = sharded(w * 2, mesh, Replicate(), Shard(0))
-    dense.data = w * 2
-    F.linear(batch, ours).square().sum().backward()
-    F.linear(x, dense).square().sum().backward()
-    close(ours.grad, dense.grad)
+        F.linear(x, w).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stepped = full_tensors(w).clone()
+    w.data = place(W * 2, R, S0)
+    F.linear(x, w).square().sum().backward()
+    return stepped, w.grad
 
 
-@case
-def clipping_takes_the_total_at_every_step(mesh):
+@program
+def clipping_takes_the_total_at_every_step(place):
     """A call that is known by now must still notice that a gradient owes a sum."""
-    w, x = data(6, 6), data(8, 6, seed=1)
-    ours = [sharded(w, mesh, Replicate(), place, grad=True) for place in (Shard(0), Replicate())]
-    dense = [w.clone().requires_grad_() for _ in ours]
-    batch = sharded(x, mesh, Shard(0), Replicate())
+    ws, x, norms = [place(W, R, tp, grad=True) for tp in (S0, R)], place(X, S0, R), []
     for kind in ("SGD", "AdamW"):
-        makers = [getattr(torch.optim, kind)(ps, lr=0.1) for ps in (ours, dense)]
+        optimizer = getattr(torch.optim, kind)(ws, lr=0.1)
         for _ in range(4):
-            norms = []
-            for inputs, parameters, optimizer in zip(
-                (batch, x), (ours, dense), makers, strict=True
-            ):
-                optimizer.zero_grad()
-                F.linear(F.linear(inputs, parameters[0]), parameters[1]).square().sum().backward()
-                norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
-                optimizer.step()
-            close(*norms)
-    for mine, theirs in zip(ours, dense, strict=True):
-        close(mine, theirs)
+            optimizer.zero_grad()
+            F.linear(F.linear(x, ws[0]), ws[1]).square().sum().backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(ws, 1.0))
+            optimizer.step()
+    return norms, ws
 
 
-@case
-def a_plain_leaf_among_dtensors_gets_the_complete_gradient(mesh):
-    w, x = data(6), data(8, 6, seed=1)
-    plain, dense = w.clone().requires_grad_(), w.clone().requires_grad_()
-    (sharded(x, mesh, Shard(0), Shard(1)) * plain).square().sum().backward()
-    (x * dense).square().sum().backward()
-    close(plain.grad, dense.grad)
+@program
+def a_plain_leaf_among_dtensors_gets_the_complete_gradient(place):
+    plain = ROW.clone().requires_grad_()
+    (place(X, S0, S1) * plain).square().sum().backward()
+    return plain.grad
 
 
-@case
-def from_local_and_to_local_carry_gradients(mesh):
-    x = data(8, 6)
-    local = x.chunk(2)[mesh.get_local_rank("dp")].clone().requires_grad_()
-    ours = vd.DTensor.from_local(local, mesh, [Shard(0), Replicate()])
-    (ours * sharded(data(8, 6, seed=1), mesh, Shard(0), Shard(1))).to_local().sum().backward()
-    want = data(8, 6, seed=1).chunk(2)[mesh.get_local_rank("dp")]
-    close(local.grad, want)
+@program
+def from_local_and_to_local_carry_gradients(place):
+    if place.mesh is None:
+        return []
+    at, mesh = place.mesh.get_local_rank("dp"), place.mesh
+    local = X.chunk(2)[at].clone().requires_grad_()
+    ours = vd.DTensor.from_local(local, mesh, [S0, R])
+    (ours * place(X, S0, S1)).to_local().sum().backward()
+    torch.testing.assert_close(local.grad, X.chunk(2)[at])
+    return []
 
 
-@case
-def a_bias_beside_a_row_parallel_product_is_added_once(mesh):
-    w, b, x = data(6, 6), data(6, seed=2), data(8, 6, seed=1)
-    weight, bias = (
-        sharded(w, mesh, Replicate(), Shard(1), grad=True),
-        sharded(b, mesh, Replicate(), Replicate(), grad=True),
-    )
-    dense_w, dense_b = w.clone().requires_grad_(), b.clone().requires_grad_()
-    ours = F.linear(sharded(x, mesh, Shard(0), Shard(1)), weight, bias)
-    assert ours.placements == (Shard(0), Partial())
-    ours.square().sum().backward()
-    F.linear(x, dense_w, dense_b).square().sum().backward()
-    close(weight.grad, dense_w.grad)
-    close(bias.grad, dense_b.grad)
+@program
+def a_bias_beside_a_row_parallel_product_is_added_once(place):
+    w, b = place(W, R, S1, grad=True), place(ROW, R, R, grad=True)
+    result = F.linear(place(X, S0, S1), w, b)
+    lies(place, result, S0, P)
+    result.square().sum().backward()
+    return w.grad, b.grad
 
 
-@case
-def nothing_is_kept_alive_by_a_cycle(mesh):
-    ours = sharded(data(6, 6), mesh, Replicate(), Shard(0), grad=True)
+@program
+def nothing_is_kept_alive_by_a_cycle(place):
+    if place.mesh is None:
+        return []
+    w = place(W, R, S0, grad=True)
     gc.collect()
     gc.disable()
     try:
-        hidden = sharded(data(8, 6, seed=1), mesh, Shard(0), Shard(1), grad=True) * 2
-        whole = hidden.redistribute(mesh, [Shard(0), Replicate()])
-        loss = F.linear(whole, ours).square().sum()
+        hidden = place(X, S0, S1, grad=True) * 2
+        whole = hidden.redistribute(placements=[S0, R])
+        loss = F.linear(whole, w).square().sum()
         loss.backward()
         watched = [weakref.ref(t) for t in (hidden, whole, loss, whole.to_local())]
         watched += [weakref.ref(t._local_tensor) for t in (hidden, whole, loss)]
@@ -288,12 +235,17 @@ def nothing_is_kept_alive_by_a_cycle(mesh):
         assert [ref() for ref in watched] == [None] * len(watched)
     finally:
         gc.enable()
+    return []
 
 
-def run_case(rank, world, name):
-    CASES[name](mesh22())
+def run_program(rank, world, name):
+    check(PROGRAMS[name], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_PROCESSES = ("nothing_is_kept_alive_by_a_cycle", "frozen_then_unfrozen")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients(name):
-    run(run_case, 4, name)
+    on_ranks = (lambda f, name: run(f, 4, name)) if name in IN_PROCESSES else simulate(4)
+    on_ranks(run_program, name)

@@ -5,12 +5,11 @@ A node makes aliases for the sets of three axes; uses that vary on a fourth get 
 
 import torch
 import vescale_dtensor as vd
-from vescale_comm import simulate
+from on_mesh import on_mesh
 from vescale_dtensor import Replicate, Shard
 
 
-def every_way(rank, world):
-    mesh = vd.init_device_mesh("cpu", (2, 2, 2, 2))
+def every_way(mesh):
     whole = [Replicate()] * 4
     source = vd.distribute_tensor(torch.arange(32.0).reshape(16, 2), mesh, [Shard(0), *whole[1:]])
     source.requires_grad_()
@@ -47,5 +46,5 @@ def every_way(rank, world):
 
 
 def test_four_replicated_axes():
-    for found in simulate(16).run(every_way):
+    for found in on_mesh((2, 2, 2, 2), every_way):
         assert found == {k: [1.0] for k in ("grad", "hook", "retained", "leaf", "inputs")}

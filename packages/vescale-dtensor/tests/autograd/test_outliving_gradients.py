@@ -24,7 +24,6 @@ from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, set_gr
 
 W = torch.linspace(-1, 1.5, 16).reshape(4, 4)
 X = torch.linspace(-2, 3, 24).reshape(6, 4)
-USES, use = named_cases()
 PROGRAMS, program = named_cases()
 
 
@@ -58,79 +57,55 @@ def outliving(place):
     return gradient
 
 
-@use
-def redistribute(g):
-    return g.redistribute(placements=[Replicate()]) if isinstance(g, DTensor) else g
+def gradient_of(parameter, gradient):
+    parameter.grad = gradient
+    return parameter
 
 
-@use
-def redistribute_to_shards(g):
-    return g.redistribute(placements=[Shard(0)]) if isinstance(g, DTensor) else g
-
-
-@use
-def several_ops(g):
-    return g * g, g.relu(), g.t() @ g
-
-
-@use
-def a_view(g):
-    row = g[1]
-    return row * row, g * 2, row
-
-
-@use
 def lists(g):
     norm = torch.nn.utils.get_total_norm([g, g[0]])
     torch._foreach_mul_([g], 0.5)
     return norm, torch._foreach_mul([g, g], 2.0), g
 
 
-@use
-def data(g):
-    g.data.mul_(3)
-    return g, g.detach() * g
-
-
-@use
-def values(g):
-    return g.sum().item(), g.tolist()
-
-
-@use
-def written(g):
-    g.clamp_(-1, 1).add_(g)
-    return g
-
-
-@use
 def an_optimizer(g):
-    p = nn.Parameter(torch.ones_like(g))
-    p.grad = g
+    p = gradient_of(nn.Parameter(torch.ones_like(g)), g)
     torch.optim.AdamW([p], lr=0.1).step()
     return p, p.grad
 
 
-@use
 def clipped(g):
-    p = nn.Parameter(torch.zeros_like(g))
-    p.grad = g
+    p = gradient_of(nn.Parameter(torch.zeros_like(g)), g)
     return nn.utils.clip_grad_norm_([p], 0.5), p.grad, g
 
 
-@use
 def data_set(g):
     g.data = torch.ones_like(g)
     return g * g, g
 
 
-def torch_of(g):
+def redistributed(g, placement):
+    return g.redistribute(placements=[placement]) if isinstance(g, DTensor) else g
+
+
+def of_torch(g):
     return g.to_torch().full_tensor() if isinstance(g, DTensor) else g
 
 
-@use
-def to_torch(g):
-    return torch_of(g), torch_of(g[:2])
+USES = {
+    "redistribute": lambda g: redistributed(g, Replicate()),
+    "redistribute_to_shards": lambda g: redistributed(g, Shard(0)),
+    "several_ops": lambda g: (g * g, g.relu(), g.t() @ g),
+    "a_view": lambda g: (g[1] * g[1], g * 2, g[1]),
+    "lists": lists,
+    "data": lambda g: (g.data.mul_(3), g, g.detach() * g),
+    "values": lambda g: (g.sum().item(), g.tolist()),
+    "written": lambda g: g.clamp_(-1, 1).add_(g),
+    "an_optimizer": an_optimizer,
+    "clipped": clipped,
+    "data_set": data_set,
+    "to_torch": lambda g: (of_torch(g), of_torch(g[:2])),
+}
 
 
 @program

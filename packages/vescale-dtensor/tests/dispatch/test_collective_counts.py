@@ -17,24 +17,12 @@ from vescale_dtensor import InterleavedShard, Replicate, Shard
 HIDDEN, WIDE, HEADS = 16, 32, 4
 COLUMN, ROW, WHOLE = Shard(0), Shard(1), Replicate()
 ON_TP = {
-    "norm": WHOLE,
-    "norm2": WHOLE,
-    "qkv.weight": InterleavedShard(0, 3),
-    "qkv.bias": InterleavedShard(0, 3),
+    **{f"{name}.{part}": COLUMN for name in ("q", "k", "v", "up") for part in ("weight", "bias")},
+    **dict.fromkeys(("norm", "norm2", "o.bias", "down.bias"), WHOLE),
+    **dict.fromkeys(("qkv.weight", "qkv.bias", "c_bias"), InterleavedShard(0, 3)),
     "c_attn": InterleavedShard(1, 3),
-    "c_bias": InterleavedShard(0, 3),
-    "q.weight": COLUMN,
-    "q.bias": COLUMN,
-    "k.weight": COLUMN,
-    "k.bias": COLUMN,
-    "v.weight": COLUMN,
-    "v.bias": COLUMN,
     "o.weight": ROW,
-    "o.bias": WHOLE,
-    "up.weight": COLUMN,
-    "up.bias": COLUMN,
     "down.weight": ROW,
-    "down.bias": WHOLE,
 }
 
 

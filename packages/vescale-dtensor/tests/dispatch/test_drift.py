@@ -69,83 +69,51 @@ def train(rank, drift, steps=12, placement=None):
             optimizer.step()
 
 
-def another_shape(step, model, x):
-    return torch.ones(9, 4)
+def once(act):
+    """In one step only."""
+
+    def drift(step, model, x):
+        if step == GOOD:
+            act(model)
+        return x
+
+    return drift
 
 
-def evaluates(step, model, x):
-    model.eval()
-    return x
+def flagged(name):
+    """An attribute of the model is true in one step."""
+
+    def drift(step, model, x):
+        setattr(model, name, step == GOOD)
+        return x
+
+    return drift
 
 
-def draws(step, model, x):
-    if step == GOOD:
-        torch.rand(1)
-    return x
+def bias_twice(model):
+    with torch.no_grad():
+        model.down.bias.mul_(0.9).mul_(0.9)
 
 
-def skips_an_op(step, model, x):
-    model.skip = step == GOOD  # once only
-    return x
-
-
-def skips_an_update(step, model, x):
-    model.no_step = step == GOOD
-    return x
-
-
-def keeps_gradients(step, model, x):
-    model.keep = step == GOOD
-    return x
-
-
-def writes_data(step, model, x):
-    if step == GOOD:
-        model.down.bias.data.clamp_(-0.1, 0.1)
-    return x
-
-
-def writes_detached(step, model, x):
-    if step == GOOD:
-        model.down.bias.detach().mul_(0.9)
-    return x
-
-
-def clips_values(step, model, x):
-    if step == GOOD:
-        nn.utils.clip_grad_value_(model.parameters(), 1e-4)
-    return x
-
-
-def assigns_data(step, model, x):
-    if step == GOOD:
-        model.down.bias.data = model.down.bias.data * 0.9
-    return x
-
-
-def assigns_a_gradient(step, model, x):
-    if step == GOOD:
-        model.down.bias.grad = model.down.bias.grad * 0.5
-    return x
-
-
-def writes_data_of_a_gradient(step, model, x):
-    if step == GOOD:
-        model.down.bias.grad.data.zero_()
-    return x
-
-
-def writes_twice(step, model, x):
-    if step == GOOD:
-        with torch.no_grad():
-            model.down.bias.mul_(0.9).mul_(0.9)
-    return x
-
-
-def lowers_its_rate(step, model, x):
-    if step == GOOD:
-        model.optimizer.param_groups[0]["lr"] = 0.05
-    return x
+SILENT_WRITES = {
+    "keeps_gradients": flagged("keep"),
+    "writes_data": once(lambda m: m.down.bias.data.clamp_(-0.1, 0.1)),
+    "writes_detached": once(lambda m: m.down.bias.detach().mul_(0.9)),
+    "clips_values": once(lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-4)),
+    "assigns_data": once(lambda m: setattr(m.down.bias, "data", m.down.bias.data * 0.9)),
+    "assigns_a_gradient": once(lambda m: setattr(m.down.bias, "grad", m.down.bias.grad * 0.5)),
+    "writes_data_of_a_gradient": once(lambda m: m.down.bias.grad.data.zero_()),
+    "writes_twice": once(bias_twice),
+}
+CASES = {
+    "another_shape": lambda step, model, x: torch.ones(9, 4),
+    "evaluates": lambda step, model, x: (model.eval(), x)[1],
+    "draws": once(lambda model: torch.rand(1)),
+    "skips_an_op": flagged("skip"),
+    "skips_an_update": flagged("no_step"),
+    "lowers_its_rate": once(lambda m: m.optimizer.param_groups[0].update(lr=0.05)),
+    **SILENT_WRITES,
+}
 
 
 def run_train(rank, name):
@@ -190,19 +158,6 @@ def run_train_without_reductions(rank, name):
             optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-
-SILENT_WRITES = (
-    *(keeps_gradients, writes_data, assigns_data, assigns_a_gradient),
-    *(writes_data_of_a_gradient, writes_twice, writes_detached, clips_values),
-)
-CASES = {
-    each.__name__: each
-    for each in (
-        *(another_shape, evaluates, draws, skips_an_op, skips_an_update, lowers_its_rate),
-        *SILENT_WRITES,
-    )
-}
 
 
 def run_seeds(rank, _):
@@ -306,20 +261,20 @@ def run_numbers(rank, name):
         w.grad = None
 
 
-def compares_a_plain_operand(x):
-    (x * torch.ones(4)).neg()
-
-
-def wraps_its_part(x):
-    DTensor.from_local(torch.ones(2, 4), x.device_mesh, [Shard(0)])
-
-
-def distributes_a_tensor(x):
-    distribute_tensor(torch.ones(6, 4), x.device_mesh, [Replicate()])
-
-
+# What one rank does alone, and what is said of it.
 ALONE = {
-    each.__name__: each for each in (compares_a_plain_operand, wraps_its_part, distributes_a_tensor)
+    "compares_a_plain_operand": (
+        lambda x: (x * torch.ones(4)).neg(),
+        "compares operand 1 of Tensor.mul, at ",
+    ),
+    "wraps_its_part": (
+        lambda x: DTensor.from_local(torch.ones(2, 4), x.device_mesh, [Shard(0)]),
+        "compares what ranks pass to from_local, at ",
+    ),
+    "distributes_a_tensor": (
+        lambda x: distribute_tensor(torch.ones(6, 4), x.device_mesh, [Replicate()]),
+        "distributes f32 ",
+    ),
 }
 
 
@@ -330,7 +285,7 @@ def run_alone(rank, name):
     for step in range(12):
         x = x + 1
         if rank == WHO and step == GOOD:
-            ALONE[name](x)
+            ALONE[name][0](x)
         x.sum().item()
 
 
@@ -416,16 +371,9 @@ def test_a_step_that_every_rank_refuses_to_record_is_compared_as_any_other(tmp_p
     check(said_by_all(tmp_path, run_refused, name))
 
 
-ALONE_WORDS = {
-    "compares_a_plain_operand": "compares operand 1 of Tensor.mul, at ",
-    "wraps_its_part": "compares what ranks pass to from_local, at ",
-    "distributes_a_tensor": "distributes f32 ",
-}
-
-
 @pytest.mark.parametrize("name", list(ALONE))
 def test_a_check_that_one_rank_comes_to_alone_is_named(tmp_path, name):
-    check(said_by_all(tmp_path, run_alone, name), ALONE_WORDS[name])
+    check(said_by_all(tmp_path, run_alone, name), ALONE[name][1])
 
 
 @pytest.mark.parametrize("name", list(CHECKED))
@@ -446,7 +394,7 @@ def test_a_batch_that_is_another_one_on_one_rank_shows_where_its_product_is_summ
     check(said_by_all(tmp_path, run_values), "made of other data")
 
 
-@pytest.mark.parametrize("name", [each.__name__ for each in SILENT_WRITES])
+@pytest.mark.parametrize("name", list(SILENT_WRITES))
 def test_what_one_rank_writes_where_nothing_is_sent_shows_in_the_next_backward(tmp_path, name):
     check(said_by_all(tmp_path, run_train_without_reductions, name), "backward from f32[], at ")
 

@@ -1,5 +1,6 @@
 """Correct programs whose ranks do not all do the same run in silence, and send nothing more."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -130,32 +131,13 @@ def check(case, world_size=3):
         assert isinstance(outcome, testing.Ok), outcome
 
 
-def test_logging_on_one_rank():
-    check(logging)
-
-
-def test_copies_on_one_rank():
-    check(copies)
+@pytest.mark.parametrize("case", [logging, copies, uneven, recomputed, captured, caught])
+def test_three_ranks(case):
+    check(case)
 
 
 def test_meshes_beside_each_other():
     check(sub_meshes, 4)
-
-
-def test_uneven_shards():
-    check(uneven)
-
-
-def test_checkpoints_and_accumulation():
-    check(recomputed)
-
-
-def test_captured_programs_that_record_again_on_one_rank():
-    check(captured)
-
-
-def test_exceptions_and_evaluations():
-    check(caught)
 
 
 def counted(rank, world_size):

@@ -8,6 +8,7 @@ from types import BuiltinFunctionType, MethodDescriptorType
 
 import pytest
 import torch
+from on_mesh import on_mesh
 from vescale_comm import simulate
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from vescale_dtensor._dispatch.registry import known_rules
@@ -69,8 +70,7 @@ def test_values_of_other_types(name):
     call = CALLS[name]
     expected = {kind: answer(call, X, kind) for kind in KINDS}
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2,))
+    def run(mesh):
         for placement in (Replicate(), Shard(0), Shard(1)):
             x = distribute_tensor(X, mesh, [placement])
             # In another order the second time: whichever came first may have been compiled.
@@ -81,7 +81,7 @@ def test_values_of_other_types(name):
                 if found != "refused":
                     torch.testing.assert_close(found, list(expected[kind]), msg=context)
 
-    simulate(2)(run)
+    on_mesh((2,), run)
 
 
 def test_two_tensors_of_which_one_should_be_a_boolean_are_refused_by_torch():

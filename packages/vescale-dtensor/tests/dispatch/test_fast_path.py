@@ -9,7 +9,7 @@ from vescale_dtensor import Partial, Replicate, Shard
 from vescale_dtensor._fast_path import lookup
 
 
-def look_up(rank, world_size):
+def a_plain_operand_before_a_sharded_one(rank, world_size):
     mesh = device_mesh((4,))
     index, table = torch.tensor([[0, 5, 2], [6, 6, 1]]), torch.randn(7, 3)
     wanted = F.embedding(index, table)
@@ -18,17 +18,13 @@ def look_up(rank, world_size):
         assert torch.equal(F.embedding(index, cut).full_tensor(), wanted)
 
 
-def test_a_plain_operand_before_a_sharded_one():
-    run(look_up, 4)
-
-
 def twice(x):
     """A partial sum that is used by itself after its total was needed."""
     total = x.relu()
     return total + x * 2
 
 
-def watched(rank, world_size):
+def what_is_observed_is_what_runs(rank, world_size):
     mesh = device_mesh((4,))
     leaf = torch.ones(3, requires_grad=True)
 
@@ -46,11 +42,7 @@ def watched(rank, world_size):
     ]
 
 
-def test_what_is_observed_is_what_runs():
-    run(watched, 4)
-
-
-def alike(rank, world_size):
+def a_plain_tensor_that_is_indexed_and_a_tuple_of_one(rank, world_size):
     mesh = device_mesh((4,))
     table, index = torch.randn(7, 3), torch.tensor([6, 0, 2, 6, 1])
     cut = vd.distribute_tensor(index, mesh, [Shard(0)])
@@ -62,11 +54,7 @@ def alike(rank, world_size):
         assert torch.equal(slope.full_tensor(), torch.full((6,), 2.0))
 
 
-def test_a_plain_tensor_that_is_indexed_and_a_tuple_of_one():
-    run(alike, 4)
-
-
-def sized(rank, world_size):
+def a_plain_tensor_whose_size_is_that_of_a_mesh(rank, world_size):
     mesh = device_mesh((4,))
     table = torch.arange(15.0).reshape(5, 3)
     count = vd.distribute_tensor(torch.tensor(2), mesh, [Replicate()])
@@ -77,8 +65,17 @@ def sized(rank, world_size):
             assert torch.equal(torch.narrow(table, 0, count, 2), table[2:4])
 
 
-def test_a_plain_tensor_whose_size_is_that_of_a_mesh():
-    run(sized, 4)
+FOUR_RANKS = (
+    a_plain_operand_before_a_sharded_one,
+    what_is_observed_is_what_runs,
+    a_plain_tensor_that_is_indexed_and_a_tuple_of_one,
+    a_plain_tensor_whose_size_is_that_of_a_mesh,
+)
+
+
+@pytest.mark.parametrize("program", FOUR_RANKS)
+def test_four_ranks(program):
+    run(program, 4)
 
 
 def of_three(rank, world_size):

@@ -125,23 +125,23 @@ def test_a_redistributed_tensor_is_the_same_one():
         assert one == other != 0
 
 
-@pytest.mark.parametrize("world", [1, 8])
-def test_a_world_that_compares_nothing_keeps_no_lineages(world):
-    """One rank alone, or a fake world. In a process of its own, as tests share one world."""
-    program = f"""
+ALONE = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from vescale_dtensor import DTensor, Replicate
-backend = "gloo" if {world} == 1 else "fake"
-store = dist.HashStore() if {world} == 1 else FakeStore()
-dist.init_process_group(backend, store=store, rank=0, world_size={world})
-x = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", ({world},)), [Replicate()])
-for _ in range(3):
-    made = [x + x, x.relu(), x * 2.0, x.clone(), torch.softmax(x, -1), x.mm(x)]
-    assert all(isinstance(each, DTensor) for each in made)
-    assert torch.equal(made[0].to_local(), torch.full((4, 4), 2.0))
-    assert not any(each._lineage for each in made), made
-dist.destroy_process_group()
+for backend, store, world in (("gloo", dist.HashStore(), 1), ("fake", FakeStore(), 8)):
+    dist.init_process_group(backend, store=store, rank=0, world_size=world)
+    x = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", (world,)), [Replicate()])
+    for _ in range(3):
+        made = [x + x, x.relu(), x * 2.0, x.clone(), torch.softmax(x, -1), x.mm(x)]
+        assert all(isinstance(each, DTensor) for each in made)
+        assert torch.equal(made[0].to_local(), torch.full((4, 4), 2.0))
+        assert not any(each._lineage for each in made), made
+    dist.destroy_process_group()
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_world_that_compares_nothing_keeps_no_lineages():
+    """One rank alone, and a fake world. In a process of its own, as tests share one world."""
+    subprocess.run([sys.executable, "-c", ALONE], check=True)

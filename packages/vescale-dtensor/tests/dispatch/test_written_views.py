@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from on_mesh import on_mesh
 from one_device import Place, check
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
@@ -152,8 +153,7 @@ def test_what_would_not_be_seen_elsewhere_is_refused():
     simulate(4)(refused_view)
 
 
-def converted(rank, world):
-    mesh = device_mesh((4,), ("dp",))
+def converted(mesh):
     for placements in ([Replicate()], [RaggedShard((0, 1), UNITS)], [Shard(0)]):
         x = distribute_tensor(MATRIX.clone(), mesh, placements)
         for _ in range(2):
@@ -165,4 +165,4 @@ def converted(rank, world):
 
 
 def test_a_view_in_another_dtype_is_no_view():
-    simulate(4)(converted)
+    on_mesh((4,), converted, ("dp",))

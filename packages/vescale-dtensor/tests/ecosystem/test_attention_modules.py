@@ -8,7 +8,7 @@ import torch
 import vescale_dtensor as vd
 from one_device import check
 from torch import nn
-from vescale_comm.testing import run
+from vescale_comm import simulate
 from vescale_dtensor import InterleavedShard, Replicate, Shard
 
 COLUMNS, ROWS = Shard(0), Shard(1)
@@ -163,10 +163,6 @@ PROGRAMS = {
 }
 
 
-def run_program(rank, world, name):
-    check(native(PROGRAMS[name]))
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_modules_train_as_on_one_device(name):
-    run(run_program, 4, name)
+    simulate(4)(lambda rank, world: check(native(PROGRAMS[name])))

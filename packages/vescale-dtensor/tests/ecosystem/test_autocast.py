@@ -12,6 +12,7 @@ import warnings
 import zlib
 from contextlib import nullcontext
 
+import one_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -232,18 +233,11 @@ PROGRAMS, program = named_cases()
 X, UP, DOWN = numbers(7, 6), numbers(9, 6), numbers(5, 9)
 
 
-class Place:
+class Place(one_device.Place):
     """One device, or dp=2 x tp=2: the batch on dp, parameters on tp."""
 
-    def __init__(self, mesh=None):
-        self.mesh = mesh
-
     def __call__(self, tensor, tp=None, dp=None, grad=False):
-        if self.mesh is None:
-            return tensor.clone().requires_grad_(grad)
-        placements = [dp or Replicate(), tp or Replicate()]
-        placed = vd.distribute_tensor(tensor, self.mesh, placements, src_data_rank=None)
-        return placed.requires_grad_(grad)
+        return super().__call__(tensor, dp or Replicate(), tp or Replicate(), grad)
 
 
 def operands(place):

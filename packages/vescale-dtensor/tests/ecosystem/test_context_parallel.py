@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_mesh import on_mesh
 from torch import nn
-from torch.distributed.tensor import experimental as torch_experimental
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from vescale_comm import simulate
-from vescale_comm.testing import run
 from vescale_dtensor import LayoutError, MeshError, UnsupportedError, init_device_mesh
 from vescale_dtensor.experimental import context_parallel
 
@@ -68,8 +66,7 @@ def test_trains_as_one_device(heads, tokens):
 
 
 def test_bad_input_is_told_and_buffers_come_back():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (2,))
+    def program(mesh):
         x, parameter = torch.randn(1, 2, 4, 3), nn.Parameter(torch.ones(4))
         wrong = [
             (LayoutError, "1 buffers and 0", {"buffers": [x]}),
@@ -90,26 +87,4 @@ def test_bad_input_is_told_and_buffers_come_back():
             F.scaled_dot_product_attention(x, x, x, torch.ones(2, 4).bool())
         return x.shape
 
-    assert simulate(2).run(program) == [(1, 2, 4, 3)] * 2
-
-
-def by_torch(rank, world_size, kernel):
-    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    parts = [torch.randn(1, 2, 8, 4) for _ in range(3)]
-    try:
-        with (
-            sdpa_kernel(getattr(SDPBackend, kernel)),
-            torch_experimental.context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 3),
-        ):
-            F.scaled_dot_product_attention(*parts, is_causal=True)
-    except (NotImplementedError, RuntimeError) as error:
-        return str(error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "MATH", "EFFICIENT_ATTENTION"])
-def test_torchs_own_has_no_kernel_for_cpus(kernel):
-    """So that no table and no benchmark has it beside ours; where this fails, they can."""
-    for found in run(by_torch, 2, kernel):
-        assert found is not None
-        assert any(one in found for one in ("sharding strategy", "mixed torch.Tensor", "No viable"))
+    assert on_mesh((2,), program) == [(1, 2, 4, 3)] * 2

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from one_device import check
+from vescale_comm import simulate
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Partial, Replicate, Shard, UnsupportedError
 
@@ -101,13 +102,9 @@ PROGRAMS = {
 }
 
 
-def _run_program(rank, world_size, name):
-    check(PROGRAMS[name])
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_on_one_device(name):
-    run(_run_program, 4, name)
+    simulate(4)(lambda rank, world_size: check(PROGRAMS[name]))
 
 
 def _refusals(rank, world_size):

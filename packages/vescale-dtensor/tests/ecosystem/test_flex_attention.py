@@ -5,9 +5,9 @@ Without gradients: torch has no backward of it on CPUs.
 
 import pytest
 import torch
+from on_mesh import on_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from vescale_comm import simulate
-from vescale_dtensor import Shard, distribute_tensor, init_device_mesh, local_map
+from vescale_dtensor import Shard, distribute_tensor, local_map
 
 
 def causal(batch, head, row, key):
@@ -27,11 +27,10 @@ def attend(*parts):
 
 
 def on_two_ranks(dim, function):
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (2,))
+    def program(mesh):
         return function(distribute_tensor(WHOLE, mesh, [Shard(dim)]), mesh)
 
-    return simulate(2).run(program)
+    return on_mesh((2,), program)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

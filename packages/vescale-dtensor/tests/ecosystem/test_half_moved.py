@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.tensor as stock
 import vescale_dtensor as vd
+from on_mesh import on_mesh
 from torch import nn
 from torch.distributed.tensor import parallel
 from torch.distributed.tensor.experimental import local_map
@@ -133,8 +134,7 @@ def test_torchs_functions_refuse_placements_that_torch_lacks(name):
     simulate(2)(_refused, name)
 
 
-def _helpers(rank, world_size):
-    mesh = device_mesh((2,))
+def _helpers(mesh):
     helper = stock._utils.compute_local_shape_and_global_offset
     for ours, theirs in PLACED:
         assert helper((4, 2), mesh, [ours]) == helper((4, 2), mesh, [theirs])
@@ -144,11 +144,10 @@ def _helpers(rank, world_size):
 
 
 def test_a_helper_of_torchs_that_answers_in_numbers():
-    simulate(2)(_helpers)
+    on_mesh((2,), _helpers)
 
 
-def _wrapped_twice(rank, world_size):
-    mesh = device_mesh((2,))
+def _wrapped_twice(mesh):
     theirs = stock.distribute_tensor(WHOLE, mesh, [stock.Shard(0)])
     ours = vd.distribute_tensor(WHOLE, mesh, [Shard(0)])
     for call in (
@@ -164,4 +163,4 @@ def _wrapped_twice(rank, world_size):
 
 
 def test_no_tensor_is_wrapped_twice():
-    simulate(2)(_wrapped_twice)
+    on_mesh((2,), _wrapped_twice)

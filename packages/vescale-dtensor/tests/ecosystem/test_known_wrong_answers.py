@@ -5,11 +5,11 @@ All run on four processes against dense torch, on a mesh of 4 or of 2 x 2.
 
 | what goes wrong there                                     | case here, or test                   |
 |-----------------------------------------------------------|--------------------------------------|
-| item, float, int: the local value (144054, 166638)        | python_numbers_of_sharded_and…       |
+| item, float, int: the local value (144054, 166638)        | test_semantics                       |
 | max, min, amax over empty shards: a hang                  | reductions_over_empty_shards         |
 | uneven mean (162692); losses with a mean over uneven rows | means_…; losses_with_a_mean…         |
 | uneven view, unflatten (143372, 179502, 186282)           | views_that_do_not_divide             |
-| uneven pieces in and out (144109, 161368, 103306)         | uneven_pieces_in_and_out             |
+| uneven pieces in and out (144109, 161368, 103306)         | test_layouts                         |
 | in place with another layout: refused                     | in_place_ops_that_would_change…      |
 | nonzero, x[mask], unique, cdist: refused                  | shapes_that_depend_on_data           |
 | plain tensors mixed in: refused                           | plain_tensors_and_numbers_mixed_in   |
@@ -20,7 +20,7 @@ All run on four processes against dense torch, on a mesh of 4 or of 2 x 2.
 | operands cut in other orders of axes (166598)             | matrix_products_whose_operands…      |
 | local_map of uneven pieces (172812)                       | test_ecosystem_local_map             |
 | the wrong layout in a convolution's backward (191926)     | convolution_backward                 |
-| random numbers of uneven shards (168058, 138329, 189546)  | replicas_stay_in_step…, attention_…  |
+| random numbers of uneven shards (168058, 138329, 189546)  | test_layouts, test_attention_rows    |
 | clipping over several meshes (180346)                     | clipping_over_two_meshes_names_both  |
 | a placement's subclass equals its base                    | test_semantics                       |
 | caches that grow with every new number (178276)           | test_soak                            |
@@ -43,12 +43,8 @@ def line():
     return device_mesh((4,), ("dp",))
 
 
-def square():
-    return device_mesh((2, 2), ("dp", "tp"))
-
-
-def put(tensor, *placements, mesh=None, grad=False):
-    mesh = mesh or (line() if len(placements) == 1 else square())
+def put(tensor, *placements, grad=False):
+    mesh = line() if len(placements) == 1 else device_mesh((2, 2), ("dp", "tp"))
     leaf = tensor.clone().requires_grad_(grad)
     return vd.distribute_tensor(leaf, mesh, list(placements), src_data_rank=None)
 
@@ -61,15 +57,6 @@ def same(ours, dense, **tolerance):
 
 def data(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@case
-def python_numbers_of_sharded_and_partial_tensors():  # 144054, 166638
-    x = put(torch.arange(32.0), Shard(0))
-    assert x.sum().item() == 496
-    assert float(x.mean()) == 15.5
-    assert int(x.max()) == 31
-    assert bool(x.sum() > 400)
 
 
 @case
@@ -243,29 +230,6 @@ def convolution_backward():  # 191926
 
 
 @case
-def replicas_stay_in_step_after_an_uneven_draw():  # 168058
-    torch.manual_seed(1)
-    ours = [put(torch.zeros(7, 4), Shard(0)).normal_(), put(torch.zeros(5), Replicate()).normal_()]
-    torch.manual_seed(1)
-    dense = [torch.zeros(7, 4).normal_(), torch.zeros(5).normal_()]
-    for mine, theirs in zip(ours, dense, strict=True):
-        assert torch.equal(mine.full_tensor(), theirs)
-
-
-@case
-def attention_dropout_draws_the_mask_of_one_device():
-    q, k, v = (data(2, 4, 5, 8, seed=i) for i in range(3))
-    for placements in ([Shard(0)], [Shard(1)], [Shard(0), Shard(1)]):
-        torch.manual_seed(2)
-        ours = F.scaled_dot_product_attention(
-            *(put(t, *placements) for t in (q, k, v)), dropout_p=0.5, is_causal=True
-        )
-        torch.manual_seed(2)
-        dense = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
-        same(ours, dense, rtol=1e-5, atol=1e-5)
-
-
-@case
 def clipping_over_two_meshes_names_both():  # 180346
     grads = [put(data(4, 4), Shard(0)), put(data(4, 4), Shard(0), Shard(1))]
     parameters = [torch.nn.Parameter(g) for g in grads]
@@ -273,26 +237,6 @@ def clipping_over_two_meshes_names_both():  # 180346
         parameter.grad = gradient
     with pytest.raises(vd.MeshError, match=r"dp=4.*dp=2, tp=2"):
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-
-
-@case
-def uneven_pieces_in_and_out():  # 144109, 161368, 103306
-    dense = data(7, 5)
-    for placements in (
-        [Shard(0)],
-        [Shard(0), Shard(1)],
-        [Shard(1), Shard(1)],
-        [Shard(0), Shard(0)],
-    ):
-        x = put(dense, *placements)
-        again = vd.DTensor.from_local(
-            x.to_local(), x.device_mesh, x.placements, shape=(7, 5), stride=(5, 1)
-        )
-        same(again, dense)
-        for box in again.__vescale_layout__().boxes:
-            (row, column), (height, width) = box.global_offset, box.shape
-            held = again.to_local()[:height, :width]
-            assert torch.equal(held, dense[row : row + height, column : column + width])
 
 
 @case

@@ -5,18 +5,14 @@ device, whatever it replicates, sums or sends itself.
 import pytest
 import torch
 import vescale_dtensor as vd
+from named_cases import named_cases
 from vescale_comm import all_gather, all_reduce, group_of
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import DisagreementError, LayoutError, Partial, RaggedShard, Replicate, Shard
 
-CASES = {}
+CASES, case = named_cases()
 X = torch.arange(24.0).reshape(6, 4) / 10
 W = torch.arange(20.0).reshape(4, 5) / 7 - 1
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
 
 
 def run_case(rank, world, name):
@@ -41,37 +37,26 @@ def agrees(mapped, leaves, dense):
         torch.testing.assert_close(leaf.grad.full_tensor(), whole.grad)
 
 
-@case
-def a_split_batch_with_a_whole_weight(mesh):
-    mapped = vd.local_map(torch.mm, out_placements=[Shard(0), Replicate()])
-    leaves = [placed(mesh, X, Shard(0), Replicate()), placed(mesh, W, Replicate(), Replicate())]
-    agrees(mapped, leaves, torch.mm)
+def summed(mesh):
+    """A product that reduces itself."""
+    return lambda x, w: all_reduce(torch.mm(x, w), group_of(mesh, "tp"))
+
+
+# Function, and how its result and its operands lie.
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+PRODUCTS = [
+    (lambda mesh: torch.mm, (S0, R), (S0, R), (R, R)),
+    (lambda mesh: torch.mm, (R, R), (R, R), (R, R)),
+    (lambda mesh: torch.mm, (R, Partial()), (R, S1), (R, S0)),
+    (summed, (S0, R), (S0, S1), (R, S0)),
+]
 
 
 @case
-def everything_whole(mesh):
-    mapped = vd.local_map(torch.mm, out_placements=[Replicate(), Replicate()])
-    leaves = [placed(mesh, t, Replicate(), Replicate()) for t in (X, W)]
-    agrees(mapped, leaves, torch.mm)
-
-
-@case
-def a_split_contraction_gives_a_partial_sum(mesh):
-    mapped = vd.local_map(torch.mm, out_placements=[Replicate(), Partial()])
-    leaves = [placed(mesh, X, Replicate(), Shard(1)), placed(mesh, W, Replicate(), Shard(0))]
-    agrees(mapped, leaves, torch.mm)
-
-
-@case
-def a_function_that_reduces_itself(mesh):
-    group = group_of(mesh, "tp")
-
-    def summed(x, w):
-        return all_reduce(torch.mm(x, w), group)
-
-    mapped = vd.local_map(summed, out_placements=[Shard(0), Replicate()])
-    leaves = [placed(mesh, X, Shard(0), Shard(1)), placed(mesh, W, Replicate(), Shard(0))]
-    agrees(mapped, leaves, torch.mm)
+def products(mesh):
+    for function, out, of_x, of_w in PRODUCTS:
+        mapped = vd.local_map(function(mesh), out_placements=list(out))
+        agrees(mapped, [placed(mesh, X, *of_x), placed(mesh, W, *of_w)], torch.mm)
 
 
 @case

@@ -10,10 +10,9 @@ import warnings
 import pytest
 import torch
 from one_device import check
-from rotation import rotating
 from torch import nn
 from torch.nn import utils
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from vescale_comm import simulate
 from vescale_dtensor import Replicate, Shard
 
@@ -26,7 +25,24 @@ def orthogonal(kind, trivial):
     )
 
 
+class Lower(nn.Module):
+    """A parametrization of one's own."""
+
+    def forward(self, x):
+        return x.tril() + x.tril(-1)
+
+    def right_inverse(self, x):
+        return x.tril()
+
+
+def removed(module):
+    parametrizations.weight_norm(module)
+    parametrize.remove_parametrizations(module, "weight")
+
+
 PARAMETRIZATIONS = {
+    "our own": lambda m: parametrize.register_parametrization(m, "weight", Lower(), unsafe=True),
+    "removed": removed,
     "orthogonal": parametrizations.orthogonal,
     **{
         f"orthogonal, {kind}, {trivial}": orthogonal(kind, trivial)
@@ -73,6 +89,6 @@ def run_one(rank, world, name):
                 )
 
 
-@pytest.mark.parametrize("name", rotating(PARAMETRIZATIONS, 2))
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
 def test_as_on_one_device(name):
     simulate(4)(run_one, name)

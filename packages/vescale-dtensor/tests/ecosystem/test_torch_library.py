@@ -19,44 +19,11 @@ from torch.profiler import profile
 from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
-from torch_library import W, batch, network
+from torch_library import W, batch
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
 PROGRAMS, program = named_cases()
-
-
-@program
-def autocast(place):
-    model = network(place)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = model(batch(place))
-    result.float().square().sum().backward()
-    return str(result.dtype), [str(p.grad.dtype) for p in model.parameters()]
-
-
-@program
-def gradients_written_by_hand(place):
-    results = []
-    for placements in ((None, None), (Replicate(), Replicate())):
-        x = place(W, *placements, grad=True)
-        (x * place(W)).sum().backward()
-        x.grad.mul_(2)
-        x.grad.add_(1)
-        (x * place(W)).sum().backward()
-        results.append(x.grad.clone())
-        x.grad.zero_()
-        (x * 3).sum().backward()
-        x.grad.data.clamp_(max=2)
-        x.grad = place(W, Replicate(), Shard(0))
-        (x * x).sum().backward()
-        results.append(x.grad)
-        x.grad = None
-        (x * x).sum().backward()
-        results.append(x.grad)
-        del x.grad
-        assert x.grad is None
-    return results
 
 
 @program

@@ -1,4 +1,4 @@
-"""Modules of torch, converted, reparametrized, tied or loaded, give what one device gives.
+"""Modules of torch, converted, tied or loaded, give what one device gives.
 
 Each program runs on one device and on dp=2 x tp=2, and all that it returns is compared.
 """
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from named_cases import named_cases
 from one_device import check
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint_sequential
-from torch_library import SEQUENCE, SQUARE, W, X, batch, linear, network
+from torch_library import W, X, batch, linear, network
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
@@ -31,51 +30,6 @@ def functional_calls(place):
     with warnings.catch_warnings(action="ignore"):
         stateless = nn.utils.stateless.functional_call(model, detached, (batch(place),))
     return result, stateless, [p.grad for p in model.parameters()]
-
-
-def reparametrized(place, wrap):
-    torch.manual_seed(1)
-    module = linear(place, SQUARE)
-    wrap(module)
-    inputs = batch(place, torch.linspace(-1, 1, 30).reshape(5, 6))
-    result = module(inputs)
-    result.square().sum().backward()
-    return result, [p.grad for p in module.parameters()]
-
-
-class Symmetric(nn.Module):
-    def forward(self, x):
-        return x.triu() + x.triu(1).transpose(-1, -2)
-
-    def right_inverse(self, x):
-        return x.triu()
-
-
-def removed(module):
-    parametrizations.weight_norm(module)
-    parametrize.remove_parametrizations(module, "weight")
-
-
-REPARAMETRIZED = {
-    "weight_norm": parametrizations.weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
-    "old weight_norm": nn.utils.weight_norm,
-    "old spectral_norm": nn.utils.spectral_norm,
-    "our own": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
-    "removed": removed,
-    "householder": lambda m: parametrizations.orthogonal(
-        m, orthogonal_map="householder", use_trivialization=False
-    ),
-}
-
-
-def run_reparametrized(rank, world, name):
-    check(lambda place: reparametrized(place, REPARAMETRIZED[name]))
-
-
-@pytest.mark.parametrize("name", REPARAMETRIZED)
-def test_reparametrized(name):
-    run(run_reparametrized, 4, name)
 
 
 @program
@@ -134,32 +88,6 @@ def lazy_and_normalised_modules(place):
     lazy, norm = nn.LazyLinear(6), nn.BatchNorm1d(4)
     results = [lazy(batch(place)), norm(batch(place)), norm(batch(place))]
     return results, norm.eval()(batch(place)), list(norm.buffers())
-
-
-def attended(place, module, **inputs):
-    x = place(SEQUENCE, Shard(0), Replicate(), grad=True)
-    result = module(*[x] * inputs.get("count", 1))
-    result = result[0] if isinstance(result, tuple) else result
-    result.square().sum().backward()
-    return result, x.grad
-
-
-@program
-def recurrent_and_attending_modules(place):
-    torch.manual_seed(0)
-    return [
-        attended(place, nn.LSTM(4, 3, batch_first=True)),
-        attended(place, nn.MultiheadAttention(4, 2, batch_first=True), count=3),
-        attended(place, nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)),
-    ]
-
-
-@program
-def inference(place):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
-    with torch.inference_mode():
-        return layer(place(SEQUENCE, Shard(0), Replicate()))
 
 
 @program

@@ -1,10 +1,10 @@
-"""Optimizers, schedules, clipping and scaling of torch give what one device gives.
+"""Schedules, averages and what else of torch surrounds optimizers give what one device gives.
 
-Each program runs on one device and on dp=2 x tp=2, and all that it returns is compared.
+Each program runs on one device and on dp=2 x tp=2, and all that it returns is compared. Optimizers
+and clipping are `ops/test_optimizers`, scaling is `test_grad_scaler`.
 """
 
 import copy
-import math
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from named_cases import named_cases
 from one_device import check
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
-from torch_library import X, batch, network
-from vescale_comm.testing import run
+from torch_library import batch, network
+from vescale_comm import simulate
 
 PROGRAMS, program = named_cases()
 
@@ -40,35 +40,6 @@ def trained(place, make, schedule=None, closure=False, double=False):
         if schedule:
             schedule.step()
     return list(model.parameters())
-
-
-KINDS = "SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD Adafactor"
-OPTIMIZERS = {
-    f"{kind}, foreach={foreach}": lambda ps, kind=kind, foreach=foreach: getattr(torch.optim, kind)(
-        ps, lr=0.01, foreach=foreach
-    )
-    for kind in KINDS.split()
-    for foreach in (None, True, False)
-} | {
-    f"{kind}, fused": lambda ps, kind=kind: getattr(torch.optim, kind)(ps, lr=0.01, fused=True)
-    for kind in ("SGD", "Adam", "AdamW", "Adagrad")
-}
-OPTIMIZERS["SGD with everything"] = lambda ps: torch.optim.SGD(
-    ps, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True
-)
-OPTIMIZERS["AdamW, amsgrad"] = lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True)
-OPTIMIZERS["lr is a tensor"] = lambda ps: torch.optim.AdamW(
-    ps, lr=torch.tensor(0.01), foreach=False
-)
-
-
-def run_optimizer(rank, world, name):
-    check(lambda place: trained(place, OPTIMIZERS[name]))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    run(run_optimizer, 4, name)
 
 
 @program
@@ -133,30 +104,6 @@ def averaged_models(place):
     return list(mean.parameters()), list(moving.parameters())
 
 
-def scaled(place, inputs):
-    model, scaler = network(place), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(2):
-        scaler.scale(model(batch(place, inputs)).square().sum()).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return list(model.parameters()), scaler.get_scale()
-
-
-@program
-def gradient_scaling(place):
-    return scaled(place, X)
-
-
-@program
-def gradient_scaling_skips_steps_on_every_rank(place):
-    """The infinity is in the rows of some ranks only."""
-    return scaled(place, X.index_fill(0, torch.tensor([4]), float("inf")))
-
-
 def with_gradients(place):
     model = network(place)
     model(batch(place)).square().sum().backward()
@@ -165,16 +112,10 @@ def with_gradients(place):
 
 @program
 def clipping(place):
-    results = []
-    for norm in (2.0, math.inf, 1.0):
-        model = with_gradients(place)
-        total = nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm)
-        results.append([total, [p.grad for p in model.parameters()]])
     model = with_gradients(place)
-    nn.utils.clip_grad_value_(model.parameters(), 0.3)
     total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total)
-    return results, total, [p.grad for p in model.parameters()]
+    return total, [p.grad for p in model.parameters()]
 
 
 @program
@@ -193,10 +134,6 @@ def zeroed_gradients(place):
     return [p.grad for p in model.parameters()]
 
 
-def run_program(rank, world, name):
-    check(PROGRAMS[name])
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name):
-    run(run_program, 4, name)
+    simulate(4)(lambda rank, world: check(PROGRAMS[name]))

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
+from named_cases import named_cases
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import DisagreementError, Partial, Replicate, Shard, StrictError
 from vescale_dtensor._dispatch import plain_operands as _plain
 
-CASES = {}
+CASES, case = named_cases()
 GLOBAL = torch.arange(24.0).reshape(6, 4)
 
 
@@ -22,11 +23,6 @@ def distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 distance.register_fake(torch.cdist)
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
 
 
 def run_case(rank, world, name):

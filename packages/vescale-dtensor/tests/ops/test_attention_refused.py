@@ -9,14 +9,14 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from vescale_comm import simulate, trace
+from on_mesh import on_mesh
+from vescale_comm import trace
 from vescale_dtensor import (
     DTensor,
     LayoutError,
     Shard,
     UnsupportedError,
     distribute_tensor,
-    init_device_mesh,
     sequence_attention,
 )
 
@@ -85,11 +85,10 @@ def attend(given, mesh=None, dim=0, way="auto"):
 def everywhere(given, layouts=LAYOUTS):
     """What every rank gets, one after another in every layout."""
 
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (RANKS,))
+    def program(mesh):
         return [attend(given, mesh, *layout) for layout in layouts]
 
-    return list(chain.from_iterable(simulate(RANKS).run(program)))
+    return list(chain.from_iterable(on_mesh((RANKS,), program)))
 
 
 @pytest.mark.parametrize("what", REFUSED)

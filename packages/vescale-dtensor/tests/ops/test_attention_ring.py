@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_steps import laid, require_same, with_gradients
+from on_mesh import on_mesh
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_dtensor import (
-    DTensor,
     DTensorError,
     InterleavedShard,
     LayoutError,
@@ -46,6 +47,8 @@ CALLS = [
     for mask, heads, dropout in product(MASKS, [(4, 4), (6, 2), (3, 1)], [0.0, 0.4])
 ]
 
+SOME = CALLS[::5]  # of every mask, with every count of heads, with and without dropout
+
 
 def tensors(tokens, heads, batch=2, dtype=torch.float64):
     torch.manual_seed(tokens)
@@ -63,22 +66,10 @@ def arguments(call, tokens):
     return found | {"is_causal": call["mask"] == "causal"}
 
 
-def attend(parts, call, tokens, **more):
+def attend(parts, call, tokens):
     """Result, gradients of what is given, and the next random number."""
-    for one in parts:
-        one.requires_grad_()
-    result = F.scaled_dot_product_attention(*parts, **arguments(call, tokens), **more)
-    result.square().sum().backward()
-    found = [result.detach(), *[one.grad for one in parts]]
-    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
-    return whole, torch.rand(())
-
-
-def require_same(found, wanted, rtol=1e-10, atol=1e-12):
-    (tensors, number), (others, drawn) = found, wanted
-    for one, other in zip(tensors, others, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-    assert torch.equal(number, drawn)
+    result = F.scaled_dot_product_attention(*parts, **arguments(call, tokens))
+    return [*with_gradients(result, parts), torch.rand(())]
 
 
 def in_ring(program, ranks=4):
@@ -94,25 +85,17 @@ def in_ring(program, ranks=4):
     [("rows", 10), ("rows", 3), ("halves", 14), ("halves", 2), ("striped", 24), ("uneven", 16)],
 )
 def test_results_are_those_of_one_device(layout, tokens):
-
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def step(mesh):
         found = []
         for call in CALLS:
-            parts = [
-                distribute_tensor(one, mesh, [LAYOUTS[layout]])
-                for one in tensors(tokens, call["heads"])
-            ]
+            parts = laid(tensors(tokens, call["heads"]), mesh, [LAYOUTS[layout]])
             with trace() as sent:
                 found.append(attend(parts, call, tokens))
             kinds = {one.op for one in sent.records if one.op != "all_gather"}
             assert kinds <= {"permute", "all_reduce"}
         return found
 
-    wanted = [attend(tensors(tokens, call["heads"]), call, tokens) for call in CALLS]
-    for each in in_ring(program):
-        for found, other in zip(each, wanted, strict=True):
-            require_same(found, other)
+    require_same(step, (4,), way="ring")
 
 
 AXES = {
@@ -130,20 +113,11 @@ def test_beside_other_axes(axes):
     names, placements = AXES[axes]
     batch = 1 if axes == "batch of one rank" else 2
 
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        found = []
-        for call in CALLS:
-            parts = tensors(10, call["heads"], batch)
-            found.append(
-                attend([distribute_tensor(one, mesh, placements) for one in parts], call, 10)
-            )
-        return found
+    def step(mesh):
+        each = [laid(tensors(10, call["heads"], batch), mesh, placements) for call in SOME]
+        return [attend(parts, call, 10) for parts, call in zip(each, SOME, strict=True)]
 
-    wanted = [attend(tensors(10, call["heads"], batch), call, 10) for call in CALLS]
-    for each in in_ring(program):
-        for found, other in zip(each, wanted, strict=True):
-            require_same(found, other)
+    require_same(step, (2, 2), names, way="ring")
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (6, 2), (6, 3)])
@@ -151,36 +125,22 @@ def test_key_heads_that_every_rank_of_another_axis_has(heads):
     """Some of six heads over four ranks share a key head that two of the ranks need."""
     call = dict(mask="causal", heads=heads, dropout=0.4)
 
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("cp", "tp"))
-        lies = [[Shard(2), Shard(1)], *[[Shard(2), Replicate()]] * 2]
-        parts = zip(tensors(10, heads), lies, strict=True)
-        return attend([distribute_tensor(one, mesh, where) for one, where in parts], call, 10)
-
-    wanted = attend(tensors(10, heads), call, 10)
-    for found in in_ring(program, 8):
-        require_same(found, wanted)
+    lies = [[Shard(2), Shard(1)], *[[Shard(2), Replicate()]] * 2]
+    step = lambda mesh: attend(laid(tensors(10, heads), mesh, *lies), call, 10)  # noqa: E731
+    require_same(step, (2, 4), ("cp", "tp"), way="ring")
 
 
 @pytest.mark.parametrize("shape", [(10, 10), (1, 10), (2, 1, 10, 10), (6, 10, 10), (10, 1)])
 def test_a_mask_of_numbers_that_is_learned(shape):
-    def step(mesh=None):
+    def step(mesh):
         parts = tensors(10, (6, 2))
         torch.manual_seed(1)
-        mask = torch.randn(shape, dtype=torch.float64)
-        if mesh is not None:
-            parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in parts]
-            mask = distribute_tensor(mask, mesh, [Replicate()])
-        mask.requires_grad_()
-        result = F.scaled_dot_product_attention(*parts, mask, enable_gqa=True)
-        result.square().sum().backward()
-        found = [result.detach(), mask.grad]
-        return found if mesh is None else [one.full_tensor() for one in found]
+        lies = [*[[Shard(2)]] * 3, [Replicate()]]
+        leaves = laid([*parts, torch.randn(shape, dtype=torch.float64)], mesh, *lies)
+        result = F.scaled_dot_product_attention(*leaves, enable_gqa=True)
+        return with_gradients(result, leaves)
 
-    wanted = step()
-    for found in in_ring(lambda rank, size: step(init_device_mesh("cpu", (4,)))):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    require_same(step, (4,), way="ring")
 
 
 def sent_by_all(mask, placement, heads=(4, 2), tokens=16, backward=True):
@@ -188,11 +148,9 @@ def sent_by_all(mask, placement, heads=(4, 2), tokens=16, backward=True):
 
     def program(rank, world_size):
         mesh = init_device_mesh("cpu", (4,))
-        parts = [distribute_tensor(one, mesh, [placement]) for one in tensors(tokens, heads)]
-        for one in parts:
-            one.requires_grad_(backward)
+        parts = laid(tensors(tokens, heads), mesh, [placement])
         call = dict(mask=mask, heads=heads, dropout=0.0)
-        with trace() as sent:
+        with trace() as sent, torch.set_grad_enabled(backward):
             result = F.scaled_dot_product_attention(*parts, **arguments(call, tokens))
             if backward:
                 result.sum().backward()
@@ -226,14 +184,13 @@ def test_blocks_that_are_of_no_use_are_not_sent(mask, placement, blocks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_less_exact_than_one_device(dtype):
     call = dict(mask="causal", heads=(6, 2), dropout=0.0)
-    exact, _ = attend(tensors(64, (6, 2)), call, 64)
-    alone, _ = attend([one.to(dtype) for one in tensors(64, (6, 2))], call, 64)
 
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
-        parts = [distribute_tensor(one.to(dtype), mesh, [Shard(2)]) for one in tensors(64, (6, 2))]
-        return attend(parts, call, 64)[0]
+    def step(mesh, of):
+        parts = [one.to(of) for one in tensors(64, (6, 2))]
+        return attend(laid(parts, mesh, [Shard(2)]), call, 64)[:-1]
 
+    exact, alone = step(None, torch.float64), step(None, dtype)
+    program = lambda rank, size: step(init_device_mesh("cpu", (4,)), dtype)  # noqa: E731
     for found in in_ring(program):
         for one, other, true in zip(found, alone, exact, strict=True):
             assert one.dtype == dtype
@@ -244,26 +201,18 @@ def test_half_precision_is_no_less_exact_than_one_device(dtype):
 def test_autocast_rounds_what_goes_in():
     call = dict(mask="causal", heads=(4, 2), dropout=0.0)
 
-    def step(mesh=None):
-        parts = tensors(12, (4, 2), dtype=torch.float32)
-        if mesh is not None:
-            parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in parts]
+    def step(mesh):
+        parts = laid(tensors(12, (4, 2), dtype=torch.float32), mesh, [Shard(2)])
         with torch.autocast("cpu", torch.bfloat16):
-            return attend(parts, call, 12)[0]
+            return attend(parts, call, 12)[:-1]
 
-    wanted = step()
-    for found in in_ring(lambda rank, size: step(init_device_mesh("cpu", (4,)))):
-        for one, other in zip(found, wanted, strict=True):
-            assert one.dtype == other.dtype
-            torch.testing.assert_close(one, other, rtol=4e-2, atol=4e-2)
+    require_same(step, (4,), way="ring", rtol=4e-2, atol=4e-2)
 
 
 def test_a_second_derivative_is_refused_on_every_rank():
     def program(rank, world_size):
         mesh = init_device_mesh("cpu", (4,))
-        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
-        for one in parts:
-            one.requires_grad_()
+        parts = laid(tensors(8, (3, 3)), mesh, [Shard(2)])
         loss = F.scaled_dot_product_attention(*parts).square().sum()
         (first,) = torch.autograd.grad(loss, parts[0], create_graph=True)
         with pytest.raises(UnsupportedError, match=r'no second derivative.*"gather"'):
@@ -279,9 +228,7 @@ def test_captured_and_recomputed(mask):
 
     def program(rank, world_size):
         mesh = init_device_mesh("cpu", (4,))
-        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(10, (3, 3))]
-        for one in parts:
-            one.requires_grad_()
+        parts = laid(tensors(10, (3, 3)), mesh, [Shard(2)])
 
         def inner(*parts):
             return F.scaled_dot_product_attention(*parts, **arguments(call, 10)).square().sum()
@@ -325,8 +272,7 @@ def test_stripes_balance_a_causal_mask():
 
 
 def test_ways_follow_the_block_and_not_the_call_before():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (4, 4))]
         ops = []
         for way in ("ring", "gather", "ulysses", "ring", "auto"):
@@ -337,14 +283,12 @@ def test_ways_follow_the_block_and_not_the_call_before():
 
     swapped = {"all_to_all"}
     assert (
-        simulate(4).run(program)
-        == [[{"permute"}, {"all_gather"}, swapped, {"permute"}, swapped]] * 4
+        on_mesh((4,), program) == [[{"permute"}, {"all_gather"}, swapped, {"permute"}, swapped]] * 4
     )
 
 
 def test_auto_takes_a_ring_where_gathered_keys_would_keep_a_large_mask():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         found = []
         for tokens, heads in ((16, 3), (256, 3), (256, 4)):
             parts = [
@@ -356,27 +300,24 @@ def test_auto_takes_a_ring_where_gathered_keys_would_keep_a_large_mask():
             found.append({one.op for one in sent.records})
         return found
 
-    assert simulate(4).run(program) == [[{"all_gather"}, {"permute"}, {"all_to_all"}]] * 4
+    assert on_mesh((4,), program) == [[{"all_gather"}, {"permute"}, {"all_to_all"}]] * 4
 
 
 @pytest.mark.parametrize(("widths", "dropout"), [((0, 4), 0.0), ((0, 4), 0.5), ((4, 0), 0.0)])
 def test_without_features(widths, dropout):
     """Each row is the mean of the values then, and not nothing."""
 
-    def program(mesh=None):
+    def step(mesh):
         torch.manual_seed(0)
         parts = [torch.randn(2, 4, 8, width) for width in (widths[0], *widths)]
-        if mesh is not None:
-            parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in parts]
-        return attend(parts, dict(mask="causal", heads=(4, 4), dropout=dropout), 8)
+        call = dict(mask="causal", heads=(4, 4), dropout=dropout)
+        return attend(laid(parts, mesh, [Shard(2)]), call, 8)
 
-    for found in in_ring(lambda rank, world_size: program(init_device_mesh("cpu", (4,)))):
-        require_same(found, program(), rtol=1e-5, atol=1e-6)
+    require_same(step, (4,), way="ring", rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_is_said_on_every_rank():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
         refused = pytest.raises(LayoutError, match=r'3 heads.*over 4 ranks.*Take "ring"')
         with trace() as sent, sequence_attention("ulysses"), refused:
@@ -386,20 +327,19 @@ def test_what_cannot_be_is_said_on_every_rank():
             pass
         return len(sent.records)
 
-    assert simulate(4).run(program) == [0] * 4
+    assert on_mesh((4,), program) == [0] * 4
 
 
 def on_a_process(rank, world_size):
     mesh, found = init_device_mesh("cpu", (4,)), []
     for call in CALLS[::4]:
-        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(10, call["heads"])]
+        parts = laid(tensors(10, call["heads"]), mesh, [Shard(2)])
         with sequence_attention("ring"):
             found.append(attend(parts, call, 10))
     return found
 
 
 def test_real_processes():
-    wanted = [attend(tensors(10, call["heads"]), call, 10) for call in CALLS[::4]]
-    for each in run(on_a_process, 4):
-        for found, other in zip(each, wanted, strict=True):
-            require_same(found, other)
+    wanted = [attend(laid(tensors(10, c["heads"]), None), c, 10) for c in CALLS[::4]]
+    for found in run(on_a_process, 4):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

@@ -5,6 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_steps import laid, require_same, with_gradients
+from on_mesh import on_mesh
+from one_device import full_tensors
 from vescale_comm import simulate, trace
 from vescale_dtensor import (
     InterleavedShard,
@@ -49,23 +52,21 @@ def options(call, tokens):
     return given
 
 
-def step(call, tokens, heads, placement=None, ranks=4):
-    """Result, gradients, the next random number; and what was sent."""
-    parts = tensors(tokens, heads)
-    if placement is not None:
-        mesh = init_device_mesh("cpu", (ranks,))
-        parts = [distribute_tensor(one, mesh, [placement]) for one in parts]
-    for one in parts:
-        one.requires_grad_()
-    with trace() as sent:
-        result = F.scaled_dot_product_attention(*parts, **options(call, tokens))
-        result.square().sum().backward()
-        gradients = [one.grad for one in parts]
-    found = [result.detach(), *gradients]
-    if placement is None:
-        return found, torch.rand(()), []
-    assert all(one.placements == (placement,) for one in found), "the rows stay where they are"
-    return [one.full_tensor() for one in found], torch.rand(()), [one.op for one in sent.records]
+def require_rows(call, tokens, heads, placement, sent, ranks=4):
+    """Results, gradients and the next random number are one device's; so much is sent."""
+
+    def step(mesh):
+        parts = laid(tensors(tokens, heads), mesh, [placement])
+        with trace() as seen:
+            result = F.scaled_dot_product_attention(*parts, **options(call, tokens))
+            result.square().sum().backward()
+        found = [result, *[one.grad for one in parts]]
+        if mesh is not None:
+            assert all(one.placements == (placement,) for one in found), "rows stay where they are"
+            assert sorted(one.op for one in seen.records) == sent
+        return [*full_tensors(found), torch.rand(())]
+
+    require_same(step, (ranks,))
 
 
 @pytest.mark.parametrize("tokens", [16, 10, 2])
@@ -74,13 +75,7 @@ def step(call, tokens, heads, placement=None, ranks=4):
 @pytest.mark.parametrize("way", HEADS)
 def test_rows_stay_where_they_lie(way, call, layout, tokens):
     heads = HEADS[way]["grouped" in call]
-    wanted, drawn, _ = step(call, tokens, heads)
-    ranks = simulate(4).run(lambda rank, world_size: step(call, tokens, heads, LAYOUTS[layout]))
-    for found, number, sent in ranks:
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-        assert torch.equal(number, drawn)
-        assert sorted(sent) == SENT[way]
+    require_rows(call, tokens, heads, LAYOUTS[layout], SENT[way])
 
 
 def test_an_empty_cache_does_not_gather_what_it_is_given():
@@ -119,44 +114,24 @@ def test_a_mask_beside_is_causal_is_as_on_one_device(dropout):
 @pytest.mark.parametrize("call", ["grouped", "grouped dropout"])
 def test_key_heads_are_repeated_as_seldom_as_ranks_need(call):
     """Four key heads for sixteen: each twice, so that eight ranks have one and its queries."""
-    wanted, drawn, _ = step(call, 10, (16, 4))
-    ranks = simulate(8).run(lambda rank, size: step(call, 10, (16, 4), Shard(2), ranks=8))
-    for found, number, sent in ranks:
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-        assert torch.equal(number, drawn)
-        assert sorted(sent) == SENT["exchange"]
+    require_rows(call, 10, (16, 4), Shard(2), SENT["exchange"], ranks=8)
 
 
 @pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")])
 def test_keys_that_are_replicated_where_the_query_has_heads(names):
     """Tensor parallel ranks that all hold all key heads, as where these are few."""
     sizes = {"cp": 4, "tp": 2}
+    query, keys = {"cp": Shard(2), "tp": Shard(1)}, {"cp": Shard(2), "tp": Replicate()}
+    lies = [[one[name] for name in names] for one in (query, keys, keys)]
 
-    def attend(mesh=None):
-        parts = tensors(10, (8, 4))
-        if mesh is not None:
-            lies = [{"cp": Shard(2), "tp": Shard(1)}, *[{"cp": Shard(2), "tp": Replicate()}] * 2]
-            lies = [[one[name] for name in names] for one in lies]
-            parts = [distribute_tensor(x, mesh, p) for x, p in zip(parts, lies, strict=True)]
-        for one in parts:
-            one.requires_grad_()
+    def attend(mesh):
+        parts = laid(tensors(10, (8, 4)), mesh, *lies)
         with trace() as sent:
             result = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
-        if mesh is not None:
-            assert [one.op for one in sent.records] == ["all_to_all"] * 4
-        result.square().sum().backward()
-        found = [result.detach(), *[one.grad for one in parts]]
-        return found if mesh is None else [one.full_tensor() for one in found]
+        assert mesh is None or [one.op for one in sent.records] == ["all_to_all"] * 4
+        return with_gradients(result, parts)
 
-    def program(rank, world_size):
-        shape = tuple(sizes[name] for name in names)
-        return attend(init_device_mesh("cpu", shape, mesh_dim_names=names))
-
-    wanted = attend()
-    for found in simulate(8).run(program):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    require_same(attend, tuple(sizes[name] for name in names), names)
 
 
 AXES = {
@@ -173,12 +148,8 @@ def test_rows_beside_other_axes(axes, call):
     names, placements = AXES[axes]
     heads = HEADS["exchange"]["grouped" in call]
 
-    def attend(mesh=None):
-        parts = tensors(10, heads)
-        if mesh is not None:
-            parts = [distribute_tensor(one, mesh, placements) for one in parts]
-        for one in parts:
-            one.requires_grad_()
+    def attend(mesh):
+        parts = laid(tensors(10, heads), mesh, placements)
         with trace() as sent:
             result = F.scaled_dot_product_attention(*parts, **options(call, 10))
         if mesh is not None:
@@ -186,27 +157,18 @@ def test_rows_beside_other_axes(axes, call):
             # Between two ranks, keys and values of half as many heads are less to send.
             way = "all_gather" if call == "grouped" else "all_to_all"
             assert {one.op for one in sent.records} == {way}
-        loss = result.square().sum()
-        if call == "dropout":  # written out, so that torch has gradients of its gradients
-            (first,) = torch.autograd.grad(loss, parts[0], create_graph=True)
-            loss = first.square().sum()
-        loss.backward()
-        found = [result.detach(), *[one.grad for one in parts]]
-        return found if mesh is None else [one.full_tensor() for one in found]
+        if call != "dropout":
+            return with_gradients(result, parts)
+        # It is written out, so that torch has gradients of its gradients.
+        (first,) = torch.autograd.grad(result.square().sum(), parts[0], create_graph=True)
+        return [*full_tensors([result]), *with_gradients(first, parts)]
 
-    wanted = attend()
-    run = simulate(4).run
-    for found in run(lambda r, n: attend(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    require_same(attend, (2, 2), names, rtol=1e-9, atol=1e-11)
 
 
 def test_an_exchange_is_captured():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
-        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(10, (4, 4))]
-        for one in parts:
-            one.requires_grad_()
+    def program(mesh):
+        parts = laid(tensors(10, (4, 4)), mesh, [Shard(2)])
 
         def attend(query, key, value):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True).square().sum()
@@ -217,7 +179,7 @@ def test_an_exchange_is_captured():
             found.append([loss, *torch.autograd.grad(loss, parts)])
         return captured.programs, [[one.full_tensor() for one in each] for each in found]
 
-    for programs, (eager, *replayed) in simulate(4).run(program):
+    for programs, (eager, *replayed) in on_mesh((4,), program):
         assert len(programs) == 1
         for found in replayed:
             assert all(map(torch.equal, found, eager))
@@ -225,23 +187,14 @@ def test_an_exchange_is_captured():
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_leading_dims_that_broadcast_over_ranks_that_hold_nothing(dim):
-    def attend(mesh=None):
+    def attend(mesh):
         torch.manual_seed(0)
         parts = [torch.randn(2, a, b, 3, 4) for a, b in ((1, 3), (5, 1), (5, 3))]
-        if mesh is not None:  # the value alone has an extent there that ranks share
-            lies = [Replicate(), Replicate(), Shard(dim)]
-            parts = [distribute_tensor(x, mesh, [p]) for x, p in zip(parts, lies, strict=True)]
-        for one in parts:
-            one.requires_grad_()
-        result = F.scaled_dot_product_attention(*parts)
-        result.square().sum().backward()
-        found = [result.detach(), *[one.grad for one in parts]]
-        return found if mesh is None else [one.full_tensor() for one in found]
+        # The value alone has an extent there that ranks share.
+        parts = laid(parts, mesh, [Replicate()], [Replicate()], [Shard(dim)])
+        return with_gradients(F.scaled_dot_product_attention(*parts), parts)
 
-    wanted = attend()
-    for found in simulate(4).run(lambda rank, world_size: attend(init_device_mesh("cpu", (4,)))):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other)
+    require_same(attend, (4,), rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -255,11 +208,10 @@ def test_heads_are_grouped_in_the_third_dim_from_the_end(lead, heads, dropout):
     torch.manual_seed(5)
     expected = call(query, key, value)
 
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (2,))
+    def program(mesh):
         for placement in (Replicate(), Shard(0), Shard(len(lead) - 1)):
             laid = [distribute_tensor(x, mesh, [placement]) for x in (query, key, value)]
             torch.manual_seed(5)
             torch.testing.assert_close(call(*laid).full_tensor(), expected)
 
-    simulate(2)(program)
+    on_mesh((2,), program)

@@ -9,8 +9,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from vescale_comm import simulate
-from vescale_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from on_mesh import on_mesh
+from vescale_dtensor import Replicate, Shard, distribute_tensor
 
 NAN, INF = float("nan"), float("inf")
 BAGS = torch.tensor([[0, 3, 3], [4, 1, 2], [2, 2, 0], [6, 5, 1]])
@@ -45,8 +45,7 @@ def looked_up(place, mode, padding, listed, weighted):
 def test_rows_that_are_not_finite(mode):
     kind = ("sum", True) if mode == "weighted" else (mode, False)
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for listed, padding, placements in itertools.product((False, True), (None, 0, 4), SHARDED):
             expected = looked_up(lambda x: x, kind[0], padding, listed, kind[1])
             found = looked_up(
@@ -58,7 +57,7 @@ def test_rows_that_are_not_finite(mode):
             )
             torch.testing.assert_close(found, expected, equal_nan=True)
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 def test_lengths_in_half_precision():
@@ -66,9 +65,8 @@ def test_lengths_in_half_precision():
     index = torch.arange(1000).remainder(4).reshape(1, 1000)
     rows = torch.arange(1, 5, dtype=torch.bfloat16).reshape(4, 1)
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         found = F.embedding_bag(index, distribute_tensor(rows, mesh, [Shard(0)]), mode="mean")
         assert found.full_tensor().item() == 2.5
 
-    simulate(4)(run)
+    on_mesh((4,), run)

@@ -6,6 +6,7 @@ CPUs, to attention that is written out.
 
 import pytest
 import torch
+from on_mesh import on_mesh
 from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import create_block_mask
 from vescale_comm import SimulationError, simulate, trace
@@ -121,8 +122,7 @@ def test_results_and_gradients_are_those_of_one_device(mods, heads):
 
 
 def test_keys_are_gathered_and_nothing_else():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(4, 4)]
         parts = [one.requires_grad_() for one in parts]
         for _ in range(3):  # what ranks hold is compared at the first calls
@@ -131,7 +131,7 @@ def test_keys_are_gathered_and_nothing_else():
                 torch.autograd.grad(found, parts, torch.ones_like(found))
         return [record.op for record in sent.records]
 
-    for ops in simulate(4).run(program):
+    for ops in on_mesh((4,), program):
         assert ops == ["all_gather"] * 2 + ["reduce_scatter"] * 2
 
 
@@ -155,34 +155,31 @@ REFUSED = {
 def test_what_is_refused_is_refused_on_every_rank(what, tokens):
     kind, words = REFUSED[what]
 
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(4, 4, tokens)]
         with trace() as sent, pytest.raises(kind):
             flex_attention(*parts, **words())
         return len(sent.records)
 
-    assert simulate(4).run(program) == [0] * 4
+    assert on_mesh((4,), program) == [0] * 4
 
 
 @pytest.mark.parametrize(("heads", "keys"), [(4, 2), (4, 3)])
 def test_heads_that_do_not_fit(heads, keys):
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         flex_attention(*[distribute_tensor(x, mesh, [Shard(2)]) for x in tensors(heads, keys)])
 
     with pytest.raises(SimulationError) as caught:
-        simulate(4).run(program)
+        on_mesh((4,), program)
     assert {type(one) for one in caught.value.errors.values()} == {LayoutError}
 
 
 def test_fewer_rows_than_ranks():
-    def program(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def program(mesh):
         parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(4, 4, 2)]
         return flex_attention(*parts, slopes, masked(causal, 2)).full_tensor()
 
     with torch.compiler.set_stance("force_eager"):
         wanted = of_torch.flex_attention(*tensors(4, 4, 2), slopes, masked(causal, 2))
-    for found in simulate(4).run(program):
+    for found in on_mesh((4,), program):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

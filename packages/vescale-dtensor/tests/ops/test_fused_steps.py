@@ -6,6 +6,7 @@ written back; what cannot be written is refused, as are lists of different lengt
 
 import pytest
 import torch
+from on_mesh import on_mesh
 from vescale_comm import simulate
 from vescale_dtensor import (
     DTensor,
@@ -58,19 +59,17 @@ def stepped(shape, names, mesh, scale):
 @pytest.mark.parametrize("scale", [None, 2.0])
 @pytest.mark.parametrize("names", TABLE)
 def test_a_step_updates_what_it_was_given(names, scale):
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for shape in ((5, 3), (1, 2)):
             expected = stepped(shape, names, None, scale)
             found = stepped(shape, names, mesh, scale)
             torch.testing.assert_close(found, expected)
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 def test_a_state_that_is_a_copied_view_is_refused():
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         base = distribute_tensor(torch.ones(3, 2), mesh, LAYOUTS["SS"])
         view = base.view(-1)
         lists = [[distribute_tensor(torch.ones(6), mesh, view.placements)] for _ in range(4)]
@@ -81,7 +80,7 @@ def test_a_state_that_is_a_copied_view_is_refused():
             with pytest.raises(UnsupportedError, match="copy"):
                 torch._fused_adam_(*lists, [], steps, lr=0.1, amsgrad=False, **HOW)
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 @pytest.mark.parametrize("short", [1, 2, 5])

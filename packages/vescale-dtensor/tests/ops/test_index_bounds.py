@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from vescale_comm import simulate
-from vescale_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from on_mesh import on_mesh
+from vescale_dtensor import Replicate, Shard, distribute_tensor
 
 TABLE = torch.arange(49.0).reshape(7, 7) + 1
 ROW, COLUMN = torch.ones(1, 7), torch.ones(7, 1)
@@ -50,13 +50,12 @@ def test_refused_on_every_rank(name, which):
     with pytest.raises((IndexError, RuntimeError)):
         call(TABLE, bad)
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for placements in LAYOUTS:
             with pytest.raises((IndexError, RuntimeError)):
                 call(distribute_tensor(TABLE, mesh, placements), bad)
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 @pytest.mark.parametrize("index", [-9, -1, 6, 9])
@@ -64,20 +63,18 @@ def test_take_along_dim_takes_the_indices_that_torch_takes(index):
     indices = torch.full((7, 1), index)
     expected = torch.take_along_dim(TABLE, indices, 1)
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for placements in LAYOUTS:
             x = distribute_tensor(TABLE, mesh, placements)
             assert torch.equal(torch.take_along_dim(x, indices, 1).full_tensor(), expected)
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 def test_a_dim_without_elements_has_no_index():
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         x = distribute_tensor(torch.zeros(0, 4), mesh, [Shard(1)])
         with pytest.raises(IndexError):
             x[torch.tensor([0]), torch.tensor([1])]
 
-    simulate(4)(run)
+    on_mesh((4,), run)

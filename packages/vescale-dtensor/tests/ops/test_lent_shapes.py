@@ -3,8 +3,7 @@
 import pytest
 import torch
 import vescale_dtensor as vd
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from on_mesh import on_mesh
 from vescale_dtensor import Partial, Replicate, Shard
 from vescale_dtensor.debug import CommDebugMode
 
@@ -20,8 +19,7 @@ LENDING = {
 
 @pytest.mark.parametrize("name", LENDING)
 def test_nothing_is_sent(name):
-    def ours(rank, world):
-        mesh = device_mesh((2,))
+    def ours(mesh):
         for placement in (Shard(0), Shard(1), Replicate(), Partial()):
             local = vd.distribute_tensor(WHOLE * 2, mesh, [Replicate()]).to_local()
             shape = (6, 4)
@@ -40,18 +38,17 @@ def test_nothing_is_sent(name):
             (result * result).sum().backward()
             assert torch.equal(x.grad.full_tensor(), WHOLE * 2)
 
-    simulate(2).run(ours)
+    on_mesh((2,), ours)
 
 
 def test_plain_tensors_beside_dtensors():
     """A plain tensor that borrows the shape of a DTensor, and one that lends its own."""
 
-    def ours(rank, world):
-        mesh = device_mesh((2,))
+    def ours(mesh):
         lender = vd.distribute_tensor(WHOLE, mesh, [Shard(0)])
         assert torch.equal((WHOLE.view(4, 6).view_as(lender) * lender).full_tensor(), WHOLE * WHOLE)
         assert torch.equal(lender.view_as(WHOLE).full_tensor(), WHOLE)
         with pytest.raises(RuntimeError):
             lender.view_as(torch.zeros(5))
 
-    simulate(2).run(ours)
+    on_mesh((2,), ours)

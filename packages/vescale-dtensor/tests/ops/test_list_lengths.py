@@ -6,8 +6,8 @@ in a list belong to their elements: a stored call answers those of equal effect 
 
 import pytest
 import torch
-from vescale_comm import simulate
-from vescale_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from on_mesh import on_mesh
+from vescale_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 CALLS = {
     "fewer tensors": lambda x: torch._foreach_add(x, x[:1]),
@@ -37,8 +37,7 @@ def refusal(call, tensors):
 def test_torchs_error(name):
     call, plain = CALLS[name], [torch.ones(4), torch.ones(3)]
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         for placement in (Replicate(), Shard(0)):
             tensors = [distribute_tensor(x, mesh, [placement]) for x in plain]
             for grad in (False, True):
@@ -47,12 +46,11 @@ def test_torchs_error(name):
             for ours, x in zip(tensors, plain, strict=True):
                 assert torch.equal(ours.full_tensor(), x)
 
-    simulate(4)(run)
+    on_mesh((4,), run)
 
 
 def test_numbers_in_a_list_count_by_value_where_the_rule_reads_them():
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         owed = [DTensor.from_local(torch.full((2,), 1.0), mesh, [Partial()]) for _ in range(2)]
         with torch.no_grad():
             for powers in ([1.0, 1.0], [2.0, 3.0], [1, 1], [0.0, 2.0], [1.0, 1.0]):
@@ -60,14 +58,13 @@ def test_numbers_in_a_list_count_by_value_where_the_rule_reads_them():
                 found = [x.full_tensor() for x in torch._foreach_pow(owed, powers)]
                 torch.testing.assert_close(found, list(expected))
 
-    simulate(4)(run)
+    on_mesh((4,), run)
 
 
 def test_the_order_of_integers_and_floats_in_a_list():
     plain = [torch.arange(4), torch.arange(3)]
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         tensors = [distribute_tensor(x, mesh, [Shard(0)]) for x in plain]
         with torch.no_grad():
             for factors in ([1, 2.0], [2.0, 1], [1, 2], [1.0, 2.0], [2.0, 1]):
@@ -79,14 +76,13 @@ def test_the_order_of_integers_and_floats_in_a_list():
                     assert ours.dtype == ours.to_local().dtype == x.dtype
                     assert torch.equal(ours.full_tensor(), x)
 
-    simulate(4)(run)
+    on_mesh((4,), run)
 
 
 def test_factors_in_a_tensor():
     plain, factors = [torch.ones(4), torch.ones(3)], torch.tensor([1.0, 2.0])
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         tensors = [distribute_tensor(x, mesh, [Shard(0)]) for x in plain]
         for func in (torch._foreach_addcdiv, torch._foreach_addcmul):
             for given in (factors, factors + 1, factors):
@@ -97,4 +93,4 @@ def test_factors_in_a_tensor():
                     for ours, x in zip(found, expected, strict=True)
                 )
 
-    simulate(4)(run)
+    on_mesh((4,), run)

@@ -6,8 +6,8 @@ take dtypes, names and numbers that torch does not.
 
 import pytest
 import torch
-from vescale_comm import simulate
-from vescale_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from on_mesh import on_mesh
+from vescale_dtensor import Replicate, Shard, distribute_tensor
 
 X = torch.arange(12.0).reshape(4, 3)
 LAYOUTS = [[Replicate(), Replicate()], [Shard(0), Replicate()], [Shard(0), Shard(1)]]
@@ -38,13 +38,12 @@ def test_refused(name):
     with pytest.raises(errors):
         call(X)
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for placements in LAYOUTS:
             with pytest.raises(errors):
                 call(distribute_tensor(X, mesh, placements))
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 def test_tensorsolve_moves_dims_as_torch_does():
@@ -52,13 +51,12 @@ def test_tensorsolve_moves_dims_as_torch_does():
     right = torch.ones(2, 3)
     expected = torch.linalg.tensorsolve(matrix, right, dims=(1, 2))
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         ours = distribute_tensor(matrix, mesh, [Shard(1)])
         found = torch.linalg.tensorsolve(ours, right, dims=(1, 2)).full_tensor()
         torch.testing.assert_close(found, expected)
 
-    simulate(4)(run)
+    on_mesh((4,), run)
 
 
 def test_cond_of_complex_matrices_is_real_where_a_shard_is_empty():
@@ -67,8 +65,7 @@ def test_cond_of_complex_matrices_is_real_where_a_shard_is_empty():
     expected = torch.linalg.cond(dense)
     expected.sum().backward()
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         ours = distribute_tensor(matrices, mesh, [Shard(0)]).requires_grad_()
         found = torch.linalg.cond(ours)
         assert found.dtype == found.to_local().dtype == torch.float32
@@ -76,4 +73,4 @@ def test_cond_of_complex_matrices_is_real_where_a_shard_is_empty():
         torch.testing.assert_close(found.full_tensor(), expected)
         torch.testing.assert_close(ours.grad.full_tensor(), dense.grad)
 
-    simulate(4)(run)
+    on_mesh((4,), run)

@@ -7,8 +7,8 @@ torch refuses are refused as well where a shard has no elements to look at.
 import pytest
 import torch
 import torch.nn.functional as F
-from vescale_comm import simulate
-from vescale_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from on_mesh import on_mesh
+from vescale_dtensor import Replicate, Shard, distribute_tensor
 
 NAN = float("nan")
 LAYOUTS = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(0)]]
@@ -35,22 +35,20 @@ def test_refused_on_every_rank(name):
     with pytest.raises((RuntimeError, NotImplementedError)):
         call(values)
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for placements in LAYOUTS:
             x = distribute_tensor(values, mesh, placements)
             with pytest.raises((RuntimeError, NotImplementedError)):
                 call(x)
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 def test_a_negative_variance_is_refused_on_every_rank():
     x, variance = torch.ones(5, 2), torch.ones(5, 2)
     variance[0, 0] = -1
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for placements in LAYOUTS:
             ours, v = (distribute_tensor(t, mesh, placements) for t in (x, variance))
             for given in ((ours, ours, v), (ours, ours, v[:, 0]), (x, x, v)):
@@ -59,7 +57,7 @@ def test_a_negative_variance_is_refused_on_every_rank():
             found = F.gaussian_nll_loss(ours, ours * 2, v.abs()).full_tensor()
             torch.testing.assert_close(found, F.gaussian_nll_loss(x, x * 2, variance.abs()))
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 @pytest.mark.parametrize("values", [[0, 0, 0], [5, 0, 2, 2, 7], []])
@@ -69,15 +67,14 @@ def test_bincount_counts_what_torch_counts(values):
     expected = [torch.bincount(values), torch.bincount(values, minlength=9)]
     expected += [torch.bincount(values, weights)] if len(values) else []
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def run(mesh):
         for placements in LAYOUTS:
             x, w = (distribute_tensor(t, mesh, placements) for t in (values, weights))
             found = [torch.bincount(x), torch.bincount(x, minlength=9), torch.bincount(x, w)]
             for ours, wanted in zip(found, expected, strict=False):
                 torch.testing.assert_close(ours.full_tensor(), wanted)
 
-    simulate(4)(run)
+    on_mesh((2, 2), run)
 
 
 @pytest.mark.parametrize("func", [F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout])
@@ -91,8 +88,7 @@ def test_dropout_that_draws_nothing_refuses_what_torch_refuses(func, ndim):
     except (RuntimeError, ValueError) as problem:
         refused = type(problem)
 
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (4,))
+    def run(mesh):
         x = distribute_tensor(values, mesh, [Shard(0) if ndim else Replicate()])
         for p, training in ((0.5, False), (0.0, True)):
             if refused is None:
@@ -101,4 +97,4 @@ def test_dropout_that_draws_nothing_refuses_what_torch_refuses(func, ndim):
                 with pytest.raises(refused):
                     func(x, p, training)
 
-    simulate(4)(run)
+    on_mesh((4,), run)

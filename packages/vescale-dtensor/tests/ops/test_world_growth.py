@@ -6,7 +6,6 @@ backward: a loop over ranks shows as hundreds of calls more.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from zlib import crc32
 
 import pytest
@@ -31,8 +30,7 @@ def judge(names, seed, timeout=120):
 
 
 def test_a_sample_of_all_cases():
-    today = f"{datetime.now(UTC):%Y%m%d}"
-    judge([n for n in CASES if not crc32(f"{today} {n}".encode()) % SHARE], int(today))
+    judge([name for name in CASES if not crc32(name.encode()) % SHARE], 0)
 
 
 @pytest.mark.slow

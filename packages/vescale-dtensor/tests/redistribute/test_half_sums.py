@@ -11,7 +11,8 @@ from math import prod
 import pytest
 import torch
 import vescale_dtensor as vd
-from vescale_comm import simulate, trace
+from on_mesh import on_mesh
+from vescale_comm import trace
 from vescale_comm.testing import device_mesh
 from vescale_comm.testing import run as run_processes
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
@@ -87,12 +88,13 @@ def test_a_partial_sum_that_cancels_is_finite_in_every_layout(sizes, ops, target
     terms = terms_of(shape, prod(sizes), dtype, sum(sizes))
     expected = reduced(terms, ops, sizes)
 
-    def program(rank, world):
-        mesh = device_mesh(sizes, ("dp", "tp")[: len(sizes)])
+    def program(mesh):
         x = distributed(terms, mesh, [Partial(op) for op in ops], shape)
         return x.redistribute(placements=target).full_tensor()
 
-    assert all(same(found, expected) for found in simulate(prod(sizes)).run(program))
+    assert all(
+        same(found, expected) for found in on_mesh(sizes, program, ("dp", "tp")[: len(sizes)])
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -116,27 +118,25 @@ def test_products_keep_what_one_float32_holds(seed):
     terms = torch.stack([factors[torch.randperm(4, generator=generator)] for _ in range(3)], 1)
     terms = terms.to(torch.float16)
 
-    def program(rank, world):
-        mesh = device_mesh((4,), ("dp",))
+    def program(mesh):
         x = distributed(terms, mesh, [Partial("prod")], (3,))
         return x.full_tensor()
 
     expected = terms.float().prod(0).half()
-    assert all(same(found, expected) for found in simulate(4).run(program))
+    assert all(same(found, expected) for found in on_mesh((4,), program, ("dp",)))
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_maxima_travel_as_they_are(op):
     terms = terms_of(MANY, 4, torch.float16, 0)
 
-    def program(rank, world):
-        mesh = device_mesh((4,), ("dp",))
+    def program(mesh):
         with trace() as seen:
             found = distributed(terms, mesh, [Partial(op)], MANY).full_tensor()
         return found, [record.op for record in seen.records], seen.bytes()
 
     expected = getattr(terms, f"a{op}")(0)
-    for found, calls, sent in simulate(4).run(program):
+    for found, calls, sent in on_mesh((4,), program, ("dp",)):
         same(found, expected)
         assert calls == ["all_reduce"]
         assert sent == 2 * prod(MANY) * 2 * 3 // 4
@@ -147,8 +147,7 @@ def test_maxima_travel_as_they_are(op):
 def test_many_elements_cost_no_byte_more_and_few_one_collective(shape, target):
     terms = terms_of(shape, 4, torch.bfloat16, 0)
 
-    def program(rank, world):
-        mesh = device_mesh((4,), ("dp",))
+    def program(mesh):
         found = []
         for how in ("float32", "native"):
             with vd.half_sums(how), trace() as seen:
@@ -156,7 +155,7 @@ def test_many_elements_cost_no_byte_more_and_few_one_collective(shape, target):
             found.append((seen.bytes(), len(seen.records)))
         return found
 
-    for (ours, calls), (native, once) in simulate(4).run(program):
+    for (ours, calls), (native, once) in on_mesh((4,), program, ("dp",)):
         assert once == 1
         many = prod(shape) >= 4 * module._FEW
         assert ours == (native if many or target == S0 else 2 * native)
@@ -169,8 +168,7 @@ def test_the_gradient_of_a_gather_is_finite():
     signs = torch.tensor([1.0, 1.0, -1.0, -1.0])
     weight = (signs * 60032).half().expand(6, 4).contiguous()
 
-    def program(rank, world):
-        mesh = device_mesh((4,), ("tp",))
+    def program(mesh):
         x = vd.distribute_tensor(torch.ones(8, 6).half(), mesh, [S0]).requires_grad_()
         w = vd.distribute_tensor(weight, mesh, [S1])
         y = x.redistribute(placements=[R]) @ w
@@ -178,7 +176,7 @@ def test_the_gradient_of_a_gather_is_finite():
         return x.grad.full_tensor()
 
     expected = torch.ones(8, 4).half() @ weight.T
-    assert all(same(found, expected) for found in simulate(4).run(program))
+    assert all(same(found, expected) for found in on_mesh((4,), program, ("tp",)))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -186,8 +184,7 @@ def test_the_gradient_of_a_gather_is_finite():
 def test_gradients_of_replicated_parameters_are_finite(dtype, features):
     rows = terms_of((features,), 4, dtype, 3)
 
-    def program(rank, world):
-        mesh = device_mesh((4,), ("dp",))
+    def program(mesh):
         w = torch.nn.Parameter(vd.ones(features, dtype=dtype, device_mesh=mesh))
         x = vd.distribute_tensor(rows, mesh, [S0])
         (x * w).backward(torch.ones(4, features, dtype=dtype))
@@ -196,7 +193,7 @@ def test_gradients_of_replicated_parameters_are_finite(dtype, features):
     w = torch.ones(features, dtype=dtype, requires_grad=True)
     (rows * w).backward(torch.ones_like(rows))
     norm = torch.nn.utils.get_total_norm([w.grad])
-    for found, found_norm in simulate(4).run(program):
+    for found, found_norm in on_mesh((4,), program, ("dp",)):
         same(found, reduced(rows, ("sum",), (4,)))
         torch.testing.assert_close(found, w.grad)
         torch.testing.assert_close(found_norm, norm, equal_nan=True)
@@ -221,11 +218,10 @@ def test_what_torch_accumulates_in_float32_does_not_overflow_on_a_rank(name, row
     x = x.half()
     expected = SCALARS[name](x)
 
-    def program(rank, world):
-        mesh = device_mesh((2,), ("dp",))
+    def program(mesh):
         return SCALARS[name](vd.distribute_tensor(x, mesh, [S0])).full_tensor()
 
-    for found in simulate(2).run(program):
+    for found in on_mesh((2,), program, ("dp",)):
         assert torch.equal(found.isfinite(), expected.isfinite())
         # Each rank's term is rounded before; of a mean of such numbers, by 16 at most.
         near = 32 if "mean" in name else 0
@@ -235,12 +231,11 @@ def test_what_torch_accumulates_in_float32_does_not_overflow_on_a_rank(name, row
 def test_products_of_pieces_do_not_overflow_on_a_rank():
     x = torch.tensor([2.0**-9, 2.0**-8, 512.0, 256.0]).half()
 
-    def program(rank, world):
-        mesh = device_mesh((2,), ("dp",))
+    def program(mesh):
         whole = vd.distribute_tensor(x, mesh, [S0])
         return whole.prod().full_tensor(), whole.cumprod(0).full_tensor()
 
-    for product, products in simulate(2).run(program):
+    for product, products in on_mesh((2,), program, ("dp",)):
         same(product, x.prod())
         same(products, x.cumprod(0))
 
@@ -252,15 +247,14 @@ def test_the_gradient_of_totals_of_pieces_is_finite():
     out[6] = 0
     out = out.half()
 
-    def program(rank, world):
-        mesh = device_mesh((4,), ("dp",))
+    def program(mesh):
         whole = vd.distribute_tensor(x, mesh, [S0]).requires_grad_()
         whole.cumsum(0).backward(vd.distribute_tensor(out, mesh, [S0]))
         return whole.grad.full_tensor()
 
     one = x.clone().requires_grad_()
     one.cumsum(0).backward(out)
-    for found in simulate(4).run(program):
+    for found in on_mesh((4,), program, ("dp",)):
         assert torch.equal(found.isfinite(), one.grad.isfinite())
         torch.testing.assert_close(found, one.grad)
 
@@ -274,11 +268,10 @@ def test_random_terms_are_rounded_once(seed):
     op = ("sum", "avg")[seed // 2 % 2]
     exact = terms.double().sum(0) if op == "sum" else terms.double().mean(0)
 
-    def program(rank, world):
-        mesh = device_mesh((count,), ("dp",))
+    def program(mesh):
         return distributed(terms, mesh, [Partial(op)], shape).full_tensor()
 
-    for found in simulate(count).run(program):
+    for found in on_mesh((count,), program, ("dp",)):
         # Float32 is off by less than what decides a rounding, but for ties: one unit there.
         expected = exact.to(dtype)
         assert torch.equal(found.isinf(), expected.isinf())
@@ -291,8 +284,7 @@ def test_native_sums_are_the_backends():
     expected = terms[0] + terms[1] + terms[2] + terms[3]
     assert not expected.isfinite().all()
 
-    def program(rank, world):
-        mesh = device_mesh((4,), ("dp",))
+    def program(mesh):
         x = distributed(terms, mesh, [P], FEW)
         with vd.half_sums("native"):
             native = x.redistribute(placements=[R]).to_local()
@@ -300,7 +292,7 @@ def test_native_sums_are_the_backends():
                 inner = distributed(terms, mesh, [P], FEW).full_tensor()
         return native, inner, distributed(terms, mesh, [P], FEW).full_tensor()
 
-    for native, inner, after in simulate(4).run(program):
+    for native, inner, after in on_mesh((4,), program, ("dp",)):
         torch.testing.assert_close(native, expected, rtol=0, atol=0, equal_nan=True)
         same(inner, reduced(terms, ("sum",), (4,)))
         same(after, inner)
@@ -338,11 +330,10 @@ def test_a_term_that_overflows_by_itself_stays_so_on_every_rank():
     ones = torch.ones(4, 1).half()
     assert float(x.sum()) == float(x @ ones) == 0
 
-    def program(rank, world):
-        mesh = device_mesh((2,), ("tp",))
+    def program(mesh):
         whole, weight = (vd.distribute_tensor(t, mesh, [S0]) for t in (x, ones))
         return whole.sum().full_tensor(), (whole @ weight).full_tensor()
 
-    for total, product in simulate(2).run(program):
+    for total, product in on_mesh((2,), program, ("tp",)):
         assert total.isnan()  # inf and -inf
         assert product.isnan().all()

@@ -5,7 +5,7 @@ No processes: the planner is pure, so all ranks' plans are made, and run, in thi
 
 from __future__ import annotations
 
-from itertools import groupby, product
+from itertools import groupby
 from math import prod
 
 import pytest
@@ -80,7 +80,7 @@ def cases(draw):
     return Case(sizes, shape, source, target)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 @example(Case((2, 2), (3,), (R, S0), (RaggedShard((0,), (0, 1)), S0)))
 def test_any_layout_becomes_any_other(case):
@@ -88,29 +88,6 @@ def test_any_layout_becomes_any_other(case):
     plans = plans_of(case, coordinates(case.sizes))
     outputs = simulate(case, plans, local_tensors(x, case.source, case.sizes))
     check(case, outputs, x)
-
-
-ALPHABET = [
-    Replicate(),
-    Partial(),
-    Shard(0),
-    Shard(1),
-    InterleavedShard(0, 2),
-    StridedShard(1, 2),
-    RaggedShard((0, 1), (2, 1)),
-]
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (12, 1)])
-def test_every_pair_on_two_axes(shape):
-    layouts = [p for p in product(ALPHABET, repeat=2) if legal(p, (2, 2), shape)]
-    at, x = coordinates((2, 2)), dense(shape)
-    assert len(layouts) > 30
-    for source in layouts:
-        local = local_tensors(x, source, (2, 2))
-        for target in layouts:
-            case = Case((2, 2), shape, source, target)
-            check(case, simulate(case, plans_of(case, at), local), x)
 
 
 I02 = InterleavedShard(0, 2)

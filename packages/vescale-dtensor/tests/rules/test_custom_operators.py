@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from on_mesh import on_mesh
 from taught_rules import (
     COLUMNS,
     GATE,
@@ -13,8 +14,7 @@ from taught_rules import (
     letters,
     on_two_ranks,
 )
-from vescale_comm import simulate
-from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor.rules import check_rule, register_rule
 
 
@@ -51,8 +51,7 @@ def test_each_name_of_a_custom_operator_reaches_its_rule(given):
 def test_gradients_of_a_custom_operator_that_is_sharded_along_both_dims():
     register_rule(gate, letters(**GATE))
 
-    def program(rank, world):
-        mesh = init_device_mesh("cpu", (2, 2))
+    def program(mesh):
         x = distribute_tensor(ROWS, mesh, [Shard(0), Shard(1)], src_data_rank=None)
         w = distribute_tensor(COLUMNS, mesh, [Replicate(), Shard(0)], src_data_rank=None)
         gate(x.requires_grad_(), w.requires_grad_()).sum().backward()
@@ -60,7 +59,7 @@ def test_gradients_of_a_custom_operator_that_is_sharded_along_both_dims():
 
     x, w = ROWS.clone().requires_grad_(), COLUMNS.clone().requires_grad_()
     gate(x, w).sum().backward()
-    for of_x, of_w, x_grad, w_grad in simulate(4).run(program):
+    for of_x, of_w, x_grad, w_grad in on_mesh((2, 2), program):
         assert of_x == (Shard(0), Shard(1))
         assert of_w == (Partial(), Shard(0))
         torch.testing.assert_close(x_grad, x.grad)

@@ -335,13 +335,14 @@ def program(rank, world_size, name, folder):
     CASES[name](vd.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)), folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+# torch's checkpoint keeps a planner and threads of its own for the process.
+REAL = [name for name in CASES if name.startswith("torch_checkpoints")]
+SIMULATED = [name for name in CASES if name not in REAL]
+
+
+@pytest.mark.parametrize("name", [*REAL, "states_of_optimizers_move_between_one_device_and_a_mesh"])
 def test_in_real_processes(name, tmp_path):
     run(program, 2, name, tmp_path / "checkpoint")
-
-
-# torch's checkpoint keeps a planner and threads of its own for the process.
-SIMULATED = [name for name in CASES if not name.startswith("torch_checkpoints")]
 
 
 @pytest.mark.parametrize("name", SIMULATED)

@@ -185,15 +185,8 @@ def _words(base: Tensor, axes: int, whole: bool, chosen: random.Random) -> tuple
     return tuple(chosen.choice(options) for _ in range(axes))
 
 
-@dataclass
-class Answer:
-    """What a place says of a trial."""
-
-    results: list[Any]
-
-
-def answer(trial: Trial, lay: Callable[[int, Tensor], Tensor]) -> Answer:
-    """Run a trial where `lay` puts the bases."""
+def answer(trial: Trial, lay: Callable[[int, Tensor], Tensor]) -> list[Any]:
+    """The results of a trial where `lay` puts the bases."""
     sample = trial.sample
     wanted = [t.requires_grad for t in sample.tensors()]
     bases = [
@@ -206,13 +199,13 @@ def answer(trial: Trial, lay: Callable[[int, Tensor], Tensor]) -> Answer:
         (sample.input, sample.args, sample.kwargs),
     )
     torch.manual_seed(trial.seed)
-    return Answer(tree_leaves(entries()[trial.name].op(first, *args, **kwargs)))
+    return tree_leaves(entries()[trial.name].op(first, *args, **kwargs))
 
 
-def differences(mine: Answer, wanted: Answer) -> list[str]:
+def differences(mine: list[Any], wanted: list[Any]) -> list[str]:
     """Where strides or contiguity are not one device's, in words."""
     found = []
-    for index, (one, other) in enumerate(zip(mine.results, wanted.results, strict=True)):
+    for index, (one, other) in enumerate(zip(mine, wanted, strict=True)):
         if isinstance(other, Tensor) and isinstance(one, Tensor) and other.numel():
             found += [f"result {index} {words}" for words in lying(one, other)]
     return found
@@ -234,7 +227,7 @@ def lying(one: Tensor, other: Tensor) -> list[str]:
     ]
 
 
-def plain(trial: Trial) -> Answer | None:
+def plain(trial: Trial) -> list[Any] | None:
     """One device's answer; None where it raises."""
     with quiet():
         try:
@@ -243,7 +236,7 @@ def plain(trial: Trial) -> Answer | None:
             return None
 
 
-def sharded(batch: list[tuple[Trial, Answer]]) -> list[tuple[Trial, str]]:
+def sharded(batch: list[tuple[Trial, list[Any]]]) -> list[tuple[Trial, str]]:
     """What went wrong of these trials on four ranks; the same trial may do so in several ways."""
     found: list[tuple[Trial, str]] = []
     start = 0
@@ -262,7 +255,7 @@ def sharded(batch: list[tuple[Trial, Answer]]) -> list[tuple[Trial, str]]:
 
 
 def _program(
-    rank: int, world_size: int, batch: list[tuple[Trial, Answer]]
+    rank: int, world_size: int, batch: list[tuple[Trial, list[Any]]]
 ) -> tuple[list[list[str]], str | None]:
     problems: list[list[str]] = []
     with quiet():

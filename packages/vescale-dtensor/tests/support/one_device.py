@@ -45,13 +45,13 @@ def full_tensors(value):
     return value
 
 
-def differences(ours, dense, path="result"):
+def differences(ours, dense, path="result", rtol=1e-4, atol=1e-5):
     """Where two results differ, in words."""
     if isinstance(dense, torch.Tensor):
         if not isinstance(ours, torch.Tensor) or ours.shape != dense.shape:
             return [f"{path}: {ours!r} is not {dense!r}"]
         try:
-            torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(ours, dense, rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as problem:
             return [f"{path}: {problem}"]
         return []
@@ -61,13 +61,14 @@ def differences(ours, dense, path="result"):
         if len(ours) != len(dense):
             return [f"{path}: {len(ours)} items, not {len(dense)}"]
         pairs = enumerate(zip(ours, dense, strict=True))
-        return [words for i, pair in pairs for words in differences(*pair, f"{path}[{i}]")]
+        found = [differences(*pair, f"{path}[{i}]", rtol, atol) for i, pair in pairs]
+        return [words for each in found for words in each]
     if isinstance(dense, float):
         return [] if abs(ours - dense) < 1e-4 else [f"{path}: {ours} is not {dense}"]
     return [] if ours == dense else [f"{path}: {ours!r} is not {dense!r}"]
 
 
-def check(program):
+def check(program, **tolerance):
     """Run a program on one device and on the mesh dp=2 x tp=2, and compare what it returns."""
     mesh = device_mesh((2, 2), ("dp", "tp"))
     results = []
@@ -80,5 +81,5 @@ def check(program):
                 results.append(full_tensors(program(place)))
         finally:
             logging.disable(logging.NOTSET)
-    found = differences(results[1], results[0])
+    found = differences(results[1], results[0], **tolerance)
     assert not found, "\n".join(found)

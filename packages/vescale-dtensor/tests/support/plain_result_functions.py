@@ -101,17 +101,12 @@ class WithContext(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-class Decorated(torch.autograd.Function):
+class Decorated(Squares):
     @staticmethod
     @torch.no_grad()
     def forward(ctx, x):
         ctx.save_for_backward(x)
         return torch.zeros(()).add_((x * x).sum())
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * 2 * x
 
 
 class Rebinding(torch.autograd.Function):

@@ -6,8 +6,6 @@ from vescale_dtensor import Replicate, Shard
 
 W = torch.linspace(-1, 1.5, 24).reshape(6, 4)
 X = torch.linspace(-2, 3, 20).reshape(5, 4)
-SQUARE = torch.eye(6) * 2 + torch.linspace(-1, 1, 36).reshape(6, 6)
-SEQUENCE = torch.linspace(-1, 1, 40).reshape(2, 5, 4)
 
 
 def network(place):

@@ -160,17 +160,6 @@ CLOSED = {
         lambda x: torch.func.jvp(lambda a: (a * x).sum().full_tensor(), (WHOLE,), (WHOLE,)),
         "transform",
     ),
-    "func.jacrev": (torch.func.jacrev(lambda a: (a * a).sum(0)), "to_local"),
-    "func.jacrev around": (
-        lambda x: torch.func.jacrev(lambda a: (a * x).sum(0))(WHOLE),
-        "transform",
-    ),
-    "func.jacfwd": (torch.func.jacfwd(lambda a: (a * a).sum(0)), "to_local"),
-    "func.hessian": (torch.func.hessian(lambda a: (a * a).sum()), "to_local"),
-    "func.hessian around": (
-        lambda x: torch.func.hessian(lambda a: (a * a * x).sum())(WHOLE),
-        "transform",
-    ),
     "func.linearize": (lambda x: torch.func.linearize(lambda a: a * a, x), "to_local"),
     "func.functionalize": (torch.func.functionalize(lambda a: a * a), "to_local"),
     "from_local in a transform": (

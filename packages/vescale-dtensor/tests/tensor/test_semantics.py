@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import vescale_dtensor as vd
+from named_cases import named_cases
 from torch import nn
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, run
@@ -21,13 +22,8 @@ from vescale_dtensor import (
     UnsupportedError,
 )
 
-CASES = {}
+CASES, case = named_cases()
 GLOBAL = torch.arange(24.0).reshape(6, 4)
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
 
 
 def placed(mesh, tensor=GLOBAL, dp=None, tp=None, grad=False):
@@ -83,12 +79,8 @@ def in_place_returns_the_same_wrapper(mesh):
 
 
 @case
-def a_view_aliases_or_refuses_to_be_written(mesh):
-    x = placed(mesh)
-    x.t().add_(1)
-    x[:, :].mul_(2)
-    assert torch.equal(x.full_tensor(), (GLOBAL + 1) * 2)
-    wanted = (GLOBAL + 1) * 2
+def a_write_to_a_view_sends_nothing(mesh):
+    x, wanted = placed(mesh), GLOBAL.clone()
     with trace() as traced:
         x[1:4].zero_()
         x[2, 1:] = 7.0
@@ -100,20 +92,11 @@ def a_view_aliases_or_refuses_to_be_written(mesh):
     wanted.view(-1).add_(1)
     wanted.view(2, 3, 4)[1].mul_(3)
     assert torch.equal(x.full_tensor(), wanted)
-    x.diagonal().zero_()  # a copy that is written back
-    wanted.diagonal().zero_()
-    assert torch.equal(x.full_tensor(), wanted)
     x.view(-1)[3].zero_()  # no dim is left to say which rank has it
     wanted.view(-1)[3].zero_()
     assert torch.equal(x.full_tensor(), wanted)
-    copied = x.diagonal()
-    with pytest.raises(UnsupportedError, match="view lives"):
-        x.t().mul_(2)
-    assert torch.equal(copied.full_tensor(), wanted.diagonal())
-    del copied
-    x.mul_(2)
     x.flatten().clone().zero_()
-    assert torch.equal(x.full_tensor(), wanted * 2)
+    assert torch.equal(x.full_tensor(), wanted)
 
 
 @case
@@ -190,30 +173,6 @@ def modules_load_convert_and_tie(mesh):
 
 
 @case
-def parametrizations_see_one_tensor(mesh):
-    for wrapped in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
-        torch.manual_seed(0)
-        module = nn.Linear(4, 6)
-        ours = copy.deepcopy(module)
-        ours.weight = nn.Parameter(placed(mesh, module.weight.detach()))
-        torch.manual_seed(1)
-        wrapped(module)
-        torch.manual_seed(1)
-        wrapped(ours)
-        expected = module(GLOBAL)
-        result = ours(GLOBAL)
-        assert isinstance(result, vd.DTensor)
-        torch.testing.assert_close(result.full_tensor(), expected)
-
-
-@case
-def torch_compile_breaks_its_graph_around_us(mesh):
-    x = placed(mesh, grad=True)
-    torch.compile(lambda a: (a * 2).relu().sum(), backend="aot_eager")(x).backward()
-    assert torch.equal(x.grad.full_tensor(), 2 * (GLOBAL > 0).float())
-
-
-@case
 def wrong_layouts_are_named(mesh):
     with pytest.raises(LayoutError, match="give one per mesh axis, 2 in all"):
         vd.distribute_tensor(GLOBAL, mesh, [Shard(0)])
@@ -240,15 +199,6 @@ def an_error_of_values_is_raised_where_they_are(mesh):
 
 
 @case
-def the_protocol_names_the_boxes(mesh):
-    held = placed(mesh, torch.arange(20.0).reshape(5, 4), tp=Replicate()).__vescale_layout__()
-    dp, tp = mesh.get_coordinate()
-    assert held.global_shape == (5, 4)
-    assert [(b.global_offset, b.shape) for b in held.boxes] == [((3 * dp, 0), (3 - dp, 4))]
-    assert held.replica == (tp, 2)
-
-
-@case
 def torch_placements_are_accepted(mesh):
     from torch.distributed.tensor import Replicate as TorchReplicate
     from torch.distributed.tensor import Shard as TorchShard
@@ -256,22 +206,6 @@ def torch_placements_are_accepted(mesh):
     x = vd.distribute_tensor(GLOBAL, mesh, [TorchShard(-1), TorchReplicate()])
     assert x.placements == (Shard(1), Replicate())
     assert x.redistribute(placements=[TorchReplicate(), TorchShard(0)]).placements[1] == Shard(0)
-
-
-@case
-def random_numbers_are_those_of_one_device(mesh):
-    for shape in [(6, 4), (7, 3), (3, 2), (1, 1), (0, 4), (40, 5)]:
-        whole = torch.zeros(shape)
-        for dp, tp in [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(1))]:
-            x = placed(mesh, whole, dp, tp)
-            torch.manual_seed(3)
-            ours = [torch.nn.functional.dropout(x + 1, 0.3), x.normal_(), torch.rand_like(x.t())]
-            ours = [t.full_tensor() for t in ours] + [torch.rand(3)]
-            torch.manual_seed(3)
-            y = whole.clone()
-            want = [torch.nn.functional.dropout(y + 1, 0.3), y.normal_(), torch.rand_like(y.t())]
-            want += [torch.rand(3)]
-            assert all(map(torch.equal, ours, want)), (shape, dp, tp)
 
 
 def run_case(rank, world, name):

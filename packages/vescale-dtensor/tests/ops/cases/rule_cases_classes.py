@@ -41,14 +41,15 @@ INDEX += [
     lambda x, t, w: F.cross_entropy(x, t, label_smoothing=0.1),
     lambda x, t, w: F.cross_entropy(x, t, label_smoothing=1.0),
     lambda x, t, w: single(x, t, w.float()),
-    lambda x, t, w: F.cross_entropy(x, t + 40, w),
     lambda x, t, w: F.cross_entropy(x, t, w, reduce=False),
 ]
 LIKELIHOOD = [lambda x, t, w, how=how: F.nll_loss(x, t, w, reduction=how) for how in REDUCTIONS]
 LIKELIHOOD += [
     lambda x, t, w: F.nll_loss(x, t, ignore_index=1),
     lambda x, t, w: F.nll_loss(x, t, w, ignore_index=1),
-    lambda x, t, w: F.nll_loss(x, t + 40, reduction="none"),
+    lambda x, t, w: F.nll_loss(x, t, reduction="wrong"),
+    lambda x, t, w: F.nll_loss(input=x, target=t, weight=w),
+    lambda x, t, w: F.nll_loss(x, t * 0 + 1, ignore_index=1),
     lambda x, t, w: F.nll_loss(x, t.where(t > 0, -100), w),
     lambda x, t, w: F.nll_loss(F.log_softmax(x, min(1, x.ndim - 1)), t, w),
 ]
@@ -65,13 +66,9 @@ SHAPES = {
 for tag, shape in SHAPES.items():
     rows = shape[:1] + shape[2:] if len(shape) > 1 else ()
     classes = shape[min(1, len(shape) - 1)]
-    operands = (
-        T(shape),
-        T(rows, "i", high=classes, partial=False),
-        T((classes,), "p", grad=False),
-    )
-    each(f"classes index_{tag}", INDEX, *operands, loose=True, data=True, strides=False)
-    each(f"classes likelihood_{tag}", LIKELIHOOD, *operands, loose=True, data=True, strides=False)
+    operands = (T(shape), T(rows, "i", high=classes, partial=False), T((classes,), "p", grad=False))
+    each(f"classes index_{tag}", INDEX, *operands, data=True, strides=False)
+    each(f"classes likelihood_{tag}", LIKELIHOOD, *operands, data=True, strides=False)
 
 SHARES = [lambda x, t, w, o=o: F.cross_entropy(x, t, w, **o) for o in options()]
 SHARES += [lambda x, t, w, o=o: F.cross_entropy(x, t, **o) for o in options()]
@@ -85,7 +82,7 @@ SHARES += [
 for tag, shape in (*SHAPES.items(), ("empty", (3, 0))):
     classes = shape[min(1, len(shape) - 1)]
     operands = (T(shape), T(shape, "p"), T((classes,), "p"))
-    each(f"classes shares_{tag}", SHARES, *operands, loose=True, strides=False)
+    each(f"classes shares_{tag}", SHARES, *operands, strides=False)
 
 
 def slope_of_slope(x, t, w):
@@ -102,4 +99,4 @@ for tag in ("even", "uneven", "few", "image"):
     rows = T(shape[:1] + shape[2:], "i", high=shape[1], partial=False)
     for kind, target in (("index", rows), ("shares", T(shape, "p"))):
         operands = (T(shape), target, T(shape[1:2]))
-        each(f"classes twice_{kind}_{tag}", [slope_of_slope], *operands, loose=True)
+        each(f"classes twice_{kind}_{tag}", [slope_of_slope], *operands)

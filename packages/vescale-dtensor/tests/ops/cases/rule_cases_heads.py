@@ -105,4 +105,4 @@ CALLS = [
 ]
 WEIGHTS = (T((3 * WIDTH, WIDTH)), T((3 * WIDTH,)), T((WIDTH, WIDTH)))
 for tag, shape in (("", (4, 3, 8)), ("_few", (2, 2, 8)), ("_one", (3, 8)), ("_none", (3, 0, 8))):
-    each(f"heads{tag}", CALLS, T(shape), *WEIGHTS, loose=True, strides=False)
+    each(f"heads{tag}", CALLS, T(shape), *WEIGHTS, strides=False)

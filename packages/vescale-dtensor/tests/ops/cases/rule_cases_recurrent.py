@@ -76,7 +76,6 @@ for tag, count in (("", 5), ("_few", 2), ("_one", 1), ("_none", 0)):
         T((2, count, 4)),
         T((2, count, 3)),
         T((12, 6)),
-        loose=True,
     )
 
 
@@ -94,4 +93,4 @@ def cell(name, biases=True):
 
 CELLS = [cell(name, biases) for name in GATES for biases in (True, False)]
 for tag, count in (("", 5), ("_few", 2), ("_none", 0)):
-    each(f"recurrent cell{tag}", CELLS, T((count, 4)), T((count, 3)), T((12, 4)), loose=True)
+    each(f"recurrent cell{tag}", CELLS, T((count, 4)), T((count, 3)), T((12, 4)))

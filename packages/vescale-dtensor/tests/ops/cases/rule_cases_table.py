@@ -110,7 +110,6 @@ def _file():
                     f"table {name} {place}.{index}",
                     lambda *xs, way=way, target=target: way(target, *xs),
                     *operands,
-                    loose=True,
                     data=True,  # they work with other numbers, in rows
                 )
 

@@ -33,10 +33,9 @@ for tag, shape in (("", (3, 5)), ("_few", (2, 1)), ("_one", (1, 1))):
         LOOK_UPS,
         T(shape, "i", high=ROWS, partial=False),
         T((ROWS, 4)),
-        loose=True,
         strides=False,
     )
-each("lookup_narrow", LOOK_UPS, T((3, 2), "i", high=2, partial=False), T((2, 1)), loose=True)
+each("lookup_narrow", LOOK_UPS, T((3, 2), "i", high=2, partial=False), T((2, 1)))
 
 MODES = ("sum", "mean", "max")
 BAGS = [lambda i, w, s, mode=mode: F.embedding_bag(i, w, mode=mode) for mode in MODES]
@@ -85,4 +84,4 @@ for tag, shape, calls in (
     ("_short", (3,), LISTS),
 ):
     operands = (T(shape, "i", high=ROWS, partial=False), T((ROWS, 4)), T(shape))
-    each(f"bag{tag}", calls, *operands, loose=True, data=True, strides=False)
+    each(f"bag{tag}", calls, *operands, data=True, strides=False)
