@@ -7,7 +7,6 @@ import atexit
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch import Tensor, nn
 from vescale_comm import simulate
 from zero_models import (
@@ -90,9 +90,7 @@ def train_until_killed(place: str, zero: int, rank: int) -> None:
     ],
 )
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, place: str, zero: int):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vescale_comm.testing", "vescale_parallel"])
     ranks = [

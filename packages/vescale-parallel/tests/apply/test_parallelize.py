@@ -15,6 +15,7 @@ from vescale_comm.testing import Failed, outcomes, run
 from vescale_dtensor import DTensor, Partial, Replicate, Shard
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
+from zero_models import whole
 
 
 class Block(nn.Module):
@@ -70,10 +71,6 @@ def tokens_and_targets() -> tuple[Tensor, Tensor]:
 def make(seed: int = 0) -> Tied:
     torch.manual_seed(seed)
     return Tied()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> list[float]:

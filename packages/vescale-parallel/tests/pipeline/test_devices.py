@@ -8,7 +8,6 @@ process group may have been made.
 
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from stage_runs import accumulate, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -178,10 +178,7 @@ def on_second(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def spawn(work: Any, size: int, last: str) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    mp.spawn(work, (size, port, last), nprocs=size)
+    mp.spawn(work, (size, free_port(), last), nprocs=size)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,11 +1,10 @@
 """A model in stages that is called under no_grad returns its output on every rank."""
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
-from stage_models import llama
+from stage_models import llama, needs_transformers
 from stage_runs import batch, make, plan, whole
 from torch import Tensor, nn
 from vescale_comm import simulate
@@ -99,9 +98,7 @@ def test_outputs_that_cannot_be_told_are_refused_everywhere():
     assert all("object" in one for one in simulate(2)(on_a_rank))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+@needs_transformers
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_generate_without_a_cache(sizes: dict[str, int]):
     tokens = torch.randint(3, 32, (4, 5), generator=torch.Generator().manual_seed(0))

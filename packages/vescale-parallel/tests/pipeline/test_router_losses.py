@@ -1,22 +1,17 @@
 """Losses of routers that hooks collect, with stages: of all layers, one device's numbers."""
 
-import importlib.util
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from stage_models import needs_transformers
 from stage_runs import accumulate, require_gradients
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_parallel import Plan, forward_backward, mesh, parallelize
 
-pytestmark = [
-    pytest.mark.models,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-    ),
-]
+pytestmark = [pytest.mark.models, needs_transformers]
 
 PARTS = 2
 SIZES: dict[str, Any] = {

@@ -1,22 +1,15 @@
 """Unmodified Hugging Face models in stages: tied embeddings, masks, dropout, losses inside."""
 
-import importlib.util
-
 import pytest
 import torch
-from stage_models import gpt2, llama
+from stage_models import gpt2, llama, needs_transformers
 from stage_runs import require_gradients, step_both
 from torch import Tensor
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, mesh, parallelize
 
-pytestmark = [
-    pytest.mark.models,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-    ),
-]
+pytestmark = [pytest.mark.models, needs_transformers]
 
 
 KINDS = {"gpt2": gpt2, "llama": llama}
