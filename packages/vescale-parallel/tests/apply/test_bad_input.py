@@ -7,7 +7,6 @@ import atexit
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch import Tensor, nn
 from vescale_comm import simulate
 from zero_models import (
@@ -22,7 +22,6 @@ from zero_models import (
     batch,
     distributed,
     make,
-    require_same_gradients,
     require_same_values,
 )
 
@@ -91,9 +90,7 @@ def train_until_killed(place: str, zero: int, rank: int) -> None:
     ],
 )
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, place: str, zero: int):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vescale_comm.testing", "vescale_parallel"])
     ranks = [
@@ -114,21 +111,6 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, place: str
             said = (tmp_path / str(rank)).read_text()
             assert f"rank {WHO}" in said, said
             assert "ended without a word" in said, said
-
-
-def few_rows(rank: int, world_size: int, zero: int, rows: int) -> None:
-    plain, model = make(), distributed(make(), {"dp": world_size}, zero)
-    for one in (plain, model):
-        tokens, targets = batch(0)
-        torch.manual_seed(1)
-        one(tokens[:rows], targets[:rows]).backward()
-    require_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_batch_of_fewer_rows_than_ranks(rows: int, zero: int):
-    simulate(4).run(few_rows, zero, rows)
 
 
 class Late(nn.Module):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vescale_comm import simulate, trace
-from vescale_dtensor import DTensor
 from vescale_parallel import (
     Plan,
     PlanError,
@@ -18,6 +17,7 @@ from vescale_parallel import (
     save_pretrained,
 )
 from vescale_parallel import mesh as make_mesh
+from zero_models import whole
 
 
 class Attention(nn.Module):
@@ -43,10 +43,6 @@ def model_of(width: int) -> nn.Module:
 def plan_of(width: int, **words: Any) -> Plan:
     rules = {"1.qkv.*": "tp:0/3", "1.proj.weight": "tp:1", "*": "replicate"}
     return Plan(parameters=rules, **words)
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize(

@@ -124,26 +124,6 @@ def test_an_optimizer_made_before_steps_the_distributed_parameters(name: str, be
     simulate(WORLD)(go_on, name, before)
 
 
-def with_grad_scaler(rank: int, world_size: int) -> None:
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    parallelize(model, mesh(), PLAN)
-    first = model(TOKENS)
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(model(TOKENS)).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    assert model(TOKENS).item() < first.item()
-
-
-def test_a_grad_scaler_finds_the_gradients():
-    simulate(WORLD)(with_grad_scaler)
-
-
 def other_state(rank: int, world_size: int) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -185,8 +185,8 @@ def kept_bytes(model: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, i
     ("sizes", "kinds"),
     [
         ({"dp": 2}, ["selective"]),
-        pytest.param({"dp": 2, "tp": 2}, [None, *KINDS], marks=pytest.mark.slow),
-        pytest.param({"tp": 3}, [None, *KINDS], marks=pytest.mark.slow),
+        ({"dp": 2, "tp": 2}, [None, *KINDS]),
+        ({"tp": 3}, [None, *KINDS]),
     ],
     ids=str,
 )

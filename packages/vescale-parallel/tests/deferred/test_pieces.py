@@ -5,6 +5,7 @@ generators end where one device's ends.
 """
 
 import re
+from math import prod
 from typing import Any
 
 import pytest
@@ -79,10 +80,7 @@ def test_every_module_of_the_zoo_in_every_layout(name: str):
         for key, value in wanted.items():
             assert torch.equal(found[key], value.to(found[key].dtype)), key
 
-    world = 1
-    for size in sizes.values():
-        world *= size
-    simulate(world)(rank)
+    simulate(prod(sizes.values()))(rank)
 
 
 def wide(layers: int = 6, width: int = 256) -> nn.Module:

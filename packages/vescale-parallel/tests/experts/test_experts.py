@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import EXPERTS, LAYOUTS, ROWS, TOKENS, WIDTH, Net, made, some, train, whole
+from expert_models import EXPERTS, LAYOUTS, ROWS, TOKENS, WIDTH, Net, made, train, whole
 from torch import Tensor, nn
 from vescale_comm import SimulationError, simulate, trace
 from vescale_parallel import MoE, Plan, PlanError, Router, mesh, parallelize
@@ -24,7 +24,7 @@ def same(found: Any, expected: Any) -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, "ep4", "ep2 tp2", "dp2 ep2 as one"))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_norms_and_routing_are_those_of_one_device(layout: str):
     expected = train(made(None))
     for found in on_ranks(lambda: train(made(layout))):
@@ -42,7 +42,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", some(OPTIONS, "fewer than ranks", "capacity"))
+@pytest.mark.parametrize("options", OPTIONS)
 def test_routers_and_numbers_of_experts(options: str):
     expected = train(made(None, **OPTIONS[options]), 2)
     if "capacity" in OPTIONS[options]:
@@ -282,12 +282,6 @@ def test_a_model_without_experts_says_so():
 def test_explain_shows_uneven_shares(capsys: pytest.CaptureFixture[str]):
     Plan(experts="ep", batch="ep:0").explain(Net(), {"ep": 4})
     assert "0 to 2" in capsys.readouterr().out
-
-
-def test_plans_with_experts_are_stored():
-    for said in ("dp, ep", {"*.experts": "ep"}):
-        plan = Plan(experts=said)
-        assert Plan.from_json(plan.to_json()) == plan == Plan.from_toml(plan.to_toml())
 
 
 def test_one_dim_that_zero_would_store_in_another_order_is_refused():

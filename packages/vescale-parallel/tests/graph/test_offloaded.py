@@ -6,11 +6,12 @@ model. And torch's own `save_on_cpu` around eager steps.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
 import torch
-from graph_steps import Net, bits, random_step
+from graph_steps import Net, bits, model_step, random_step
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import simulate
@@ -22,21 +23,6 @@ SLOW_LINK = graph.Machine(
     link=graph.Link(latency=0.0, bandwidth=1e10),
     host=graph.Link(latency=0.0, bandwidth=1e9),
 )
-
-
-def model_step() -> tuple[Any, list[Any]]:
-    """Forward and backward of a model, and what it takes."""
-    torch.manual_seed(0)
-    model, x, y = Net(), torch.randn(64, 16), torch.randint(4, (64,))
-    names = [name for name, _ in model.named_parameters()]
-
-    def step(parameters: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-        leaves = [one.detach().requires_grad_() for one in parameters]
-        loss = torch.func.functional_call(model, dict(zip(names, leaves, strict=True)), (x, y))
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-    given = [[one.detach() for one in model.parameters()], x, y]
-    return make_fx(step, tracing_mode="fake")(*given), given
 
 
 def least(made: Any, **how: Any) -> int:
@@ -152,7 +138,4 @@ def test_steps_of_a_mesh(sizes: dict[str, int], words: dict[str, Any]):
         found = trained(lessened)
         return len(found) == len(expected), all(map(torch.equal, expected, found))
 
-    world = 1
-    for size in sizes.values():
-        world *= size
-    assert simulate(world)(run) == [(True, True)] * world
+    assert simulate(prod(sizes.values()))(run) == [(True, True)] * prod(sizes.values())

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_steps import Net, bits, random_step
-from torch import Tensor
+from graph_steps import Net, bits, model_step, random_step
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import simulate
 from vescale_dtensor import capture, joint
@@ -40,17 +39,7 @@ def test_random_graphs_keep_their_bits(seed: int):
 
 
 def test_half_of_a_models_activations_go():
-    torch.manual_seed(0)
-    model, x, y = Net(), torch.randn(64, 16), torch.randint(4, (64,))
-    names = [name for name, _ in model.named_parameters()]
-
-    def step(parameters: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-        leaves = [one.detach().requires_grad_() for one in parameters]
-        loss = torch.func.functional_call(model, dict(zip(names, leaves, strict=True)), (x, y))
-        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-    given = [one.detach() for one in model.parameters()]
-    made = make_fx(step, tracing_mode="fake")(given, x, y)
+    made, given = model_step()
     whole = graph.recompute(made, 10**9)
     assert (whole.nodes, whole.peak) == ((), whole.peak_before)
     half = graph.recompute(made, whole.peak // 2)
@@ -58,12 +47,12 @@ def test_half_of_a_models_activations_go():
     assert half.nodes
     assert not any("bernoulli" in one or "rand" in one for one in half.nodes)
     expected, found = (
-        (torch.manual_seed(1), one(given, x, y), torch.get_rng_state())
+        (torch.manual_seed(1), one(*given), torch.get_rng_state())
         for one in (made, half.graph_module)
     )
     assert all(map(torch.equal, expected[1], found[1]))
     assert torch.equal(expected[2], found[2])
-    counted = memory.measured(lambda: half.graph_module(given, x, y)).peak
+    counted = memory.measured(lambda: half.graph_module(*given)).peak
     assert counted == pytest.approx(half.peak, rel=0.02)
 
 

@@ -31,10 +31,6 @@ def test_the_same_bits_on_any_number_of_ranks(ranks: int, zero: int):
     assert trained({"dp": ranks}, zero) == alone()
 
 
-def test_two_and_three_ranks_with_zero_3():
-    assert trained({"dp": 2}, 3) == trained({"dp": 3}, 0) == alone()
-
-
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_fewer_rows_than_shards_and_even_ones(rows: int):
     assert trained({"dp": 3}, 3, 2, rows) == alone(2, rows)

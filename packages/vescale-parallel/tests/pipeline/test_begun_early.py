@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import accumulate, require_gradients, staged
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_parallel import DisagreementError, PipelineError, Plan, forward_backward, parallelize
-from vescale_parallel import mesh as make_mesh
-from zero_models import whole
+from vescale_parallel import DisagreementError, PipelineError, forward_backward
 
 
 class Block(nn.Linear):
@@ -58,19 +57,16 @@ def step(model: Model, reference: Model, seed: int) -> None:
     for one in (model, reference):
         one.zero_grad()
     torch.manual_seed(seed)
-    for x in batch(seed).split(2):
-        (reference(x) / 2).backward()
+    accumulate(reference, 2, batch(seed))
     torch.manual_seed(seed)
     forward_backward(model, x=batch(seed))
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+    require_gradients(model, reference)
 
 
 def refused(rank: int, world_size: int, p: float) -> list[Any]:
     plain = make(p)
     model = make(p)
-    how = Plan(pipeline={"microbatches": 2, "stages": "blocks.*"})
-    parallelize(model, make_mesh(device_type="cpu", pp=2), how)
+    staged(model, {"pp": 2}, microbatches=2, stages="blocks.*")
     said: list[list[str]] = []
     begun, first = [], model.blocks[0]
     for early in (False, True):

@@ -4,17 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import Chain, require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import (
-    DisagreementError,
-    PipelineError,
-    Plan,
-    forward_backward,
-    mesh,
-    parallelize,
-)
-from zero_models import whole
+from vescale_parallel import DisagreementError, PipelineError, forward_backward
 
 PARTS = 4
 
@@ -30,62 +23,36 @@ class Block(nn.Module):
         return found
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def make() -> Any:
+    torch.manual_seed(0)
+    return Chain(*(Block() for _ in range(8)))
 
 
 def batch(step: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
 
 
-def one_device(model: nn.Module, x: Tensor) -> Tensor:
-    total = torch.zeros(())
-    for one in x.split(len(x) // PARTS):
-        loss = model(one) / PARTS
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def staged(schedule: str, world_size: int) -> Model:
-    model = Model()
+def in_stages(schedule: str, world_size: int) -> Any:
     words = {"stages": "blocks.*", "microbatches": PARTS, "schedule": schedule}
-    parallelize(model, mesh(pp=world_size, device_type="cpu"), Plan(pipeline=words))
-    return model
+    return staged(make(), {"pp": world_size}, **words)
 
 
-def is_one_device(model: Model, plain: Model, step: int) -> None:
+def require_one_device(model: Any, plain: Any, step: int) -> None:
     """A step of both: losses, gradients, and where the generator stands afterwards."""
-    here = torch.get_rng_state()
-    expected = one_device(plain, batch(step))
-    there = torch.get_rng_state()
-    torch.set_rng_state(here)
-    torch.testing.assert_close(forward_backward(model, batch(step)), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(torch.get_rng_state(), there)
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-6, msg=name)
+    step_both(model, plain, PARTS, batch(step), rtol=1e-5)
+    require_gradients(model, plain, atol=1e-6)
 
 
 def drops(p: float) -> Any:
-    def change(model: Model) -> None:
+    def change(model: Any) -> None:
         for block in model.blocks:
-            assert isinstance(block, Block)
-            block.drop.p = p  # type: ignore[assignment]
+            block.drop.p = p
 
     return change
 
 
-def identity(model: Model) -> None:
+def identity(model: Any) -> None:
     for block in model.blocks:
-        assert isinstance(block, Block)
         block.drop = nn.Identity()
 
 
@@ -93,12 +60,12 @@ CHANGES = {"0.1": drops(0.1), "0": drops(0.0), "1": drops(1.0), "identity": iden
 
 
 def changed(rank: int, world_size: int, schedule: str, name: str) -> None:
-    plain, model = Model(), staged(schedule, world_size)
+    plain, model = make(), in_stages(schedule, world_size)
     torch.manual_seed(7)
     for step in range(6):
         for one in (plain, model) if step in (2, 4) else ():
             (CHANGES[name] if step == 2 or name == "identity" else drops(0.5))(one)
-        is_one_device(model, plain, step)
+        require_one_device(model, plain, step)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -108,7 +75,7 @@ def test_how_much_is_dropped_may_change(schedule: str, name: str):
 
 
 def dropped_on_one(rank: int, world_size: int, who: int) -> str:
-    model = staged("1f1b", world_size)
+    model = in_stages("1f1b", world_size)
     forward_backward(model, batch(0))
     if rank == who:
         model.zero_grad()
@@ -126,13 +93,13 @@ def test_gradients_are_dropped_on_all_ranks_or_none(who: int):
 
 
 def first_blocks(rank: int, world_size: int, schedule: str) -> str:
-    model = staged(schedule, world_size)
+    model = in_stages(schedule, world_size)
     for block in model.blocks:
         block.register_full_backward_hook(lambda module, given, back: None)
     with pytest.raises(PipelineError) as told:
         forward_backward(model, batch(0))
     with torch.no_grad():  # where no hook of autograd is called
-        torch.testing.assert_close(model.eval()(batch(0)), Model().eval()(batch(0)))
+        torch.testing.assert_close(model.eval()(batch(0)), make().eval()(batch(0)))
     return str(told.value)
 
 
@@ -151,16 +118,15 @@ def halve(module: Any, given: Any, back: Any) -> Any:
 
 
 def hooked(rank: int, world_size: int, schedule: str) -> None:
-    plain, model = Model(), staged(schedule, world_size)
+    plain, model = make(), in_stages(schedule, world_size)
     for one in (plain, model):
         for at, block in enumerate(one.blocks):
-            assert isinstance(block, Block)
             block.inner.register_full_backward_hook(halve)
             if at % 2:  # no stage of these schedules begins there
                 block.register_full_backward_hook(halve)
     torch.manual_seed(7)
     for step in range(3):
-        is_one_device(model, plain, step)
+        require_one_device(model, plain, step)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "dualpipev"])

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import accumulate, require_gradients, staged
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_parallel import ParallelError, PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from zero_models import PARAMETERS, Decoder, whole
+from zero_models import PARAMETERS, Decoder
 
 
 def make() -> nn.Module:
@@ -21,14 +22,13 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def staged() -> Plan:
-    return Plan(parameters=PARAMETERS, pipeline={"microbatches": 2})
+STAGES = Plan(parameters=PARAMETERS, pipeline={"microbatches": 2})
 
 
 def build(how: Plan | None = None, **sizes: int) -> nn.Module:
     model = make()
     torch.manual_seed(11)
-    return parallelize(model, make_mesh(device_type="cpu", **sizes), how or staged())
+    return parallelize(model, make_mesh(device_type="cpu", **sizes), how or STAGES)
 
 
 def evaluated_first(rank: int, world_size: int) -> None:
@@ -38,12 +38,10 @@ def evaluated_first(rank: int, world_size: int) -> None:
         forward_backward(model, *batch(0))
     for seed in range(2):  # accumulated
         torch.manual_seed(seed)
-        for tokens, targets in zip(*(one.split(2) for one in batch(seed)), strict=True):
-            (plain(tokens, targets) / 2).backward()
+        accumulate(plain, 2, *batch(seed))
         torch.manual_seed(seed)
         forward_backward(model, *batch(seed))
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+    require_gradients(model, plain)
 
 
 def test_training_after_an_evaluation_in_inference_mode():
@@ -96,8 +94,7 @@ class Drawing(nn.Module):
 def drawn_anew(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
     model = Drawing()
-    how = Plan(pipeline={"microbatches": 2, "stages": "blocks.*"})
-    parallelize(model, make_mesh(device_type="cpu", pp=2), how)
+    staged(model, {"pp": 2}, microbatches=2, stages="blocks.*")
     x = torch.ones(4, 4)
     forward_backward(model, x)
     model.p = 0.0
@@ -130,8 +127,7 @@ def drawn_late(rank: int, world_size: int, backward: bool) -> None:
     torch.manual_seed(3)
     model = Drawing()
     model.blocks[0], model.p = Noisy(4, 4), 0.0
-    how = Plan(pipeline={"microbatches": 2, "stages": "blocks.*"})
-    parallelize(model, make_mesh(device_type="cpu", pp=2), how)
+    staged(model, {"pp": 2}, microbatches=2, stages="blocks.*")
     x = torch.ones(4, 4)
     for _ in range(3):  # from the second on, nobody looks after each forward any more
         forward_backward(model, x)
@@ -182,8 +178,7 @@ def counted_in_the_batch(rank: int, world_size: int, plan: Plan, sizes: dict[str
         model.zero_grad()
         found = forward_backward(model, tokens, targets, num_items_in_batch=items)
         torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+        require_gradients(model, plain)
     mean = forward_backward(model, tokens, targets)  # of means of parts
     assert abs(mean - expected.detach()) > 1e-4
 
@@ -193,7 +188,7 @@ def counted_in_the_batch(rank: int, world_size: int, plan: Plan, sizes: dict[str
     [
         (Plan(microbatches=2), {"dp": 1}),
         (Plan(batch="dp:0", parameters={"*": "replicate"}, microbatches=2), {"dp": 2}),
-        (staged(), {"pp": 2}),
+        (STAGES, {"pp": 2}),
         (Plan(pipeline={"microbatches": 3, "schedule": "zb-h1"}), {"pp": 2}),
         (Plan(batch="dp:0", deterministic="dp-invariant", shards=4), {"dp": 2}),
     ],
@@ -222,12 +217,10 @@ def hooked_sum(rank: int, world_size: int) -> None:
     for one in (*model.parameters(), *plain.parameters()):
         one.register_hook(lambda found: found * 2)
     torch.manual_seed(0)
-    for tokens, targets in zip(*(one.split(2) for one in batch(0)), strict=True):
-        (plain(tokens, targets) / 2).backward()
+    accumulate(plain, 2, *batch(0))
     torch.manual_seed(0)
     forward_backward(model, *batch(0))
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+    require_gradients(model, plain)
 
 
 def test_hooks_see_the_sum_of_microbatches_where_shards_are_reduced_once():

@@ -8,7 +8,6 @@ process group may have been made.
 
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
+from stage_runs import accumulate, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_dtensor import DTensor
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
@@ -61,17 +61,6 @@ class Model(nn.Module):
         return self.last(x).square().mean()
 
 
-def one_device(model: nn.Module, rows: Tensor) -> Tensor:
-    """The reference: accumulation over the same microbatches, if there are gradients at all."""
-    total = torch.zeros((), device=rows.device)
-    for part in rows.split(-(-ROWS // MICROBATCHES)):
-        loss = model(part) * (len(part) / ROWS)
-        if torch.is_grad_enabled():
-            loss.backward()
-        total += loss.detach()
-    return total
-
-
 def random_states(device: str) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
 
@@ -80,10 +69,6 @@ def set_random_states(states: list[Tensor]) -> None:
     torch.set_rng_state(states[0])
     for one in states[1:]:
         torch.cuda.set_rng_state(one)
-
-
-def whole(one: Any) -> Tensor:
-    return one.full_tensor() if isinstance(one, DTensor) else one
 
 
 def take_masks(model: nn.Module) -> list[list[Tensor]]:
@@ -97,7 +82,7 @@ def take_masks(model: nn.Module) -> list[list[Tensor]]:
 def both(plain: nn.Module, model: nn.Module, rows: Tensor) -> None:
     """A step of each: the same loss and masks, and they leave generators at the same place."""
     before = random_states(rows.device.type)
-    expected = one_device(plain, rows)
+    expected = accumulate(plain, MICROBATCHES, rows)
     after = random_states(rows.device.type)
     set_random_states(before)
     found = forward_backward(model, rows)
@@ -193,10 +178,7 @@ def on_second(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def spawn(work: Any, size: int, last: str) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    mp.spawn(work, (size, port, last), nprocs=size)
+    mp.spawn(work, (size, free_port(), last), nprocs=size)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

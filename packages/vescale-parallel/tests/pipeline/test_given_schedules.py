@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_runs import batch, make, one_device, plan, train
+from stage_runs import accumulate, batch, make, plan, staged, train
 from vescale_comm import simulate
 from vescale_parallel import Plan, PlanError, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -104,12 +104,12 @@ def test_the_best_in_place_is_the_fastest_that_fits(base: str):
 def auto(rank: int, world_size: int, sizes: dict[str, int], memory: int | None) -> tuple[str, Any]:
     words = {"schedule": "auto", "microbatches": 4, "memory": memory}
     model, plain = make(), make()
-    parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words))
+    staged(model, sizes, **words)
     torch.manual_seed(5)
     losses = []
     for step in range(4):
         start = torch.get_rng_state()
-        expected = one_device(plain, step, 4)
+        expected = accumulate(plain, 4, *batch(step))
         torch.set_rng_state(start)
         try:
             losses.append(forward_backward(model, *batch(step)))

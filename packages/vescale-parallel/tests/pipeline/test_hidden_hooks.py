@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import accumulate, require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import PipelineError, Plan, forward_backward, mesh, parallelize
-from zero_models import whole
+from vescale_parallel import PipelineError, forward_backward
 
 
 class Block(nn.Module):
@@ -62,26 +62,27 @@ def make(hooked: tuple[int, ...], hook: Any) -> Model:
     return Model(hooked, hook)
 
 
+def in_stages(model: Model, world_size: int, schedule: str) -> None:
+    staged(model, {"pp": world_size}, stages="blocks.*", microbatches=4, schedule=schedule)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
 def on_a_rank(rank: int, world_size: int, hooked: Any, hook: Any, schedule: str) -> str:
     plain, model = make(hooked, hook), make(hooked, hook)
-    words = {"stages": "blocks.*", "microbatches": 4, "schedule": schedule}
-    parallelize(model, mesh(pp=world_size, device_type="cpu"), Plan(pipeline=words))
+    in_stages(model, world_size, schedule)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in range(3):
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-            expected = torch.zeros(())
-            for one in x.split(2):
-                loss = plain(one) / 4
-                loss.backward()
-                expected += loss.detach()
+            expected = accumulate(plain, 4, batch(step))
             try:
-                found = forward_backward(model, x)
+                found = forward_backward(model, batch(step))
             except PipelineError as error:
                 return str(error)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-6)
+    require_gradients(model, plain, atol=1e-6)
     return "; ".join(str(one.message) for one in told)
 
 
@@ -120,19 +121,9 @@ def register(model: Model, hook: Any, blocks: tuple[int, ...] = (0, 1, 2, 3)) ->
     ]
 
 
-def one_device(model: Model, x: Tensor) -> Tensor:
-    total = torch.zeros(())
-    for one in x.split(2):
-        loss = model(one) / 4
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
 def hooked_later(rank: int, world_size: int, schedule: str, evaluates: bool) -> None:
     plain, model = make((), collects), make((), collects)
-    words = {"stages": "blocks.*", "microbatches": 4, "schedule": schedule}
-    parallelize(model, mesh(pp=world_size, device_type="cpu"), Plan(pipeline=words))
+    in_stages(model, world_size, schedule)
     handles: list[Any] = []
     for step in range(6):
         if step == 2:
@@ -141,14 +132,12 @@ def hooked_later(rank: int, world_size: int, schedule: str, evaluates: bool) -> 
         if step == 4:
             for one in handles:
                 one.remove()
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         if evaluates:
             with torch.no_grad():
-                torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
-        found, expected = forward_backward(model, x), one_device(plain, x)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-6)
+                found, expected = model(batch(step)), plain(batch(step))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        step_both(model, plain, 4, batch(step), rtol=1e-5)
+    require_gradients(model, plain, atol=1e-6)
 
 
 @pytest.mark.parametrize("size_schedule", MESHES, ids=str)
@@ -160,8 +149,7 @@ def test_hooks_that_come_later_are_looked_for(size_schedule: tuple[int, str], ev
 
 def watched_on_one(rank: int, world_size: int, watching: int) -> tuple[int, int]:
     plain, model = make((), watches), make((), watches)
-    words = {"stages": "blocks.*", "microbatches": 4, "schedule": "1f1b"}
-    parallelize(model, mesh(pp=world_size, device_type="cpu"), Plan(pipeline=words))
+    in_stages(model, world_size, "1f1b")
     calls, learned = 0, []
 
     def counts(kept: list[Any], output: Tensor) -> None:
@@ -172,10 +160,7 @@ def watched_on_one(rank: int, world_size: int, watching: int) -> tuple[int, int]
         if step == 2 and rank == watching:
             register(model, counts)
         before = calls
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        torch.testing.assert_close(
-            forward_backward(model, x), one_device(plain, x), rtol=1e-5, atol=1e-6
-        )
+        step_both(model, plain, 4, batch(step), rtol=1e-5)
         learned.append(calls - before)
     # The first of these steps rehearses once more; then each microbatch calls its own two blocks.
     return learned[2], learned[4]

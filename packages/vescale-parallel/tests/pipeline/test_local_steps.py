@@ -9,22 +9,26 @@ from math import prod
 from typing import Any
 
 import pytest
+import stepped_pairs
 import torch
 from stepped_pairs import (
     CHANGES,
     OPTIMIZERS,
     Pair,
-    replace_gradients,
+    backward,
     require_alike,
     require_whole_after_errors,
+    step,
+    train_changed,
+    train_scaled,
 )
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_parallel import DisagreementError, Plan, forward_backward, parallelize
+from vescale_parallel import DisagreementError, Plan, parallelize
 from vescale_parallel import mesh as make_mesh
-from zero_models import PARAMETERS, Decoder, batch
+from zero_models import PARAMETERS, Decoder
 
 PP, PP_DP, PP_TP = {"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}
 FUSED: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -39,24 +43,8 @@ def staged(sizes: dict[str, int]) -> nn.Module:
     return parallelize(Decoder(blocks=2), make_mesh(device_type="cpu", **sizes), how)
 
 
-def twins(sizes: dict[str, int], build: Callable[[Any], optim.Optimizer]) -> tuple[Pair, Pair]:
-    """The model with its optimizer, which is helped, and one that is not."""
-    models = [staged(sizes) for _ in range(2)]
-    helped, single = (build(model.parameters()) for model in models)
-    single.register_step_pre_hook(lambda *_: None)
-    return (models[0], helped), (models[1], single)
-
-
-def backward(pair: Pair, seed: int) -> None:
-    pair[1].zero_grad()
-    torch.manual_seed(seed)
-    forward_backward(pair[0], *batch(seed))
-
-
-def step(pair: Pair, seed: int) -> None:
-    backward(pair, seed)
-    nn.utils.clip_grad_norm_(pair[0].parameters(), 1.0)
-    pair[1].step()
+def twins(sizes: dict[str, int], name: str) -> tuple[Pair, Pair]:
+    return stepped_pairs.twins(lambda: staged(sizes), {**OPTIMIZERS, **FUSED}[name])
 
 
 class Watch:
@@ -71,7 +59,7 @@ class Watch:
 
 
 def trained_alike(rank: int, world_size: int, sizes: dict[str, int], name: str) -> None:
-    one, two = twins(sizes, {**OPTIMIZERS, **FUSED}[name])
+    one, two = twins(sizes, name)
     watch = Watch()
     try:
         for seed in range(4):
@@ -91,25 +79,18 @@ def test_the_bits_of_steps_of_distributed_tensors(sizes: dict[str, int], name: s
     simulate(prod(sizes.values()))(trained_alike, sizes, name)
 
 
-def changed(rank: int, world_size: int, change: Callable[[Pair, int], None], name: str) -> None:
-    pairs = twins(PP, OPTIMIZERS[name])
-    for seed in range(5):
-        for pair in pairs:
-            backward(pair, seed)
-            if seed in (1, 2):
-                change(pair, seed)
-            pair[1].step()
-        require_alike(*pairs)
+def changed(rank: int, world_size: int, change: Callable[[Pair, int], None]) -> None:
+    train_changed(twins(PP, "AdamW"), change)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_backward_and_step(change: Callable[[Pair, int], None]):
-    simulate(2)(changed, change, "AdamW")
+    simulate(2)(changed, change)
 
 
 def thawed(rank: int, world_size: int) -> None:
     """Parameters that are trained later have other counts of steps, on ranks without them too."""
-    pairs = twins(PP, OPTIMIZERS["NAdam"])
+    pairs = twins(PP, "NAdam")
     for model, _ in pairs:
         model.blocks[0].requires_grad_(False)
         model.blocks[1].requires_grad_(False)
@@ -129,7 +110,7 @@ def test_counts_of_parameters_that_are_trained_later():
 
 def counted(rank: int, world_size: int) -> None:
     """Somebody writes to the count of one parameter after another: of those elsewhere as well."""
-    pairs = twins(PP, OPTIMIZERS["NAdam"])
+    pairs = twins(PP, "NAdam")
     names = [name for name, _ in pairs[0][0].named_parameters()]
     for seed, name in enumerate((names[0], *names)):
         for pair in pairs:
@@ -147,18 +128,9 @@ def test_counts_that_are_written_to_one_by_one():
 
 def scaled(rank: int, world_size: int) -> None:
     for assigned in (False, True):
-        pairs = twins(PP, FUSED["SGD, fused"])
+        pairs = twins(PP, "SGD, fused")
         for pair in pairs:
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-            scaler.scale(torch.zeros(()))  # on every rank: only one has the loss
-            for seed in range(3):
-                pair[1].zero_grad()
-                torch.manual_seed(seed)
-                forward_backward(pair[0], *batch(seed), loss=scaler.scale)
-                if assigned:
-                    replace_gradients(pair, seed)
-                scaler.step(pair[1])
-                scaler.update()
+            train_scaled(pair, assigned)
         require_alike(*pairs)
 
 
@@ -167,7 +139,7 @@ def test_loss_scales():
 
 
 def raised(rank: int, world_size: int) -> None:
-    require_whole_after_errors(twins(PP, OPTIMIZERS["AdamW"]), step)
+    require_whole_after_errors(twins(PP, "AdamW"))
 
 
 def test_a_step_that_raises():
@@ -176,7 +148,7 @@ def test_a_step_that_raises():
 
 def loaded(rank: int, world_size: int) -> None:
     """A state goes to an optimizer that was not helped, and back."""
-    one, two = twins(PP, OPTIMIZERS["AdamW"])
+    one, two = twins(PP, "AdamW")
     for seed in range(4):
         step(one, seed)
         step(two, seed)
@@ -192,7 +164,7 @@ def test_states_that_are_loaded():
 
 def in_processes(rank: int, world_size: int) -> None:
     """Each rank steps other parameters than the others, and none takes that for drifting apart."""
-    one, two = twins(PP, FUSED["AdamW, fused"])
+    one, two = twins(PP, "AdamW, fused")
     for seed in range(10):
         step(one, seed)
         step(two, seed)
@@ -204,7 +176,7 @@ def test_ranks_do_not_drift_apart():
 
 
 def left_out(rank: int, world_size: int, name: str) -> None:
-    for pair in twins(PP, {**OPTIMIZERS, **FUSED}[name]):
+    for pair in twins(PP, name):
         for seed in range(3):
             step(pair, seed)
         backward(pair, 3)

@@ -1,12 +1,12 @@
 """A stage that dies or hangs is named by every other rank, and nobody waits for ever."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 PROGRAM = """
 import os, sys, time, torch
@@ -42,18 +42,12 @@ os._exit(0)
 """
 
 
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_every_other_rank_names_it(how: str, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    port = free_port()
+    port = str(free_port())
     here = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks, said = [], [tmp_path / f"{rank}.txt" for rank in range(3)]
     for rank, file in enumerate(said):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from stage_runs import require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
-from vescale_parallel import mesh as make_mesh
+from vescale_parallel import PipelineError, forward_backward
 from vescale_parallel._pipeline.quiet import Quiet
 
 MICROBATCHES = 4
@@ -68,27 +68,20 @@ def batch(seed: int) -> Tensor:
     return x
 
 
-def staged(calls: str, schedule: str, ranks: int) -> nn.Module:
-    how = Plan(pipeline={"schedule": schedule, "microbatches": MICROBATCHES})
-    return parallelize(make(calls), make_mesh(device_type="cpu", pp=ranks), how)
+def in_stages(calls: str, schedule: str, ranks: int) -> Any:
+    return staged(make(calls), {"pp": ranks}, schedule=schedule, microbatches=MICROBATCHES)
 
 
 def trained(rank: int, world_size: int, calls: str, schedule: str) -> None:
-    model, plain = staged(calls, schedule, world_size), make(calls)
+    model, plain = in_stages(calls, schedule, world_size), make(calls)
     quiet, answered = Quiet.call, []
     Quiet.call = lambda self, *given: (answered.append(1), quiet(self, *given))[1]
     try:
         for seed in range(3):
-            expected = torch.zeros(())
-            for part in batch(seed).chunk(MICROBATCHES):
-                loss = plain(part) / MICROBATCHES
-                loss.backward()
-                expected += loss.detach()
-            torch.testing.assert_close(forward_backward(model, batch(seed)), expected)
+            step_both(model, plain, MICROBATCHES, batch(seed))
     finally:
         Quiet.call = quiet
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    require_gradients(model, plain, rtol=1.3e-6, atol=1e-5)
     assert answered
 
 
@@ -99,7 +92,7 @@ def test_blocks_compute_with_what_they_are_called_with(calls: str, schedule: str
 
 
 def otherwise(rank: int, world_size: int) -> None:
-    model = staged("plain", "1f1b", world_size)
+    model = in_stages("plain", "1f1b", world_size)
     for seed in range(2):
         forward_backward(model, batch(seed))
     model.calls = "exchanged"

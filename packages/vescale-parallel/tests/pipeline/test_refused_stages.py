@@ -1,18 +1,20 @@
 """What cannot run in stages is refused with words, on every rank, and nobody is left waiting."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from stage_runs import require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_dtensor import DTensor
-from vescale_parallel import PipelineError, Plan, PlanError, forward_backward, parallelize
+from vescale_parallel import Plan, PlanError, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._pipeline import rehearsal
 
-PIPELINE = {"schedule": "1f1b", "microbatches": 2}
+PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2}
 
 
 class Block(nn.Module):
@@ -130,7 +132,7 @@ def test_tensors_that_do_not_lie_in_memory_are_refused(kind: str):
 
     def on_a_rank(rank: int, world_size: int) -> str:
         model = Beside(NOT_DENSE[kind])
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        staged(model, {"pp": 2}, **PIPELINE)
         return failures_of(lambda: forward_backward(model, torch.randn(4, 3)))
 
     for told in simulate(2)(on_a_rank):
@@ -143,7 +145,7 @@ def test_an_answer_that_fails_is_told_to_the_stage_that_waits(monkeypatch: pytes
     def on_a_rank(rank: int, world_size: int) -> str:
         torch.manual_seed(0)
         model = Model()
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        staged(model, {"pp": 2}, **PIPELINE)
         return failures_of(lambda: forward_backward(model, torch.randn(4, 3)))
 
     def fails(*given: Any) -> Any:
@@ -194,7 +196,7 @@ def test_every_rank_hears_what_is_wrong(case: str):
     def on_a_rank(rank: int, world_size: int) -> str:
         torch.manual_seed(0)
         model = Model(**options)
-        parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=PIPELINE))
+        staged(model, sizes, **PIPELINE)
         return failures_of(lambda: forward_backward(model, torch.randn(rows, 3)))
 
     # Where a stage lies on one rank its tensors are plain ones.
@@ -203,31 +205,11 @@ def test_every_rank_hears_what_is_wrong(case: str):
         assert words in told, told
 
 
-def test_a_failed_step_can_be_made_again():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        model = Model(fails=2, when=3)
-        batch = torch.randn(4, 3)
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
-        assert "a block does not like this" in failures_of(lambda: forward_backward(model, batch))
-        model.zero_grad()
-        found = forward_backward(model, batch)
-        torch.manual_seed(0)
-        plain = Model()
-        torch.testing.assert_close(found, plain(batch).detach(), rtol=1e-6, atol=1e-7)
-        with pytest.raises(PipelineError, match="no rank can run all"):
-            model(batch)
-        with torch.no_grad():
-            torch.testing.assert_close(forward_backward(model, batch), found)
-
-    simulate(2)(on_a_rank)
-
-
 def test_ranks_that_call_it_otherwise_are_told():
     def on_a_rank(rank: int, world_size: int) -> str:
         torch.manual_seed(0)
         model = Model()
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        staged(model, {"pp": 2}, **PIPELINE)
         for _ in range(3):
             forward_backward(model, torch.ones(4, 3))
         return failures_of(lambda: forward_backward(model, torch.ones(4 + 2 * rank, 3)))
@@ -240,7 +222,7 @@ def test_what_is_trained_may_change():
     def on_a_rank(rank: int, world_size: int) -> None:
         torch.manual_seed(0)
         model, batch = Model(), torch.randn(4, 3)
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=PIPELINE))
+        staged(model, {"pp": 2}, **PIPELINE)
         for trained in (False, True, False):
             model.embed.requires_grad_(trained)
             model.blocks[:2].requires_grad_(trained)
@@ -259,13 +241,9 @@ def test_what_a_stage_adds_from_everywhere_is_right():
         torch.manual_seed(0)
         model = Model(through=late_embed)
         batch = torch.randn(4, 3)
-        plan = Plan(pipeline=PIPELINE | {"everywhere": "embed"})
-        parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
-        found = forward_backward(model, batch)
-        expected = sum((loss := plain(part) / 2).backward() or loss for part in batch.chunk(2))
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-7)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
+        staged(model, {"pp": 2}, **PIPELINE, everywhere="embed")
+        step_both(model, plain, 2, batch)
+        require_gradients(model, plain)
 
     simulate(2)(on_a_rank)
 
@@ -308,15 +286,8 @@ def test_microbatches_without_stages_are_those_of_one_device(parts: int):
         model = Model()
         batch = torch.randn(7, 3)
         parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=3, microbatches=parts))
-        found = forward_backward(model, batch)
-        total = torch.zeros(())
-        for part in batch.split(-(-7 // parts)):
-            loss = plain(part) * (len(part) / 7)
-            loss.backward()
-            total += loss.detach()
-        torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-7)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
+        step_both(model, plain, parts, batch)
+        require_gradients(model, plain)
 
     simulate(2)(on_a_rank)
 
@@ -325,10 +296,9 @@ def test_a_loss_outside_of_the_model_gets_its_rows():
     def on_a_rank(rank: int, world_size: int) -> None:
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        model = copy.deepcopy(plain)
         batch, targets = torch.randn(4, 3), torch.randint(2, (4,))
-        parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), Plan(pipeline=PIPELINE))
+        staged(model, {"pp": 2, "dp": 2}, **PIPELINE)
 
         found = forward_backward(model, batch, loss=(nn.functional.cross_entropy, targets))
         expected = nn.functional.cross_entropy(plain(batch), targets)

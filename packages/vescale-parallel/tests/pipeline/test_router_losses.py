@@ -1,21 +1,17 @@
 """Losses of routers that hooks collect, with stages: of all layers, one device's numbers."""
 
-import importlib.util
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from stage_models import needs_transformers
+from stage_runs import accumulate, require_gradients
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_dtensor import DTensor
 from vescale_parallel import Plan, forward_backward, mesh, parallelize
 
-pytestmark = [
-    pytest.mark.models,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-    ),
-]
+pytestmark = [pytest.mark.models, needs_transformers]
 
 PARTS = 2
 SIZES: dict[str, Any] = {
@@ -65,7 +61,6 @@ CASES: dict[str, tuple[str, dict[str, int], str, dict[str, Any]]] = {
     "qwen pp2 ep2": ("qwen", {"pp": 2, "ep": 2}, "1f1b", {"batch": "ep:0", "experts": "ep"}),
     "no experts at the end": ("no experts at the end", {"pp": 2}, "1f1b", {}),
 }
-DAILY = ("mixtral pp2", "mixtral pp2 ep2", "no experts at the end")
 
 
 def make(kind: str) -> nn.Module:
@@ -78,18 +73,11 @@ def inputs(step: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def one_device(model: Any, step: int) -> Tensor:
-    total = torch.zeros(())
-    for pieces in zip(*(one.chunk(PARTS) for one in inputs(step).values()), strict=True):
-        loss = model(**dict(zip(inputs(step), pieces, strict=True)), use_cache=False).loss / PARTS
-        loss.backward()
-        total += loss.detach()
-    return total
+def without_cache(model: nn.Module) -> Any:
+    return partial(model, use_cache=False)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in DAILY else [pytest.mark.slow]) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_router_losses_are_those_of_all_layers(name: str):
     kind, sizes, schedule, words = CASES[name]
 
@@ -98,13 +86,10 @@ def test_router_losses_are_those_of_all_layers(name: str):
         plan = Plan.from_hf(model, pipeline={"schedule": schedule, "microbatches": PARTS})
         parallelize(model, mesh(device_type="cpu", **sizes), plan.with_(**words))
         for step in range(3):
-            expected = one_device(plain, step)
+            expected = accumulate(without_cache(plain), PARTS, **inputs(step))
             found = forward_backward(model, **inputs(step), use_cache=False)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        named = dict(plain.named_parameters())
-        for where, one in model.named_parameters():
-            whole = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
-            torch.testing.assert_close(whole, named[where].grad, rtol=1e-4, atol=1e-6, msg=where)
+        require_gradients(model, plain, rtol=1e-4, atol=1e-6)
 
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)
 
@@ -138,7 +123,7 @@ def test_a_configuration_that_changes_is_seen():
         for asked in (False, True, False, True):
             for one in (plain, model):
                 one.config.output_router_logits = asked
-            expected = one_device(plain, 0)
+            expected = accumulate(without_cache(plain), PARTS, **inputs(0))
             found = forward_backward(model, **inputs(0), use_cache=False)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -12,60 +12,51 @@ from vescale_comm.testing import run
 from vescale_parallel import forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
+ZERO = [
+    ("1f1b", False, 7, {"zero": 3}),
+    ("gpipe", True, 7, {"zero": 2}),
+    ("interleaved", False, 7, {"zero": 1}),
+    ("zbv", True, 7, {"zero": 3}),
+    ("zb-h1", False, 7, {"zero": 2}),
+    ("dualpipev", False, 7, {"zero": 1}),
+]
+
 
 @pytest.mark.parametrize(
-    ("sizes", "schedule", "tied", "rows"),
+    ("sizes", "schedule", "tied", "rows", "words"),
     [
-        ({"pp": 2}, "gpipe", False, 8),
-        ({"pp": 2}, "1f1b", True, 7),
-        ({"pp": 4}, "1f1b", False, 8),
-        ({"pp": 4}, "gpipe", True, 7),
-        ({"pp": 2}, "interleaved", False, 8),
-        ({"pp": 2}, "interleaved", True, 7),
-        ({"pp": 2, "dp": 2}, "1f1b", False, 8),
-        ({"pp": 2, "dp": 2}, "1f1b", True, 7),
-        ({"pp": 2, "tp": 2}, "1f1b", False, 8),
-        ({"pp": 2, "tp": 2}, "gpipe", True, 7),
-        ({"dp": 2, "pp": 2}, "interleaved", False, 7),
-        ({"pp": 2}, "zb-h1", True, 7),
-        ({"pp": 4}, "zb-greedy", False, 8),
-        ({"pp": 2}, "zbv", False, 7),
-        ({"pp": 2}, "dualpipev", True, 8),
-        ({"pp": 2, "tp": 2}, "zbv", True, 7),
-        ({"pp": 2, "dp": 2}, "dualpipev", False, 7),
+        ({"pp": 2}, "gpipe", False, 8, {}),
+        ({"pp": 2}, "1f1b", True, 7, {}),
+        ({"pp": 4}, "1f1b", False, 8, {}),
+        ({"pp": 4}, "gpipe", True, 7, {}),
+        ({"pp": 2}, "interleaved", False, 8, {}),
+        ({"pp": 2}, "interleaved", True, 7, {}),
+        ({"pp": 2, "dp": 2}, "1f1b", False, 8, {}),
+        ({"pp": 2, "dp": 2}, "1f1b", True, 7, {}),
+        ({"pp": 2, "tp": 2}, "1f1b", False, 8, {}),
+        ({"pp": 2, "tp": 2}, "gpipe", True, 7, {}),
+        ({"dp": 2, "pp": 2}, "interleaved", False, 7, {}),
+        ({"pp": 2}, "zb-h1", True, 7, {}),
+        ({"pp": 4}, "zb-greedy", False, 8, {}),
+        ({"pp": 2}, "zbv", False, 7, {}),
+        ({"pp": 2}, "dualpipev", True, 8, {}),
+        ({"pp": 2, "tp": 2}, "zbv", True, 7, {}),
+        ({"pp": 2, "dp": 2}, "dualpipev", False, 7, {}),
+        ({"pp": 2}, "1f1b", False, 8, {"checkpoint": "full"}),
+        ({"pp": 2}, "1f1b", False, 8, {"checkpoint": "selective"}),
+        *(({"pp": 2, "dp": 2}, *case) for case in ZERO),
     ],
     ids=str,
 )
 def test_a_model_in_stages_trains_like_one_device(
-    sizes: dict[str, int], schedule: str, tied: bool, rows: int
+    sizes: dict[str, int], schedule: str, tied: bool, rows: int, words: dict[str, Any]
 ):
-    simulate(torch.Size(sizes.values()).numel())(train, sizes, plan(schedule, 4), tied, rows)
+    ranks = torch.Size(sizes.values()).numel()
+    simulate(ranks)(train, sizes, plan(schedule, 4, **words), tied, rows)
 
 
 def test_processes_do_as_simulated_ranks():
     run(train, 2, {"pp": 2}, plan("1f1b", 4), True, 7)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "schedule", "zero", "tied"),
-    [
-        ({"pp": 2, "dp": 2}, "1f1b", 3, False),
-        ({"pp": 2, "dp": 2}, "gpipe", 2, True),
-        ({"pp": 2, "dp": 2}, "interleaved", 1, False),
-        ({"pp": 2, "dp": 2}, "zbv", 3, True),
-        ({"pp": 2, "dp": 2}, "zb-h1", 2, False),
-        ({"pp": 2, "dp": 2}, "dualpipev", 1, False),
-    ],
-    ids=str,
-)
-def test_stages_are_sharded_by_zero(sizes: dict[str, int], schedule: str, zero: int, tied: bool):
-    ranks = torch.Size(sizes.values()).numel()
-    simulate(ranks)(train, sizes, plan(schedule, 4, zero=zero), tied, 7)
-
-
-@pytest.mark.parametrize("checkpoint", ["full", "selective"])
-def test_blocks_are_computed_again(checkpoint: str):
-    simulate(2)(train, {"pp": 2}, plan("1f1b", 4, checkpoint=checkpoint), False, 8)
 
 
 def test_checkpoints_move_between_meshes(tmp_path: Path):

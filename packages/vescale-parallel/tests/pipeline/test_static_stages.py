@@ -103,16 +103,6 @@ def evaluated(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return every
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp2 tp2", "pp2 zero3"])
-def test_evaluation_and_modes(layout: str):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        sizes, words = LAYOUTS[layout]
-        units = require_same_bits(lambda: make(True), sizes, plan("1f1b", 2, **words), evaluated)
-        assert are_plain(units) if layout == "pp2" else all(replays(units).values()), units
-
-    simulate(torch.Size(LAYOUTS[layout][0].values()).numel())(on_a_rank)
-
-
 class Scaled(nn.Module):
     """A block with a number that Python holds, and a state that only some blocks have."""
 
@@ -120,9 +110,11 @@ class Scaled(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.dropout = nn.Dropout(0.1)
-        self.scale, self.keeps, self.calls = 1.0, keeps, 0
+        self.scale, self.keeps, self.calls, self.fails = 1.0, keeps, 0, False
 
     def forward(self, x: Any) -> Any:
+        if self.fails:
+            raise ValueError("told to")
         if self.keeps:
             self.calls += 1
         return x + self.dropout(self.linear(x).tanh()) * self.scale
@@ -180,65 +172,44 @@ def hostile(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return every
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp2 tp2", "pp2 zero3"])
-def test_what_changes_between_steps(layout: str):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        sizes, words = LAYOUTS[layout]
-        how = plan("zb-h1", 4, **words).with_(parameters={"*": "replicate"})
-        units = require_same_bits(mixed, sizes, how, hostile)
-        if layout == "pp2":
-            assert are_plain(units)
-            return
-        refused = {one.name for one in units if one.name and one.refusal is not None}
-        assert refused <= {"blocks.0"}
-        assert replays(units)
-
-    simulate(torch.Size(LAYOUTS[layout][0].values()).numel())(on_a_rank)
-
-
-class Failing(nn.Module):
-    """Raises in the block of this rank when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on = False
-
-    def forward(self, x: Any) -> Any:
-        if self.on:
-            raise ValueError("told to")
-        return x
-
-
-def failing() -> nn.Module:
-    model = mixed()
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.linear = nn.Sequential(nn.Linear(8, 8), Failing())
-    return model
-
-
 def after_an_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     every: list[Any] = []
     for seed in range(4):
-        place = model.blocks[2].linear[1]  # type: ignore[union-attr]
-        place.on = seed == 2
         if seed == 2:
             here = torch.get_rng_state()
+            model.blocks[2].fails = True  # type: ignore[union-attr]
             with pytest.raises(Exception, match="told to"):
                 forward_backward(model, *batch(seed))
             assert torch.equal(torch.get_rng_state(), here)
-            place.on = False
+            model.blocks[2].fails = False  # type: ignore[union-attr]
         every.append(forward_backward(model, *batch(seed)))
         optimizer.step()
         optimizer.zero_grad()
     return every
 
 
+EVERYWHERE = {"parameters": {"*": "replicate"}}
+PROGRAMS: dict[str, tuple[Any, Any, Any]] = {
+    "evaluations and modes": (lambda: make(True), plan("1f1b", 2), evaluated),
+    "what changes": (mixed, plan("zb-h1", 4).with_(**EVERYWHERE), hostile),
+    "an error": (mixed, plan("1f1b", 4).with_(**EVERYWHERE), after_an_error),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("layout", ["pp2", "pp2 tp2", "pp2 zero3"])
-def test_a_step_after_an_error(layout: str):
+def test_programs_have_the_bits_of_eager_mode(layout: str, program: str):
     def on_a_rank(rank: int, world_size: int) -> None:
-        sizes, words = LAYOUTS[layout]
-        how = plan("1f1b", 4, **words).with_(parameters={"*": "replicate"})
-        require_same_bits(failing, sizes, how, after_an_error)
+        (sizes, words), (build, how, calls) = LAYOUTS[layout], PROGRAMS[program]
+        units = require_same_bits(build, sizes, how.with_(**words), calls)
+        if layout == "pp2":
+            assert are_plain(units)
+            return
+        # The first of the mixed blocks counts its calls.
+        refused = {one.name for one in units if one.name and one.refusal is not None}
+        assert refused <= ({"blocks.0"} if build is mixed else set())
+        assert replays(units)
+        assert all(replays(units).values()) or program == "what changes", units
 
     simulate(torch.Size(LAYOUTS[layout][0].values()).numel())(on_a_rank)
 

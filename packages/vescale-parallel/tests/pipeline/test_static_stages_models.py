@@ -1,12 +1,11 @@
 """`static=True` with stages: unmodified models of Hugging Face, and layers of experts."""
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from expert_models import ROWS, TOKENS, WIDTH
-from stage_models import gpt2, llama
+from stage_models import gpt2, llama, needs_transformers
 from static_stage_runs import are_plain, replays, require_same_bits, trained
 from torch import Tensor, nn
 from vescale_comm import simulate
@@ -84,9 +83,7 @@ def steps_and_text(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[A
 
 
 @pytest.mark.models
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+@needs_transformers
 @pytest.mark.parametrize(
     ("make", "sizes", "words"),
     [
@@ -143,8 +140,6 @@ def of_mixtral(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.models
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+@needs_transformers
 def test_losses_of_routers_are_those_of_all_stages():
     simulate(4)(of_mixtral)

@@ -1,16 +1,13 @@
 """Tensors of any memory order pass from stage to stage, also those whose elements share memory."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from stage_runs import whole
+from stage_runs import require_gradients, staged, step_both
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vescale_comm import simulate
-from vescale_parallel import Plan, forward_backward, parallelize
-from vescale_parallel import mesh as make_mesh
 
 ROWS, SIZE, PARTS = 8, 6, 2
 
@@ -58,21 +55,11 @@ class Model(nn.Module):
 
 def step(rank: int, world_size: int, form: str, sizes: dict[str, int], schedule: str) -> None:
     plain, model = Model(form), Model(form)
-    words: dict[str, Any] = {"schedule": schedule, "microbatches": PARTS}
-    parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words))
+    staged(model, sizes, schedule=schedule, microbatches=PARTS)
     for _ in range(2):
         x = torch.randn(ROWS, SIZE)
-        start = torch.get_rng_state()
-        expected = torch.zeros(())
-        for part in x.chunk(PARTS):
-            loss = plain(part) / PARTS
-            loss.backward()
-            expected += loss.detach()
-        torch.set_rng_state(start)
-        found = forward_backward(model, x)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7, msg=name)
+        step_both(model, plain, PARTS, x)
+    require_gradients(model, plain)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_runs import whole
+from stage_runs import accumulate, require_gradients, staged, step_both, whole
 from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
@@ -66,22 +66,14 @@ def batch(step: int, rows: int) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def compare(model: nn.Module, plain: nn.Module, rows: int, count: int, steps: int = 3) -> int:
-    """Train both; returns how many gradients were not there."""
+def compare(model: nn.Module, plain: nn.Module, rows: int, count: int) -> None:
     both = model, plain
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in both]
-    absent = 0
-    for step in range(steps):
+    for step in range(3):
         x = batch(step, rows)
-        for piece in x.split(-(-rows // count)):
-            (plain(piece) * (len(piece) / rows)).backward()
+        accumulate(plain, count, x)
         forward_backward(model, x)
-        pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
-        for (name, one), other in pairs:
-            assert (one.grad is None) == (other.grad is None), name
-            absent += other.grad is None
-            if other.grad is not None:
-                torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-4, atol=1e-6)
+        require_gradients(model, plain, rtol=1e-4, atol=1e-6)
         for one in optimizers:
             one.step()
             one.zero_grad()
@@ -89,7 +81,6 @@ def compare(model: nn.Module, plain: nn.Module, rows: int, count: int, steps: in
             torch.testing.assert_close(forward_backward(model, x), plain(x), rtol=1e-4, atol=1e-5)
     for (name, one), other in zip(model.state_dict().items(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(one), other.data, rtol=1e-4, atol=1e-5, msg=name)
-    return absent
 
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
@@ -105,21 +96,21 @@ MESHES: list[tuple[dict[str, int], int]] = [
 PARAMETERS = {"blocks.*.left.*": "tp:0", "*": "replicate"}
 
 
-def trained(schedule: str, sizes: dict[str, int], zero: int, seed: int, rows: int) -> int:
+def trained(schedule: str, sizes: dict[str, int], zero: int, seed: int, rows: int) -> None:
     # DualPipeV has no fewer than twice as many as ranks.
     count = 8 if schedule == "dualpipev" else MICROBATCHES
 
-    def on_a_rank(rank: int, world_size: int) -> int:
+    def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = Pairs(seed), Pairs(seed)
         words = {"schedule": schedule, "microbatches": count}
         how = Plan(
             pipeline=words, zero=zero, **({"parameters": PARAMETERS} if "tp" in sizes else {})
         )
         parallelize(model, make_mesh(device_type="cpu", **sizes), how)
-        return compare(model, plain, rows, count)
+        compare(model, plain, rows, count)
 
     world = sizes["pp"] * sizes.get("dp", 1) * sizes.get("tp", 1)
-    return simulate(world)(on_a_rank)[0]
+    simulate(world)(on_a_rank)
 
 
 CASES = [(*case, seed) for seed, case in enumerate(product(SCHEDULES, MESHES))]
@@ -175,21 +166,13 @@ def marked(*signs: float) -> Tensor:
     return x
 
 
-WORDS = {"schedule": "1f1b", "microbatches": MICROBATCHES}
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_one_microbatch_that_uses_it_is_enough(schedule: str):
     def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = Chosen(), Chosen()
-        words = {"schedule": schedule, "microbatches": MICROBATCHES}
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=words))
-        x = marked(1, -1, 1, -1)
-        for piece in x.split(2):
-            (plain(piece) / MICROBATCHES).backward()
-        forward_backward(model, x)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+        staged(model, {"pp": 2}, schedule=schedule, microbatches=MICROBATCHES)
+        step_both(model, plain, MICROBATCHES, marked(1, -1, 1, -1))
+        require_gradients(model, plain)
 
     simulate(2)(on_a_rank)
 
@@ -206,7 +189,7 @@ def test_a_model_that_uses_other_things_than_before_is_refused_on_all_ranks(
 ):
     def on_a_rank(rank: int, world_size: int) -> None:
         model = Chosen()
-        parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=WORDS))
+        staged(model, {"pp": 2}, schedule="1f1b", microbatches=MICROBATCHES)
         is_first = "depend" in why
         if not is_first:
             forward_backward(model, marked(*first))

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -124,30 +125,12 @@ def test_redistribute_is_the_rule_with_both_sides():
         BASE.redistribute("up", "nowhere", "tp:full")
 
 
-PLANS = {
-    "rules": BASE,
-    "everything": BASE.with_(
-        zero={"up*": 1, "*": 3}, over="data", units=("up", "down"), prefetch=0, batch=None
-    ),
-    "unit": BASE.with_(units="*.layers.*", axes=("x", "tp")),
-    "odd names": Plan(parameters={'a"b\\c.é': "tp:0", "[ab].w ": "tp:-1", "*": "replicate"}),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_toml_and_json_round_trips_keep_the_order_of_rules(name: str):
-    plan = PLANS[name]
-    for again in (Plan.from_toml(plan.to_toml()), Plan.from_json(plan.to_json())):
-        assert again == plan
-        assert list(again.parameters) == list(plan.parameters)
-
-
 GLOBS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 LAYOUTS = st.sampled_from(["replicate", "tp:full", "dp:0, tp:1", "tp:-1", "tp:0/3", "tp:1/4+1+1"])
 SIDES = st.sampled_from(["tp:full", "tp:1", "x = tp:0; * = tp:full", "0 = dp:0, tp:1"])
 DTYPES = st.dictionaries(
     st.sampled_from(["compute", "reduce", "master", "buffers"]),
-    st.sampled_from(["bfloat16", "float32"]),
+    st.sampled_from(["bfloat16", "float32", torch.float16]),
     min_size=1,
 )
 

@@ -5,7 +5,6 @@ one of each kind: a declared layout, none, experts, an encoder.
 """
 
 import copy
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from stage_models import needs_transformers
 from torch import nn
 from vescale_comm import simulate, trace
 from vescale_dtensor import Shard
 from vescale_parallel import Plan, PlanError, mesh, parallelize
 from vescale_parallel._cli.arguments import main
 
-pytestmark = [
-    pytest.mark.models,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-    ),
-]
+pytestmark = [pytest.mark.models, needs_transformers]
 SIZES = {
     "vocab_size": 53,
     "hidden_size": 24,

@@ -4,6 +4,7 @@ For plain, deferred and parallelised models; folders that do not fit change noth
 """
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,7 @@ def test_saved_and_loaded_in_every_layout(name: str, max_bytes: int, tmp_path: P
         assert before.head.weight is before.embed.weight
         save_pretrained(after, tmp_path / "parallel", max_bytes=max_bytes)
 
-    world = 1
-    for size in sizes.values():
-        world *= size
-    simulate(world)(rank)
+    simulate(prod(sizes.values()))(rank)
     assert not list((tmp_path / "parallel").glob("*unfinished"))
     for file in (tmp_path / "plain").iterdir():
         assert (tmp_path / "parallel" / file.name).read_bytes() == file.read_bytes()

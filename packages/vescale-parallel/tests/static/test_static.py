@@ -77,16 +77,8 @@ def compare(rank: int, world_size: int, sizes: dict[str, int], zero: Any) -> Non
         assert "other units are gathered" in str(units[""])
 
 
-# All of them run by `-m slow`: what differs is where parameters come from, and on which mesh.
-EVERY = [(sizes, zero) for sizes in (DP, DP_TP, HSDP) for zero in range(4)]
-SOME = [(DP_TP, 0), (DP_TP, 3), (HSDP, 1)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "zero"),
-    [pytest.param(*one, marks=() if one in SOME else pytest.mark.slow) for one in EVERY],
-    ids=str,
-)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("sizes", [DP, DP_TP, HSDP], ids=str)
 def test_it_trains_as_without_it(sizes: dict[str, int], zero: int):
     simulate(prod(sizes.values()))(compare, sizes, zero)
 

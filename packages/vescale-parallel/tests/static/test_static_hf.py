@@ -1,20 +1,15 @@
 """A Hugging Face model that is static trains as it does in eager mode, with caches and without."""
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
+from stage_models import needs_transformers
 from torch import nn
 from vescale_comm import simulate
 from vescale_parallel import Plan, captured_units, mesh, parallelize
 
-pytestmark = [
-    pytest.mark.models,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-    ),
-]
+pytestmark = [pytest.mark.models, needs_transformers]
 STEPS = 4
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def random_step(seed: int) -> Callable[[Tensor, Tensor], list[Tensor]]:
@@ -42,6 +43,21 @@ def random_step(seed: int) -> Callable[[Tensor, Tensor], list[Tensor]]:
         return [total, buffer]
 
     return step
+
+
+def model_step() -> tuple[Any, list[Any]]:
+    """Forward and backward of a model, traced, and what it takes."""
+    torch.manual_seed(0)
+    model, x, y = Net(), torch.randn(64, 16), torch.randint(4, (64,))
+    names = [name for name, _ in model.named_parameters()]
+
+    def step(parameters: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
+        leaves = [one.detach().requires_grad_() for one in parameters]
+        loss = torch.func.functional_call(model, dict(zip(names, leaves, strict=True)), (x, y))
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    given = [[one.detach() for one in model.parameters()], x, y]
+    return make_fx(step, tracing_mode="fake")(*given), given
 
 
 def bits(call: Callable[..., Any], *given: Tensor) -> list[Tensor]:

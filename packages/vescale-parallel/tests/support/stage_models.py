@@ -1,7 +1,14 @@
 """Small unmodified models of Hugging Face, with dropout, for tests of stages."""
 
+import importlib.util
+
+import pytest
 import torch
 from torch import nn
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 def gpt2() -> nn.Module:

@@ -5,12 +5,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import DTensor
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from zero_models import PARAMETERS, Decoder
+from zero_models import PARAMETERS, Decoder, whole
 
 ROWS, TOKENS, VOCABULARY = 8, 5, 16
+
+
+class Chain(nn.Module):
+    """Blocks one after another, and a loss of what they give."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
 
 
 def make(tied: bool = False, blocks: int = 4) -> nn.Module:
@@ -24,25 +36,60 @@ def batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def one_device(
-    model: nn.Module,
-    seed: int,
+def accumulate(
+    model: Any,
     parts: int,
-    rows: int = ROWS,
+    *args: Tensor,
     scale: Callable[[Tensor], Tensor] = torch.as_tensor,
+    **kwargs: Tensor,
 ) -> Tensor:
-    """The reference: accumulation over the same microbatches; `scale` is that of a GradScaler."""
-    size = -(-rows // parts)
-    total = torch.zeros(())
-    for pieces in zip(*(one.split(size) for one in batch(seed, rows)), strict=True):
-        loss = scale(model(*pieces)) * (len(pieces[0]) / rows)
-        loss.backward()
+    """One device's step: gradients of the same microbatches are accumulated; the batch's loss.
+
+    Args:
+        model: gives a loss, or something that has one.
+        parts: the number of microbatches.
+        args: tensors of one number of rows, which are divided.
+        scale: that of a GradScaler.
+        kwargs: like `args`.
+    """
+    given = [*args, *kwargs.values()]
+    rows, total = len(given[0]), torch.zeros((), device=given[0].device)
+    for pieces in zip(*(one.split(-(-rows // parts)) for one in given), strict=True):
+        named = dict(zip(kwargs, pieces[len(args) :], strict=True))
+        found = model(*pieces[: len(args)], **named)
+        loss = scale(getattr(found, "loss", found)) * (len(pieces[0]) / rows)
+        if torch.is_grad_enabled():
+            loss.backward()
         total += loss.detach()
     return total
 
 
-def whole(one: Any) -> Tensor:
-    return one.full_tensor() if isinstance(one, DTensor) else one
+def step_both(
+    model: nn.Module, plain: Any, parts: int, *args: Any, rtol: float = 1e-6, **kwargs: Any
+) -> None:
+    """A step of each from the same random state: they have the same loss, and end alike."""
+    here = torch.get_rng_state()
+    expected = accumulate(plain, parts, *args, **kwargs)
+    there = torch.get_rng_state()
+    torch.set_rng_state(here)
+    found = forward_backward(model, *args, **kwargs)
+    assert torch.equal(torch.get_rng_state(), there)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol / 10)
+
+
+def require_gradients(
+    model: nn.Module, plain: nn.Module, rtol: float = 1e-5, atol: float = 1e-7
+) -> None:
+    """Both have the same gradients, and None in the same places."""
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(whole(one.grad), other.grad, rtol=rtol, atol=atol, msg=name)
+
+
+def staged(model: nn.Module, sizes: dict[str, int], **words: Any) -> Any:
+    """The model in stages over a mesh of these sizes; `words` are the plan's of its pipeline."""
+    return parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words))
 
 
 def plan(schedule: str, parts: int, **fields: Any) -> Plan:
@@ -61,16 +108,8 @@ def train(
     parallelize(model, make_mesh(device_type="cpu", **sizes), how)
     mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
     for step in range(3):
-        here = torch.get_rng_state()
-        expected = one_device(plain, step, 4, rows)
-        there = torch.get_rng_state()
-        torch.set_rng_state(here)
-        found = forward_backward(model, *batch(step, rows))
-        assert torch.equal(torch.get_rng_state(), there)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert (one.grad is None) == (other.grad is None), name
-            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-5, atol=1e-7)
+        step_both(model, plain, 4, *batch(step, rows))
+        require_gradients(model, plain)
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)]
         torch.testing.assert_close(whole(norms[0]), norms[1], rtol=1e-5, atol=1e-7)
         for optimizer in (mine, theirs):
@@ -96,7 +135,7 @@ def scaled_steps(
     for step in range(3):
         torch.manual_seed(step)
         if how is None:
-            one_device(model, step, parts, rows, scaler.scale)
+            accumulate(model, parts, *batch(step, rows), scale=scaler.scale)
         else:
             forward_backward(model, *batch(step, rows), loss=scaler.scale)
         if step == 1:

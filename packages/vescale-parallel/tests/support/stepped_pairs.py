@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from vescale_dtensor import DTensor
+from vescale_parallel import forward_backward
+from zero_models import batch, local
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Adadelta": optim.Adadelta,
@@ -26,10 +27,6 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SGD, momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
 }
 Pair = tuple[nn.Module, optim.Optimizer]
-
-
-def local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def require_alike(one: Pair, two: Pair) -> None:
@@ -121,7 +118,50 @@ CHANGES = (
 )
 
 
-def require_whole_after_errors(pairs: tuple[Pair, Pair], step: Callable[[Pair, int], None]) -> None:
+def twins(build: Callable[[], nn.Module], optimizer: Any) -> tuple[Pair, Pair]:
+    """The model with its optimizer, which is helped, and one that is not."""
+    models = [build() for _ in range(2)]
+    helped, single = (optimizer(model.parameters()) for model in models)
+    single.register_step_pre_hook(lambda *_: None)
+    return (models[0], helped), (models[1], single)
+
+
+def backward(pair: Pair, seed: int, **words: Any) -> None:
+    pair[1].zero_grad()
+    torch.manual_seed(seed)
+    forward_backward(pair[0], *batch(seed), **words)
+
+
+def step(pair: Pair, seed: int) -> None:
+    backward(pair, seed)
+    nn.utils.clip_grad_norm_(pair[0].parameters(), 1.0)
+    pair[1].step()
+
+
+def train_changed(pairs: tuple[Pair, Pair], change: Callable[[Pair, int], None]) -> None:
+    """Steps, of which the second and the third come after a change: both stay alike."""
+    for seed in range(5):
+        for pair in pairs:
+            backward(pair, seed)
+            if seed in (1, 2):
+                change(pair, seed)
+            pair[1].step()
+        require_alike(*pairs)
+
+
+def train_scaled(pair: Pair, assigned: bool) -> None:
+    """Three steps with a loss scale; `assigned` puts other tensors in the place of gradients."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # on every rank: of stages only one has the loss
+    for seed in range(3):
+        backward(pair, seed, loss=scaler.scale)
+        if assigned:
+            replace_gradients(pair, seed)
+        scaler.step(pair[1])
+        scaler.update()
+
+
+def require_whole_after_errors(pairs: tuple[Pair, Pair]) -> None:
     """A step that raises leaves the optimizer as it was, and the next one goes on."""
     for seed in range(4):
         for pair in pairs:

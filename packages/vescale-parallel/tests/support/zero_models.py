@@ -183,6 +183,36 @@ def same(ones: Any, twos: Any) -> None:
         assert one is None or torch.equal(local(one), local(two))
 
 
+def require_alike(models: Any) -> None:
+    """Both models hold the same bits of parameters and of gradients."""
+    # Of aliases: parameters whose own local tensors are handed out are gathered one by one.
+    same(*([one.detach() for one in model.parameters()] for model in models))
+    same(*([one.grad for one in model.parameters()] for model in models))
+
+
+def backward(model: nn.Module, step: int = 0, **options: Any) -> Tensor:
+    """Forward and backward of one batch; returns the loss."""
+    torch.manual_seed(step)
+    loss: Tensor = model(*batch(step))
+    loss.backward(**options)
+    return loss
+
+
+def train_alike(models: Any, step: Callable[[Any, int], Any], steps: int = 4) -> list[list[Any]]:
+    """Train models beside each other: the same bits at each step; returns what `step` does."""
+    optimizers = [adamw(one.parameters()) for one in models]
+    found = []
+    for seed in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found.append([step(model, seed) for model in models])
+        require_alike(models)
+        for optimizer in optimizers:
+            optimizer.step()
+    require_alike(models)
+    return found
+
+
 def schedule_of(model: nn.Module) -> Schedule:
     """The schedule of a parallelised model."""
     found: Schedule = getattr(model, SCHEDULE)

@@ -14,27 +14,26 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vescale_comm import simulate, trace
-from vescale_dtensor import DTensor
 from vescale_parallel import no_sync
 from vescale_parallel._plan.report_json import report_json
 from vescale_parallel._zero.behind import Behind, behind_of
 from vescale_parallel._zero.flat_buffer import FlatBuffer
-from zero_models import Decoder, adamw, batch, distributed, make, plan_for, schedule_of
+from zero_models import (
+    Decoder,
+    backward,
+    batch,
+    distributed,
+    make,
+    plan_for,
+    schedule_of,
+    train_alike,
+)
 
 DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
 MESHES = [DP, DP_TP, HSDP]
 Step = Callable[[nn.Module, int], None]
-
-
-def local(tensor: Tensor | None) -> Tensor | None:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def backward(model: nn.Module, seed: int) -> None:
-    torch.manual_seed(seed)
-    model(*batch(seed)).backward()
 
 
 def accumulated(model: nn.Module, seed: int) -> None:
@@ -92,14 +91,6 @@ def raised(model: nn.Module, seed: int) -> None:
     backward(model, seed)
 
 
-def evaluated(model: nn.Module, seed: int) -> None:
-    with torch.no_grad():
-        model(*batch(seed))
-    torch.manual_seed(seed)
-    model.blocks[1](torch.ones(4, 5, 8))  # by itself, without a backward
-    backward(model, seed)
-
-
 def frozen(model: nn.Module, seed: int) -> None:
     model.blocks[1].requires_grad_(seed % 2 == 0)
     backward(model, seed)
@@ -123,16 +114,7 @@ def alike(
     models = [distributed(make(**how), sizes, zero, behind=n) for n in (0, behind)]
     # Before any step: a schedule adds a hook to all optimizers, and simulated ranks share those.
     copied = copy.deepcopy(models[1])
-    optimizers = [adamw(one.parameters()) for one in models]
-    for seed in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            step(model, seed)
-        for one, two in zip(*(model.parameters() for model in models), strict=True):
-            assert (one.grad is None) == (two.grad is None)
-            assert one.grad is None or torch.equal(local(one.grad), local(two.grad))
-        for optimizer in optimizers:
-            optimizer.step()
+    train_alike(models, step, 3)
     backward(copied, 9)
     # These blocks are small: all of them may be on their way.
     assert schedule_of(copied).behind == (len(models[1].blocks) if behind == "auto" else behind)

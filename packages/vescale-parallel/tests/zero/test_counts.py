@@ -10,35 +10,9 @@ from vescale_comm import trace
 from vescale_comm.testing import run
 from vescale_dtensor import DTensor, gradient_total
 from vescale_parallel import no_sync
-from zero_models import batch, distributed, make, plan_for, schedule_of
+from zero_models import backward, batch, distributed, make, plan_for, schedule_of
 
 BLOCKS = 3
-
-
-def one_step(model: nn.Module, step: int = 0) -> None:
-    torch.manual_seed(step)
-    model(*batch(step)).backward()
-
-
-def counted(model: nn.Module, microbatches: int = 1) -> dict[str, Any]:
-    """Collectives of a group, and bytes sent, of one step after the first."""
-    one_step(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    with trace() as seen:
-        with no_sync(model):
-            for step in range(microbatches - 1):
-                one_step(model, step)
-        one_step(model, microbatches)
-    records = [r for r in seen.records if r.op in ("all_gather", "reduce_scatter")]
-    return {
-        "gathers": sum(r.op == "all_gather" for r in records),
-        "scatters": sum(r.op == "reduce_scatter" for r in records),
-        "gathered": sum(r.bytes for r in records if r.op == "all_gather"),
-        "scattered": sum(r.bytes for r in records if r.op == "reduce_scatter"),
-        "others": len(seen.records) - len(records),
-    }
 
 
 def flat_bytes(model: nn.Module) -> dict[str, int]:
@@ -47,48 +21,9 @@ def flat_bytes(model: nn.Module) -> dict[str, int]:
     return {row.unit: row.gathered_bytes for row in rows}
 
 
-def of_dp(rank: int, world_size: int, zero: int, microbatches: int, ahead: Any) -> None:
-    model = distributed(make(), {"dp": world_size}, zero, prefetch=ahead)
-    found = counted(model, microbatches)
-    units = flat_bytes(model)
-    assert len(units) == BLOCKS + 1
-    total, root = sum(units.values()), units[""]
-    # Exactly the parameters: nothing here needs padding but the root, whose norm is after a tie.
-    assert total == 4 * sum(p.numel() for p in model.parameters() if p.ndim) + padding(model)
-    if zero < 3:
-        # Once a step, before its first forward.
-        gathers, gathered = BLOCKS + 1, total
-    else:
-        # The root and the last block, with which backward begins, once; each of the others in
-        # forward and in backward of each microbatch.
-        gathers = microbatches * 2 * BLOCKS
-        gathered = microbatches * (2 * total - root - units[f"blocks.{BLOCKS - 1}"])
-    if ahead == "auto" and zero == 3:
-        # Small as they are, all units of a forward are gathered by one collective.
-        gathers -= microbatches * BLOCKS
-    one_less = world_size - 1
-    assert found["gathers"] == gathers
-    assert found["gathered"] == gathered // world_size * one_less
-    assert found["scatters"] == 1  # small as they are, of all units together
-    assert found["scattered"] == total // world_size * one_less
-
-
-def padding(model: nn.Module) -> int:
-    buffers = [b.row for unit in schedule_of(model).units for b in unit.buffers]
-    return sum(row.plan.padding * row.dtype.itemsize for row in buffers)
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize(
-    ("zero", "ahead"), [(1, "auto"), (2, "auto"), (3, 1), (3, "auto")], ids=str
-)
-def test_collectives_and_bytes_over_dp(zero: int, microbatches: int, ahead: Any):
-    run(of_dp, 4, zero, microbatches, ahead)
-
-
 def elsewhere(rank: int, world_size: int, sizes: dict[str, int], over: list[list[str]]) -> None:
     model = distributed(make(), sizes, 3)
-    one_step(model)
+    backward(model)
     first = model.embed.weight
     owed = sum(p.grad.to_local().numel() * 4 for p in model.parameters() if p.ndim)
     with trace() as seen:
@@ -123,7 +58,7 @@ def test_sums_over_other_axes_are_one_collective_a_kind(sizes: Any, over: list[l
 
 def memory(rank: int, world_size: int, ahead: int) -> None:
     model = distributed(make(), {"dp": world_size}, 3, prefetch=ahead)
-    one_step(model)
+    backward(model)
     model.zero_grad()
     schedule, units = schedule_of(model), flat_bytes(model)
     root, block = units[""], units["blocks.0"]
@@ -154,9 +89,9 @@ def memory(rank: int, world_size: int, ahead: int) -> None:
     assert schedule.gathered_bytes == 0
     assert unreduced_bytes(model) == 0
     with no_sync(model):
-        one_step(model)
+        backward(model)
     assert unreduced_bytes(model) == sum(units.values())
-    one_step(model, 1)
+    backward(model, 1)
     assert unreduced_bytes(model) == schedule.gathered_bytes == 0
 
 
@@ -196,7 +131,7 @@ def stored(rank: int, world_size: int, zero: int) -> None:
     model = distributed(make(), {"dp": 2, "tp": 2}, zero)
     report = plan_for({"dp": 2, "tp": 2}, zero).check(make(), {"dp": 2, "tp": 2})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    one_step(model)
+    backward(model)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     kept = 0

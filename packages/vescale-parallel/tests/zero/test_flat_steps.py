@@ -6,47 +6,37 @@ of the second step its parameters one by one. Between steps all is done that a p
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import pytest
+import stepped_pairs
 import torch
 from stepped_pairs import (
     CHANGES,
     OPTIMIZERS,
     Pair,
-    local,
-    replace_gradients,
+    backward,
     require_alike,
     require_whole_after_errors,
+    step,
+    train_changed,
+    train_scaled,
 )
 from torch import nn, optim
 from vescale_comm import execution_log, simulate
 from vescale_comm.testing import WorkerError, run
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from zero_models import batch, distributed, make, schedule_of, train
+from zero_models import batch, distributed, local, make, schedule_of, train
 
 DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
 
 
-def twins(
-    sizes: dict[str, int], zero: int, build: Callable[[Any], optim.Optimizer]
-) -> tuple[Pair, Pair]:
-    """The model with its optimizer, whose steps are flat, and one whose steps are not."""
-    models = [distributed(make(blocks=2, width=13), sizes, zero) for _ in range(2)]
-    flat, single = (build(model.parameters()) for model in models)
-    single.register_step_pre_hook(lambda *_: None)
-    return (models[0], flat), (models[1], single)
-
-
-def step(pair: Pair, seed: int, clip: float = 1.0) -> None:
-    model, optimizer = pair
-    optimizer.zero_grad()
-    torch.manual_seed(seed)
-    model(*batch(seed)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
+def twins(sizes: dict[str, int], zero: int, optimizer: Any) -> tuple[Pair, Pair]:
+    build = partial(distributed, sizes=sizes, zero=zero)
+    return stepped_pairs.twins(lambda: build(make(blocks=2, width=13)), optimizer)
 
 
 def is_flat(pair: Pair, key: str = "exp_avg") -> bool:
@@ -99,21 +89,8 @@ def test_fused_kernels():
     simulate(4)(fused)
 
 
-def widen(pair: Pair, number: int) -> None:
-    pair[0].double()
-
-
 def changed(rank: int, world_size: int, change: Callable[[Pair, int], None]) -> None:
-    pairs = twins(DP, 3, OPTIMIZERS["AdamW"])
-    for seed in range(5):
-        for model, optimizer in pairs:
-            optimizer.zero_grad()
-            torch.manual_seed(seed)
-            model(*batch(seed)).backward()
-            if seed in (1, 2):
-                change((model, optimizer), seed)
-            optimizer.step()
-        require_alike(*pairs)
+    train_changed(twins(DP, 3, OPTIMIZERS["AdamW"]), change)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -126,7 +103,7 @@ def widened(rank: int, world_size: int) -> None:
     for seed in range(4):
         for pair in pairs:
             if seed == 2:
-                widen(pair, seed)
+                pair[0].double()
                 pair[1].state.clear()
             step(pair, seed)
         require_alike(*pairs)
@@ -137,7 +114,7 @@ def test_models_that_change_their_dtype():
 
 
 def raised(rank: int, world_size: int) -> None:
-    require_whole_after_errors(twins(DP, 3, OPTIMIZERS["AdamW"]), step)
+    require_whole_after_errors(twins(DP, 3, OPTIMIZERS["AdamW"]))
 
 
 def test_a_step_that_raises():
@@ -180,19 +157,10 @@ def test_copies():
 
 def scaled(rank: int, world_size: int) -> None:
     """A fused step that takes the loss scale out takes it out of what parameters hold."""
-    build = lambda p: optim.SGD(p, lr=1e-2, fused=True)  # noqa: E731
     for assigned in (False, True):
-        pairs = twins(DP, 3, build)
-        for model, optimizer in pairs:
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-            for seed in range(3):
-                optimizer.zero_grad()
-                torch.manual_seed(seed)
-                scaler.scale(model(*batch(seed))).backward()
-                if assigned:
-                    replace_gradients((model, optimizer), seed)
-                scaler.step(optimizer)
-                scaler.update()
+        pairs = twins(DP, 3, partial(optim.SGD, lr=1e-2, fused=True))
+        for pair in pairs:
+            train_scaled(pair, assigned)
         for p, q in zip(pairs[0][0].parameters(), pairs[1][0].parameters(), strict=True):
             torch.testing.assert_close(local(p), local(q))
             torch.testing.assert_close(local(p.grad), local(q.grad))
@@ -203,14 +171,12 @@ def test_loss_scales():
 
 
 def drifting(rank: int, world_size: int) -> None:
-    (model, optimizer), _ = twins(DP, 3, OPTIMIZERS["AdamW"])
+    pair, _ = twins(DP, 3, OPTIMIZERS["AdamW"])
     for seed in range(10):
-        optimizer.zero_grad()
-        torch.manual_seed(seed)
-        model(*batch(seed)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        backward(pair, seed)
+        nn.utils.clip_grad_norm_(pair[0].parameters(), 1.0)
         if seed != 4 or rank != 1:
-            optimizer.step()
+            pair[1].step()
 
 
 def test_a_step_that_a_rank_leaves_out_is_told():

@@ -6,7 +6,6 @@ backward outside has preceded takes them in.
 
 import random
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,14 +13,16 @@ import torch
 from torch import nn
 from vescale_comm import simulate
 from vescale_parallel import forward_backward, no_sync
-from zero_models import batch, distributed, make, require_same_gradients, require_same_values
+from zero_models import (
+    backward,
+    batch,
+    distributed,
+    make,
+    require_same_gradients,
+    require_same_values,
+)
 
 SIZES = [{"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}]
-
-
-def backward(model: nn.Module, step: int) -> None:
-    torch.manual_seed(step)
-    model(*batch(step)).backward()
 
 
 class Trainer:
@@ -127,16 +128,9 @@ def run_program(
     simulate(4).run(rank)
 
 
-# All of them run by `-m slow`; by default each program on one mesh and level.
-EVERY = [(name, sizes, zero) for name in PROGRAMS for sizes in SIZES for zero in (1, 2, 3)]
-SOME = [(name, SIZES[at % 3], 1 + at % 3) for at, name in enumerate(PROGRAMS, 2)]
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "zero"),
-    [pytest.param(*one, marks=() if one in SOME else pytest.mark.slow) for one in EVERY],
-    ids=str,
-)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name: str, sizes: dict[str, int], zero: int):
     run_program(PROGRAMS[name], sizes, zero)
 
@@ -148,26 +142,13 @@ def same(found: Trainer, wanted: Trainer, where: str) -> None:
         raise AssertionError(f"{where}: {error}") from error
 
 
-def drawn(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs(seed: int):
     """A random program, on a random mesh and level."""
     dice = random.Random(seed)
     program = [dice.choice(WORDS) for _ in range(9)]
     sizes, zero, checked = dice.choice(SIZES), dice.choice([1, 2, 3]), dice.random() < 0.5
     run_program(program, sizes, zero, checked=checked)
-
-
-TODAY = int(f"{datetime.now(UTC):%Y%m%d}")
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_random_programs_of_today(number: int):
-    drawn(TODAY * 100 + number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(150))
-def test_random_programs(seed: int):
-    drawn(seed)
 
 
 def scaled(rank: int, world_size: int) -> None:

@@ -19,7 +19,7 @@ def wanted(draw: st.DrawFn) -> Wanted:
     return Wanted((f"p{draw(st.integers())}",), (rows, columns), granule)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(wanted(), max_size=6), st.integers(1, 9), st.sampled_from([1, 4, 8]))
 def test_every_element_has_one_owner(tensors: list[Wanted], shards: int, alignment: int):
     plan = plan_flat(tensors, shards, alignment)
@@ -121,25 +121,6 @@ def test_without_the_axis_nothing_is_sharded():
         report = PLAN.check(Layered(), sizes)
         assert not report.buffers
         assert not any(row.zero for row in report.parameters)
-
-
-def test_json_keeps_every_word():
-    plan = Plan(
-        parameters={"*": "replicate"},
-        batch="replica:0, dp:0",
-        axes=("replica", "dp"),
-        zero={"a*": 1, "*": 3},
-        units=("blocks.*",),
-        prefetch=2,
-        behind=1,
-        owned=("*.weight",),
-        block=64,
-        precision={"*norm*": {"compute": torch.float32}, "*": {"compute": "bfloat16"}},
-    )
-    assert Plan.from_json(plan.to_json()) == plan
-    assert Plan.from_json(Plan(parameters={}, zero=2).to_json()).zero == 2
-    tiled = Plan(parameters={}, zero=2, block=(128, 128))
-    assert Plan.from_json(tiled.to_json()) == tiled
 
 
 @pytest.mark.parametrize(

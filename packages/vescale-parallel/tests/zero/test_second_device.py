@@ -5,7 +5,6 @@ processes, as autograd runs nodes of such a device in a thread of their own.
 """
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 
 MODES: list[tuple[int, dict[str, Any]]] = [
     (3, {"offload": True}),
@@ -114,7 +114,4 @@ def in_stages(mesh: Any) -> None:
     not (shutil.which("c++") and shutil.which("ninja")), reason="there is no compiler here"
 )
 def test_the_bits_of_a_model_on_the_device(tmp_path: Path):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    mp.spawn(work, (2, port, str(tmp_path)), nprocs=2)
+    mp.spawn(work, (2, free_port(), str(tmp_path)), nprocs=2)

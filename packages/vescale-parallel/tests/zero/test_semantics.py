@@ -1,8 +1,6 @@
 """What torch promises of parameters holds of sharded ones: each case runs beside one device."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +12,7 @@ from vescale_dtensor import CaptureError, DTensor, MeshError, Partial, capture
 from vescale_parallel import ParallelError, StaleParameterError, no_sync
 from zero_models import (
     Decoder,
+    backward,
     batch,
     distributed,
     gradients,
@@ -31,12 +30,6 @@ SIZES = [{"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}]
 def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
     torch.manual_seed(step)
     return model(*batch(step))
-
-
-def backward(model: nn.Module, step: int = 0, **options: Any) -> torch.Tensor:
-    loss = loss_of(model, step)
-    loss.backward(**options)
-    return loss
 
 
 def accumulation(model: nn.Module) -> None:
@@ -130,31 +123,6 @@ def gradients_set_to_zeros(model: Decoder) -> None:
     backward(model, 1)
 
 
-def forward_that_raises(model: Decoder) -> None:
-    handle = model.blocks[1].mlp.register_forward_hook(raise_now)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model)
-    handle.remove()
-    backward(model)
-
-
-def backward_that_raises(model: Decoder) -> None:
-    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(raise_now)
-
-    handle = model.blocks[1].mlp.register_forward_hook(watch)
-    with pytest.raises(ZeroDivisionError):
-        backward(model)
-    handle.remove()
-    # One device has gradients of the layers above now; a step that failed is thrown away.
-    model.zero_grad()
-    backward(model)
-
-
-def raise_now(*args: Any) -> None:
-    raise ZeroDivisionError
-
-
 def module_called_alone(model: Decoder) -> None:
     x = torch.linspace(-1, 1, 40).reshape(5, 8)
     if isinstance(model.embed.weight, DTensor):
@@ -226,8 +194,6 @@ CASES: list[Callable[[Any], Any]] = [
     write_without_a_count,
     data_assigned,
     gradients_set_to_zeros,
-    forward_that_raises,
-    backward_that_raises,
     module_called_alone,
     kept_activation,
     weight_used_in_the_loss,
@@ -465,18 +431,3 @@ def test_ranks_that_skip_another_unit_are_told(skipped: int):
         assert one.type_name == "DisagreementError"
         assert "ranks gather different units" in one.message
         assert f"blocks.{skipped} on ranks 0, 1, 3; blocks.{skipped + 1} on rank 2" in one.message
-
-
-def freed(rank: int, world_size: int) -> None:
-    gc.collect()
-    model = distributed(make(), {"dp": 4}, 3)
-    backward(model)
-    schedule = schedule_of(model)
-    gone = weakref.ref(schedule)
-    del model, schedule
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_model_that_is_dropped_is_freed():
-    run(freed, 4)

@@ -11,11 +11,19 @@ import torch
 from torch import nn
 from vescale_comm import simulate, trace
 from vescale_comm.testing import run
-from vescale_dtensor import DTensor
 from vescale_parallel import captured_units, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._zero import together
-from zero_models import adamw, batch, distributed, make, plan_for, schedule_of
+from zero_models import (
+    batch,
+    distributed,
+    local,
+    make,
+    plan_for,
+    require_alike,
+    schedule_of,
+    train_alike,
+)
 
 DP, DP_TP, HSDP = {"dp": 4}, {"dp": 2, "tp": 2}, {"replica": 2, "dp": 2}
 BLOCKS = 3
@@ -41,32 +49,21 @@ def gathers(model: nn.Module, seed: int) -> int:
     return len(found)
 
 
-def require_alike(models: list[Any]) -> None:
-    for one, two in zip(*(model.parameters() for model in models), strict=True):
-        pairs = [(one, two)] if one.grad is None else [(one, two), (one.grad, two.grad)]
-        for first, second in pairs:
-            # Of aliases: parameters whose own local tensors are handed out are gathered one by one.
-            held = [t.detach() for t in (first, second)]
-            assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in held))
-
-
 def trained(rank: int, world_size: int, sizes: dict[str, int], zero: Any, words: Any) -> None:
     models = both(sizes, zero, **words)
-    optimizers = [adamw(one.parameters()) for one in models]
-    for seed in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        found = [gathers(model, seed) for model in models]
-        require_alike(models)
-        for optimizer in optimizers:
-            optimizer.step()
+    evaluated: list[torch.Tensor] = []
+
+    def step(model: nn.Module, seed: int) -> int:
+        sent = gathers(model, seed)
+        with torch.inference_mode(seed % 2 == 0), torch.no_grad():
+            evaluated.append(forward(model, seed).full_tensor())
+        return sent
+
+    for seed, found in enumerate(train_alike(models, step)):
         # In the first forward nobody knows what comes next.
         assert found[0] - found[1] == (BLOCKS if seed and zero == 3 else 0)
-        with torch.inference_mode(seed % 2 == 0), torch.no_grad():
-            evaluated = [forward(model, seed).full_tensor() for model in models]
-        assert torch.equal(*evaluated)
-        assert all(schedule_of(one).gathered_bytes == 0 for one in models) or zero != 3
-    require_alike(models)
+    assert all(map(torch.equal, evaluated[::2], evaluated[1::2]))
+    assert all(schedule_of(one).gathered_bytes == 0 for one in models) or zero != 3
 
 
 @pytest.mark.parametrize(("sizes", "zero"), [(DP, 3), (DP, 1), (DP_TP, 3), (HSDP, 3)], ids=str)
@@ -110,7 +107,7 @@ def rewritten(rank: int, world_size: int, zero: int, unseen: bool) -> None:
         with torch.no_grad():
             for one in models[module.which].blocks[2].parameters():
                 # What writes to a local tensor that was handed out, versions may miss.
-                (one.to_local() if unseen and isinstance(one, DTensor) else one).mul_(1.5)
+                (local(one) if unseen else one).mul_(1.5)
 
     for which, model in enumerate(models):
         model.blocks[0].which = which
@@ -129,45 +126,12 @@ def test_what_a_forward_writes_is_gathered_again(zero: int, unseen: bool):
     simulate(4)(rewritten, zero, unseen)
 
 
-def raised(rank: int, world_size: int) -> None:
-    """What was gathered for units that did not run is given back."""
-    models = both(DP, 3)
-    for model in models:
-        forward(model, 0).backward()
-
-    class Refused(RuntimeError):
-        pass
-
-    def refuse(*_: Any) -> None:
-        raise Refused
-
-    for model in models:
-        handle = model.blocks[0].mlp.register_forward_hook(refuse)
-        with pytest.raises(Refused):
-            forward(model, 1)
-        handle.remove()
-        assert schedule_of(model).gathered_bytes == 0
-        assert not [b for u in schedule_of(model).units for b in u.buffers if b.pending]
-        forward(model, 2).backward()
-    require_alike(models)
-
-
-def test_after_an_error_nothing_stays_gathered():
-    simulate(4)(raised)
-
-
 def static(rank: int, world_size: int) -> None:
     models = []
     for ahead in (1, "auto"):
         plan = plan_for(DP, 3, prefetch=ahead)
         models.append(parallelize(make(), make_mesh(device_type="cpu", **DP), plan, static=True))
-    optimizers = [adamw(one.parameters()) for one in models]
-    for seed in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            forward(model, seed).backward()
-            optimizer.step()
-        require_alike(models)
+    train_alike(models, lambda model, seed: forward(model, seed).backward())
     # One recording each, though a unit's values arrive in other memory from the second step on.
     assert all(one.programs == 1 for one in captured_units(models[1])[1:])
 

@@ -79,45 +79,6 @@ def test_activation_checkpointing(sizes: dict[str, int], options: dict[str, bool
     run(compare, 4, sizes, 3, options)
 
 
-def twenty_steps(rank: int, world_size: int, sizes: dict[str, int]) -> None:
-    expected, found = train(make(), 20), train(distributed(make(), sizes, 3), 20)
-    torch.testing.assert_close(found[::2], expected[::2], rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
-def test_losses_of_twenty_steps(sizes: dict[str, int]):
-    run(twenty_steps, 4, sizes)
-
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "groups": lambda p: _in_groups(list(p)),
-}
-
-
-def _in_groups(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(parameters[:3], lr=1e-2, weight_decay=0.1)
-    optimizer.add_param_group({"params": parameters[3:], "lr": 3e-3})
-    return optimizer
-
-
-def all_optimizers(rank: int, world_size: int, sizes: dict[str, int]) -> None:
-    for name, make_optimizer in OPTIMIZERS.items():
-        expected = train(make(), 3, make_optimizer)
-        found = train(distributed(make(), sizes, 3), 3, make_optimizer)
-        torch.testing.assert_close(
-            found, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "tp": 2}], ids=str)
-def test_unmodified_optimizers(sizes: dict[str, int]):
-    run(all_optimizers, prod(sizes.values()), sizes)
-
-
 def optimizer_from_before(rank: int, world_size: int) -> None:
     plain, model = make(), make()
     expected_optimizer, optimizer = adamw(plain.parameters()), adamw(model.parameters())
