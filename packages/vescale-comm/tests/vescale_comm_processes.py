@@ -24,7 +24,7 @@ def ended(target, size, folder, *args):
     context.set_forkserver_preload(["vescale_comm.testing"])
     files = [folder / f"{rank}.txt" for rank in range(size)]
     ranks = [
-        context.Process(target=_as_script, args=(str(file), target, rank, *args), daemon=True)
+        context.Process(target=_as_script, args=(str(file), target, rank, *args))
         for rank, file in enumerate(files)
     ]
     try:
