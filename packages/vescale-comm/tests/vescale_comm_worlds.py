@@ -67,8 +67,7 @@ def _seeded(fn):
 def assert_same(ours, theirs):
     assert type(ours) is type(theirs) or isinstance(theirs, Tensor)
     if isinstance(theirs, Tensor):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert torch.equal(_bits(ours), _bits(theirs))
+        assert same_bits(ours, theirs)
     elif isinstance(theirs, str):
         assert _words(ours) == _words(theirs)
     elif isinstance(theirs, list | tuple):
@@ -87,5 +86,12 @@ def _words(text):
     return text.replace("simulated", "gloo").replace(", cuda (gloo)", "")
 
 
-def _bits(x):
+def same_bits(one, other):
+    """Whether two tensors have one shape, dtype and bytes."""
+    kinds = [(x.shape, x.dtype) for x in (one, other)]
+    return kinds[0] == kinds[1] and torch.equal(bits(one), bits(other))
+
+
+def bits(x):
+    """A tensor as its bytes, row-major."""
     return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

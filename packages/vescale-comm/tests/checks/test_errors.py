@@ -89,10 +89,7 @@ BAD = {
         lambda: broadcast(torch.zeros(4, dtype=torch.uint8).view(torch.uint4)),
         "torch does not copy tensors of torch.uint4",
     ),
-    "quantised": (
-        lambda: all_gather(quantised(x)),
-        "torch does not copy tensors of torch.qint8",
-    ),
+    "quantised": (lambda: all_gather(quantised(x)), "torch does not copy tensors of torch.qint8"),
     "fractions": (lambda: reduce_scatter(x, sizes=[2.5, 1.5]), "takes whole numbers, not [2.5, 1"),
     "words": (lambda: gather_pieces(x, shapes=["ab", (4, 3)]), "takes whole numbers, not 'ab'"),
     "negative": (lambda: gather_pieces(x, shapes=[(-1,)] * 2), "shapes has (-1,), with a negative"),

@@ -89,23 +89,19 @@ def test_a_disagreement_names_every_rank_and_line(name):
 
 
 def agree(rank, world_size):
-    plain, kept = [], []
-    for found, context in ((plain, None), (kept, checked(timeout=60))):
-        with trace() as t:
-            if context is not None:
-                context.__enter__()
-            y = x.clone().requires_grad_()
-            found.append(all_reduce(y))
-            found.append(all_gather(x[:rank], sizes=range(world_size)))
-            found += all_to_all([x[:rank]] * 3, shapes=[(0,), (1,), (2,)])
-            found[0].sum().backward()
-            if rank < 2:
-                found.append(send(x, target=1) if rank == 0 else recv(x, source=0))
-            found.append(all_reduce(x, async_op=True).wait())
-            if context is not None:
-                context.__exit__(None, None, None)
-            found.append(t.counts())
-    return [[v.tolist() if isinstance(v, torch.Tensor) else v for v in f] for f in (plain, kept)]
+    return [agreed(rank, world_size, how) for how in (nullcontext(), checked(timeout=60))]
+
+
+def agreed(rank, world_size, context):
+    with trace() as t, context:
+        y = x.clone().requires_grad_()
+        found = [all_reduce(y), all_gather(x[:rank], sizes=range(world_size))]
+        found += all_to_all([x[:rank]] * 3, shapes=[(0,), (1,), (2,)])
+        found[0].sum().backward()
+        if rank < 2:
+            found.append(send(x, target=1) if rank == 0 else recv(x, source=0))
+        found.append(all_reduce(x, async_op=True).wait())
+    return [v.tolist() if isinstance(v, torch.Tensor) else v for v in found], t.counts()
 
 
 def test_a_check_changes_nothing_where_all_agree():

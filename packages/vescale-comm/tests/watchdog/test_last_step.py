@@ -133,8 +133,7 @@ def world(case, folder):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [other_values, late_and_other, destroys, destroys_and_goes_on, another_thread_lets_go],
+    "case", [other_values, late_and_other, destroys, destroys_and_goes_on, another_thread_lets_go]
 )
 def test_the_rank_the_event_and_the_line_are_told_on_every_rank(case, tmp_path):
     for code, said in world(case, tmp_path):
