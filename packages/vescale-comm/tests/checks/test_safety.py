@@ -39,10 +39,6 @@ from vescale_comm_worlds import waiting_in_vain
 
 x = torch.ones(6)
 leaf = torch.ones(6, requires_grad=True)
-SIZES = {
-    True: lambda: all_gather(x[:2], sizes=[2, 2, 2]),
-    False: lambda: all_gather(x[:3], sizes=[2, 3, 3]),
-}
 # What rank 0 and the others call; each would hang, crash, or be silently wrong.
 DISAGREE = {
     "op": lambda first: all_reduce(x) if first else all_gather(x),
@@ -55,7 +51,7 @@ DISAGREE = {
     "wire": lambda first: reduce_scatter(x[:6], wire="int8" if first else "fp8"),
     "shape": lambda first: all_reduce(x[: 5 + first]),
     "dtype": lambda first: all_reduce(x.double() if first else x),
-    "sizes": lambda first: SIZES[first](),
+    "sizes": lambda first: all_gather(x[: 3 - first], sizes=[2, 2, 2] if first else [2, 3, 3]),
     "source": lambda first: broadcast(x, source=int(first)),
     "pieces": lambda first: all_to_all([x[: 1 + first]] * 3, shapes=[(1 + first,)] * 3),
     "pairs": lambda first: permute(x, pairs=[(0, 1)] if first else [(0, 2)]),
