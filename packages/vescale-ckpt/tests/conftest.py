@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# The examples are the same in every run, and the time of each is the machine's affair.
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True, scope="session")

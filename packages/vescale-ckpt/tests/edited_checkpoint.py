@@ -17,6 +17,13 @@ def manifest_of(path):
     return json.loads((generation_of(path) / "manifest.json").read_bytes())
 
 
+def damage(path, at=-1, *, file="r00000.safetensors", byte=b"\x01"):
+    """Put another byte into a data file, at a place that is counted from its end."""
+    with open(generation_of(path) / file, "r+b") as opened:
+        opened.seek(at, 2)
+        opened.write(byte)
+
+
 def rewrite_manifest(path, content):
     """Put `content` (bytes, or JSON) in place of the manifest and commit it."""
     data = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from vescale_ckpt import _progress, load, save, verify
+from vescale_ckpt import _progress, inspect, load, save, verify
 
 
 def test_callbacks_count_up_to_the_total(path):
@@ -12,6 +12,7 @@ def test_callbacks_count_up_to_the_total(path):
     for work in (
         lambda tell: save(path, state, progress=tell),
         lambda tell: load(path, state, progress=tell),
+        lambda tell: inspect(path, statistics=True, progress=tell),
     ):
         told = []
         work(lambda done, total: told.append((done, total)))  # noqa: B023

@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch.distributed as dist
@@ -147,7 +145,5 @@ def test_who_says_what():
 
 
 def test_a_digest_is_the_same_in_every_process():
-    program = "from vescale_comm.agreement import digest; print(digest('ü' * 1000))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert int(found.stdout) == digest("ü" * 1000)
+    assert digest("ü" * 1000) == 0xF35FDD71A9B33B
     assert 0 <= digest("") < 2**56

@@ -1,6 +1,7 @@
 """DDP with ordered reductions has the gradients of one process, bit by bit."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from vescale_comm import CommArgumentError, ddp, trace
 from vescale_comm.testing import run
+from vescale_comm_worlds import refusals
 
 
 def model():
@@ -117,17 +119,20 @@ def test_what_does_not_fit_is_said():
         ddp.install(model())
 
 
+BAD = {
+    "sideways": {"order": "sideways"},
+    "'bf16'": {"wire": "fp3"},
+    "pass wire= too": {"feedback": True},
+}
+
+
 def bad(rank, world_size):
-    module, words = DistributedDataParallel(model()), []
-    for how in ({"order": "sideways"}, {"wire": "fp3"}, {"feedback": True}):
-        with pytest.raises(CommArgumentError) as error:
-            ddp.install(module, **how)
-        words.append(str(error.value))
-    return words
+    module = DistributedDataParallel(model())
+    return refusals({words: partial(ddp.install, module, **how) for words, how in BAD.items()})
 
 
 def test_bad_arguments_name_what_there_is():
-    order, wire, feedback = run(bad, 2)[0]
-    assert "sideways" in order
-    assert "'bf16'" in wire
-    assert "pass wire= too" in feedback
+    for found in run(bad, 2):
+        assert list(found) == list(BAD)
+        for words, (kind, said) in found.items():
+            assert (kind, words in said) == ("CommArgumentError", True), said

@@ -9,14 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from vescale_comm import fsdp2, trace
-from vescale_comm.testing import outcomes
-from vescale_comm_worlds import run
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from vescale_comm import CommArgumentError, fsdp2, trace
+from vescale_comm.testing import run as run_processes
+from vescale_comm_worlds import refusals, run
 
 
 def model():
@@ -89,8 +85,6 @@ def test_gradients_have_the_bits_of_microbatches_one_after_the_other(world_size)
 
 
 def test_without_it_they_have_not():
-    from vescale_comm.testing import run as run_processes
-
     found = run_processes(one_microbatch_each, 4, None)[0][0]
     assert not all(map(torch.equal, found, sequential(4)))
 
@@ -225,33 +219,40 @@ def test_compressed_gradients_are_within_the_bound_of_the_format(wire, bound):
             assert ((x - exact).abs() <= 1.01 * bound * largest).all()
 
 
-def wrong(rank, world_size, name):
-    if name == "plain":
-        fsdp2.install(model())
-    elif name == "order":
-        fsdp2.install(sharded(), order="ring")
-    elif name == "wire":
-        fsdp2.install(sharded(), wire="fp4")
-    elif name == "replicated":
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        fsdp2.install(fully_shard(model(), mesh=mesh))
-    else:
-        module = fsdp2.install(sharded())
-        module.set_gradient_divide_factor(3.0)
-        loss_of(module, rank).backward()
+def with_another_factor(rank):
+    module = fsdp2.install(sharded())
+    module.set_gradient_divide_factor(3.0)
+    loss_of(module, rank).backward()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("plain", "no module in Sequential was given to fully_shard"),
-        ("order", "unknown order 'ring'"),
-        ("wire", "unknown wire format 'fp4'"),
-        ("replicated", "where every shard is the whole: torch then reduces over the copies alone"),
-        ("factor", "fully_shard asks for"),
-    ],
-)
-def test_what_cannot_be_is_named(name, words):
-    for outcome in outcomes(wrong, 2, name):
-        assert outcome.type_name == "CommArgumentError"
-        assert words in outcome.message
+def sharded_by_nobody():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fsdp2.install(fully_shard(model(), mesh=mesh))
+
+
+WRONG = {
+    "plain": "no module in Sequential was given to fully_shard",
+    "order": "unknown order 'ring'",
+    "wire": "unknown wire format 'fp4'",
+    "replicated": "where every shard is the whole: torch then reduces over the copies alone",
+    "factor": "fully_shard asks for",
+}
+
+
+def wrong(rank, world_size):
+    calls = {
+        "plain": lambda: fsdp2.install(model()),
+        "order": lambda: fsdp2.install(sharded(), order="ring"),
+        "wire": lambda: fsdp2.install(sharded(), wire="fp4"),
+        "replicated": sharded_by_nobody,
+    }
+    with pytest.raises(CommArgumentError) as caught:
+        with_another_factor(rank)
+    return {**refusals(calls), "factor": ("CommArgumentError", str(caught.value))}
+
+
+def test_what_cannot_be_is_named():
+    for found in run_processes(wrong, 2):
+        assert list(found) == list(WRONG)
+        for name, (kind, words) in found.items():
+            assert (kind, WRONG[name] in words) == ("CommArgumentError", True), (name, words)

@@ -7,6 +7,13 @@ from functools import reduce
 
 import torch
 
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+COMPLEX = [torch.complex64, torch.complex128]
+INTEGERS = [getattr(torch, f"int{bits}") for bits in (64, 32, 16, 8)]
+INTEGERS += [getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)]
+DTYPES = [*FLOATS, *FLOAT8, *COMPLEX, *INTEGERS, torch.bool]
+
 FOLDS = {
     "sum": torch.add,
     "avg": torch.add,

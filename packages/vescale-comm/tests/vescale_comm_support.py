@@ -13,28 +13,10 @@ import torch.distributed as dist
 import vescale_comm
 from vescale_comm import CommArgumentError, Emulator, simulate
 from vescale_comm.testing import run
+from vescale_comm_dense import DTYPES
 
 FILE = Path(__file__).parent.parent / "SUPPORT.md"
 MEMBERS = 3
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-]
 REDUCTIONS = ["sum", "avg", "max", "min", "prod", "band", "bor", "bxor"]
 ORDERS = ["native", "rank", "tree"]
 EVEN, UNEVEN = [2, 2, 2], [0, 1, 5]

@@ -16,6 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import nn as dist_nn  # here: its functions keep the default group of now
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from vescale_comm import simulate
 from vescale_comm.testing import outcomes
 
@@ -49,8 +57,6 @@ def trained(wrapped, rank):
 
 def fsdp2(rank, world_size):
     """FSDP2 (`fully_shard`)"""
-    from torch.distributed.fsdp import fully_shard
-
     built, mesh = model(), init_device_mesh("cpu", (world_size,))
     for layer in (built[0], built[2], built):
         fully_shard(layer, mesh=mesh)
@@ -59,8 +65,6 @@ def fsdp2(rank, world_size):
 
 def hsdp(rank, world_size):
     """FSDP2 on a mesh of two axes (HSDP)"""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     return trained(fully_shard(model(), mesh=mesh), rank)
 
@@ -82,12 +86,6 @@ def ddp(rank, world_size):
 
 def tensor_parallel(rank, world_size):
     """`parallelize_module` (DTensor, tensor parallel)"""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     mesh = init_device_mesh("cpu", (world_size,))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     return trained(parallelize_module(model(), mesh, plan), 0)
@@ -95,13 +93,6 @@ def tensor_parallel(rank, world_size):
 
 def fsdp2_and_tp(rank, world_size):
     """FSDP2 and tensor parallel on one mesh"""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     built = parallelize_module(model(), mesh["tp"], plan)
@@ -110,8 +101,6 @@ def fsdp2_and_tp(rank, world_size):
 
 def redistribute(rank, world_size):
     """`distribute_tensor`, `redistribute`, ops of DTensors"""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2, world_size // 2))
     x = distribute_tensor(torch.arange(35.0).view(7, 5), mesh, [Shard(0), Shard(1)])
     y = (x @ x.T).redistribute(mesh, [Replicate(), Shard(1)])
@@ -152,7 +141,6 @@ interleaved = pipeline("ScheduleInterleaved1F1B")
 def checkpoint(rank, world_size):
     """`checkpoint.save`, `load` (DCP), of DTensors"""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import Shard, distribute_tensor
 
     where = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(where)
@@ -229,15 +217,11 @@ def monitored(rank, world_size):
 
 def loss_in_parallel(rank, world_size):
     """Loss parallel (`loss_parallel`)"""
-    from torch.distributed.tensor.parallel import loss_parallel
-
     with loss_parallel():
         return loss_of(world_size)
 
 
 def loss_of(world_size):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (world_size,))
     logits = distribute_tensor(torch.arange(32.0).view(4, 8).sin(), mesh, [Shard(1)])
     logits.requires_grad_()
@@ -269,8 +253,6 @@ def equal(a, b):
 
 def around(number):
     """What is entered around a program: torch's own context where that is what is tried."""
-    from torch.distributed.tensor.parallel import loss_parallel
-
     return loss_parallel() if PROGRAMS[number] is loss_around else nullcontext()
 
 

@@ -1,10 +1,14 @@
 """`run` and `outcomes` in both worlds: simulated, and real gloo processes with equal bits."""
 
 import copy
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
-from vescale_comm import simulate, testing
+from vescale_comm import CommError, bound_waits, simulate, testing, trace
+
+POOLS = 1800  # timeout of the pool of processes
 
 
 def run(fn, world_size, *args):
@@ -22,13 +26,34 @@ def outcomes(fn, world_size, *args):
         assert type(ours) is type(theirs), ours
         if isinstance(ours, testing.Failed):
             assert (ours.type_name, ours.kinds) == (theirs.type_name, theirs.kinds)
-            # The one thing that differs in words: what the group communicates with.
-            assert ours.message.replace("simulated", "gloo").replace(
-                ", cuda (gloo)", ""
-            ) == theirs.message.replace(", cuda (gloo)", "")
+            assert _words(ours.message) == _words(theirs.message)
         else:
             assert_same(ours.value, theirs.value)
     return real
+
+
+def refusals(calls):
+    """The kind and the words of what each call raises before anything is sent, by its name."""
+    found = {}
+    for name, call in calls.items():
+        with trace() as sent:
+            try:
+                call()
+            except CommError as error:
+                found[name] = type(error).__name__, str(error)
+        assert sent.records == [], name
+    return found
+
+
+@contextmanager
+def waiting_in_vain():
+    """Who is missing is waited for in the backend alone, and the answers until all have come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vescale_comm._watchdog.comparison._MOST_MEET_SECONDS", 0.0)
+        patch.setattr("vescale_comm._watchdog.watcher._ANSWER_SECONDS", 60.0)
+        bound_waits(timeout=120, report_after=0.4)
+        yield
+    bound_waits(timeout=POOLS)
 
 
 def _seeded(fn):
@@ -42,8 +67,9 @@ def _seeded(fn):
 def assert_same(ours, theirs):
     assert type(ours) is type(theirs) or isinstance(theirs, Tensor)
     if isinstance(theirs, Tensor):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert torch.equal(_bits(ours), _bits(theirs))
+        assert same_bits(ours, theirs)
+    elif isinstance(theirs, str):
+        assert _words(ours) == _words(theirs)
     elif isinstance(theirs, list | tuple):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
@@ -55,5 +81,17 @@ def assert_same(ours, theirs):
         assert ours == theirs
 
 
-def _bits(x):
+def _words(text):
+    """The one thing that differs in words: what the group communicates with."""
+    return text.replace("simulated", "gloo").replace(", cuda (gloo)", "")
+
+
+def same_bits(one, other):
+    """Whether two tensors have one shape, dtype and bytes."""
+    kinds = [(x.shape, x.dtype) for x in (one, other)]
+    return kinds[0] == kinds[1] and torch.equal(bits(one), bits(other))
+
+
+def bits(x):
+    """A tensor as its bytes, row-major."""
     return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

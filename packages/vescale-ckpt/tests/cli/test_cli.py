@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from edited_checkpoint import generation_of, manifest_of, rewrite_manifest
+from edited_checkpoint import damage, generation_of, manifest_of, rewrite_manifest
 from emulated_ranks import save_on, sharded, succeed
 from vescale_ckpt import CheckpointManager, RankLocal, save
 from vescale_ckpt.__main__ import main
@@ -69,9 +69,7 @@ def test_verify(saved, capsys):
     assert (status, err) == (0, "")
     assert out.startswith("ok: 2 tensors in 2 files")
     assert json.loads(run(capsys, "verify", "--json", saved)[1])["ok"] is True
-    with open(generation_of(saved) / "r00001.safetensors", "r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x01")
+    damage(saved, file="r00001.safetensors")
     status, out, err = run(capsys, "verify", saved)
     assert (status, out) == (1, "")
     assert err.startswith("CorruptError: 1 problem(s)")

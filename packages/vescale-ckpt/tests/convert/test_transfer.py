@@ -6,7 +6,10 @@ import struct
 
 import pytest
 import torch
+from edited_checkpoint import damage
 from emulated_ranks import bits, save_on, sharded, succeed
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata
 from vescale_ckpt import (
     CorruptError,
     ExistsError,
@@ -84,10 +87,7 @@ def test_what_cannot_be_exported(tmp_path, path):
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, path):
     save(path, {"w": torch.ones(1000)})
-    (generation,) = [n for n in os.listdir(path) if n.startswith("g-")]
-    with open(f"{path}/{generation}/r00000.safetensors", "r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x01")
+    damage(path)
     with pytest.raises(CorruptError, match="do not match their checksum"):
         export_safetensors(path, tmp_path / "hf")
     assert os.listdir(tmp_path) == ["step-1"]
@@ -151,7 +151,6 @@ def test_unaligned_files_of_other_writers(tmp_path):
 
 
 def test_from_dcp(tmp_path):
-    from torch.distributed import checkpoint as dcp
 
     state = {
         "model": {"w": torch.randn(5, 3), "b": torch.zeros(2, dtype=torch.bfloat16)},
@@ -169,7 +168,6 @@ def test_from_dcp(tmp_path):
 
 
 def test_a_dcp_checkpoint_runs_nothing(tmp_path):
-    from torch.distributed import checkpoint as dcp
 
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"w": torch.ones(2), "v": "x"}, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -189,8 +187,6 @@ def test_a_dcp_checkpoint_runs_nothing(tmp_path):
 
 
 def test_dcp_metadata_may_name_members_of_an_enum_as_python_311_does(tmp_path, monkeypatch):
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint import metadata
 
     def as_attribute(member, protocol):
         return getattr, (type(member), member.name)

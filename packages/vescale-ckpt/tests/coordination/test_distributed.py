@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from emulated_ranks import piece_of, region_of
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from vescale_ckpt import (
+    CheckpointManager,
+    NotFoundError,
+    RankLocal,
+    init_optimizer_state,
+    load,
+    read,
+    save,
+)
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -20,8 +31,6 @@ def wholes():
 
 def distributed_state(mesh_shape, *, zero=False):
     """Every tensor in every pair of placements, as parameters of torch's own DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     mesh = testing.device_mesh(mesh_shape, ("a", "b"))
     kinds = [Shard(0), Shard(1), Replicate()]
     state = {}
@@ -38,21 +47,15 @@ def distributed_state(mesh_shape, *, zero=False):
 
 def expected_local(whole, parameter):
     """This rank's part of `whole`, by torch's own code."""
-    from torch.distributed.tensor import distribute_tensor
-
     like = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return like.to_local()
 
 
 def save_dtensors(rank, world_size, path, mesh_shape):
-    from vescale_ckpt import RankLocal, save
-
     save(path, {"w": distributed_state(mesh_shape), "rank": RankLocal(rank), "n": 3})
 
 
 def load_dtensors(rank, world_size, path, mesh_shape):
-    from vescale_ckpt import RankLocal, load
-
     state = distributed_state(mesh_shape, zero=True)
     keep_all = RankLocal(None, reshard=lambda values, rank, size: values)
     loaded = load(path, {"w": state, "rank": keep_all})
@@ -65,8 +68,6 @@ def load_dtensors(rank, world_size, path, mesh_shape):
 
 @pytest.mark.parametrize("saved_on", meshes(4), ids=str)
 def test_dtensors_from_4_ranks_to_any(path, saved_on):
-    from vescale_ckpt import read
-
     testing.run(save_dtensors, 4, path, saved_on)
     for name, tensor in read(path)["w"].items():
         assert tensor.equal(wholes()[name.split()[0]]), name
@@ -78,10 +79,6 @@ def test_dtensors_from_4_ranks_to_any(path, saved_on):
 
 
 def save_strided(rank, world_size, path):
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-    from vescale_ckpt import save
-
     mesh = testing.device_mesh((2, 2), ("dp", "tp"))
     whole = wholes()["even"]
     # As FSDP2 over TP lays a parameter out: rank (i, j) holds part i of half j.
@@ -95,16 +92,11 @@ def save_strided(rank, world_size, path):
 
 
 def test_the_layout_of_fsdp2_over_tp(path):
-    from vescale_ckpt import read
-
     testing.run(save_strided, 4, path)
     assert read(path)["w"].equal(wholes()["even"])
 
 
 def save_partial(rank, world_size, path):
-    from torch.distributed.tensor import DTensor, Partial
-    from vescale_ckpt import save
-
     mesh = testing.device_mesh((2,), ("dp",))
     save(path, {"grad": DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)})
 
@@ -117,14 +109,10 @@ def test_a_pending_sum_is_refused(path):
 
 
 def save_something(rank, world_size, path, bad_rank):
-    from vescale_ckpt import save
-
     save(path, {"w": object() if rank == bad_rank else torch.zeros(2)})
 
 
 def load_something(rank, world_size, path):
-    from vescale_ckpt import load
-
     load(path, {"w": torch.zeros(2 if rank else 3)})
 
 
@@ -140,9 +128,6 @@ def test_every_rank_raises_the_same(path, tmp_path):
 
 
 def save_in_groups(rank, world_size, path):
-    import torch.distributed as dist
-    from vescale_ckpt import CheckpointManager, load, save
-
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rank % 2
     save(f"{path}-{mine}", {"n": mine, "w": torch.full((4,), mine)}, group=groups[mine])
@@ -161,9 +146,6 @@ def test_groups(path):
 
 def train_with_optimizer(rank, world_size, path, mesh_shape, steps):
     """FSDP-like: sharded parameters, AdamW on them; returns the full parameters afterwards."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from vescale_ckpt import NotFoundError, init_optimizer_state, load, save
-
     mesh = testing.device_mesh(mesh_shape, ("dp",))
     whole = torch.arange(35.0).reshape(7, 5)
     weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
@@ -182,8 +164,6 @@ def train_with_optimizer(rank, world_size, path, mesh_shape, steps):
 
 
 def test_sharded_optimizer_state_follows_to_other_worlds(path):
-    from vescale_ckpt import read
-
     assert testing.run(train_with_optimizer, 1, f"{path}-1", (1,), 6) == [6]
     assert testing.run(train_with_optimizer, 4, f"{path}-n", (4,), 2) == [2] * 4
     assert testing.run(train_with_optimizer, 3, f"{path}-n", (3,), 2) == [4] * 3
@@ -192,18 +172,3 @@ def test_sharded_optimizer_state_follows_to_other_worlds(path):
     assert one["w"].equal(many["w"])
     for key in ("exp_avg", "exp_avg_sq", "step"):
         assert one["optim"]["state"][0][key].equal(many["optim"]["state"][0][key])
-
-
-def save_our_protocol(rank, world_size, path):
-    from vescale_ckpt import load, save
-
-    whole = wholes()["uneven"]
-    regions = [((rank * 2, 0), (2, 5))] if rank < 3 else [((6, 0), (1, 2)), ((6, 2), (1, 3))]
-    save(path, {"w": piece_of(whole, regions)})
-    into = piece_of(whole, [((0, rank), (7, 1))], fill=False)
-    load(path, {"w": into})
-    assert into.local.reshape(7, 1).equal(region_of(whole, (0, rank), (7, 1)))
-
-
-def test_the_layout_protocol_in_real_processes(path):
-    testing.run(save_our_protocol, 4, path)

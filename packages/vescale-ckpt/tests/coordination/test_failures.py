@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from edited_checkpoint import damage
 from emulated_ranks import load_on, save_on, sharded, succeed
 from faulty_storage import FaultyStorage, broken_disk, disk_full_once
 from vescale_ckpt import (
@@ -167,8 +168,7 @@ def test_different_paths(tmp_path):
     from vescale_ckpt._save.save import SaveOptions, save_with
 
     outcomes = on_ranks(
-        2,
-        lambda c: save_with(LocalStorage(), c, tmp_path / str(c.rank), {"a": 1}, SaveOptions()),
+        2, lambda c: save_with(LocalStorage(), c, tmp_path / str(c.rank), {"a": 1}, SaveOptions())
     )
     assert_all_raised(outcomes, StateError, "different paths")
     assert os.listdir(tmp_path) == []
@@ -202,10 +202,7 @@ def test_a_failing_read_fails_the_load_on_all_ranks(path):
 
 def test_data_that_only_one_rank_needs_fails_the_load_on_all(path):
     succeed(save_on(states(), path))
-    (generation,) = [name for name in os.listdir(path) if name.startswith("g-")]
-    with open(f"{path}/{generation}/r00002.safetensors", "r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\xff")
+    damage(path, file="r00002.safetensors", byte=b"\xff")
     intos = [{"w": piece} for piece in sharded(WHOLE, RANKS, fill=False)]
     words = ("rank 2 of 3", "r00002.safetensors: bytes", "'w' [20:30, 0:10]")
     assert_all_raised(load_on(intos, path), CorruptError, *words)

@@ -100,7 +100,8 @@ def test_who_does_not_come_is_named_with_its_last_call():
     assert (
         on_threads(*(lambda r=r: meet(store, r, 3, call("load")) for r in range(3))) == [None] * 3
     )
-    waiting = [lambda r=r: meet(store, r, 3, call("save", "'b'", 0.3)) for r in (0, 2)]
+    # Both are there before the first one gives up.
+    waiting = [arrive(store, r, 3, call("save", "'b'", 0.1)) for r in (0, 2)]
     for error in on_threads(*waiting):
         assert isinstance(error, CoordinationError)
         assert "save('b') at train.py:4" in str(error)
@@ -202,13 +203,13 @@ def test_an_interrupt_is_told(monkeypatch):
 
 # Real processes: each of these is called on some ranks only, and the others call something later.
 CALLS = {
-    "save": lambda path, w: save(f"{path}/a", w, timeout=1.0),
-    "async_save": lambda path, w: async_save(f"{path}/a", w, timeout=1.0).wait(),
-    "load": lambda path, w: load(f"{path}/good", w, timeout=1.0),
-    "manager.save": lambda path, w: manager(path, timeout=1.0).save(2, w),
-    "manager.async_save": lambda path, w: manager(path, timeout=1.0).async_save(2, w),
-    "manager.restore": lambda path, w: manager(path, timeout=1.0).restore(w),
-    "manager.restore a step": lambda path, w: manager(path, timeout=1.0).restore(w, step=1),
+    "save": lambda path, w: save(f"{path}/a", w, timeout=0.2),
+    "async_save": lambda path, w: async_save(f"{path}/a", w, timeout=0.2).wait(),
+    "load": lambda path, w: load(f"{path}/good", w, timeout=0.2),
+    "manager.save": lambda path, w: manager(path, timeout=0.2).save(2, w),
+    "manager.async_save": lambda path, w: manager(path, timeout=0.2).async_save(2, w),
+    "manager.restore": lambda path, w: manager(path, timeout=0.2).restore(w),
+    "manager.restore a step": lambda path, w: manager(path, timeout=0.2).restore(w, step=1),
 }
 
 

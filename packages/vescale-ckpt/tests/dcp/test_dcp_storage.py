@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import vescale_ckpt
+from edited_checkpoint import damage
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from vescale_ckpt.dcp import StorageReader, StorageWriter
 
@@ -128,10 +129,7 @@ def test_loads_that_do_not_fit(path):
 
 def test_damage_is_found(path):
     dcp.save({"w": torch.arange(1000.0)}, storage_writer=StorageWriter(path))
-    (file,) = Path(path).glob("*/*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
+    damage(path, -5)
     with pytest.raises(dcp.CheckpointException) as info:
         dcp.load({"w": torch.zeros(1000)}, storage_reader=StorageReader(path))
     assert "do not match their checksum" in cause(info)

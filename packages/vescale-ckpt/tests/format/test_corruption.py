@@ -1,12 +1,11 @@
 """No damaged byte goes unnoticed: reading fails closed and says which file and which range."""
 
-import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from edited_checkpoint import generation_of
+from edited_checkpoint import damage, generation_of
 from vescale_ckpt import CheckpointError, CorruptError, UncommittedError, load, read, save, verify
 from vescale_ckpt._format.checksums import BLOCK_BYTES
 
@@ -81,9 +80,7 @@ def test_swapped_data_files(tmp_path):
 def test_the_message_names_file_tensor_and_range(path):
     save(path, {"w": torch.zeros(3, BLOCK_BYTES // 4)})
     file = generation_of(path) / "r00000.safetensors"
-    with open(file, "r+b") as handle:
-        handle.seek(-5, os.SEEK_END)
-        handle.write(b"\x01")
+    damage(path, -5)
     end = file.stat().st_size
     expected = rf"{file}: bytes {end - BLOCK_BYTES} to {end} do not match .* 'w' \[0:3, 0:65536\]"
     with pytest.raises(CorruptError, match=expected):
@@ -97,9 +94,7 @@ def test_damage_in_a_part_that_is_not_needed_does_not_matter_to_load(path):
 
     whole = torch.arange(4.0 * BLOCK_BYTES // 4).reshape(4, BLOCK_BYTES // 4)
     save(path, {"w": whole})
-    with open(generation_of(path) / "r00000.safetensors", "r+b") as handle:
-        handle.seek(-5, os.SEEK_END)
-        handle.write(b"\x01")
+    damage(path, -5)
     first, second = sharded(whole, 2, fill=False)
     load(path, into={"w": first})
     assert_filled(first, whole)
@@ -109,10 +104,8 @@ def test_damage_in_a_part_that_is_not_needed_does_not_matter_to_load(path):
 
 def test_verify_lists_every_problem(path):
     save(path, {"a": torch.zeros(9), "b": torch.zeros(9), "c": torch.zeros(9)})
-    with open(generation_of(path) / "r00000.safetensors", "r+b") as handle:
-        for back in (5, 77):
-            handle.seek(-back, os.SEEK_END)
-            handle.write(b"\x01")
+    damage(path, -5)
+    damage(path, -77)
     with pytest.raises(CorruptError, match=r"2 problem\(s\).*'a' \[0:9\].*'c' \[0:9\]"):
         verify(path)
 

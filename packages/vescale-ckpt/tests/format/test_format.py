@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference_reader
 import torch
-from edited_checkpoint import generation_of, manifest_of
+from edited_checkpoint import damage, generation_of, manifest_of
 from emulated_ranks import bits, save_on, sharded, succeed
 from vescale_ckpt import RankLocal, read, save
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
@@ -45,8 +45,7 @@ def test_the_reference_reader_is_short_and_stands_alone():
 
 def test_the_reference_reader_notices_damage(path):
     save(path, {"w": torch.zeros(100)})
-    file = generation_of(path) / "r00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    damage(path)
     with pytest.raises(AssertionError):
         reference_reader.read_checkpoint(path)
 

@@ -17,14 +17,14 @@ from emulated_ranks import (
     sharded,
     succeed,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from resharding import CountingStorage, layouts
 from vescale_ckpt import load, read
 from vescale_ckpt._format import checksums
 
 
-@pytest.mark.parametrize("saved_by", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 4, 8])
 def test_every_layout_to_every_layout(path, saved_by):
     torch.manual_seed(saved_by)
     wholes = {"even": torch.randn(12, 8), "uneven": torch.randn(7, 5), "few": torch.randn(2, 3)}
@@ -34,7 +34,7 @@ def test_every_layout_to_every_layout(path, saved_by):
         for kind, pieces in layouts(whole, saved_by, gap=1).items()
     }
     succeed(save_on([{k: p[r] for k, p in saved.items()} for r in range(saved_by)], path))
-    for loaded_by in (1, 2, 3, 4, 6, 8):
+    for loaded_by in (1, 2, 3, 8):
         for wanted in ("rows", "columns", "interleaved", "ragged", "both dims"):
             empty = {
                 name: layouts(wholes[name.split()[0]], loaded_by, gap=2, fill=False).get(wanted)
@@ -70,7 +70,6 @@ def cut_boxes(draw, shape):
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_random_boxes_to_random_boxes(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple))
     whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)

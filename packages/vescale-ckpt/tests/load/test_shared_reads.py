@@ -1,13 +1,16 @@
 """What several ranks of a machine need is read once if they share, and is the same either way."""
 
 import os
+import signal
 
 import pytest
 import torch
+from edited_checkpoint import damage
 from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
 from resharding import CountingStorage, layouts
-from vescale_ckpt import CorruptError, MismatchError, load, save
+from vescale_ckpt import CoordinationError, CorruptError, MismatchError, load, save
 from vescale_ckpt._coordination.pipe_barrier import PipeBarrier
+from vescale_ckpt._load import shared_reads
 from vescale_ckpt._load.shared_reads import fetch_shared
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
@@ -24,16 +27,21 @@ def threads_share(monkeypatch):
 WHOLE = torch.arange(6_000_000, dtype=torch.int32).reshape(3000, 2000)
 
 
+def load_columns(path, ranks, **how):
+    """Load columns of what was saved, on so many ranks."""
+    into = sharded(WHOLE, ranks, 1, fill=False)
+    succeed(load_on([{"w": p} for p in into], path, **how))
+    for piece in into:
+        assert_filled(piece, WHOLE)
+
+
 @pytest.mark.parametrize("arena", [1 << 20, 16 << 20])
 def test_read_once(path, monkeypatch, arena):
     monkeypatch.setattr("vescale_ckpt._load.shared_reads.ARENA_BYTES", arena)
     succeed(save_on([{"w": p} for p in sharded(WHOLE, 3)], path))
     for share, amplified in ((True, 1), (False, 4)):
-        into = sharded(WHOLE, 4, 1, fill=False)
-        storages = [CountingStorage() for _ in into]
-        succeed(load_on([{"w": p} for p in into], path, storages=storages, share=share))
-        for piece in into:
-            assert_filled(piece, WHOLE)
+        storages = [CountingStorage() for _ in range(4)]
+        load_columns(path, 4, storages=storages, share=share)
         read = sum(storage.bytes for storage in storages)
         assert read / WHOLE.nbytes == pytest.approx(amplified, rel=0.05)
         # Each takes its share of the reading.
@@ -88,10 +96,7 @@ def test_without_memory_to_share_each_reads_for_itself(path, monkeypatch):
 
     monkeypatch.setattr("vescale_ckpt._coordination.shared_memory.SharedMemory.attach", none_left)
     succeed(save_on([{"w": WHOLE}], path))
-    into = sharded(WHOLE, 2, 1, fill=False)
-    succeed(load_on([{"w": p} for p in into], path, share=True))
-    for piece in into:
-        assert_filled(piece, WHOLE)
+    load_columns(path, 2, share=True)
 
 
 @pytest.mark.parametrize("cut_off", [0, 1, 2])
@@ -105,10 +110,8 @@ def test_if_one_rank_is_out_of_reach_each_reads_for_itself(path, monkeypatch, cu
 
     monkeypatch.setattr(PipeBarrier, "attach", refused)
     succeed(save_on([{"w": WHOLE}], path))
-    into, told = sharded(WHOLE, 3, 1, fill=False), []
-    succeed(load_on([{"w": p} for p in into], path, progress=lambda *both: told.append(both)))
-    for piece in into:
-        assert_filled(piece, WHOLE)
+    told = []
+    load_columns(path, 3, progress=lambda *both: told.append(both))
     # Each read all of it, and blocks at the ends of its slabs twice.
     assert sum(done == total for done, total in told) == 3
     assert all(WHOLE.nbytes <= total < 1.06 * WHOLE.nbytes for _, total in told)
@@ -122,7 +125,7 @@ def open_descriptors():
 def test_nothing_stays_open(path):
     succeed(save_on([{"w": WHOLE}], path))
     before = open_descriptors()
-    succeed(load_on([{"w": p} for p in sharded(WHOLE, 2, 1, fill=False)], path))
+    load_columns(path, 2)
     assert open_descriptors() == before
     other = [{"w": p, "x": torch.ones(1)} for p in sharded(WHOLE, 2, 1, fill=False)]
     outcomes = load_on(other, path)
@@ -133,11 +136,7 @@ def test_nothing_stays_open(path):
 
 def test_damage_in_what_is_shared_fails_all(path):
     succeed(save_on([{"w": WHOLE}], path))
-
-    (generation,) = [n for n in os.listdir(path) if n.startswith("g-")]
-    with open(f"{path}/{generation}/r00000.safetensors", "r+b") as file:
-        file.seek(12_000_000)
-        file.write(b"\xff")
+    damage(path, -12_000_000, byte=b"\xff")
     into = sharded(WHOLE, 4, 1, fill=False)
     outcomes = load_on([{"w": p} for p in into], path, share=True)
     assert [type(outcome) for outcome in outcomes] == [CorruptError] * 4
@@ -158,8 +157,6 @@ def test_simulated_ranks_that_take_turns_do_not_wait_for_each_other(path, monkey
 
 
 def load_shared(rank, world_size, path):
-    from vescale_ckpt import load
-
     into = sharded(WHOLE, world_size, 1, fill=False)[rank]
     load(path, {"w": into}, share=True)
     assert_filled(into, WHOLE)
@@ -171,12 +168,6 @@ def test_real_processes(path):
 
 
 def die_while_sharing(rank, world_size, path):
-    import os
-    import signal
-
-    from vescale_ckpt import CoordinationError, load
-    from vescale_ckpt._load import shared_reads
-
     if rank == 1:
         shared_reads._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from emulated_ranks import on_ranks, sharded, succeed
 from faulty_storage import FaultyStorage, disk_full_once
 from vescale_ckpt import (
@@ -24,6 +25,7 @@ from vescale_ckpt import (
     save,
     verify,
 )
+from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._save.async_save import async_save_with
 from vescale_ckpt._save.save import SaveOptions
 from vescale_ckpt._storage.local import LocalStorage
@@ -123,7 +125,6 @@ def test_an_error_comes_with_the_next_save_and_only_once(tmp_path):
     staging = Staging()
     storage = FaultyStorage(6, disk_full_once)
     options = SaveOptions()
-    from vescale_ckpt._coordination.coordinator import SingleProcess
 
     state = {"w": torch.ones(3)}
     async_save_with(storage, SingleProcess(), tmp_path / "a", state, options, staging)
@@ -155,7 +156,6 @@ def test_a_copy_that_fails_commits_nothing(path, monkeypatch):
 
 def test_the_handle_tells(path):
     storage, staging = SlowStorage(), Staging()
-    from vescale_ckpt._coordination.coordinator import SingleProcess
 
     state = {"w": torch.ones(1000)}
     handle = async_save_with(storage, SingleProcess(), path, state, SaveOptions(), staging)
@@ -171,9 +171,6 @@ def test_the_handle_tells(path):
 
 
 def train_and_save(rank, world_size, path):
-    import torch.distributed as dist
-    from vescale_ckpt import Staging, async_save, read
-
     staging, weight = Staging(), torch.zeros(1000)
     for step in range(3):
         weight += 1
@@ -190,8 +187,6 @@ def test_collectives_of_the_training_do_not_get_mixed_up(path):
 
 
 def save_in_two_groups(rank, world_size, path):
-    import torch.distributed as dist
-
     # Of one group rank 0 is a member and rank 1 is not.
     _, pair, everyone = dist.new_group([0]), dist.new_group([0, 1]), dist.group.WORLD
     staging = Staging()

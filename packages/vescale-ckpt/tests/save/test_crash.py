@@ -139,7 +139,7 @@ def test_two_writers_whatever_the_interleaving(tmp_path):
         def stand_still(storage, at=at, other=other):
             if len(storage.log) == at:
                 other.start()
-                other.join(0.2)
+                other.join(0.05)
 
         storage = FaultyStorage(at, stand_still)
         save_alone(storage, path, overwrite=True)

@@ -255,7 +255,7 @@ def random_state(rng, whole_of):
     return states, expected
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_states(tmp_path, seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)

@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vescale_ckpt._tensors.regions import (
     Region,
@@ -34,7 +34,6 @@ shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 
 @given(shapes.flatmap(lambda s: st.tuples(region_in(whole(s)), region_in(whole(s)))))
-@settings(max_examples=200, deadline=None)
 def test_intersection(pair):
     a, b = pair
     common = intersect(a, b)
@@ -42,7 +41,6 @@ def test_intersection(pair):
 
 
 @given(shapes.flatmap(lambda s: st.lists(region_in(whole(s)), max_size=5)))
-@settings(max_examples=200, deadline=None)
 def test_first_overlap_finds_one_if_there_is_one(regions):
     pairs = itertools.combinations(regions, 2)
     assert bool(first_overlap(regions)) == any(elements(a) & elements(b) for a, b in pairs)
@@ -51,7 +49,6 @@ def test_first_overlap_finds_one_if_there_is_one(regions):
 
 
 @given(shapes.map(whole).flatmap(region_in), st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
 def test_split_covers_once_within_the_limit(region, limit):
     slabs = split(region, limit)
     assert sum(slab.numel for slab in slabs) == region.numel
@@ -67,7 +64,6 @@ def outer_and_inner(draw):
 
 
 @given(outer_and_inner(), st.sampled_from([1, 2, 8]), st.sampled_from([16, 32, 48, 400]))
-@settings(max_examples=400, deadline=None)
 def test_blocks_touched_are_exactly_those_that_hold_an_element(regions, itemsize, block):
     outer, inner = regions
     flat = np.arange(outer.numel).reshape(outer.shape)

@@ -18,19 +18,20 @@ from vescale_comm import (
     all_reduce_bucketed,
     all_to_all,
     barrier,
-    bound_waits,
     broadcast,
     gather_pieces,
+    permute,
     reduce_scatter,
     reduce_scatter_into,
-    trace,
+    scatter,
+    send,
 )
+from vescale_comm._torch.compat import set_group_timeout
 from vescale_comm.testing import outcomes, run
+from vescale_comm_worlds import refusals, waiting_in_vain
+from vescale_comm_worlds import run as both_worlds
 
 x = torch.zeros(4, 3)
-# What is met for the first time waits a tenth of this for the others.
-LONG = 30
-POOLS = 1800  # timeout of the pool of processes
 
 
 def quantised(x):
@@ -88,10 +89,7 @@ BAD = {
         lambda: broadcast(torch.zeros(4, dtype=torch.uint8).view(torch.uint4)),
         "torch does not copy tensors of torch.uint4",
     ),
-    "quantised": (
-        lambda: all_gather(quantised(x)),
-        "torch does not copy tensors of torch.qint8",
-    ),
+    "quantised": (lambda: all_gather(quantised(x)), "torch does not copy tensors of torch.qint8"),
     "fractions": (lambda: reduce_scatter(x, sizes=[2.5, 1.5]), "takes whole numbers, not [2.5, 1"),
     "words": (lambda: gather_pieces(x, shapes=["ab", (4, 3)]), "takes whole numbers, not 'ab'"),
     "negative": (lambda: gather_pieces(x, shapes=[(-1,)] * 2), "shapes has (-1,), with a negative"),
@@ -102,22 +100,36 @@ BAD = {
         lambda: all_reduce_(torch.zeros(2, dtype=torch.complex64).conj()),
         "the output is a conjugated or negated view",
     ),
+    "pair": (lambda: permute(x, pairs=[(0, 5)]), "pairs=5 is not a member"),
+    "sends-twice": (lambda: permute(x, pairs=[(0, 1), (0, 0)]), "member 0 sends twice"),
+    "receives-twice": (lambda: permute(x, pairs=[(0, 1), (1, 1)]), "member 1 receives twice"),
+    "scatter-sizes": (lambda: scatter(x, sizes=[1, 1]), "sum to 2, but dim 0 has extent 4"),
+    "scatter-even": (lambda: scatter(x[:3]), "extent 3 of dim 0 is not divisible by 2"),
+    "peer": (lambda: send(x, target=9), "target=9 is not a member"),
+    "self": (lambda: send(x, target=dist.get_rank()), "is this member itself"),
+    "gradient": (
+        lambda: send(x.clone().requires_grad_(), target=1 - dist.get_rank()),
+        "send has no gradient",
+    ),
+    "strides": (lambda: all_reduce_(x.T), "the output is not contiguous (shape (3, 4)"),
+    "leaf": (lambda: all_reduce_(x.clone().requires_grad_()), "writes in place"),
+    "out": (lambda: all_gather_into(torch.empty(7, 3), x), "(7, 3) on cpu, and the result"),
+    "out-dtype": (
+        lambda: reduce_scatter_into(torch.empty(2, 3).double(), x),
+        "the output is torch.float64",
+    ),
 }
 
 
-def call_badly(rank, world_size, name):
-    with trace() as t:
-        try:
-            BAD[name][0]()
-        finally:
-            assert t.records == []
+def bad_calls(rank, world_size):
+    return refusals({name: call for name, (call, _) in BAD.items()})
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_found_before_anything_is_sent(name):
-    for outcome in outcomes(call_badly, 2, name):
-        assert outcome.kinds[:2] == ("CommArgumentError", "CommError")
-        assert BAD[name][1] in outcome.message
+def test_what_does_not_fit_is_found_before_anything_is_sent():
+    for found in both_worlds(bad_calls, 2):
+        assert list(found) == list(BAD)
+        for name, (kind, words) in found.items():
+            assert (kind, BAD[name][1] in words) == ("CommArgumentError", True), (name, words)
 
 
 def outsider(rank, world_size):
@@ -146,43 +158,46 @@ def test_a_distributed_tensor_is_not_a_local_one():
         assert "pass x.to_local()" in outcome.message
 
 
-def wait_in_vain(rank, world_size, name):
-    bound_waits(timeout=LONG, report_after=1)  # the answers of the other rank come sooner
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
-    dist.barrier(group)  # so that both are connected
-    calls = {
-        "all_reduce": lambda: all_reduce(x, group),
-        "all_gather": lambda: all_gather(x, group),
-        "gather_pieces": lambda: gather_pieces(x, group, shapes=[(4, 3), (1,)]),
-        "reduce_scatter": lambda: reduce_scatter(x, group),
-        "all_to_all": lambda: all_to_all([x, x], group, shapes=[(4, 3), (4, 3)]),
-        "broadcast": lambda: broadcast(x, group, source=1),
-        "barrier": lambda: barrier(group),
-    }
-    if rank == 0:
-        with pytest.raises(CommTimeoutError) as caught:
-            calls[name]()
-        assert isinstance(caught.value.__cause__, RuntimeError)
-    dist.barrier()  # the default group's timeout is long
-    bound_waits(timeout=POOLS)
-    return str(caught.value) if rank == 0 else None
+# What rank 0 calls alone, and how its error begins.
+IN_VAIN = {
+    "all_reduce of torch.float32 (4, 3)": lambda group: all_reduce(x, group),
+    "all_gather of torch.float32 (4, 3)": lambda group: all_gather(x, group),
+    "all_gather of torch.float32 (12,)": lambda group: gather_pieces(
+        x, group, shapes=[(4, 3), (1,)]
+    ),
+    "reduce_scatter of torch.float32 (4, 3)": lambda group: reduce_scatter(x, group),
+    "all_to_all of torch.float32 (24,)": lambda group: all_to_all(
+        [x, x], group, shapes=[(4, 3)] * 2
+    ),
+    "broadcast of torch.float32 (4, 3)": lambda group: broadcast(x, group, source=1),
+    "barrier": lambda group: barrier(group),
+}
+
+# In these gloo waits as long as the group was made to, whatever was said later.
+AS_MADE = ("all_gather of torch.float32 (12,)", "reduce_scatter of torch.float32 (4, 3)")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("all_reduce", "all_reduce of torch.float32 (4, 3)"),
-        ("all_gather", "all_gather of torch.float32 (4, 3)"),
-        ("gather_pieces", "all_gather of torch.float32 (12,)"),
-        ("reduce_scatter", "reduce_scatter of torch.float32 (4, 3)"),
-        ("all_to_all", "all_to_all of torch.float32 (24,)"),
-        ("broadcast", "broadcast of torch.float32 (4, 3)"),
-        ("barrier", "barrier"),
-    ],
-)
-def test_a_timeout_names_the_op_the_group_and_the_shape(name, words):
-    message = run(wait_in_vain, 2, name)[0]
-    assert message.startswith(f"{words} over ranks 0, 1 (ranks [0, 1]) timed out: some member")
+def wait_in_vain(rank, world_size):
+    waits = [timedelta(seconds=2) if name in AS_MADE else None for name in IN_VAIN]
+    groups = [dist.new_group(timeout=wait) for wait in waits]
+    for group in groups:
+        dist.barrier(group)  # so that both are connected
+    messages = []
+    with waiting_in_vain():
+        for call, group in zip(IN_VAIN.values(), groups, strict=True):
+            if rank == 0:
+                set_group_timeout(group, timedelta(seconds=0.2))
+                with pytest.raises(CommTimeoutError) as caught:
+                    call(group)
+                assert isinstance(caught.value.__cause__, RuntimeError)
+                messages.append(str(caught.value))
+        dist.barrier()  # where the other one waits meanwhile
+    return messages
+
+
+def test_a_timeout_names_the_op_the_group_and_the_shape():
+    for message, words in zip(run(wait_in_vain, 2)[0], IN_VAIN, strict=True):
+        assert message.startswith(f"{words} over ranks 0, 1 (ranks [0, 1]) timed out: some member")
 
 
 def test_one_base_class_and_the_builtin_ones():

@@ -1,6 +1,6 @@
 """Gathers, exchanges and broadcasts return the bits that one process would have put there.
 
-Over random shapes, dims, strides, dtypes and sizes, even, uneven and empty, on 1 to 4 ranks.
+Over random shapes, dims, strides, dtypes and sizes, even, uneven and empty, on 1 to 3 ranks.
 """
 
 import random
@@ -23,27 +23,8 @@ from vescale_comm import (
     reduce_scatter,
     scatter,
 )
-from vescale_comm_worlds import run
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
+from vescale_comm_dense import DTYPES
+from vescale_comm_worlds import bits, run, same_bits
 
 
 def tensor(rng, shape, dtype):
@@ -62,17 +43,8 @@ def tensor(rng, shape, dtype):
     return whole[..., ::2] if kind == "strided" and order else whole
 
 
-def same_bits(found, expected):
-    return (
-        found.shape == expected.shape
-        and found.dtype == expected.dtype
-        and found.is_contiguous()
-        and torch.equal(bits(found), bits(expected))
-    )
-
-
-def bits(x):
-    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+def same(found, expected):
+    return found.is_contiguous() and same_bits(found, expected)
 
 
 def check_gathers(rank, world_size, seed):
@@ -91,7 +63,7 @@ def check_gathers(rank, world_size, seed):
             pieces.append(tensor(rng, shape, dtype))
         before = bits(pieces[rank]).clone()
         found = all_gather(pieces[rank], dim=dim, sizes=None if even else sizes)
-        assert same_bits(found, dense.all_gather(pieces, dim=dim)[rank]), (sizes, shape, dim, dtype)
+        assert same(found, dense.all_gather(pieces, dim=dim)[rank]), (sizes, shape, dim, dtype)
         assert torch.equal(bits(pieces[rank]), before)
 
 
@@ -102,7 +74,7 @@ def check_pieces(rank, world_size, seed):
         shapes = [random_shape(rng) for _ in range(world_size)]
         pieces = [tensor(rng, shape, dtype) for shape in shapes]
         found = gather_pieces(pieces[rank], shapes=shapes)
-        assert all(map(same_bits, found, pieces)), (shapes, dtype)
+        assert all(map(same, found, pieces)), (shapes, dtype)
 
 
 def check_exchanges(rank, world_size, seed):
@@ -114,7 +86,7 @@ def check_exchanges(rank, world_size, seed):
         pieces = [[tensor(rng, shape, dtype) for shape in row] for row in shapes]
         found = all_to_all(pieces[rank], shapes=[shapes[peer][rank] for peer in ranks])
         assert len(found) == world_size
-        assert all(map(same_bits, found, dense.all_to_all(pieces)[rank])), (shapes, dtype)
+        assert all(map(same, found, dense.all_to_all(pieces)[rank])), (shapes, dtype)
 
 
 def check_flat_exchanges(rank, world_size, seed):
@@ -163,7 +135,7 @@ def check_broadcasts(rank, world_size, seed):
         xs = [tensor(rng, shape, dtype) for _ in range(world_size)]
         before = bits(xs[rank]).clone()
         found = broadcast(xs[rank], source=source)
-        assert same_bits(found, dense.broadcast(xs, source=source)[rank]), (shape, dtype)
+        assert same(found, dense.broadcast(xs, source=source)[rank]), (shape, dtype)
         assert torch.equal(bits(xs[rank]), before)
 
 
@@ -171,7 +143,7 @@ def random_shape(rng):
     return tuple(rng.choice([0, 1, 2, 3]) for _ in range(rng.randint(0, 3)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
     "check",
     [check_gathers, check_pieces, check_exchanges, check_flat_exchanges, check_broadcasts],

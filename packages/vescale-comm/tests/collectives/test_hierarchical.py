@@ -1,5 +1,7 @@
 """A hierarchical all-reduce is the all-reduce, with the stated bytes on each of the two axes."""
 
+import itertools
+
 import pytest
 import torch
 from vescale_comm import (
@@ -19,8 +21,14 @@ def inputs(shape, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(6)]
 
 
-def reduced(rank, world_size, mesh_shape, shape, op):
+def reduced(rank, world_size, mesh_shape):
     mesh = device_mesh(mesh_shape, ("out", "in"))
+    for shape in [(), (0,), (5,), (4, 9)]:
+        for op in ("sum", "avg", "max"):
+            reduced_by(mesh, rank, shape, op)
+
+
+def reduced_by(mesh, rank, shape, op):
     inside, across = group_of(mesh, "in"), group_of(mesh, "out")
     x = inputs(shape)[rank].requires_grad_(op != "max")
     y = inputs(shape)[rank].requires_grad_(op != "max")
@@ -37,9 +45,7 @@ def reduced(rank, world_size, mesh_shape, shape, op):
 
 @pytest.mark.parametrize("mesh_shape", [(2, 3), (3, 2), (1, 6), (6, 1)])
 def test_it_is_the_all_reduce(mesh_shape):
-    for shape in [(), (0,), (5,), (4, 9)]:
-        for op in ("sum", "avg", "max"):
-            run(reduced, 6, mesh_shape, shape, op)
+    run(reduced, 6, mesh_shape)
 
 
 def ordered(rank, world_size, order):
@@ -59,21 +65,23 @@ def test_ordered_it_is_the_fold_inside_and_then_across(order):
     assert all(torch.equal(first, other) for other in others)
 
 
-def emulated(rank, world_size, dtype, op, order):
+CASES = itertools.product((torch.float32, torch.bfloat16), ("sum", "avg", "max"), ("rank", "tree"))
+
+
+def emulated(rank, world_size, cases):
     mesh = device_mesh((2, 3), ("out", "in"))
-    xs = [x.to(dtype) for x in inputs((70,), torch.float32)]
-    found = all_reduce_hierarchical(
-        xs[rank], group_of(mesh, "in"), group_of(mesh, "out"), op=op, order=order
-    )
-    expected = Emulator(6).all_reduce_hierarchical(xs, inner=3, op=op, order=order)[rank]
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    for dtype, op, order in cases:
+        xs = [x.to(dtype) for x in inputs((70,), torch.float32)]
+        how = {"op": op, "order": order}
+        found = all_reduce_hierarchical(
+            xs[rank], group_of(mesh, "in"), group_of(mesh, "out"), **how
+        )
+        expected = Emulator(6).all_reduce_hierarchical(xs, inner=3, **how)[rank]
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (dtype, how)
 
 
-@pytest.mark.parametrize("op", ["sum", "avg", "max"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("order", ["rank", "tree"])
-def test_the_emulator_has_its_bits(dtype, op, order):
-    run(emulated, 6, dtype, op, order)
+def test_the_emulator_has_its_bits():
+    run(emulated, 6, [*CASES])
 
 
 def test_the_emulator_refuses_groups_that_do_not_divide():

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from vescale_comm import (
-    all_gather_into,
-    all_reduce_,
-    broadcast_,
-    reduce_scatter_into,
-    simulate,
-)
+from vescale_comm import all_gather_into, all_reduce_, broadcast_, reduce_scatter_into, simulate
 from vescale_comm.testing import run
 
 # Name: what writes into the four elements it is given, on two ranks.
@@ -27,22 +21,19 @@ WRITES = {
 }
 
 
-def saved_and_written(rank, world_size, name):
-    weight, x = torch.ones(4, requires_grad=True), torch.ones(4)
-    y = weight * x
-    with torch.no_grad():
-        WRITES[name](x)
-    try:
-        y.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return f"a gradient of {weight.grad.tolist()}"
+def saved_and_written(rank, world_size):
+    for write in WRITES.values():
+        weight, x = torch.ones(4, requires_grad=True), torch.ones(4)
+        y = weight * x
+        with torch.no_grad():
+            write(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_memory_that_a_graph_saved_is_seen_to_change(name):
-    for words in (*run(saved_and_written, 2, name), *simulate(2)(saved_and_written, name)):
-        assert "modified by an inplace operation" in words
+def test_memory_that_a_graph_saved_is_seen_to_change():
+    run(saved_and_written, 2)
+    simulate(2)(saved_and_written)
 
 
 def reduced_for_inference(rank, world_size):

@@ -20,6 +20,7 @@ from vescale_comm import (
     trace,
     unwaited,
 )
+from vescale_comm.testing import run as run_processes
 from vescale_comm_seen import Seen
 from vescale_comm_worlds import run
 
@@ -111,8 +112,6 @@ def written_in_place(rank, world_size):
 
 
 def test_what_is_written_into_the_views_is_not_copied():
-    from vescale_comm.testing import run as run_processes
-
     # Of two members: what arrives is added to what lies there.
     assert run_processes(written_in_place, 2) == [{"empty_like", "alltoall_base", "add"}] * 2
 

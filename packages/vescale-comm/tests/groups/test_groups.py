@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ from vescale_comm import (
     all_gather,
     all_reduce,
     as_group,
-    barrier,
     broadcast,
     group_alone,
     group_of,
     reduce_scatter,
-    trace,
 )
 from vescale_comm.testing import device_mesh, outcomes, run
+from vescale_comm_worlds import refusals
 
 NAMES = ("dp", "cp", "tp")
 
@@ -201,24 +201,6 @@ def test_use_after_the_world_is_gone(use):
         assert "was used after its process group was destroyed" in outcome.message
 
 
-def alone(rank, world_size):
-    mesh = device_mesh((2, 1), ("dp", "tp"))
-    group = group_of(mesh, "tp")
-    with trace() as t:
-        # Only one of the two ranks calls these: any communication would wait for the other.
-        if rank == 0:
-            x = torch.ones(3)
-            results = [all_reduce(x, group), all_gather(x, group), reduce_scatter(x, group)]
-            results.append(broadcast(x, group))
-            barrier(group)
-            assert all(torch.equal(result, x) and result is not x for result in results)
-    return group.size, t.records
-
-
-def test_a_group_of_one_does_not_communicate():
-    assert run(alone, 2) == [(1, [])] * 2
-
-
 def outside(rank, world_size):
     group_of(DeviceMesh("cpu", torch.arange(2)), 0)
 
@@ -229,26 +211,27 @@ def test_a_rank_outside_of_the_mesh_is_told():
     assert third.message == "rank 2 is not in the mesh of ranks 0, 1"
 
 
-def bad_axes(rank, world_size, axes):
-    group_of(device_mesh((2, 2), ("dp", "tp")), axes)
+BAD_AXES = {
+    "ddp": "unknown mesh axis 'ddp'",
+    2: "unknown mesh axis 2",
+    -3: "unknown mesh axis -3",
+    True: "unknown mesh axis True",
+    ("dp", "pp"): "unknown mesh axis 'pp'",
+    ("dp", 0): "an axis is given twice in ('dp', 0)",
+    (): "no axis given",
+}
 
 
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ("ddp", "unknown mesh axis 'ddp'; the mesh has 'dp' (2), 'tp' (2)"),
-        (2, "unknown mesh axis 2; the mesh has 'dp' (2), 'tp' (2)"),
-        (-3, "unknown mesh axis -3; the mesh has 'dp' (2), 'tp' (2)"),
-        (True, "unknown mesh axis True; the mesh has 'dp' (2), 'tp' (2)"),
-        (("dp", "pp"), "unknown mesh axis 'pp'; the mesh has 'dp' (2), 'tp' (2)"),
-        (("dp", 0), "an axis is given twice in ('dp', 0); the mesh has 'dp' (2), 'tp' (2)"),
-        ((), "no axis given; the mesh has 'dp' (2), 'tp' (2)"),
-    ],
-    ids=str,
-)
-def test_axes_that_the_mesh_does_not_have(axes, message):
-    for outcome in outcomes(bad_axes, 4, axes):
-        assert (outcome.type_name, outcome.message) == ("CommArgumentError", message)
+def bad_axes(rank, world_size):
+    # Its own: of a mesh that was asked before, `True` is the 1 that is known.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return refusals({axes: partial(group_of, mesh, axes) for axes in BAD_AXES})
+
+
+def test_axes_that_the_mesh_does_not_have():
+    there = "; the mesh has 'dp' (2), 'tp' (2)"
+    expected = {axes: ("CommArgumentError", words + there) for axes, words in BAD_AXES.items()}
+    assert run(bad_axes, 4) == [expected] * 4
 
 
 def test_without_a_world_the_default_group_is_an_error():

@@ -9,7 +9,6 @@ import os
 import random
 import sys
 import threading
-import time
 import warnings
 
 import numpy
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vescale_comm import (
     CommArgumentError,
@@ -31,13 +29,17 @@ from vescale_comm import (
     simulate,
     trace,
 )
+from vescale_comm.testing import run as run_processes
 from vescale_comm_worlds import run
 
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def every_call(rank, world_size):
-    """What torch.distributed has for plain tensors, with values that every order sums alike."""
+    """What torch.distributed has for plain tensors, with values that every order sums alike.
+
+    But for what the programs of UNMODIFIED.md call: objects, rings, groups of some.
+    """
     peers = range(world_size)
     found = {}
 
@@ -71,20 +73,6 @@ def every_call(rank, world_size):
     found["async"] = x(3)
     work = dist.all_reduce(found["async"], async_op=True)
     work.wait()
-    found["ring"] = torch.zeros(2)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x(2), (rank + 1) % world_size),
-            dist.P2POp(dist.irecv, found["ring"], (rank - 1) % world_size),
-        ]
-    )
-    for work in works:
-        work.wait()
-    found["objects"] = [None] * world_size
-    dist.all_gather_object(found["objects"], {"rank": rank})
-    box = [rank]
-    dist.broadcast_object_list(box, src=1)
-    found["box"] = box
     if rank == 0:
         sent = [x(1), x(1) + 1]
         works = [dist.isend(tensor, 1, tag=7 + i) for i, tensor in enumerate(sent)]
@@ -95,11 +83,6 @@ def every_call(rank, world_size):
         dist.recv(later, 0, tag=8)
         found["from"] = dist.recv(sooner, 0, tag=7)
         found["tags"] = [later, sooner]
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        found["pair"] = x(2)
-        dist.all_reduce(found["pair"], group=pair)
-    dist.barrier()
     return found
 
 
@@ -137,26 +120,6 @@ def test_stock_dtensor_and_meshes_run_again_and_again():
         for rank, (local, full, at, size) in enumerate(run(distributed_tensors, 4)):
             assert torch.equal(full[3 * (rank % 2) :][:3], local)
             assert (at, size) == (rank % 2, 2)
-
-
-def fully_sharded(rank, world_size):
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
-    mesh = init_device_mesh("cpu", (world_size,))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(rank)
-    for _ in range(2):
-        model(torch.randn(3, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.full_tensor().detach() for p in model.parameters()]
-
-
-def test_fsdp2_has_the_bits_of_processes():
-    run(fully_sharded, 2)
 
 
 def test_each_rank_has_generators_of_its_own():
@@ -198,10 +161,8 @@ def test_all_blocked_is_reported_at_once_with_every_call_site():
             dist.recv(torch.zeros(1), 0)
         all_reduce(torch.ones(2))
 
-    start = time.perf_counter()
     with pytest.raises(SimulationError) as caught:
         simulate(4)(program)
-    assert time.perf_counter() - start < 5
     errors = caught.value.errors
     assert {type(error) for error in errors.values()} == {DeadlockError}
     assert sorted(errors) == [0, 2, 3]
@@ -288,8 +249,6 @@ def inside_a_world(rank, world_size):
 
 
 def test_a_simulation_inside_of_a_real_world():
-    from vescale_comm.testing import run as run_processes
-
     assert run_processes(inside_a_world, 2) == [([3.0] * 3, 2.0, rank) for rank in range(2)]
 
 

@@ -4,11 +4,6 @@ Collectives are compared as they are recorded: what is new where everybody waits
 rest by a thread beside the program. Nothing is added to what is sent.
 """
 
-import atexit
-import multiprocessing
-import os
-import socket
-import sys
 import time
 
 import pytest
@@ -16,9 +11,11 @@ import torch
 import torch.distributed as dist
 import vescale_comm
 from vescale_comm import all_gather, all_reduce, bound_waits, broadcast, reduce_scatter, testing
+from vescale_comm._watchdog import comparison as comparison_module
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.current import current
 from vescale_comm._watchdog.execution_log import ExecutionLog
+from vescale_comm_processes import ended, free_port
 
 HERE = __file__
 
@@ -87,7 +84,7 @@ def known_before(rank, world_size):
     # A broadcast waits for nobody: with another root each rank goes on, with numbers of its own.
     log = vescale_comm.as_group()._log
     log.record(("all_reduce", torch.float32, 4 + rank))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 50
     while time.monotonic() < deadline:
         time.sleep(0.1)
         log.record("one more")
@@ -100,25 +97,15 @@ def test_what_is_not_new_is_found_within_seconds():
         assert f"rank 1: all_reduce torch.float32 5, at {HERE}:" in outcome.message
 
 
-def program(case, rank, port, folder):
+def program(rank, case, port):
     """One rank of a world of its own: it ends by raising, as a script does."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=3)
     bound_waits(timeout=60, report_after=30)
     for _ in range(3):
         all_reduce(torch.ones(4))
         all_gather(torch.ones(4))
-    try:
-        CASES[case](rank)
-        said = "nothing"
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        sys.last_value = error
-    with open(f"{folder}/{rank}", "w") as file:
-        file.write(said)
-    atexit._run_exitfuncs()
-    os._exit(0)
+    case(rank)
 
 
 def skips_one(rank):
@@ -136,45 +123,23 @@ def grows_alone(rank):
 
 
 def comes_late(rank):
-    """Rank 2 is busy for some seconds, and then calls what it knows: gloo would mix the two up."""
-    bound_waits(timeout=300)  # of which a part is more than those seconds
+    """Rank 2 is busy for a while, and then calls what it knows: gloo would mix the two up."""
+    comparison_module._LEAST_MEET_SECONDS = 0.1
+    bound_waits(timeout=300)  # of which a part is more than that while
     if rank != 2:
         all_reduce(torch.ones(9))
-    time.sleep(6)
+    time.sleep(1)
     all_gather(torch.ones(4))
 
 
-CASES = {each.__name__: each for each in (skips_one, grows_alone, comes_late)}
-
-
-def world(case, folder):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vescale_comm.testing"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        context.Process(target=program, args=(case, rank, port, str(folder)), daemon=True)
-        for rank in range(3)
-    ]
-    try:
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join(60)
-        assert not any(each.is_alive() for each in ranks)
-    finally:
-        for each in ranks:
-            each.kill()
-    return [(folder / str(rank)).read_text() for rank in range(3)]
-
-
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", [skips_one, grows_alone, comes_late])
 def test_a_rank_that_waits_for_another_one_hears_why(tmp_path, case):
-    for said in world(case, tmp_path):
-        assert "the ranks have drifted apart" in said
-        assert f"{HERE}:" in said
-        assert "rank 2: " in said
+    for _, said in ended(program, 3, tmp_path, case, free_port()):
+        raised = said.partition("Traceback (most recent call last)")[2]
+        assert "CommMismatchError: " in raised
+        assert "the ranks have drifted apart" in raised
+        assert f"{HERE}:" in raised
+        assert "rank 2: " in raised
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch):
@@ -236,10 +201,8 @@ def test_what_a_steady_program_does_is_not_compared_at_once():
 
 
 def test_there_is_no_log_of_one_rank_or_in_a_simulation():
-    assert vescale_comm.simulate(2).run(lambda rank, size: vescale_comm.as_group()._log) == [
-        None,
-        None,
-    ]
+    found = vescale_comm.simulate(2).run(lambda rank, size: vescale_comm.as_group()._log)
+    assert found == [None] * 2
 
 
 def crossed(rank, world_size):

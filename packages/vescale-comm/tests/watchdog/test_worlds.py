@@ -3,22 +3,20 @@
 In processes of their own, since some of them die; each ends by itself in a bounded time.
 """
 
-import atexit
 import logging
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from vescale_comm import CollectiveError, all_reduce, bound_waits
+from vescale_comm._watchdog import watcher
+from vescale_comm_processes import ended, free_port
 
 SIZE = 3
 RAISED = "raised ValueError: boom, at "
@@ -42,19 +40,28 @@ def returns():
 
 
 def sleeps():
-    time.sleep(25)  # longer than the timeout
+    """Until the others have given up."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if all("CommTimeoutError" in Path(f"{rank}.txt").read_text() for rank in (0, 1)):
+            return
 
 
 CASES = {each.__name__: each for each in (raises, is_killed, crashes, returns, sleeps)}
 
 
-def program(case, who, rank, where):
+def program(rank, case, who, where, folder):
     """Rank `who` does what the case says, while the others wait for it."""
     logging.basicConfig(format="logged: %(message)s")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.chdir(folder)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE)
-    bound_waits(timeout=20, report_after=1)
-    all_reduce(torch.ones(3))
+    watcher._ANSWER_SECONDS = 60.0
+    bound_waits(timeout=60)
+    for _ in range(2):  # from here on it is nothing new, for which others are waited for
+        all_reduce(torch.ones(3))
+    # Reports come long before the end of the wait.
+    bound_waits(timeout=5 if case == "sleeps" else 60, report_after=0.4)
     if rank == who:
         CASES[case]()
     try:
@@ -63,49 +70,13 @@ def program(case, who, rank, where):
         print(f"{type(error).__name__}: {error}", flush=True)
 
 
-def forked(output, *args):
-    """Run the program as the interpreter runs a script, in a process that has torch already."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    try:
-        program(*args)
-    except SystemExit:
-        pass
-    except BaseException as error:
-        sys.last_value = error
-        traceback.print_exc()
-    # multiprocessing's own processes leave without what is registered for an exit.
-    atexit._run_exitfuncs()
-    os._exit(0)
-
-
 def world(case, who, where, folder):
     """What each rank printed."""
-    # Its server has no faulthandler, which pytest enables, and which would have crashes elsewhere.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vescale_comm.testing"])
-    files = [folder / f"rank{rank}.txt" for rank in range(SIZE)]
-    ranks = [
-        context.Process(target=forked, args=(str(file), case, who, rank, where), daemon=True)
-        for rank, file in enumerate(files)
-    ]
-    try:
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join(120)
-        assert not any(each.is_alive() for each in ranks)
-        return [each.read_text() for each in files]
-    finally:
-        for each in ranks:
-            each.kill()
+    return [said for _, said in ended(program, SIZE, folder, case, who, where, str(folder))]
 
 
 def tcp(folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def file(folder):
@@ -118,7 +89,9 @@ def check_named(printed, who, words):
         lines = printed[rank].split("\n")
         (error,) = [each for each in lines if each.startswith("RankFailedError")]
         assert "all_reduce of torch.float32 (3,)" in error
-        (named,) = [each for each in lines if each.startswith(f"  rank {who}: ")]
+        # On a busy machine what is logged of a long wait may come before.
+        told = lines[lines.index(error) :]
+        named = next(each for each in told if each.startswith(f"  rank {who}: "))
         assert words in named
         assert " at " not in words or f"{Path(__file__).name}:" in named
 
@@ -142,12 +115,12 @@ def test_a_rank_that_ends_is_named_on_the_others(tmp_path, case, who, where, wor
 def test_a_script_that_raises_is_named_on_the_others(tmp_path):
     where = tcp(tmp_path)
     arguments = [
-        [sys.executable, __file__, "raises", "2", str(rank), where] for rank in range(SIZE)
+        [sys.executable, __file__, str(rank), where, str(tmp_path)] for rank in range(SIZE)
     ]
-    ranks = [
-        subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for each in arguments
-    ]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    how["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen(each, **how) for each in arguments]
     try:
         check_named([each.communicate(timeout=200)[0] for each in ranks], 2, RAISED)
     finally:
@@ -170,4 +143,4 @@ def test_a_rank_that_does_something_else_is_named_on_every_rank_and_the_wait_end
 
 
 if __name__ == "__main__":
-    program(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    program(int(sys.argv[1]), "raises", 2, *sys.argv[2:])

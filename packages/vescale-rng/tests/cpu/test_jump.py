@@ -29,7 +29,6 @@ def test_a_jump_is_as_many_draws(used, words):
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2000), st.integers(0, 5000))
-@settings(max_examples=60, deadline=None)
 def test_any_seed_and_any_place(seed, used, words):
     drawn, moved = seeded(seed, used), seeded(seed, used)
     torch.empty(words, dtype=torch.uint8).random_(generator=drawn)
@@ -38,7 +37,7 @@ def test_any_seed_and_any_place(seed, used, words):
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**63))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_distances_add_up(a, b):
     start = position(seeded(3, 17))
     assert start.after(a).after(b) == start.after(a + b)

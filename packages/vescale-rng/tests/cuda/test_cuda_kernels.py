@@ -14,7 +14,7 @@ from cuda_model import ModelDevice, each_of, kept
 from cuda_shards import PLACE, dropped, each, global_draw, rank_draw, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rng_cases import FLOATS, Shard, cases, strided
+from rng_cases import FLOATS, Shard, boxes_of, cases, strided
 from rng_cases import draws as draw_kinds
 from vescale_rng import (
     Bernoulli,
@@ -73,7 +73,6 @@ def close(found, expected, distribution):
 
 
 @given(cases(most=9000), draw_kinds(), st.integers(0, 2**64 - 1), st.integers(0, 2**33))
-@settings(max_examples=60, deadline=None)
 def test_pieces_are_those_of_one_device(case, kind, seed, offset):
     distribution, dtype = kind
     place = CudaPosition(seed, 4 * offset)
@@ -82,11 +81,8 @@ def test_pieces_are_those_of_one_device(case, kind, seed, offset):
         layout = case.layout(coordinate)
         local, words = rank_draw(DEVICE, KERNELS, distribution, layout, case.order, dtype, place)
         found = strided(case.shape, case.order, dtype).copy_(expected)
-        for box in layout.boxes:
-            slices = tuple(
-                slice(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)
-            )
-            found[slices] = local.as_strided(box.shape, box.local_strides, box.local_offset)
+        for slices, view in boxes_of(local, layout):
+            found[slices] = view
         assert close(found, expected, distribution)
         assert place.offset + words == end
 
@@ -157,7 +153,6 @@ def test_a_kernel_that_cannot_run_is_replaced(monkeypatch):
 
 
 @given(cases(most=9000), st.sampled_from(FLOATS), st.sampled_from((0.1, 0.5, 0.9, 1 / 3)))
-@settings(max_examples=60, deadline=None)
 def test_masks_of_dropout_are_those_of_one_device(case, dtype, p):
     if not prod(case.shape):
         return
@@ -179,7 +174,7 @@ def test_the_check_of_a_device_finds_dropout_right():
 
 
 @given(cases(most=9000, orders=False), st.sampled_from((torch.float32, torch.float64, torch.bool)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tensors_of_probabilities(case, dtype):
     kind = torch.float64 if dtype == torch.float64 else torch.float32
     p = torch.linspace(0, 1, max(1, prod(case.shape)), dtype=kind)[: prod(case.shape)]
@@ -190,11 +185,8 @@ def test_tensors_of_probabilities(case, dtype):
     for coordinate in case.coordinates():
         layout = case.layout(coordinate)
         mine = torch.empty(layout.local_shape, dtype=kind)
-        for box in layout.boxes:
-            slices = tuple(
-                slice(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)
-            )
-            mine.as_strided(box.shape, box.local_strides, box.local_offset).copy_(p[slices])
+        for slices, view in boxes_of(mine, layout):
+            view.copy_(p[slices])
         assert same(each(routes, mine, layout, dtype), layout, expected)
 
 

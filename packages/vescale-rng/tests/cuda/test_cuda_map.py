@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from cuda_model import ModelDevice, blocks, launches, nullary, transform
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import cases, strided
+from rng_cases import boxes_of, cases, strided
 from vescale_rng import Box, DistributionError, Normal, RandInt, ShardLayout, Uniform
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.recipes import recipe_of
@@ -77,7 +77,6 @@ def test_large_tensors_are_those_that_others_have_printed_on_each_model(threads,
     st.integers(0, 2**34).map(lambda n: 4 * n),
     st.randoms(),
 )
-@settings(max_examples=60, deadline=None)
 def test_an_element_follows_from_its_index_alone(threads, numel, kind, seed, offset, random):
     distribution, dtype = kind
     out = torch.empty(numel, dtype=dtype)
@@ -95,7 +94,6 @@ LIMIT = 2**31
     st.sampled_from((1, 2, 4, 8)),
     st.sampled_from((2, 4)),
 )
-@settings(deadline=None)
 def test_launches_are_split_as_the_device_splits_them(numel, itemsize, unroll):
     threads = 512 * 2048
     *expected, (_, end) = launches(numel, itemsize, unroll, threads, 0)
@@ -121,7 +119,6 @@ def test_the_models_own_split_is_that_of_its_launches():
 
 
 @given(cases(), st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_spans_are_the_boxes(case, row_major):
     order = None if row_major else case.order
     numbers = torch.arange(prod(case.shape))
@@ -139,11 +136,7 @@ def test_spans_are_the_boxes(case, row_major):
             here = local.as_strided(span.shape, span.local_strides, span.local_first)
             assert (here == -1).all()
             here.copy_(there)
-        for box in layout.boxes:
-            slices = tuple(
-                slice(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)
-            )
-            view = local.as_strided(box.shape, box.local_strides, box.local_offset)
+        for slices, view in boxes_of(local, layout):
             assert torch.equal(view, whole[slices])
 
 

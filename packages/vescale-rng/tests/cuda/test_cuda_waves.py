@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_model import ModelDevice, kept
 from cuda_shards import PLACE, dropped, global_draw, rank_draw, same
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rng_cases import FLOATS, Replicate, Shard, cases, strided
 from rng_cases import draws as draw_kinds
@@ -35,7 +35,6 @@ DROPOUT = DropoutRoutes(DEVICE)
 
 
 @given(cases(most=12_000), draw_kinds())
-@settings(max_examples=100, deadline=None)
 def test_pieces_are_those_of_one_device(case, kind):
     distribution, dtype = kind
     expected, end = global_draw(DEVICE, distribution, case.shape, case.order, dtype)
@@ -52,7 +51,6 @@ def test_pieces_are_those_of_one_device(case, kind):
     st.sampled_from((torch.float32, torch.float64)),
     st.randoms(),
 )
-@settings(max_examples=60, deadline=None)
 def test_any_ranges_in_any_order_also_across_launches(numel, itemsize, dtype, random):
     # The size of an element decides where launches are split, and the model is told another one.
     class Bytes(torch.Tensor):
@@ -93,7 +91,6 @@ def test_a_rank_that_holds_nothing_draws_nothing_and_moves_as_far():
 
 
 @given(cases(most=12_000), st.sampled_from(FLOATS), st.sampled_from((0.1, 0.5, 0.9, 1 / 3)))
-@settings(max_examples=100, deadline=None)
 def test_masks_of_dropout_are_those_of_one_device(case, dtype, p):
     if not prod(case.shape):
         return

@@ -5,7 +5,7 @@ So is what the generator gives next, on every rank, also where the rank holds no
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rng_cases import Shard, boxes_of, cases, draws, strided
 from vescale_rng import Normal, fill_, layout_of
@@ -33,13 +33,11 @@ def check(case, distribution, dtype, warmup):
 
 
 @given(cases(), draws(), st.integers(0, 3))
-@settings(max_examples=150, deadline=None)
 def test_shards_are_those_of_one_device(case, draw, warmup):
     check(case, *draw, warmup)
 
 
 @given(cases(), draws(), st.integers(0, 3), st.integers(1, 100))
-@settings(max_examples=150, deadline=None)
 def test_small_windows_and_early_jumps_change_nothing(case, draw, warmup, window):
     with pytest.MonkeyPatch.context() as patch:
         # The sizes at which the work is cut, brought down to those of the test's tensors.

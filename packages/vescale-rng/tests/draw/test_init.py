@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 
 @pytest.mark.parametrize("name", NAMES)
 @given(cases(most=600, orders=False), st.sampled_from(FLOATS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_initialisers(name, case, dtype):
     assume(len(case.shape) >= 2 and 0 not in case.shape)
     if name == "orthogonal_":
@@ -64,7 +64,6 @@ TRUNCATED = (
 
 
 @given(cases(most=800), st.sampled_from(FLOATS), st.sampled_from(TRUNCATED), st.integers(0, 1))
-@settings(max_examples=150, deadline=None)
 def test_trunc_normal(case, dtype, wanted, warmup):
     check_every_rank(
         case,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rng_cases import FLOATS, cases, check_every_rank, cut, strided
 from vescale_rng import (
@@ -28,7 +28,6 @@ def of(case, dtype, seed=3):
 
 
 @given(cases(most=1500), st.sampled_from(OUTPUTS), st.sampled_from(FLOATS), st.integers(0, 1))
-@settings(max_examples=100, deadline=None)
 def test_bernoulli_in_place(case, dtype, p_dtype, warmup):
     p = of(case, p_dtype)
     check_every_rank(
@@ -43,7 +42,6 @@ def test_bernoulli_in_place(case, dtype, p_dtype, warmup):
 
 
 @given(cases(most=1500), st.sampled_from(FLOATS))
-@settings(max_examples=80, deadline=None)
 def test_bernoulli_of_probabilities(case, dtype):
     p = of(case, dtype)
     check_every_rank(
@@ -57,7 +55,6 @@ def test_bernoulli_of_probabilities(case, dtype):
 
 
 @given(cases(most=1500), st.sampled_from(FLOATS), st.integers(0, 2), st.integers(0, 1))
-@settings(max_examples=100, deadline=None)
 def test_normal_with_tensors(case, dtype, which, warmup):
     mean = of(case, dtype) if which != 1 else 0.7
     std = of(case, dtype, seed=4) if which != 0 else 0.3

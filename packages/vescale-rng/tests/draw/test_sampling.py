@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rng_cases import Case, Replicate, Shard, cases, cut, strided
 from vescale_rng import (
@@ -33,7 +33,6 @@ def rows(draw):
 
 
 @given(rows(), st.integers(1, 5), st.booleans(), st.sampled_from((torch.float32, torch.float64)))
-@settings(max_examples=150, deadline=None)
 def test_multinomial(case, samples, replacement, dtype):
     if not replacement:
         samples = min(samples, case.shape[1])
@@ -74,7 +73,6 @@ def test_one_row(replacement):
 
 
 @given(cases(), st.sampled_from((torch.int64, torch.int32)))
-@settings(max_examples=60, deadline=None)
 def test_randperm(case, dtype):
     n = case.shape[0] if case.shape else 5
     placements = tuple(Shard(0, p.blocks) if isinstance(p, Shard) else p for p in case.placements)

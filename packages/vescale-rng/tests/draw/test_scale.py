@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from rng_cases import Shard
+from rng_cases import Shard, boxes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_rng import (
     Bernoulli,
@@ -93,10 +93,8 @@ def test_real_windows_and_gaps(shape, placements, distribution):
         layout = layout_of(shape, placements, (3,) * len(placements), coordinate)
         generator = torch.Generator().manual_seed(9)
         local = fill_(torch.empty(layout.local_shape), distribution, layout, generator)
-        for box in layout.boxes:
-            view = local.as_strided(box.shape, box.local_strides, box.local_offset)
-            slices = zip(box.global_offset, box.shape, strict=True)
-            assert torch.equal(view, expected[tuple(slice(o, o + n) for o, n in slices)])
+        for slices, view in boxes_of(local, layout):
+            assert torch.equal(view, expected[slices])
             held += view.numel()
         assert torch.equal(generator.get_state(), one.get_state())
     assert held == prod(shape)

@@ -5,7 +5,7 @@ from math import pi
 import numpy as np
 import pytest
 import torch
-from portable_cases import EVERY, KEY, as_signed, edges, same
+from portable_cases import ANSWERS, EVERY, KEY, as_signed, edges, philox, same
 from vescale_rng import (
     Bernoulli,
     Cauchy,
@@ -24,30 +24,6 @@ from vescale_rng._portable.numpy_arrays import NumpyArrays
 from vescale_rng._portable.torch_arrays import TorchArrays
 
 NUMPY, TORCH = NumpyArrays(), TorchArrays(torch.device("cpu"))
-
-
-def philox(key, counter):
-    """Philox4x32-10 of one counter, as its authors describe it, in integers of any size."""
-    c = [counter >> 32 * i & 0xFFFFFFFF for i in range(4)]
-    k = [key & 0xFFFFFFFF, key >> 32]
-    for _ in range(10):
-        first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-        upper = second >> 32 ^ c[1] ^ k[0], first >> 32 ^ c[3] ^ k[1]
-        c = [upper[0], second & 0xFFFFFFFF, upper[1], first & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c
-
-
-# Random123's known answers: counter, key, words.
-ANSWERS = [
-    (0, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    (2**128 - 1, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    (
-        0x0370734413198A2E85A308D3243F6A88,
-        0x299F31D0A4093822,
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), ANSWERS)

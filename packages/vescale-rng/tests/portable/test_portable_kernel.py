@@ -58,7 +58,7 @@ def test_the_kernel_writes_what_numpy_does(distribution, dtype):
 @pytest.mark.kernels
 @runs_kernels
 @given(cases(most=600), draws(), st.integers(0, 2**34))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_boxes_of_every_kind(case, draw, place):
     distribution, dtype = draw
     if map_of(distribution, dtype).fused is None:

@@ -7,7 +7,7 @@ piece holds what the whole holds there, whatever computes it.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from portable_cases import KEY, as_signed, same
 from rng_cases import FLOATS, Shard, boxes_of, cases, strided
@@ -40,7 +40,6 @@ BOUNDS = [
 
 
 @given(cases(most=800), st.sampled_from(BOUNDS), st.sampled_from(FLOATS), st.integers(1, 200))
-@settings(max_examples=60, deadline=None)
 def test_truncated_normals_of_shards(case, bounds, dtype, blocks):
     expected = strided(case.shape, case.order, dtype)
     _portable.truncated_normal(expected, bounds, whole(case.shape, case.order), KEY)
@@ -73,7 +72,6 @@ def test_truncated_normals_by_torch_and_their_distribution(bounds, dtype):
 
 
 @given(cases(most=800), st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
-@settings(max_examples=60, deadline=None)
 def test_probabilities_by_element(case, dtype):
     p = strided(case.shape, case.order, dtype)
     p.copy_(torch.rand(case.shape, generator=torch.Generator().manual_seed(1)))

@@ -95,33 +95,29 @@ def dim_by_shape(shape):
 
 
 NORMAL = torch.Tensor.normal_
-# What one rank alone draws, when the other draws the same op of a (4, 4) of ones.
+# What one rank alone draws, when the other draws the same op of a (4, 4) of ones; what is said.
 TROUBLED = {
-    "gaps": lambda _: torch.ones(4, 8)[:, ::2].normal_(),
-    "multiple": lambda _: torch.ones(3, 4).normal_(),
-    "proportion": lambda _: torch.ones(2, 4).normal_(),
-    "no such dim": lambda _: torch.ones(3).normal_(),
-    "batch_dim fails": lambda _: torch.ones(1, 2, 2, 4).normal_(),
-    "too many dims": lambda _: torch.ones((1,) * 18).normal_(),
-    "partial": lambda tp: DTensor.from_local(torch.ones(4, 4), tp, [Partial()]).normal_(),
-    "one row": lambda _: torch.multinomial(torch.ones(4), 2),
-}
-SAID_OF_TROUBLE = {
-    "gaps": "gaps in its memory",
-    "multiple": "no multiple of the 2 rows",
-    "proportion": "not in the proportion of consistent(rows=[2, 2])",
-    "no such dim": "has no dim 1",
-    "batch_dim fails": "consistent(batch_dim=...) raised KeyError: 4",
-    "too many dims": "more than 16 dims",
-    "partial": "terms of a sum",
-    "one row": "how many numbers each row takes",
+    "gaps": (lambda _: torch.ones(4, 8)[:, ::2].normal_(), "gaps in its memory"),
+    "multiple": (lambda _: torch.ones(3, 4).normal_(), "no multiple of the 2 rows"),
+    "proportion": (
+        lambda _: torch.ones(2, 4).normal_(),
+        "not in the proportion of consistent(rows=[2, 2])",
+    ),
+    "no such dim": (lambda _: torch.ones(3).normal_(), "has no dim 1"),
+    "batch_dim fails": (lambda _: torch.ones(1, 2, 2, 4).normal_(), "raised KeyError: 4"),
+    "too many dims": (lambda _: torch.ones((1,) * 18).normal_(), "more than 16 dims"),
+    "partial": (
+        lambda tp: DTensor.from_local(torch.ones(4, 4), tp, [Partial()]).normal_(),
+        "terms of a sum",
+    ),
+    "one row": (lambda _: torch.multinomial(torch.ones(4), 2), "how many numbers each row takes"),
 }
 
 
 def trouble_of_one_rank(rank, world, told):
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
     found = {}
-    for name, draw in TROUBLED.items():
+    for name, (draw, _) in TROUBLED.items():
         for troubled in range(world):
             options = {"rows": 2} if told else {}
             if name == "no such dim":
@@ -154,7 +150,7 @@ def test_what_one_rank_cannot_draw_is_the_same_error_on_every_rank(told):
             continue
         assert refusal is not None, (name, troubled)
         assert refusal[0] == "LayoutError"
-        assert SAID_OF_TROUBLE[name] in refusal[1], (name, refusal[1])
+        assert TROUBLED[name][1] in refusal[1], (name, refusal[1])
         assert unmoved, (name, troubled)
         if name != "proportion":
             assert f"data rank(s) [{troubled}] cannot draw" in refusal[1], name

@@ -133,7 +133,8 @@ def differences(names, table, total, rank, world, references=None, **options):
     mine = rows_of(total, world, rank)
     wrong = []
     for name in names:
-        for with_gradient in (False, True):
+        # Without a gradient besides where rows are uneven, and every rank has some.
+        for with_gradient in (False, True) if total == 11 else (True,):
             x = sample(total).requires_grad_(with_gradient)
             local = sample(total)[mine].contiguous().requires_grad_(with_gradient)
             expected = drawn(references[name], x)
@@ -149,7 +150,7 @@ def differences(names, table, total, rank, world, references=None, **options):
 
 def every_op(rank, world):
     wrong = []
-    for total in (8, 11, 9, 1):
+    for total in (11, 9, 1):
         wrong += differences(EVERYWHERE, EVERYWHERE, total, rank, world)
     for total in (8, 7):
         wrong += differences(WITH_ROWS, WITH_ROWS, total, rank, world)

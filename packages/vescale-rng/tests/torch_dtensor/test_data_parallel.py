@@ -6,28 +6,15 @@ accumulated over several batches and with activations recomputed. Losses of each
 parameters and the generators are those of one device.
 """
 
+from itertools import product
+
 import pytest
 import torch
-from batch_ranks import (
-    RANKS,
-    SEED,
-    Model,
-    batch,
-    descend,
-    exact,
-    loss_of,
-    one_device,
-    rows_of,
-    run,
-)
+from batch_ranks import RANKS, SEED, Model, batch, descend, exact, loss_of, one_device, rows_of, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from vescale_rng.torch_dtensor import consistent
 
@@ -123,7 +110,9 @@ def check(name, recompute=False, **options):
         )
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("recompute", "name"),
+    [*product([False], RECIPES), *product([True], ["fsdp2", "ddp", "fsdp2_tp"])],
+)
 def test_a_training_is_that_of_one_device(name, recompute):
     check(name, recompute)

@@ -1,7 +1,7 @@
 """Property: inside `consistent()`, torch's own DTensor draws what one device draws.
 
 Most cases play the ranks one after another by torch's fake process group; what communicates runs
-in real processes. Outside the block everything is as before.
+in a simulation, and in real processes. Outside the block everything is as before.
 """
 
 import pytest
@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import tensor as dt
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    debug,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, debug, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from vescale_rng import LayoutError, RngError, use
@@ -209,11 +202,12 @@ COMMUNICATING = {
 }
 
 
-def communicate(rank, world_size):
+def communicate(rank, world_size, names, several):
     mesh = init_device_mesh("cpu", (2, 2))
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    for placements in ((Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0))):
-        for name, run in COMMUNICATING.items():
+    for placements in several:
+        for name in names:
+            run = COMMUNICATING[name]
             torch.manual_seed(3)
             expected = run(x)
             after = torch.get_rng_state()
@@ -230,6 +224,13 @@ def communicate(rank, world_size):
     return rank
 
 
+def test_what_communicates():
+    comm = pytest.importorskip("vescale_comm", reason="vescale-comm is not installed")
+    several = ((Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Shard(0)))
+    assert comm.simulate(4).run(communicate, [*COMMUNICATING], several) == [0, 1, 2, 3]
+
+
 def test_what_communicates_in_real_processes():
     testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
-    assert testing.run(communicate, 4) == [0, 1, 2, 3]
+    names = ["multinomial", "poisson", "trunc_normal"]
+    assert testing.run(communicate, 4, names, ((Shard(0), Shard(1)),)) == [0, 1, 2, 3]

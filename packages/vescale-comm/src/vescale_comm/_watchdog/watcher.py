@@ -30,6 +30,8 @@ REPORT_AFTER = 30.0
 _MOST_SECONDS = 5.0
 # For a thread to end, and, at the end of a program without errors, for the other ranks.
 _END_SECONDS = 2.0
+# What an answer may take beyond the two looks that it needs, where the machine is busy.
+_ANSWER_SECONDS = 1.0
 # Beyond so many at once the older ones are left to their deadlines.
 _MOST_QUESTIONS = 64
 # A failure longer ago than this is not why a program ends.
@@ -279,7 +281,7 @@ class Watcher:
             return self._known()
         question = self._channel.ask()
         self._channel.answer(question, self.here())
-        deadline = time.monotonic() + 2 * self.interval + 1
+        deadline = time.monotonic() + 2 * self.interval + _ANSWER_SECONDS
         while True:
             state = self._state(question)
             late = time.monotonic() >= deadline

@@ -23,6 +23,8 @@ _START_SECONDS = 120.0
 # How long the other ranks may go on once one has raised or died: mostly they wait for it forever,
 # but on a busy machine they may only be late, and must not be called hung for that.
 _GRACE_SECONDS = 20.0
+# How long a worker may take to say where it is: at once, but for a machine that is busy.
+_STACK_SECONDS = 10.0
 # A gloo group has a socket to every member; a long run must not use up the file descriptors.
 _MOST_GROUPS = 24
 # Caches (of meshes, of layouts) may hold groups of a world that is gone. Their gloo threads spin on
@@ -154,7 +156,7 @@ class Pool:
         log = self._log(rank)
         start = log.stat().st_size
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.02)
             text = log.read_bytes()[start:].decode(errors="replace")
