@@ -130,7 +130,10 @@ class Scheduler:
         me.state.restore()
         torch.set_num_threads(threads)  # a setting of each thread
         try:
-            body(me.index)
+            # Backward as well, in this thread: nodes of an accelerator have threads of autograd's
+            # own, which may not switch ranks, and one for all ranks. Of each thread, as above.
+            with torch.autograd.set_multithreading_enabled(False):
+                body(me.index)
         except BaseException as error:
             me.failure = error
         me.done = True
