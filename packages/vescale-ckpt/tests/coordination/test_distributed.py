@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from emulated_ranks import piece_of, region_of
+from vescale_ckpt._coordination import groups
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -207,3 +209,17 @@ def save_our_protocol(rank, world_size, path):
 
 def test_the_layout_protocol_in_real_processes(path):
     testing.run(save_our_protocol, 4, path)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda"),
+        ("xpu:xccl", "xpu"),
+    ],
+)
+def test_messages_are_sent_from_the_host_where_a_backend_can(monkeypatch, config, expected):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert groups._message_device(None).type == expected
