@@ -25,6 +25,8 @@ from tools.packages import PACKAGES, PYTHONS, ROOT, Package
 USUAL = 40
 MINUTES = {"tests": 90, "floors": 120, "compat": 120, "slow": 350, "models": 350, "torches": 150}
 MINUTES |= {"ecosystem": 120}
+# Of .github/workflows/gpu.yml, which no matrix starts: one test alone has 30.
+MINUTES |= {"gpu": 90}
 # Sessions that take package folders, so that they can be told what to leave out.
 BY_FOLDER = ("tests",)
 
