@@ -10,7 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from vescale_comm import as_group, broadcast, group_of, permute, recv, scatter, send, simulate
+from torch.utils._python_dispatch import TorchDispatchMode
+from vescale_comm import (
+    all_reduce,
+    as_group,
+    broadcast,
+    group_of,
+    permute,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+    simulate,
+)
 from vescale_comm._groups import connection, group, new_group
 from vescale_comm.testing import run
 
@@ -131,3 +143,34 @@ def test_a_barrier_of_nccl_alone_says_where_it_is(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     assert connection.barrier_devices({"cuda": "nccl"}) == [3]
     assert connection.barrier_devices({"cpu": "gloo", "cuda": "nccl"}) is None
+
+
+class Options(TorchDispatchMode):
+    """Whether the calls of torch below say that they are waited for at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
+            self.found.append((func._schema.name, given.get("async_op", True)))
+        return func(*args, **(kwargs or {}))
+
+
+def at_once(rank, size):
+    group, x = as_group(), torch.ones(3 << 12)
+    # The first calls go the long way and remember what the next ones need.
+    for _ in range(2):
+        with Options() as seen:
+            all_reduce(x, group)
+            reduce_scatter(x, group)
+    return seen.found
+
+
+def test_calls_that_are_waited_for_say_so():
+    for found in run(at_once, 3):
+        assert {name.rstrip("_") for name, _ in found} >= {"c10d::allreduce"}
+        assert len(found) >= 2
+        assert not any(later for _, later in found), found

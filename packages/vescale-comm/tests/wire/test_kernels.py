@@ -155,10 +155,12 @@ def test_elements_are_counted_in_64_bits():
     for text in json.loads(found.stdout):
         lines = text.splitlines()
         masks = [line for line in lines if "arith.cmpi slt" in line and "256x" in line]
-        assert masks and all("256xi64" in line for line in masks)
+        assert masks
+        assert all("256xi64" in line for line in masks)
         places = [line for line in lines if "tt.addptr" in line and "tensor<256x" in line]
         # The first address of a block; a member's row is the one before and the number of elements.
         assert any("256xi64" in line for line in places)
         # Nothing is multiplied in 32 bits.
         products = [line for line in lines if "arith.muli" in line]
-        assert products and all("i64" in line for line in products)
+        assert products
+        assert all("i64" in line for line in products)
