@@ -34,19 +34,25 @@ FIRST = ["all_reduce", "batch_isend_irecv"]
 def calls(monkeypatch):
     """By rank, which of these are called, in their order."""
     found, lists = defaultdict(list), []
-    for name in CALLS:
 
-        def called(*args, _name=name, _call=getattr(dist, name), **kwargs):
+    def noting(name):
+        call = getattr(dist, name)
+
+        def called(*args, **kwargs):
             if not lists:  # what a list holds is in the call of the list
-                found[dist.get_rank()].append(_name)
-            if _name != FIRST[1]:
-                return _call(*args, **kwargs)
+                found[dist.get_rank()].append(name)
+            if name != FIRST[1]:
+                return call(*args, **kwargs)
             lists.append(args)
             try:
-                return _call(*args, **kwargs)
+                return call(*args, **kwargs)
             finally:
                 lists.pop()
 
+        return called
+
+    for name in CALLS:
+        called = noting(name)
         monkeypatch.setattr(dist, name, called)
         monkeypatch.setattr(dist.distributed_c10d, name, called)
     return found

@@ -44,4 +44,4 @@ def use_here(device: torch.device, payload: Any) -> None:
     stream = torch.accelerator.current_stream(device)
     for x in tensors_of(payload):
         if x.device.type == device.type:
-            x.record_stream(stream)  # type: ignore[arg-type]
+            x.record_stream(stream)
