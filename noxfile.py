@@ -271,12 +271,15 @@ def compat(session: nox.Session) -> None:
 
 @nox.session(requires=["build"], reuse_venv=True, default=False)
 def gpu(session: nox.Session) -> None:
-    """Run the tests marked gpu on installed wheels (skips without a GPU)."""
+    """Run the tests of GPUs and of kernels on installed wheels (skips without a GPU)."""
     if shutil.which("nvidia-smi") is None:
         session.skip("this machine has no NVIDIA driver: nvidia-smi is not there")
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS)
     swap(session, [package.wheel for package in PACKAGES])
-    run_marked(session, "gpu or multigpu", TESTS, skippable=skips.NATURE + skips.FEWER)
+    # Compiled, and not interpreted, whatever the shell says.
+    allowed = skips.NATURE + skips.FEWER + skips.INTERPRETED
+    marker = "gpu or multigpu or kernels"
+    run_marked(session, marker, TESTS, skippable=allowed, TRITON_INTERPRET="0")
 
 
 @nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)

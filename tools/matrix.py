@@ -26,6 +26,8 @@ from tools.packages import PACKAGES, PYTHONS, ROOT, Package
 USUAL = 40
 MINUTES = {"tests": 60, "floors": 120, "compat": 120, "models": 120, "torches": 150}
 MINUTES |= {"ecosystem": 120, "all_parts": 120}
+# Of .github/workflows/gpu.yml, which no matrix starts: one test alone has 30.
+MINUTES |= {"gpu": 90}
 # Sessions that take package folders, so that they can be told what to leave out.
 BY_FOLDER = ("tests",)
 # Sessions of which each part is a row of its own.

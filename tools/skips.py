@@ -45,6 +45,8 @@ NATURE = (
     r"torch 2\.11's own schedule sends from a rank to itself, which gloo cannot",
     r"the guide's table is of torch \d.*",
 )
+# What proves the kernels on a CPU only: beside a GPU they are compared with torch on it.
+INTERPRETED = (r"needs triton and TRITON_INTERPRET=1: nox -s kernels_interpret",)
 # What other sessions run: `models`, `remote`, `frameworks`, `ecosystem` and `kernels_interpret`.
 MODELS = (r"transformers is not installed",)
 REMOTE = (r"(s3fs|gcsfs|moto|gcp-storage-emulator) is not installed",)

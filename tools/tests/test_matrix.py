@@ -1,12 +1,13 @@
 """The matrix is made of what nox lists, and has the shape that the workflow reads."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tools.matrix import USUAL, affected, matrix
+from tools.matrix import MINUTES, USUAL, affected, matrix
 from tools.packages import PACKAGES, PYTHONS, ROOT, torch_versions
 from tools.parts import PARTS
 
@@ -39,6 +40,20 @@ def test_each_session_runs_on_the_oldest_python_and_the_marked_ones_on_all():
 )
 def test_a_change_concerns_the_packages_that_lean_on_what_changed(paths, shorts):
     assert [package.short for package in affected(paths)] == shorts.split()
+
+
+def test_the_job_on_gpus_has_the_minutes_of_its_session_and_they_hold_its_longest_test():
+    job = (ROOT / ".github/workflows/gpu.yml").read_text().partition("\n  gpu:\n")[2]
+    minutes = int(job.partition("timeout-minutes:")[2].split()[0])
+    assert minutes == MINUTES["gpu"]
+    marked = re.compile(r"pytest\.mark\.timeout\((\d+)\)")
+    longest = [
+        int(found)
+        for package in PACKAGES
+        for path in package.tests.rglob("test_*gpu*.py")
+        for found in marked.findall(path.read_text())
+    ]
+    assert max(longest) <= minutes * 60 / 2
 
 
 def test_what_a_change_does_not_concern_is_left_out():

@@ -14,6 +14,7 @@ from vescale_ckpt import (
     read,
     save,
 )
+from vescale_ckpt._coordination import groups
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -172,3 +173,17 @@ def test_sharded_optimizer_state_follows_to_other_worlds(path):
     assert one["w"].equal(many["w"])
     for key in ("exp_avg", "exp_avg_sq", "step"):
         assert one["optim"]["state"][0][key].equal(many["optim"]["state"][0][key])
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda"),
+        ("xpu:xccl", "xpu"),
+    ],
+)
+def test_messages_are_sent_from_the_host_where_a_backend_can(monkeypatch, config, expected):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert groups._message_device(None).type == expected

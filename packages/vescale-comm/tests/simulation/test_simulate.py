@@ -281,6 +281,19 @@ def test_a_call_from_another_thread_says_so():
         assert "from a thread of its own" in message
 
 
+def test_a_backward_stays_in_the_thread_of_its_rank():
+    # Where nodes are of an accelerator as well: autograd then has threads of its own, from which no
+    # rank may wait. The setting is of each thread, and no switch of ranks changes it.
+    def program(rank, world_size):
+        was = torch.autograd.set_multithreading_enabled(False).prev
+        dist.barrier()
+        return was, torch.autograd.set_multithreading_enabled(False).prev
+
+    assert simulate(2)(program) == [(False, False)] * 2
+    # The caller's thread has its own.
+    assert torch.autograd.set_multithreading_enabled(True).prev
+
+
 def test_polling_lets_the_others_run():
     def program(rank, world_size):
         x = torch.ones(1)

@@ -44,6 +44,7 @@ def test_times_lines_and_one_document_for_all_ranks(tmp_path):
     for event, record in zip(complete, [r for t in traces for r in t.records], strict=True):
         assert event["dur"] == (record.end - record.start) / 1000
         assert event["args"]["bytes"] == record.bytes
+        assert (event["args"]["device"], event["args"]["time"]) == ("cpu", "until it was done")
         assert event["args"]["shape"] == list(record.shape)
 
 
@@ -74,6 +75,14 @@ def test_a_skewed_clock_is_put_right(tmp_path):
         record.start, record.end = record.start + 5_000_000_000, record.end + 5_000_000_000
     starts = [[e["ts"] for e in t.events() if e["ph"] == "X"] for t in (first, second)]
     assert all(abs(a - b) < 2e6 for a, b in zip(*starts, strict=True))
+
+
+def test_a_time_of_a_launch_says_so():
+    told = run(traced, 2)[0]
+    told.records[0].device = "cuda"
+    spans = [event for event in told.events() if event["ph"] == "X"]
+    assert [one["args"]["time"] for one in spans] == ["of the launch", "until it was done"]
+    assert "until the collective was launched" in told.table().splitlines()[-1]
 
 
 def test_the_table_sums_by_op_and_axis():

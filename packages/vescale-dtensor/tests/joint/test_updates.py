@@ -7,6 +7,7 @@ device, data parallel, and data and tensor parallel. What has no operators is re
 import copy
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn, optim
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
 from vescale_dtensor import CaptureError
+from vescale_dtensor._joint.update import Update
 
 STEPS = 10
 OPTIMIZERS = {
@@ -204,3 +206,22 @@ def test_what_changes_is_seen(ranks):
 def test_refusals(ranks):
     assert all(simulate(ranks).run(refusals))
     assert all(simulate(ranks).run(some))
+
+
+class OnDevice(torch.Tensor):
+    """A number that the host would have to wait for."""
+
+    is_cpu = False
+
+    def item(self):
+        raise AssertionError("read by itself")
+
+
+def test_counts_of_a_fused_optimizer_are_read_by_one_copy():
+    leaves = [object() for _ in range(3)]
+    counts = [{"step": torch.tensor(float(at)).as_subclass(OnDevice)} for at in range(3)]
+    update = Update.__new__(Update)
+    update.rule = SimpleNamespace(counts=True)
+    update.stepped = [SimpleNamespace(leaf=leaf) for leaf in leaves]
+    update.optimizer = SimpleNamespace(state=dict(zip(leaves, counts, strict=True)))
+    assert [update._counted()(leaf) for leaf in leaves] == [0.0, 1.0, 2.0]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from vescale_dtensor._tensor import value_digest
 from vescale_dtensor._tensor.value_digest import digest
 
 STRIDED = {
@@ -20,3 +21,26 @@ def test_strides_do_not_matter(kind, shape):
 
 def test_nothing_has_a_digest_whatever_its_stride():
     assert digest(torch.empty_strided((0,), (4,))).tolist() == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.uint8])
+@pytest.mark.parametrize("part", [1, 3, 64])
+def test_the_parts_that_it_is_computed_in_do_not_matter(monkeypatch, dtype, part):
+    x = (torch.randn(131) * 9).to(dtype)
+    # At places of memory where no word begins, too.
+    expected = [digest(x[at:].clone()) for at in range(4)]
+    assert len({one.item() for one in expected}) == 4
+    monkeypatch.setattr(value_digest, "_PART", part)
+    assert all(torch.equal(digest(x[at:]), one) for at, one in enumerate(expected))
+
+
+def test_numbers_on_a_device_are_read_by_one_copy(monkeypatch):
+    numbers = [torch.tensor(float(at)) for at in range(4)]
+
+    def one_by_one(self):
+        raise AssertionError("read by itself")
+
+    monkeypatch.setattr(torch.Tensor, "item", one_by_one)
+    assert value_digest._at_once(numbers) == [0.0, 1.0, 2.0, 3.0]
+    # Of other dtypes they are other numbers when they are put together.
+    assert value_digest._at_once([*numbers, torch.tensor(1)]) == []

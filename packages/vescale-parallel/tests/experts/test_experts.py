@@ -12,6 +12,7 @@ from expert_models import EXPERTS, LAYOUTS, ROWS, TOKENS, WIDTH, Net, made, trai
 from torch import Tensor, nn
 from vescale_comm import SimulationError, simulate, trace
 from vescale_parallel import MoE, Plan, PlanError, Router, mesh, parallelize
+from vescale_parallel._experts import exchange
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, ranks: int = 4) -> list[Any]:
@@ -219,6 +220,14 @@ def wrong_expert(layout: str | None) -> None:
         sizes, words = LAYOUTS[layout]
         parallelize(model, mesh(**sizes, device_type="cpu"), Plan(**words))
     model(torch.ones(ROWS, TOKENS).long(), torch.zeros(ROWS, TOKENS).long())
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_choices_are_counted_alike_on_the_host_and_without_waiting(dropped: bool):
+    choices = torch.randint(0, EXPERTS + dropped, (57,))
+    found = exchange._added_up(choices, EXPERTS)
+    assert torch.equal(found, exchange._counted(choices, EXPERTS))
+    assert found.sum() == (choices < EXPERTS).sum()
 
 
 def test_an_expert_that_there_is_not_is_an_error_on_every_rank():

@@ -163,6 +163,21 @@ def test_wrong_options_are_told(options: Any, words: str):
         memory.plan(graph, **options)
 
 
+@pytest.mark.parametrize(("device", "aligned"), [("cpu", 64), ("meta", 512)])
+def test_storages_begin_where_torchs_allocator_would_let_them(device: str, aligned: int):
+    def function(x: Tensor) -> Tensor:
+        kept = [torch.tanh(x @ x * k) for k in range(1, 4)]
+        y = kept[0] + kept[1] + kept[2]
+        for one in reversed(kept):
+            y = (y * one) @ x
+        return y.sum()
+
+    # Of 40 804 bytes each.
+    planned = memory.plan(traced(function, torch.ones(101, 101, device=device)), solver="rules")
+    first, second, *_ = sorted({*planned.offsets.values()})
+    assert (first, second) == (0, -(-40_804 // aligned) * aligned)
+
+
 def test_a_function_is_no_graph():
     with pytest.raises(ParallelError, match="make_fx"):
         memory.plan(lambda x: x)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from rng_cases import Shard
 from vescale_comm.testing import run
 from vescale_rng import (
@@ -18,6 +19,7 @@ from vescale_rng import (
     use,
     whole,
 )
+from vescale_rng._state.agreement import message_device
 
 SHAPE = (13, 7)
 
@@ -111,6 +113,15 @@ def test_a_state_without_the_part_is_refused():
     del state["cpu"]
     with pytest.raises(StateError, match="no part 'cpu'"):
         set_state(state, torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda")],
+)
+def test_ranks_tell_each_other_from_the_host_where_they_can(monkeypatch, config, expected):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert message_device() == expected
 
 
 @pytest.mark.gpu

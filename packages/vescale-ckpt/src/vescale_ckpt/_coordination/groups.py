@@ -86,6 +86,13 @@ class _Gathering(ABC):
         return [data.cpu().numpy().tobytes() for data in every]
 
 
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where messages are sent from: the host, unless the group has no backend for it."""
+    # As text, "cpu:gloo,cuda:nccl": a group over NCCL alone may have been made as "cuda:nccl", too.
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in devices else devices[0])
+
+
 class GroupCoordinator(_Gathering):
     """The ranks of a torch process group; `None` is the default group."""
 
@@ -95,10 +102,7 @@ class GroupCoordinator(_Gathering):
         self.world_size = dist.get_world_size(group)
         if self.rank < 0:
             raise CoordinationError("this process is not a member of the group that was given")
-        # NCCL and its like move device memory only. Everything else takes CPU tensors.
-        device_only = dist.get_backend(group) in ("nccl", "xccl", "hccl")
-        accelerator = torch.accelerator.current_accelerator() if device_only else None
-        self.device = torch.device("cpu") if accelerator is None else accelerator
+        self.device = _message_device(group)
 
     def __eq__(self, other: object) -> bool:
         """Compare the groups of ranks; a group made anew is another one."""

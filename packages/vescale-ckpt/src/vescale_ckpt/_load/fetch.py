@@ -20,6 +20,7 @@ from vescale_ckpt._load.reads import (
 )
 from vescale_ckpt._progress import ByteCounter, silent
 from vescale_ckpt._storage.base import Reader, Storage
+from vescale_ckpt._tensors.streams import streams_of, use_streams
 
 # Bytes read and verified at a time: they are still in the processor's cache when verified.
 WINDOW_BYTES = 1 << 20
@@ -56,7 +57,9 @@ def fetch(
         work(parts[0])
         return
     # Threads help, since reading and checksums release the interpreter's lock.
-    with ThreadPoolExecutor(len(parts), "vescale-ckpt-read") as pool:
+    ours = streams_of(target.destination.device for read in reads for target in read.targets)
+    pool = ThreadPoolExecutor(len(parts), "vescale-ckpt-read", use_streams, (ours,))
+    with pool:
         # The list waits for all of them; the first that failed raises here.
         list(pool.map(work, parts))
 

@@ -192,7 +192,9 @@ def write_and_commit(
     location, agreed, rank = prepared.location, prepared.agreed, coordinator.rank
     shapes = {name: shape for name, (_, shape) in agreed.plan.tensors.items()}
     tell = progress or silent
-    job = WriteJob(storage, location.directory, rank, shapes, agreed.checksum, tell, data, done)
+    devices = prepared.local_tensors.devices()
+    into = location.directory
+    job = WriteJob(storage, into, rank, shapes, agreed.checksum, tell, data, done, devices)
     # Each step ends with all ranks knowing how it went on all, so none waits for one that has left.
     with discarded_on_failure(storage, coordinator, location):
         written = all_or_none(coordinator, lambda: write_data(job, files))

@@ -16,6 +16,8 @@ from vescale_ckpt._save.write import LocalTensors, as_one_file, split_item
 
 # Share of the bytes in flight that one item may be at most, so that copying and writing overlap.
 _PARTS = 8
+# Devices whose copies to pinned memory run while the host continues.
+_PINS = ("cuda", "xpu")
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,14 @@ class StagingQueue:
 
     def _copy(self, source: torch.Tensor) -> _Staged:
         # Only pinned memory lets a copy from a device run while the host continues.
-        pinned = source.device.type == "cuda"
+        pinned = source.device.type in _PINS
         buffer = self.buffers.acquire(source.numel() * source.element_size(), pinned=pinned)
         buffer.view(source.dtype).view(source.shape).copy_(source, non_blocking=pinned)
         if not pinned:
             return _Staged(buffer, pinned, None)
         # Recorded on the stream that copies, so the writing thread can wait for just this item.
         event = torch.Event(source.device)
-        event.record(torch.cuda.current_stream(source.device))
+        event.record(torch.accelerator.current_stream(source.device))
         return _Staged(buffer, pinned, event)
 
     def release_all(self) -> None:

@@ -1,6 +1,6 @@
 """Writes one rank's data files, and returns what the manifest has to say about them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from vescale_ckpt._tensors.boxes import Box, TensorBoxes, box_view, narrow_to, r
 from vescale_ckpt._tensors.dtypes import STORED_AS, dtype_name
 from vescale_ckpt._tensors.local_boxes import local_and_boxes
 from vescale_ckpt._tensors.regions import Shape, intersect, split
+from vescale_ckpt._tensors.streams import streams_of, use_streams
 
 # Copies of plain tensors up to this size are compared between ranks: RNG states, steps, buffers.
 COMPARED_BYTES = 1 << 20
@@ -67,6 +68,10 @@ class LocalTensors:
             for name, (local, layout) in self._tensors.items()
             if self._is_compared(name)
         }
+
+    def devices(self) -> set[torch.device]:
+        """Return where the tensors are."""
+        return {local.device for local, _ in self._tensors.values()}
 
     def _is_compared(self, name: str) -> bool:
         local, layout = self._tensors[name]
@@ -114,6 +119,8 @@ class WriteJob(NamedTuple):
     # Returns the bytes of an item; and is called when they are written.
     data: Callable[[WriteItem], memoryview]
     done: Callable[[WriteItem], None]
+    # Where the data comes from.
+    devices: Collection[torch.device] = ()
 
 
 def write_data(job: WriteJob, files: list[list[WriteItem]]) -> list[dict[str, Any]]:
@@ -124,7 +131,9 @@ def write_data(job: WriteJob, files: list[list[WriteItem]]) -> list[dict[str, An
         return [_write_items(job, 0, items, count) for items in files if items]
     # A thread per file. Leaving the block waits for all of them, also after one has failed: no
     # thread may write into a directory that is being removed.
-    with ThreadPoolExecutor(len(files), "vescale-ckpt-write") as pool:
+    ours = streams_of(job.devices)
+    pool = ThreadPoolExecutor(len(files), "vescale-ckpt-write", use_streams, (ours,))
+    with pool:
         started = [pool.submit(_write_items, job, i, part, count) for i, part in enumerate(files)]
     # All have ended; the error of the first file that failed is the error of the save.
     return [one.result() for one in started]

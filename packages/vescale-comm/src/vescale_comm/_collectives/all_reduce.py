@@ -167,6 +167,7 @@ def plan_all_reduce(
         # for a group of one, which never reaches a backend.
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(how.backend_op)
+        options.asyncOp = False  # the fast path waits at once
         # Backends round an average at different places; dividing the sum here is the same on all.
         divisor = group.size if how.mean else None
         backend = group.backends[x.device.type]

@@ -15,14 +15,14 @@ from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._engine.sharded import LinearAllGather
 from vescale_comm._groups.group import Group
-from vescale_comm._wire.block_format import blocks
+from vescale_comm._wire.block_format import QUANTISED, blocks
 from vescale_comm._wire.fold import fold
 from vescale_comm._wire.formats import (
     Feedback,
     decode,
     encode,
     encoded_bytes,
-    with_kernels,
+    has_kernels,
 )
 
 Sizes = tuple[int, ...]
@@ -123,7 +123,7 @@ def _decoded(pieces: Sequence[Tensor], wire: str, sizes: Sizes) -> list[Tensor]:
 def _folded(rows: Tensor, wire: str, numel: int, order: str) -> Tensor:
     """Decode the members' rows of bytes and fold them."""
     # The kernel folds first to last, which is "rank" and what "native" is allowed to be.
-    if rows.is_cuda and order != "tree" and wire in ("int8", "fp8") and with_kernels():
+    if rows.is_cuda and order != "tree" and wire in QUANTISED and has_kernels(wire, rows.device):
         from vescale_comm._wire import kernels
 
         head = 4 * blocks(numel)

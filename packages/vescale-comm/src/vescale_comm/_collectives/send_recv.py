@@ -27,6 +27,10 @@ from vescale_comm._torch.buffers import flattened, nbytes, plain
 def send(x: Tensor, group: GroupLike = None, *, target: int, async_op: bool = False) -> Any:
     """Send a tensor to one member, which calls `recv`.
 
+    Over NCCL the messages of a group go one after another, each until it is received: two members
+    that both send first, also with `async_op`, wait for each other once what they send is large.
+    Send the two ways by two groups (`group_of(mesh, axes, lane=1)`), or by one `permute`.
+
     Args:
         x: tensor of any strides. It has no gradient on this way: `permute` has.
         group: from `group_of`, a torch process group, or None for the default one.

@@ -154,8 +154,10 @@ def fast_all_reduce(
 # Older versions of torch have these methods under private names only.
 _gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None)
 _scatter: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None)
-# Shared and never changed: making one costs as much as the rest of a small call.
-_SUM = dist.ReduceScatterOptions()
+# Shared and never changed: making one costs as much as the rest of a small call. Those of calls
+# that are waited for at once say so: NCCL then runs them on the current stream.
+_SUM, _SUM_NOW = dist.ReduceScatterOptions(), dist.ReduceScatterOptions()
+_SUM_NOW.asyncOp = False
 
 
 def fast_all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -234,7 +236,7 @@ def fast_reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, mean: bool = F
         if _scatter is None:
             reduce_scatter_single(out, x, group=group.process_group)
         else:
-            _wait(group.process_group.reduce_scatter_single(out, x, _SUM))
+            _wait(group.process_group.reduce_scatter_single(out, x, _SUM_NOW))
     except (RuntimeError, ValueError) as error:
         raise failure(_described("reduce_scatter", x, group), error) from error
     if mean:

@@ -20,12 +20,21 @@ from torch.distributed import ProcessGroup
 from vescale_comm._engine import reference_semantics
 from vescale_comm._engine.exchanged import PairSum, gathers, is_small, start_gather, sums_pair
 from vescale_comm._engine.waitable import Waitable
+from vescale_comm._groups.connection import (
+    barrier_devices,
+    connect,
+    connects_late,
+    note_connected,
+)
 from vescale_comm._groups.group import Group
 from vescale_comm._wire.backend_dtypes import as_backend_dtype
 
 # The same functions under the names that torch gave them later; the old ones warn there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OF_TWO = ("send", "recv")
+"""Messages that other members know nothing of."""
 
 Sizes = tuple[int, ...]
 Result = TypeVar("Result")
@@ -269,7 +278,9 @@ class Broadcast(Primitive):
         """Call torch's broadcast."""
         # torch counts a source by global rank, also within a group.
         source = self.group.ranks[self.root]
-        return dist.broadcast(as_backend_dtype(self.buffer), source, process_group, async_op)
+        work = dist.broadcast(as_backend_dtype(self.buffer), source, process_group, async_op)
+        note_connected(self.group, self.buffer.device.type)
+        return work
 
     def _common(self) -> str:
         return f" of {self.buffer.dtype} {tuple(self.buffer.shape)} from member {self.root}"
@@ -299,12 +310,12 @@ class PointToPoint(Primitive):
         me, ranks = self.group.rank, self.group.ranks
         alone = self._alone()
         if alone is not None:
-            # A list of one costs as much again as the call. Backends that would start it in
-            # another way, as NCCL does, keep their lists.
             call, x, member = alone
             named = {"group_dst" if call is dist.isend else "group_src": member}
             work = call(as_backend_dtype(x), group=process_group, **named)
             return work if async_op or work is None else work.wait()
+        if self.x is not None and self.op not in _OF_TWO:
+            connect(self.group, self.x.device)
         # A backend cannot send to itself: these are copied, in the order of sending.
         own = deque(tensor for tensor, member in self.sends if member == me)
         transfers = [
@@ -324,12 +335,16 @@ class PointToPoint(Primitive):
         return works if async_op else works.wait()
 
     def _alone(self) -> tuple[Any, Tensor, int] | None:
-        """The only transfer, its tensor and the other member, where gloo moves it."""
+        """The only transfer, its tensor and the other member, where it is best not in a list."""
         if len(self.sends) + len(self.receives) != 1:
             return None
         x, member = (self.sends or self.receives)[0]
+        if member == self.group.rank or not x.numel():
+            return None
+        # For gloo a list of one costs as much again as the call. NCCL would make a list its first
+        # call with all members, of which only two are here: by itself a message is between two.
         is_gloo = self.group.backends.get(x.device.type) == "gloo"
-        if not is_gloo or member == self.group.rank or not x.numel():
+        if not is_gloo and not (self.op in _OF_TWO and connects_late(self.group, x.device.type)):
             return None
         return (dist.isend if self.sends else dist.irecv), x, member
 
@@ -371,7 +386,7 @@ class Barrier(Primitive):
 
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's barrier."""
-        return dist.barrier(process_group, async_op)
+        return dist.barrier(process_group, async_op, barrier_devices(self.group.backends))
 
     def written(self) -> list[Tensor]:
         """Return nothing."""

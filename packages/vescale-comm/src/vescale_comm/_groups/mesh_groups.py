@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_comm._errors import CommArgumentError
+from vescale_comm._groups.connection import connect
 from vescale_comm._groups.group import (
     Group,
     default_process_group,
@@ -88,7 +89,8 @@ def _lane(group: Group, lane: int, device: str) -> Group:
     if lane not in lanes:
         with no_torch_function():
             made = another_process_group(group.process_group, device)
-        lanes[lane] = group_with_axes(made, group.axes)
+            lanes[lane] = group_with_axes(made, group.axes)
+            connect(lanes[lane], device)
     return lanes[lane]
 
 
@@ -127,7 +129,10 @@ def _find(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     for there in (*along, default_process_group()):
         if ranks_of(there) == ranks:
             return group_with_axes(there, axes)
-    return group_with_axes(process_group_of(ranks, along, mesh.device_type), axes)
+    made = group_with_axes(process_group_of(ranks, along, mesh.device_type), axes)
+    # Here, where all members are: they need not all be where it is used first.
+    connect(made, mesh.device_type)
+    return made
 
 
 def _members(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Make process groups by their members alone, without the other ranks of the world."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -129,13 +130,14 @@ def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
         order = {"sort_ranks": False}
     elif ranks != sorted(ranks):
         members = [_Member(rank, place) for place, rank in enumerate(ranks)]
-    made: ProcessGroup = dist.new_group(
-        members,
-        _timeouts.get(default_process_group()),
-        backend=backend,
-        use_local_synchronization=True,
-        **order,
-    )
+    with _unbound(default_process_group()):
+        made: ProcessGroup = dist.new_group(
+            members,
+            _timeouts.get(default_process_group()),
+            backend=backend,
+            use_local_synchronization=True,
+            **order,
+        )
     # Data of wrong ranks would be right in shape: so it is asked for, and not believed.
     if (found := ranks_of(made)) != tuple(ranks):
         raise CommError(
@@ -144,6 +146,23 @@ def _new_group(ranks: list[int], backend: str) -> ProcessGroup:
             "torch 2.12 or later"
         )
     return made
+
+
+@contextmanager
+def _unbound(world: ProcessGroup) -> Iterator[None]:
+    """While entered, the world is bound to no device.
+
+    After `init_process_group(device_id=...)` torch splits the world's communicator for each new
+    group, in which all ranks of the world have to take part, and only the members come here.
+    """
+    bound = world.bound_device_id
+    if bound is not None:
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        if bound is not None:
+            world.bound_device_id = bound
 
 
 class _Member(int):

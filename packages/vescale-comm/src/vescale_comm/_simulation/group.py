@@ -16,7 +16,7 @@ from torch import Tensor
 from vescale_comm._engine import reference_semantics
 from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._errors import CommError, CommMismatchError
-from vescale_comm._simulation.meeting import CallNote, Meeting, Run, Slot, raise_if_wrong
+from vescale_comm._simulation.meeting import CallNote, Meeting, Run, Slot, finish
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._torch.call_site import call_site
 from vescale_comm._wire.fold import FOLDS
@@ -363,7 +363,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
             # An error is known before all have come, and members that wait must not wait for the
             # rest.
             lambda: slot.done or slot.error is not None,
-            lambda: raise_if_wrong(slot),
+            lambda: finish(slot),
             results,
         )
 

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_comm._engine.annotated import BACKWARD_DIFFERS
 from vescale_comm._errors import CommMismatchError
+from vescale_comm._simulation import streams
 
 Run = Callable[[Sequence[Any]], None]
+_Sent = tuple[Tensor, "torch.Event | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class Slot:
         payloads: the members' tensors.
         done: whether the data has been moved.
         error: message of the disagreement, if there is one.
+        device: the accelerator that the tensors are on; None: memory of the host.
+        events: behind what each member's stream computes for it; at the end one behind the data.
     """
 
     number: int
@@ -54,6 +59,8 @@ class Slot:
     payloads: dict[int, Any] = field(default_factory=dict)
     done: bool = False
     error: str | None = None
+    device: torch.device | None = None
+    events: list[torch.Event] = field(default_factory=list)
 
     def disagree(self) -> bool:
         """Return whether those who have come mean different things."""
@@ -74,7 +81,7 @@ class Meeting:
         self.ranks = ranks
         self._slots: dict[int, Slot] = {}
         self._next: dict[int, int] = defaultdict(int)
-        self._under_way: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+        self._under_way: dict[tuple[int, int, int], deque[_Sent]] = defaultdict(deque)
 
     def arrive(self, member: int, note: CallNote, payload: Any, run: Run) -> Slot:
         """Register a member's arrival at its next collective; the last to come runs it for all."""
@@ -83,6 +90,10 @@ class Meeting:
         self._next[member] += 1
         slot = self._slots.setdefault(number, Slot(number))
         slot.calls[member], slot.payloads[member] = note, payload
+        device = streams.device_of(payload)
+        if device is not None:
+            slot.device = device
+            slot.events.append(streams.mark(device))
         if len(slot.calls) == len(self.ranks):
             # No other member can come to it; members that still wait hold the slot themselves.
             del self._slots[number]
@@ -98,7 +109,11 @@ class Meeting:
         else:
             try:
                 # In the order of members, whatever the order of arrival: folds depend on it.
-                run([slot.payloads[member] for member in range(len(self.ranks))])
+                payloads = [slot.payloads[member] for member in range(len(self.ranks))]
+                if slot.device is None:
+                    run(payloads)
+                else:
+                    _run_on_stream(slot, run, payloads)
             except Exception as error:
                 slot.error = f"{slot.calls[0].call} failed: {type(error).__name__}: {error}"
         # The slot may live on in a handle: without this it would keep every member's tensors.
@@ -117,7 +132,9 @@ class Meeting:
     def put(self, source: int, target: int, tag: int, tensor: Tensor) -> None:
         """Send a copy."""
         # Copied now: the sender may overwrite its tensor as soon as `send` has returned.
-        self._under_way[source, target, tag].append(tensor.detach().clone())
+        copy, device = tensor.detach().clone(), streams.device_of(tensor)
+        made = None if device is None else streams.mark(device)
+        self._under_way[source, target, tag].append((copy, made))
 
     def sender(self, source: int | None, target: int, tag: int) -> int | None:
         """Return who has sent something to `target` (of `source`, if given); None if no member."""
@@ -128,10 +145,25 @@ class Meeting:
 
     def take(self, source: int, target: int, tag: int) -> Tensor:
         """Receive what was sent first."""
-        return self._under_way[source, target, tag].popleft()
+        copy, made = self._under_way[source, target, tag].popleft()
+        if made is not None:
+            streams.follow(copy.device, [made])
+            streams.use_here(copy.device, copy)
+        return copy
 
 
-def raise_if_wrong(slot: Slot) -> None:
-    """Raise what is wrong with a collective, on each of its ranks."""
+def _run_on_stream(slot: Slot, run: Run, payloads: Sequence[Any]) -> None:
+    """Move the data of members who may each compute on a stream of their own."""
+    assert slot.device is not None
+    streams.follow(slot.device, slot.events)
+    run(payloads)
+    streams.use_here(slot.device, payloads)
+    slot.events = [streams.mark(slot.device)]
+
+
+def finish(slot: Slot) -> None:
+    """Have a member's result, or raise on each of the ranks what is wrong with the collective."""
     if slot.error is not None:
         raise CommMismatchError(slot.error)
+    if slot.device is not None:
+        streams.follow(slot.device, slot.events)

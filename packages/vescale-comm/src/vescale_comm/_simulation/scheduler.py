@@ -7,7 +7,7 @@ from contextvars import copy_context
 import torch
 
 from vescale_comm._errors import CommError, DeadlockError
-from vescale_comm._simulation.state import ProcessState
+from vescale_comm._simulation.state import ProcessState, current_device
 from vescale_comm._torch.call_site import call_site
 
 MOST_POLLS = 100_000
@@ -60,13 +60,13 @@ class Scheduler:
 
     def run(self, body: Callable[[int], None]) -> None:
         """Run `body(rank)` for all ranks; return when all have returned."""
-        threads = torch.get_num_threads()
+        threads, device = torch.get_num_threads(), current_device()
         for rank in self.ranks:
             # A copy for each rank: what one rank sets in a context variable the others do not see.
             context = copy_context()
             rank.thread = threading.Thread(
                 target=context.run,
-                args=(self._main, rank, body, threads),
+                args=(self._main, rank, body, threads, device),
                 name=f"simulated-rank-{rank.index}",
                 daemon=True,
             )
@@ -125,12 +125,20 @@ class Scheduler:
             )
         return self._running
 
-    def _main(self, me: Rank, body: Callable[[int], None], threads: int) -> None:
+    def _main(
+        self, me: Rank, body: Callable[[int], None], threads: int, device: int | None
+    ) -> None:
         me.gate.acquire()
         me.state.restore()
-        torch.set_num_threads(threads)  # a setting of each thread
+        # Settings of each thread, for which a new one would have torch's own.
+        torch.set_num_threads(threads)
+        if device is not None:
+            torch.cuda.set_device(device)
         try:
-            body(me.index)
+            # Backward as well, in this thread: nodes of an accelerator have threads of autograd's
+            # own, which may not switch ranks, and one for all ranks. Of each thread, as above.
+            with torch.autograd.set_multithreading_enabled(False):
+                body(me.index)
         except BaseException as error:
             me.failure = error
         me.done = True

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from vescale_comm._groups.connection import barrier_devices
 from vescale_comm._groups.group import as_group
 
 _ROUNDS = 5
@@ -16,12 +17,13 @@ def aligned_clock() -> tuple[int, int]:
 
     Rank 0 sends its time some rounds; the message that was fastest is off by least.
     """
-    device = _message_device(as_group().backends)
+    backends = as_group().backends
+    device = _message_device(backends)
     best: tuple[int, int] | None = None
     for _ in range(_ROUNDS):
         # So that no rank is late: what a receiver waits for would count as difference of the
         # clocks.
-        dist.barrier()
+        dist.barrier(device_ids=barrier_devices(backends))
         sent = torch.tensor([time.time_ns()], dtype=torch.int64, device=device)
         dist.broadcast(sent, 0)
         # Read before the clock is: an accelerator's broadcast returns before it has arrived.

@@ -45,6 +45,8 @@ def _event(record: Record, rank: int, shift: int) -> Event:
             "dtype": str(record.dtype),
             "ranks": list(record.ranks),
             "line": record.site,
+            "device": record.device,
+            "time": "of the launch" if record.times_launch else "until it was done",
         },
     }
 

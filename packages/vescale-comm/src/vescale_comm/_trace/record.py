@@ -20,8 +20,11 @@ class Record:
         shape: shape of this rank's input; the flat buffer's for all_to_all and gather_pieces.
         dtype: dtype of this rank's input.
         start: when it was issued, in nanoseconds of `time.time_ns`'s clock.
-        end: when it was complete; an asynchronous one when it was waited for, 0 until then.
+        end: when it was complete; an asynchronous one when it was waited for, 0 until then. Of what
+            lies on an accelerator: when it had been handed to it, or its stream told to wait for
+            it, as the host does not wait.
         site: "file:line in function" of the caller.
+        device: type of the device of this rank's input.
     """
 
     op: str
@@ -34,3 +37,9 @@ class Record:
     start: int = field(default=0, compare=False)
     end: int = field(default=0, compare=False)
     site: str = field(default="", compare=False)
+    device: str = field(default="cpu", compare=False)
+
+    @property
+    def times_launch(self) -> bool:
+        """Whether its time is that of the host, and the device's is another."""
+        return self.device != "cpu"

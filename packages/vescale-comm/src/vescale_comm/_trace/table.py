@@ -17,4 +17,8 @@ def table(records: Sequence[Record]) -> str:
     lines = [f"{'op':16s} {'group':16s} {'count':>7s} {'bytes':>14s} {'ms':>10s}"]
     for (op, group), (count, size, spent) in sorted(rows.items(), key=lambda row: -row[1][1]):
         lines.append(f"{op:16s} {group:16s} {count:7.0f} {size:14,.0f} {spent:10.3f}")
+    if any(record.times_launch for record in records):
+        lines.append(
+            "ms on an accelerator: until the collective was launched, not until it was done"
+        )
     return "\n".join(lines)

@@ -91,6 +91,9 @@ def trace(*, align: bool = False) -> Iterator[Trace]:
       is an exchange and a gather of the encoded parts, or up to 4096 bytes one gather, and is
       counted as that.
 
+    Times are the host's: of a collective on an accelerator that of its launch, which `Trace.table`
+    and `Trace.save` say. How long it takes there `torch.profiler` tells.
+
     Summed over the members this is what crosses the wire, whichever algorithm a backend uses.
 
     Args:
@@ -126,6 +129,7 @@ class _Watch:
             None if x is None else x.dtype,
             start=time.time_ns(),
             site=call_site(),
+            device="cpu" if x is None else x.device.type,
         )
         # Before it runs: a collective that raises or never returns is in the trace, with end 0.
         self.trace.records.append(record)

@@ -121,7 +121,7 @@ def decode(data: Tensor, wire: str, numel: int) -> Tensor:
 
 def quantise(x: Tensor, wire: str) -> tuple[Tensor, Tensor]:
     """Return the scales (fp32, one for each block) and the values of contiguous fp32 elements."""
-    if x.is_cuda and with_kernels():
+    if x.is_cuda and has_kernels(wire, x.device):
         from vescale_comm._wire import kernels
 
         return kernels.quantise(x, wire)
@@ -147,6 +147,13 @@ def dequantise(scales: Tensor, values: Tensor) -> Tensor:
         values.to(torch.float32), (0, blocks(numel) * BLOCK - numel)
     ).view(-1, BLOCK)
     return (rows * scales.view(-1, 1)).view(-1)[:numel]
+
+
+def has_kernels(wire: str, device: torch.device) -> bool:
+    """Return whether Triton is there, and has the format's dtype on this GPU."""
+    # It has no e4m3 below capability 8.9, where torch's casts give the same bits.
+    known = wire != "fp8" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return known and with_kernels()
 
 
 # Once: whether it can be imported does not change, and a failed import is slow each time.

@@ -4,6 +4,7 @@ One program for each block of a row. Divisions round as IEEE's do and nothing is
 would depend on the device.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from vescale_comm._wire.block_format import BLOCK, QUANTISED, blocks
 def _quantise(  # type: ignore[no-untyped-def]
     x, scales, values, numel, LARGEST: tl.constexpr, WHOLE: tl.constexpr, B: tl.constexpr
 ):
-    at = tl.program_id(0) * B + tl.arange(0, B)
+    # Elements are counted in 64 bits: there may be more of them than 32 have a number for.
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < numel
     element = tl.load(x + at, mask=inside, other=0.0)
     # The largest as an integer: of non-negative floats the bits are in the order of the values,
@@ -38,13 +40,17 @@ def _quantise(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fold(scales, values, out, numel, MEMBERS: tl.constexpr, B: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0)
-    at = block * B + tl.arange(0, B)
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < numel
+    # A member's row begins where that of the one before ends: pointers add up in 64 bits, and
+    # `member * numel` would not.
+    row = values + at
+    scale = scales + tl.program_id(0)
     total = tl.zeros((B,), dtype=tl.float32)
     for member in range(MEMBERS):
-        value = tl.load(values + member * numel + at, mask=inside, other=0.0).to(tl.float32)
-        value = value * tl.load(scales + member * tl.num_programs(0) + block)
+        value = tl.load(row, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
+        row += numel
+        scale += tl.num_programs(0)
         # The first is copied and not added: 0 + -0 would be 0.
         total = value if member == 0 else total + value
     tl.store(out + at, total, mask=inside)
@@ -78,4 +84,7 @@ def fold(scales: Tensor, values: Tensor) -> Tensor:
 
 def _launch(kernel: Any, *args: Any, **constants: Any) -> None:
     numel = next(each for each in args if isinstance(each, int))
-    kernel[blocks(numel),](*args, B=BLOCK, enable_fp_fusion=False, **constants)
+    device = args[0].device
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[blocks(numel),](*args, B=BLOCK, enable_fp_fusion=False, **constants)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,8 @@ class Update:
         self._check()
         found: list[Any] = []
         groups = self.optimizer.param_groups
-        steps = [self._steps(leaf) for _, leaf in self.clocks]
+        counted = self._counted()
+        steps = [counted(leaf) for _, leaf in self.clocks]
         fresh = [self._is_fresh(leaf) for _, leaf in self.clocks]
         for at, (group, _) in enumerate(self.clocks):
             given = self.rule.values(groups[group], steps[at] + 1, fresh=fresh[at])
@@ -83,7 +84,7 @@ class Update:
                     f"joint: the optimizer's state of '{one.name}' was replaced, and that of "
                     "parameters that are updated with it was not. Make the graph anew"
                 )
-            if self._steps(one.leaf) != steps[one.clock]:
+            if counted(one.leaf) != steps[one.clock]:
                 raise CaptureError(
                     f"joint: '{one.name}' was stepped another number of times than parameters that "
                     "the graph updates with the same numbers. Make the graph anew"
@@ -98,6 +99,18 @@ class Update:
         """Whether the state is still what was made: `load_state_dict` puts other tensors there."""
         own = self.optimizer.state[leaf].values()
         return any(value is one for value in own for one in self.fresh)
+
+    def _counted(self) -> Callable[[DTensor], float]:
+        """Return what says how many steps a parameter has had, and waits for a device once."""
+        if not self.rule.counts:
+            return self._steps
+        # Fused optimizers count on the device: one copy to the host for all of them.
+        leaves = [one.leaf for one in self.stepped]
+        counts = [self.optimizer.state[leaf].get("step") for leaf in leaves]
+        if not all(isinstance(one, Tensor) and not one.is_cpu for one in counts):
+            return self._steps
+        numbers = torch.stack(counts).tolist()
+        return dict(zip(leaves, numbers, strict=True)).__getitem__
 
     def _steps(self, leaf: DTensor) -> float:
         step = self.optimizer.state[leaf].get("step", 0.0)

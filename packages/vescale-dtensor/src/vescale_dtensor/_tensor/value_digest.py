@@ -20,6 +20,9 @@ from vescale_dtensor._torch.compat import dispatch_modes, no_torch_function
 # Odd 64-bit constants (splitmix64's, as signed numbers): multiplication by each is a bijection.
 _STEP, _MIX = -7046029254386353131, -4658895280553007687
 
+# Words whose digest is computed at once.
+_PART = 1 << 22
+
 # Events of a mesh in which values are looked at: the first ones, and some of every so many. By the
 # events and not by a count of the calls, which ranks may make alone.
 _FIRST, _EVERY, _SOME = 256, 4096, 32
@@ -39,13 +42,23 @@ def digest(tensor: Tensor) -> Tensor:
         return torch.zeros(1, dtype=torch.int64, device=tensor.device)
     # As bytes, so that NaN equals itself and dtypes need no cases; -0.0 and 0.0 differ.
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
-    words = padded.view(torch.int64)
-    # Mixed with its position, so that swapped words change the sum. Integer overflow wraps.
-    places = torch.arange(1, words.numel() + 1, device=words.device) * _STEP
+    if flat.numel() % 8 or flat.storage_offset() % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
+    words = flat.view(torch.int64)
+    # In parts, as what is mixed takes several times their memory. Integer overflow wraps, so that a
+    # sum of sums is the sum of all.
+    sums = [
+        _mixed(part, 1 + at * _PART).sum()
+        for at, part in enumerate(words.split(_PART) if words.numel() > _PART else (words,))
+    ]
+    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).reshape(1)
+
+
+def _mixed(words: Tensor, first: int) -> Tensor:
+    # With their positions, so that swapped words change the sum.
+    places = torch.arange(first, first + words.numel(), device=words.device) * _STEP
     mixed = (words ^ places) * _MIX
-    mixed = (mixed ^ (mixed >> 29)) * _STEP
-    return mixed.sum().reshape(1)
+    return (mixed ^ (mixed >> 29)) * _STEP
 
 
 def sampled_digests(mesh: DeviceMesh, values: list[Tensor]) -> tuple[int, ...]:
@@ -86,10 +99,23 @@ def _items(values: Any) -> list[Any]:
     for one in values:
         if type(one) not in _PLAIN or one.ndim or one.layout is not torch.strided or one.is_meta:
             return []
-    if not values or any([one.is_cuda for one in values]) or dispatch_modes():
+    if not values or dispatch_modes():
         return []
+    if any([one.is_cuda for one in values]):
+        return _at_once(list(values))
     with torch.no_grad(), no_torch_function():
         return [one.item() for one in values]
+
+
+def _at_once(values: list[Tensor]) -> list[Any]:
+    """The numbers of tensors on one device by one copy to the host; empty where that cannot be."""
+    first = values[0]
+    alike = all(one.device == first.device and one.dtype == first.dtype for one in values)
+    if not alike or any(map(_is_hidden, values)):
+        return []
+    with torch.no_grad(), no_torch_function():
+        found: list[Any] = torch.stack(values).tolist()
+        return found
 
 
 def _has_item(tensor: Tensor) -> bool:

@@ -19,6 +19,13 @@ from vescale_parallel._errors import MeshError
 AXES: Final = ("pp", "dp", "cp", "ep", "tp")
 """The axes the field knows, outermost first: neighbours on `tp` talk most and sit closest."""
 
+# The rank and the place of a process on its machine: of torchrun, Slurm, Open MPI.
+_LOCAL_RANKS: Final = (
+    ("", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+
 # How long a rank whose arguments are wrong waits for others, to tell them.
 _TELL_SECONDS = 30.0
 
@@ -33,7 +40,10 @@ def mesh(
     The process group is made when there is none: from torchrun's environment, or one process.
 
     Args:
-        device_type: `"cpu"` or `"cuda"`; by default CUDA where it is available.
+        device_type: `"cpu"` or `"cuda"`; by default CUDA where it is available, unless a process
+            group is there already that has only gloo for it. Of several devices this process gets
+            the one that is current, if it has been chosen; else the one that the launcher's local
+            rank counts, or if there is none the rank.
         timeout: seconds after which a rank that waits for others raises an error that says for
             whom, and what those do; it is logged after 30 seconds already. Holds for all process
             groups of this process. By default ten minutes where `mesh` makes the process group;
@@ -50,7 +60,7 @@ def mesh(
         >>> mesh(dp=1, tp=-1, device_type="cpu").mesh_dim_names
         ('dp', 'tp')
     """
-    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_type or _default_device()
     ordered, problem = _resolved(sizes or {"dp": -1}, timeout, device)
     bounded = timeout is not None or not dist.is_initialized()
     seconds = DEFAULT_TIMEOUT if timeout is None else timeout
@@ -147,10 +157,42 @@ def _check_timeout(timeout: object) -> None:
         raise MeshError(f"mesh(timeout={timeout!r}): a number of seconds above 0 is needed.")
 
 
+def _default_device() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    # Whoever made a group of gloo alone beside a GPU did not mean to train on it.
+    group = dist.get_backend_config() if dist.is_initialized() else "cuda:nccl"
+    backends = dict(pair.split(":") for pair in group.split(","))
+    return "cpu" if backends.get("cuda", "gloo") == "gloo" else "cuda"
+
+
+def _device_index() -> int:
+    """Return which of the visible CUDA devices is this process's."""
+    bound = dist.group.WORLD.bound_device_id if dist.is_initialized() else None  # type: ignore[union-attr]
+    if bound is not None:
+        return int(bound.index)
+    # Asking for the current device would make CUDA's context, on whatever device.
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    count = torch.cuda.device_count()
+    # 0 is also what is current where nobody has chosen. And schedulers may let each process see its
+    # own device only, while they count processes as ever.
+    if current or count == 1:
+        return current
+    there = dist.is_initialized()
+    rank = str(dist.get_rank()) if there else os.environ.get("RANK", "0")
+    for whole, local in _LOCAL_RANKS:
+        # Of the same start: a job's only task may start processes of its own.
+        if local in os.environ and (not whole or os.environ.get(whole) == rank):
+            return int(os.environ[local])
+    # Nobody counts by machine. NCCL takes no device twice; others, as those of `simulate`, may.
+    own = not there or "nccl" in dist.get_backend_config()
+    return int(rank) % max(count, 1) if own else current
+
+
 def _check_device(device: str) -> None:
     if device != "cuda":
         return
-    at, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    at, count = _device_index(), torch.cuda.device_count()
     if at >= count:
         raise MeshError(
             f"mesh(device_type='cuda'): process {at} of this machine has no CUDA device, for there "
@@ -207,7 +249,7 @@ def _ensure_process_group(device: str, timeout: float) -> None:
     """Join torchrun's processes, or be a group of one; leave an existing group alone."""
     if device == "cuda":
         # NCCL binds a communicator to the current device, so it must be set before the first use.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_device_index())
     if dist.is_initialized():
         return
     # Small facts on the host (errors, digests) travel by gloo also where tensors travel by NCCL.

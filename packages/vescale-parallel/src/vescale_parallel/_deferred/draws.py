@@ -81,6 +81,7 @@ def generator_of(arguments: Mapping[str, Any], device: torch.device) -> torch.Ge
         return given  # type: ignore[no-any-return]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # there are no generators before
         return torch.cuda.default_generators[index]
     return torch.default_generator
 

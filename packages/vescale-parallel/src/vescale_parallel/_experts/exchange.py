@@ -127,7 +127,7 @@ def _routes(index: Tensor, shares: Shares) -> _Routes:
     wrong = (choices < 0) | (choices > experts)
     # Beyond the range `bincount` would raise on this rank alone, before the exchange.
     choices = choices.masked_fill(wrong, experts)
-    counts = torch.bincount(choices, minlength=experts + 1)[:experts]
+    counts = _counted(choices, experts)
     # Every member hears, beside how many rows it gets for each of its experts, of a wrong choice:
     # a rank that raised before this would be waited for.
     told = [
@@ -145,9 +145,11 @@ def _routes(index: Tensor, shares: Shares) -> _Routes:
     sent = [sum(numbers[a:b]) for a, b in itertools.pairwise(starts)]
     # Rows arrive by member, and within each by expert, as they were sorted before they left.
     local = torch.arange(own, device=index.device).repeat(members)
-    ids = torch.repeat_interleave(local, heard[:, :own].reshape(-1))
+    came = [sum(part[:-1]) for part in arriving]
+    # Told how many rows that makes, it need not ask the device.
+    ids = torch.repeat_interleave(local, heard[:, :own].reshape(-1), output_size=sum(came))
     out, back = _orders(choices, sum(sent), index.shape[1])
-    return _Routes(out, back, SplitSizes(sent, [sum(part[:-1]) for part in arriving]), ids)
+    return _Routes(out, back, SplitSizes(sent, came), ids)
 
 
 def ordered_pairs(index: Tensor, experts: int) -> tuple[Order, Order, list[int]]:
@@ -165,12 +167,25 @@ def ordered_pairs(index: Tensor, experts: int) -> tuple[Order, Order, list[int]]
     choices = index.reshape(-1)
     wrong = ((choices < 0) | (choices > experts)).any().view(1)
     # Clamped on one rank as well: the error is raised below, in words.
-    counts = torch.bincount(choices.clamp(0, experts), minlength=experts + 1)[:experts]
+    counts = _counted(choices.clamp(0, experts), experts)
     *numbers, is_wrong = torch.cat([counts, wrong]).tolist()
     if is_wrong:
         raise ParallelError(_NO_EXPERT.format(experts=experts, where=""))
     out, back = _orders(choices, sum(numbers), index.shape[1])
     return out, back, numbers
+
+
+def _counted(choices: Tensor, experts: int) -> Tensor:
+    """Return how often each expert was chosen; `experts` stands for none."""
+    if choices.is_cpu:
+        return torch.bincount(choices, minlength=experts + 1)[:experts]
+    # `bincount` asks the device for the largest choice, and waits.
+    return _added_up(choices, experts)
+
+
+def _added_up(choices: Tensor, experts: int) -> Tensor:
+    found = torch.zeros(experts + 1, dtype=torch.int64, device=choices.device)
+    return found.scatter_add_(0, choices, torch.ones_like(choices, dtype=torch.int64))[:experts]
 
 
 def _orders(choices: Tensor, kept: int, k: int) -> tuple[Order, Order]:

@@ -25,8 +25,12 @@ from vescale_comm.agreement import gather_numbers
 from vescale_parallel._cost import Link
 from vescale_parallel._errors import GraphError
 
-_PRODUCT: Final = 512  # rows and columns of the matrices: a size that layers have
-_COPIED: Final = 2**24  # bytes: more than the caches of most processors
+# Rows and columns of the matrices: a size that layers have, and on a device one that takes longer
+# than to launch it.
+_PRODUCT: Final = {"cpu": 512}
+_PRODUCT_ON_DEVICE: Final = 4096
+_COPIED: Final = {"cpu": 2**24}  # bytes: more than the caches of most processors
+_COPIED_ON_DEVICE: Final = 2**28
 _SENT: Final = (2**10, 2**16, 2**20, 2**22)  # bytes of one rank
 HOST_LINK: Final = Link(latency=1e-5, bandwidth=2e10)  # where nobody has measured it
 _NO_LINK: Final = Link(latency=0.0, bandwidth=1e12)  # of one rank, which sends nothing
@@ -71,13 +75,13 @@ class Machine:
 
 
 def calibrate(
-    group: ProcessGroup | None = None, *, device: str = "cpu", seconds: float = 1.0
+    group: ProcessGroup | None = None, *, device: str | None = None, seconds: float = 1.0
 ) -> Machine:
     """Measure what this machine reaches. Collective over the group.
 
     Args:
         group: whose link is measured; None: the default group, or no link where there is none.
-        device: on which.
+        device: on which; by default CUDA where it is available.
         seconds: for each of about seven measurements; the best of the repetitions counts.
 
     Examples:
@@ -85,14 +89,18 @@ def calibrate(
         machine.save("machine.json")
         print(graph.timeline(step.graph_module, machine=graph.Machine.load("machine.json")))
     """
-    square = torch.randn(_PRODUCT, _PRODUCT, device=device)
-    source = torch.zeros(_COPIED, dtype=torch.uint8, device=device)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = torch.device(device).type
+    rows = _PRODUCT.get(kind, _PRODUCT_ON_DEVICE)
+    copied = _COPIED.get(kind, _COPIED_ON_DEVICE)
+    square = torch.randn(rows, rows, device=device)
+    source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     product = _best(lambda: square @ square, device, seconds)
     copy = _best(lambda: target.copy_(source), device, seconds)
-    pinned = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device != "cpu", device="cpu")
+    pinned = torch.zeros(copied, dtype=torch.uint8, pin_memory=kind != "cpu", device="cpu")
     down = _best(lambda: target.copy_(pinned, non_blocking=True), device, seconds)
-    found = [2 * _PRODUCT**3 / product, 2 * _COPIED / copy, _COPIED / down]
+    found = [2 * rows**3 / product, 2 * copied / copy, copied / down]
     if not dist.is_initialized():
         host = Link(latency=1e-5, bandwidth=found[2])
         return Machine(flops=found[0], memory_bandwidth=found[1], link=_NO_LINK, host=host)
@@ -100,10 +108,10 @@ def calibrate(
     assert group is not None
     took = _gathers(group, device, seconds)
     # As whole nanoseconds and rates: what ranks tell each other are integers.
-    rows = gather_numbers([*map(int, found), *(int(one * 1e9) for one in took)], group)
+    told = gather_numbers([*map(int, found), *(int(one * 1e9) for one in took)], group)
     # The slowest rank is the one that the others wait for.
-    flops, bandwidth, down = (float(min(row[at] for row in rows)) for at in range(3))
-    slowest = [max(row[3 + at] for row in rows) / 1e9 for at in range(len(_SENT))]
+    flops, bandwidth, down = (float(min(row[at] for row in told)) for at in range(3))
+    slowest = [max(row[3 + at] for row in told) / 1e9 for at in range(len(_SENT))]
     link = _fitted(slowest, dist.get_world_size(group))
     host = Link(latency=1e-5, bandwidth=down)
     return Machine(flops=flops, memory_bandwidth=bandwidth, link=link, host=host)

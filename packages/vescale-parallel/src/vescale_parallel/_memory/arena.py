@@ -30,6 +30,7 @@ class _Step:
     place: Place | None
     outs: tuple[tuple[Result, int], ...]  # what it writes, and at which offset
     drops: tuple[fx.Node, ...]
+    waits: bool  # for copies to the host that may still read where it writes
 
 
 class Arena:
@@ -60,6 +61,7 @@ class Arena:
             if node.op != "get_attr":
                 drops.setdefault(step, []).append(node)
         self.steps = []
+        waiting = _waiting(of, order, offsets)
         for step, at in enumerate(order):
             node, place = of.nodes[at], places.get(at)
             outs = [
@@ -68,7 +70,8 @@ class Arena:
                 if one.storage is not None
             ]
             call = node.target, (node.args, node.kwargs)
-            self.steps.append(_Step(node, *call, place, tuple(outs), tuple(drops.get(step, ()))))
+            dropped = tuple(drops.get(step, ()))
+            self.steps.append(_Step(node, *call, place, tuple(outs), dropped, step in waiting))
 
     def block(self) -> Tensor:
         """Memory of the arena's size, uninitialised."""
@@ -90,6 +93,8 @@ class Arena:
         check = None if self.checked else _Check(self.of, values)
         with torch.no_grad(), _without_autocast(self.device.type):
             for step in self.steps:
+                if step.waits:
+                    torch.ops.vescale_parallel.host_ready.default(own)
                 values[step.node] = self._value(step, values, own)
                 if check is not None:
                     check.ran(step.node, values[step.node])
@@ -161,6 +166,33 @@ class Arena:
                         "when the graph, which writes to its inputs, was planned."
                     )
         return dict(zip(nodes, flat, strict=True))
+
+
+def _waiting(of: Traced, order: Sequence[int], offsets: Mapping[int, int]) -> set[int]:
+    """Steps that write where a copy to the host may still read.
+
+    Such a copy is on a stream of its own. The allocator would keep the memory until it is done; in
+    an arena it is free behind the last node that uses it, which is the one that starts the copy.
+    """
+    made: dict[int, list[tuple[int, int]]] = {}
+    for storage, offset in offsets.items():
+        one = of.program.storages[storage]
+        made.setdefault(one.maker, []).append((offset, offset + one.bytes))
+    found, read = set(), list[tuple[int, int]]()
+    for step, at in enumerate(order):
+        node = of.nodes[at]
+        if any(low < end and start < high for low, high in made.get(at, ()) for start, end in read):
+            found.add(step)
+            read.clear()  # it waits for all that were started
+        name = str(node.target)
+        if name == "vescale_parallel.host_ready.default":
+            read.clear()
+        elif name == "vescale_parallel.host_write.default":
+            (one,) = of.results[node.all_input_nodes[0]]
+            if one.storage in offsets:
+                start = offsets[one.storage]
+                read.append((start, start + of.program.storages[one.storage].bytes))
+    return found
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

@@ -28,6 +28,9 @@ _HEIGHTS: Final = 60  # of an arena that are compared, at most
 SOLVERS: Final = ("auto", "search", "highs", "rules", "ilp")
 _FIRST: Final = "program order"
 ALIGNMENT: Final = 64  # bytes: what vector instructions want, and torch's CPU allocator gives
+# What torch's allocators of devices give. Libraries choose kernels by it: cuBLASLt asks for
+# alignments up to 256, and another kernel may add up in another order.
+_ON_DEVICES: Final = 512
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,7 @@ def plan(
     inputs: Sequence[Any] | None = None,
     solver: Solver = "auto",
     seconds: float = 10.0,
-    alignment: int = ALIGNMENT,
+    alignment: int | None = None,
     workspaces: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a torch.fx graph: the order of its nodes, and where their results lie.
@@ -273,7 +276,8 @@ def plan(
             `"rules"`: no search; `"ilp"`: one integer program over all operations and steps, in
             the form of MODeL, to compare with: minutes to hours, and program order if time is over.
         seconds: for all searches together; when they are over, the best so far is the plan.
-        alignment: of each storage in the arena, in bytes, a power of two.
+        alignment: of each storage in the arena, in bytes, a power of two; by default that of
+            torch's allocator, 64 on the host and 512 on other devices.
         workspaces: bytes that nodes take for themselves while they run, by name (`workspaces`).
 
     Raises:
@@ -282,7 +286,7 @@ def plan(
     start = time.monotonic()
     solver = _known(solver)
     # A power of two has one bit, which the number below does not have.
-    if alignment < 1 or alignment & (alignment - 1) or alignment < ALIGNMENT:
+    if alignment is not None and (alignment < ALIGNMENT or alignment & (alignment - 1)):
         raise MemoryPlanError(f"alignment {alignment}: a power of two from {ALIGNMENT} on.")
     if not isinstance(seconds, int | float) or not seconds >= 0:
         raise MemoryPlanError(f"seconds {seconds}: no time to plan in; 0 leaves out searches.")
@@ -302,6 +306,8 @@ def plan(
     else:
         solve = {"rules": None, "highs": by_highs}.get(solver, by_search)
         found = ordered(of.program, deadline=deadline, solve=solve)
+    if alignment is None:
+        alignment = ALIGNMENT if arena_device(of).type == "cpu" else _ON_DEVICES
     ways = places(of)
     placed = [at for at, one in enumerate(of.program.storages) if one.maker in ways]
     lives = lifetimes(of.program, found.order)

@@ -28,6 +28,8 @@ class Streams:
 
     def __init__(self, device_type: str) -> None:
         self._on_device = device_type == "cuda"
+        if self._on_device:
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # there are no generators before
         # States as torch gives them, and the place that they mean: to compare 5 KB takes a tenth of
         # the time that it takes to read them, and most forwards draw nothing.
         self._states: list[Tensor] = []

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
+import vescale_comm
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from vescale_comm.nested import map_tensors
@@ -36,7 +37,7 @@ def local_rank() -> int:
 def barrier() -> None:
     """Wait until all ranks are here: what rank 0 has written can be read behind it."""
     if dist.is_initialized():
-        dist.barrier()
+        vescale_comm.barrier()
 
 
 def decided(decision: bool, *, every: bool) -> bool:

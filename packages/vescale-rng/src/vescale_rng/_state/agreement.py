@@ -91,7 +91,9 @@ def by_ranks(said: Iterable[Hashable], ranks: Iterable[int]) -> str:
 def message_device(group: dist.ProcessGroup | None = None) -> str:
     """Return the type of device that members send numbers from: the same on every member."""
     # NCCL alone cannot send from CPU. "cpu:gloo,cuda:nccl" can, and no kernel is waited for then.
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    # As text, of a group that was made as "nccl" or as "cuda:nccl".
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return "cpu" if "cpu" in devices else devices[0]
 
 
 def _say(found: list[tuple[int, ...]], ranks: list[int]) -> str:
