@@ -54,8 +54,8 @@ nox.options.default_venv_backend = "virtualenv"
 
 CONSTRAINTS = str(ROOT / "tools" / "constraints.txt")
 BUILD_TOOLS = ("build", "hatchling>=1.26")
-# Two processes, or as many as there are cores up to four: each has a pool of ranks of its own. Tests
-# of one file stay together, since they share what is costly to make.
+# As many processes as there are cores, up to four: each has pools of ranks of its own. Tests of one
+# file stay together, since they share what is costly to make.
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 LEFT_OUT = ("-p", "tools.left_out")
 # What may be skipped where Hugging Face's models are installed.
@@ -89,10 +89,11 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(requires=["build"], reuse_venv=True, tags=["nightly"], default=False)
 def all_parts(session: nox.Session) -> None:
-    """Run what is not in the core: all parts of it, or `-- 3/12`; tools/parts.txt says which ran."""
+    """Run what is not in the core: all, or part `-- 3/12`; tools/parts.txt says which ran."""
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
     swap(session, [package.wheel for package in PACKAGES])
-    command = ["python", "-m", "pytest", *SIDE_BY_SIDE, *LEFT_OUT, *map(str, TESTS), "tools/tests"]
+    folders = [*map(str, TESTS), "tools/tests"]
+    command = ["python", "-m", "pytest", *SIDE_BY_SIDE, *LEFT_OUT, *folders]
     for part in map(parts.parse_part, session.posargs or map(str, parts.EVERY)):
         began = time.monotonic()
         chosen = ["-m", " or ".join(parts.MARKS), "--part", str(part)]
@@ -306,6 +307,12 @@ def crash(session: nox.Session) -> None:
     outputs = ["--out", str(package / "FAULTS.md"), "--json", str(ROOT / "runs" / "faults.json")]
     command = [python_of(session), str(package / "faults"), *outputs, *session.posargs]
     session.run(*command, env={**TEST_ENV, "PYTHONPATH": str(rival)})
+
+
+@nox.session(requires=["workspace"], venv_backend="none", default=False)
+def planted(session: nox.Session) -> None:
+    """Plant faults in the sources, and say which the core finds; `-- --room _zero` some of them."""
+    session.run(python_of(session), "-m", "tools.planted", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", default=False)

@@ -1,4 +1,4 @@
-"""A plugin of pytest that says at the end which cases a run of the core left out (`-p tools.left_out`).
+"""A plugin of pytest that says which cases a run of the core left out (`-p tools.left_out`).
 
 With `--part 3/12` it keeps only what belongs to that part: `tools.parts`.
 """

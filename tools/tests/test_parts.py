@@ -42,9 +42,7 @@ def test_a_run_of_the_core_says_what_it_left_out(workers, tmp_path, monkeypatch)
 
 def test_parts_are_disjoint_and_hold_everything(tmp_path):
     ran = [run(tmp_path, "-m", "slow or models", "--part", f"{k}/3", "-v") for k in (1, 2, 3)]
-    cases = [
-        {line.split()[0] for line in one.splitlines() if " PASSED" in line} for one in ran
-    ]
+    cases = [{line.split()[0] for line in one.splitlines() if " PASSED" in line} for one in ran]
     assert sum(map(len, cases)) == len(set.union(*cases)) == 31
     assert min(map(len, cases)) > 4
     assert not any("not in the core" in one for one in ran)

@@ -17,7 +17,7 @@ room/test_steps::test_steps[case 7]
 
 
 def collected(folder):
-    """Stand-ins for pytest's items: 10 cases of one test, 10 of another, and tests without cases."""
+    """Stand-ins for pytest's items: ten cases of each of two tests, and tests without cases."""
     file = folder / "room" / "test_steps.py"
     named = [(f"test_{test}", f"[case {n}]") for test in ("steps", "clipping") for n in range(10)]
     named += [("test_long", ""), ("test_alone", "")]
@@ -64,5 +64,5 @@ def test_what_lies_elsewhere_is_left_alone(tmp_path):
 @pytest.mark.parametrize("line", ["room/test_steps", "room/test_steps four", "4", "a::b -1"])
 def test_a_line_of_another_form_is_an_error(line, tmp_path):
     (tmp_path / "core.txt").write_text(f"# fine\n{line}\n")
-    with pytest.raises(ValueError, match="core.txt:2: not `file share`"):
+    with pytest.raises(ValueError, match=r"core\.txt:2: not `file share`"):
         choose_core([], tmp_path)

@@ -26,10 +26,10 @@ def choose_core(items: Iterable[Any], folder: Path) -> None:
 
     A line of the file is one of
 
-        zero/test_training 10                  of each parametrized test of this file one case in 10
+        zero/test_training 10                  one case in 10 of each parametrized test of this file
         zero/test_training::test_clipping 2    the same of one test
         zero/test_failures::test_raised 0      a test that is not in the core at all
-        zero/test_training::test_steps[dp2]    a case that is in the core whatever its test's line says
+        zero/test_training::test_steps[dp2]    a case that is in it whatever its test's line says
 
     and comments begin with `#`. Of n cases, n / share rounded up are in the core: those whose names
     have the smallest CRC-32. So a test of the core always has at least one case in it.
