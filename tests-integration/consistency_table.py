@@ -25,8 +25,8 @@ HEAD = """# Consistency
 Twenty steps of training on four ranks, beside one device: four kinds of transformers, written for
 one device (`tests-integration/consistency_models.py`), AdamW with clipping, float32. Written by
 `python tests-integration/consistency_table.py` on {date} with torch {torch} on CPU, ranks
-simulated in one process; `tests-integration/test_consistency.py` asserts a part of it on each
-change, and all of it with `-m slow`.
+simulated in one process; `tests-integration/test_consistency.py` asserts a part of it on changes,
+and all of it with `-m slow`.
 
 Everywhere below, on every rank, **initial parameters, all dropout masks that were watched and the
 state of the random generator at the end have the bits of one device**. A cell is the largest
