@@ -163,6 +163,7 @@ def impatience():
 
 
 def hang(rank, world_size):
+    dist.barrier()  # all are here before one of them answers
     if rank == 1:
         time.sleep(1000)
     return rank
@@ -182,6 +183,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_replaced():
 
 
 def raise_while_others_wait(rank, world_size):
+    dist.barrier()
     if rank == 0:
         raise ValueError("too early")
     dist.barrier()
