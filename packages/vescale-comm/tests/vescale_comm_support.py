@@ -141,9 +141,7 @@ def table():
     ]
     for index, (name, op, order, sizes) in enumerate(rows()):
         cells = [
-            _cell(
-                [each[index][column] for each in gloo], [each[index][column] for each in simulated]
-            )
+            _cell([each[index][column] for each in (*gloo, *simulated)])
             for column in range(len(DTYPES))
         ]
         uneven = "uneven" if sizes is UNEVEN else "even"
@@ -151,8 +149,7 @@ def table():
     return "\n".join(lines) + "\n"
 
 
-def _cell(gloo, simulated):
-    found = [*gloo, *simulated]
+def _cell(found):
     if all(each is None for each in found):
         return "-"
     return "g s" if all(each is True for each in found) else "x"

@@ -97,9 +97,8 @@ def test_all_that_come_go_on_any_number_of_times(size):
 
 def test_who_does_not_come_is_named_with_its_last_call():
     store = Store()
-    assert (
-        on_threads(*(lambda r=r: meet(store, r, 3, call("load")) for r in range(3))) == [None] * 3
-    )
+    met = on_threads(*(lambda r=r: meet(store, r, 3, call("load")) for r in range(3)))
+    assert met == [None] * 3
     # Both are there before the first one gives up.
     waiting = [arrive(store, r, 3, call("save", "'b'", 0.1)) for r in (0, 2)]
     for error in on_threads(*waiting):

@@ -5,6 +5,7 @@ exit code that says so.
 """
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -157,8 +158,8 @@ def test_a_number_after_the_last_event_is_told(tmp_path):
     for code, said in world(other_number, tmp_path):
         assert code == 1, said
         assert "  rank 1: the end of the program, made by rate 0.5" in said
-        # Who hears of it before he has ended has not come there yet, as rank 0 may.
-        assert "2: the end of the program, made by rate 0.1" in said
+        # Who hears of it before he has ended has not come there yet, as one of the others may.
+        assert re.search(r"[02]: the end of the program, made by rate 0\.1", said), said
 
 
 @pytest.mark.parametrize("case", [same, is_caught])
