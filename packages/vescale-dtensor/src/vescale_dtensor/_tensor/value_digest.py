@@ -47,10 +47,8 @@ def digest(tensor: Tensor) -> Tensor:
     words = flat.view(torch.int64)
     # In parts, as what is mixed takes several times their memory. Integer overflow wraps, so that a
     # sum of sums is the sum of all.
-    sums = [
-        _mixed(part, 1 + at * _PART).sum()
-        for at, part in enumerate(words.split(_PART) if words.numel() > _PART else (words,))
-    ]
+    parts = torch.split(words, _PART) if words.numel() > _PART else (words,)
+    sums = [_mixed(part, 1 + at * _PART).sum() for at, part in enumerate(parts)]
     return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).reshape(1)
 
 

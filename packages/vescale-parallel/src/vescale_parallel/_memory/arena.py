@@ -175,9 +175,9 @@ def _waiting(of: Traced, order: Sequence[int], offsets: Mapping[int, int]) -> se
     an arena it is free behind the last node that uses it, which is the one that starts the copy.
     """
     made: dict[int, list[tuple[int, int]]] = {}
-    for storage, offset in offsets.items():
-        one = of.program.storages[storage]
-        made.setdefault(one.maker, []).append((offset, offset + one.bytes))
+    for at, offset in offsets.items():
+        storage = of.program.storages[at]
+        made.setdefault(storage.maker, []).append((offset, offset + storage.bytes))
     found, read = set(), list[tuple[int, int]]()
     for step, at in enumerate(order):
         node = of.nodes[at]
@@ -188,10 +188,10 @@ def _waiting(of: Traced, order: Sequence[int], offsets: Mapping[int, int]) -> se
         if name == "vescale_parallel.host_ready.default":
             read.clear()
         elif name == "vescale_parallel.host_write.default":
-            (one,) = of.results[node.all_input_nodes[0]]
-            if one.storage in offsets:
-                start = offsets[one.storage]
-                read.append((start, start + of.program.storages[one.storage].bytes))
+            (copied,) = of.results[node.all_input_nodes[0]]
+            one = copied.storage
+            if one is not None and one in offsets:
+                read.append((offsets[one], offsets[one] + of.program.storages[one].bytes))
     return found
 
 
