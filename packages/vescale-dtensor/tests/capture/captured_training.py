@@ -11,7 +11,7 @@ from capture_guards import line, rows, spread
 from torch import nn
 from vescale_dtensor import Shard
 
-STEPS = 10
+STEPS = 7  # two recordings, replays, and a new rate of a scheduler after the fifth
 NEEDS_MORE = {"Optimizer", "SparseAdam", "LBFGS"}  # sparse gradients; a closure
 
 

@@ -17,7 +17,7 @@ import warnings
 
 import numpy
 import torch
-from stale_kinds_asked import setting
+from stale_kinds_asked import doubled_if, setting
 from stale_kinds_objects import KINDS as KINDS
 from torch import nn
 
@@ -84,6 +84,17 @@ setting(
     "level of a logger by its name",
     lambda n: logging.getLogger("capture.named").setLevel(10 + n),
     lambda x: x * logging.getLogger("capture.named").level,
+)
+LOGGER = logging.getLogger("capture.above")
+setting(
+    "level of a parent's logger",
+    lambda n: LOGGER.setLevel((10, 30)[n % 2]),
+    doubled_if(lambda: LOGGER.getChild("below").isEnabledFor(20)),
+)
+setting(
+    "all messages off",
+    lambda n: logging.disable(10 * (n % 2)),
+    doubled_if(lambda: logging.root.manager.disable),
 )
 setting(
     "handlers of the root",

@@ -1,4 +1,4 @@
-"""Whole training steps, captured, train ten steps bit for bit as in eager.
+"""Whole training steps, captured, train bit for bit as in eager.
 
 A case builds a step of a model and an optimizer. It is built twice from one seed; one copy runs in
 eager, the other captured; losses, parameters and the states of optimizers are compared after every

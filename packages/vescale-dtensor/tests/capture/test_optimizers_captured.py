@@ -79,7 +79,7 @@ def test_optimizers_outside():
 
 def rate_of_each_step(rank, world_size):
     with pytest.warns(UserWarning, match=r"another value of .*param_groups\[0\]\['lr'\]"):
-        trains(a_scheduler_of_each_step)
+        trains(a_scheduler_of_each_step, steps=10)
 
 
 def test_a_rate_of_each_step_is_right_and_named():

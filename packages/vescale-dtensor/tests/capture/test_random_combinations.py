@@ -1,4 +1,4 @@
-"""Random combinations of what training steps are made of train ten steps bit for bit as in eager.
+"""Random combinations of what training steps are made of train bit for bit as in eager.
 
 Each number stands for one combination of {optimizer, implementation} × clipping × scheduler ×
 accumulation × GradScaler × average × evaluation × checkpointing × autocast × what is captured.

@@ -1,4 +1,4 @@
-"""A joint graph with the optimizer inside gives the bits of eager mode: ten steps of a schedule.
+"""A joint graph with the optimizer inside gives the bits of eager mode: six steps of a schedule.
 
 Losses, norms, parameters, buffers, the state of optimizer and generator; clipped or not; on one
 device, data parallel, and data and tensor parallel. What has no operators is refused with words.
@@ -20,7 +20,7 @@ from vescale_comm.testing import device_mesh
 from vescale_dtensor import CaptureError
 from vescale_dtensor._joint.update import Update
 
-STEPS = 10
+STEPS = 6
 OPTIMIZERS = {
     "sgd": lambda p: optim.SGD(p, 0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
     "plain": lambda p: optim.SGD(p, 0.1, maximize=True),
