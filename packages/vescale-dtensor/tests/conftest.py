@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from vescale_comm.testing import choose_core, preload
 
 # Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
@@ -12,6 +13,9 @@ HERE = Path(__file__).parent
 HELPERS = ("support", "redistribute", "ops", "ops/cases", "capture")
 sys.path[:0] = [*(str(HERE / folder) for folder in HELPERS), str(HERE.parent / "benchmarks")]
 torch.set_num_threads(1)
+# The examples are the same in every run, and the time of each is the machine's affair.
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("fixed")
 # Once for all workers, not once in each.
 preload("vescale_dtensor")
 

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from vescale_comm.testing import choose_core
 
 # Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "support"))
 torch.set_num_threads(1)
+# The examples are the same in every run, and the time of each is the machine's affair.
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("fixed")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
