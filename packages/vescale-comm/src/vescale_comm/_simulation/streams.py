@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 Mark = tuple[torch.Stream, torch.Event]
 """A stream, and an event on it."""
 
