@@ -38,7 +38,9 @@ def each(monkeypatch):
         "current_stream",
         lambda device: found.setdefault(dist.get_rank(), Stream(dist.get_rank())),
     )
-    monkeypatch.setattr(streams, "use_here", lambda device, payload: None)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: stream.told.append("uses memory")
+    )
     return found
 
 
@@ -48,8 +50,9 @@ def test_the_last_to_come_waits_for_all_and_all_for_what_it_moved(each):
 
     assert simulate(3)(program) == [3.0] * 3
     told = [each[rank].told for rank in range(3)]
-    # Rank 2 comes last: it waits for each event, and records one behind the data.
-    assert told[2][:5] == ["record 2.0", "wait 0.0", "wait 1.0", "wait 2.0", "record 2.1"]
+    # Rank 2 comes last: it waits for the others' events, and records one behind the data. Memory
+    # of all is not given to others before.
+    assert told[2] == ["record 2.0", "wait 0.0", "wait 1.0", *["uses memory"] * 3, "record 2.1"]
     assert told[0] == ["record 0.0", "wait 2.1"]
     assert told[1] == ["record 1.0", "wait 2.1"]
 
@@ -65,7 +68,14 @@ def test_a_message_is_copied_behind_its_sender(each):
 
     assert simulate(2)(program) == [[5.0, 5.0]] * 2
     assert each[0].told == ["record 0.0"]
-    assert each[1].told == ["wait 0.0"]
+    assert each[1].told == ["wait 0.0", "uses memory"]
+
+
+def test_of_one_stream_nothing_waits(each, monkeypatch):
+    only = Stream(0)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: only)
+    assert simulate(3)(lambda rank, size: all_reduce(torch.ones(1)).item()) == [3.0] * 3
+    assert all(one.startswith("record") for one in only.told)
 
 
 def test_the_host_has_no_streams(monkeypatch):

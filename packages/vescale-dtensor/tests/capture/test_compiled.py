@@ -55,6 +55,7 @@ def test_compiles_by_inductor():
 
 
 def graphed(rank, world_size):
+    torch.cuda.set_device(0)  # or torch warns that it chooses one
     mesh = vd.init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).cuda()

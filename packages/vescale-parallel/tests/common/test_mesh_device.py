@@ -25,6 +25,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        # As while a graph is captured, so that nobody asks for the states of its generators.
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         return chosen

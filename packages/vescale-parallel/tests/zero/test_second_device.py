@@ -5,6 +5,7 @@ processes, as autograd runs nodes of such a device in a thread of their own.
 """
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,38 @@ def in_stages(mesh: Any) -> None:
 )
 def test_the_bits_of_a_model_on_the_device(tmp_path: Path):
     mp.spawn(work, (2, free_port(), str(tmp_path)), nprocs=2)
+
+
+def simulated(_: int, folder: str) -> None:
+    import second_device
+    from vescale_comm import SimulationError, all_reduce, simulate
+
+    second_device.compiled(Path(folder))
+
+    def work(rank: int, size: int, multithreaded: bool) -> tuple[list[float], list[str]]:
+        x = torch.full((2,), rank + 1.0, device=second_device.NAME, requires_grad=True)
+        threads: list[str] = []
+        doubled = x * 2
+        doubled.register_hook(lambda gradient: threads.append(threading.current_thread().name))
+        total = all_reduce(doubled).sum()
+        if multithreaded:
+            with torch.autograd.set_multithreading_enabled(True):
+                total.backward()
+        else:
+            total.backward()
+        assert x.grad is not None
+        return x.grad.tolist(), threads
+
+    found = simulate(2).run(work, False)
+    assert found == [([4.0, 4.0], [f"simulated-rank-{rank}"]) for rank in range(2)]
+    # What autograd does for such a device by itself: a thread that is none of the ranks'.
+    with pytest.raises(SimulationError, match="from a thread of its own"):
+        simulate(2).run(work, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("c++") and shutil.which("ninja")), reason="there is no compiler here"
+)
+def test_a_backward_of_simulated_ranks_communicates(tmp_path: Path):
+    mp.spawn(simulated, (str(tmp_path),), nprocs=1)

@@ -13,7 +13,7 @@ from vescale_comm._errors import CommMismatchError
 from vescale_comm._simulation import streams
 
 Run = Callable[[Sequence[Any]], None]
-_Sent = tuple[Tensor, "torch.Event | None"]
+_Sent = tuple[Tensor, streams.Mark | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Slot:
         done: whether the data has been moved.
         error: message of the disagreement, if there is one.
         device: the accelerator that the tensors are on; None: memory of the host.
-        events: behind what each member's stream computes for it; at the end one behind the data.
+        marks: behind what each member's stream computes for it; at the end one behind the data.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Slot:
     done: bool = False
     error: str | None = None
     device: torch.device | None = None
-    events: list[torch.Event] = field(default_factory=list)
+    marks: list[streams.Mark] = field(default_factory=list)
 
     def disagree(self) -> bool:
         """Return whether those who have come mean different things."""
@@ -93,7 +93,7 @@ class Meeting:
         device = streams.device_of(payload)
         if device is not None:
             slot.device = device
-            slot.events.append(streams.mark(device))
+            slot.marks.append(streams.mark(device))
         if len(slot.calls) == len(self.ranks):
             # No other member can come to it; members that still wait hold the slot themselves.
             del self._slots[number]
@@ -147,18 +147,16 @@ class Meeting:
         """Receive what was sent first."""
         copy, made = self._under_way[source, target, tag].popleft()
         if made is not None:
-            streams.follow(copy.device, [made])
-            streams.use_here(copy.device, copy)
+            streams.follow(copy.device, [made], copy)
         return copy
 
 
 def _run_on_stream(slot: Slot, run: Run, payloads: Sequence[Any]) -> None:
     """Move the data of members who may each compute on a stream of their own."""
     assert slot.device is not None
-    streams.follow(slot.device, slot.events)
+    streams.follow(slot.device, slot.marks, payloads)
     run(payloads)
-    streams.use_here(slot.device, payloads)
-    slot.events = [streams.mark(slot.device)]
+    slot.marks = [streams.mark(slot.device)]
 
 
 def finish(slot: Slot) -> None:
@@ -166,4 +164,4 @@ def finish(slot: Slot) -> None:
     if slot.error is not None:
         raise CommMismatchError(slot.error)
     if slot.device is not None:
-        streams.follow(slot.device, slot.events)
+        streams.follow(slot.device, slot.marks)

@@ -190,7 +190,10 @@ class _World:
 def _register() -> None:
     """Make the backend known to torch, which has no way to make it unknown again."""
     if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+        accelerator = torch.accelerator.current_accelerator()
+        others = {"cuda"} if accelerator is None else {"cuda", accelerator.type}
+        devices = ["cpu", *sorted(others)]
+        dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=devices)
 
 
 def _create(options: Any, backend_options: Any) -> SimulatedGroup:

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Mark = tuple[torch.Stream, torch.Event]
+"""A stream, and an event on it."""
+
+_HOST = ("cpu", "meta")
+
 
 def tensors_of(payload: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists and tuples."""
@@ -24,24 +29,25 @@ def device_of(payload: Any) -> torch.device | None:
     return next((x.device for x in tensors_of(payload) if x.device.type not in _HOST), None)
 
 
-_HOST = ("cpu", "meta")
-
-
-def mark(device: torch.device) -> torch.Event:
-    """Return an event behind what this thread's stream has been given."""
-    return torch.accelerator.current_stream(device).record_event()
-
-
-def follow(device: torch.device, events: Iterable[torch.Event]) -> None:
-    """Have what this thread's stream is given from here on come after these."""
+def mark(device: torch.device) -> Mark:
+    """Return this thread's stream, with an event behind what it has been given."""
     stream = torch.accelerator.current_stream(device)
-    for event in events:
-        stream.wait_event(event)
+    return stream, stream.record_event()
 
 
-def use_here(device: torch.device, payload: Any) -> None:
-    """Have memory that is freed on its own stream wait for this thread's."""
-    stream = torch.accelerator.current_stream(device)
-    for x in tensors_of(payload):
+def follow(device: torch.device, marks: Iterable[Mark], payload: Any = ()) -> None:
+    """Have what this thread's stream is given from here on come after these marks.
+
+    Args:
+        device: of the streams.
+        marks: of other threads, or of this one.
+        payload: what is used here; memory that is freed on another stream then waits for this one.
+    """
+    here = torch.accelerator.current_stream(device)
+    others = [event for stream, event in marks if stream != here]
+    for event in others:
+        here.wait_event(event)
+    # Of one stream for all, as most programs have, nothing has to be said.
+    for x in tensors_of(payload) if others else ():
         if x.device.type == device.type:
-            x.record_stream(stream)
+            x.record_stream(here)
