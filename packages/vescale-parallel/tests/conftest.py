@@ -1,5 +1,6 @@
 """One thread per process: the machine's cores are shared by the ranks of a test."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -20,6 +21,12 @@ settings.load_profile("fixed")
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
     choose_core(items, HERE)
+
+
+def pytest_collection_finish():
+    # `parallelize` looks through all objects for optimizers: what is imported by now holds none.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):
