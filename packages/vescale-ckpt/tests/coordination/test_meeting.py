@@ -73,7 +73,7 @@ def on_threads(*works):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     return outcomes
 
