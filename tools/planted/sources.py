@@ -28,7 +28,8 @@ class Sources:
     @property
     def env(self) -> dict[str, str]:
         """The environment in which Python, and what it starts, imports the copies."""
-        env = {**os.environ, **{name: value for name, value in TEST_ENV.items() if value}}
+        wanted = {**os.environ, **TEST_ENV}  # None: not there
+        env = {name: value for name, value in wanted.items() if value is not None}
         # Wide enough that pytest cuts no name of a test short.
         return {**env, "PYTHONPATH": str(self.folder), "COLUMNS": "500", "PYTHONUNBUFFERED": "1"}
 
