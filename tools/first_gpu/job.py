@@ -1,0 +1,51 @@
+"""The whole: sections are run, and the report is written and shown."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from tools.first_gpu import report, schedule
+from tools.first_gpu.catalogue import Section
+from tools.first_gpu.findings import BAD, Finding, latest, read
+from tools.first_gpu.options import Options, parse
+
+FILES = ("report.json", "report.md", "findings.jsonl", "log.txt")
+"""All that is written."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 if something is not as expected."""
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (options.out / name).unlink(missing_ok=True)
+    start = time.monotonic()
+    file, log = options.out / "findings.jsonl", options.out / "log.txt"
+    print(f"{options.minutes:g} minutes on {options.device}, into {options.out}", flush=True)
+    lock = threading.Lock()
+
+    def tell(section: Section) -> None:
+        with lock:
+            found = [one for one in latest(read(file)) if one.section == section.name]
+            print(_told(section, found, time.monotonic() - start), flush=True)
+
+    schedule.run(options, file, log, tell)
+    found = report.in_order(latest(read(file)), options)
+    made = report.Report(options, found, time.monotonic() - start)
+    (options.out / "report.json").write_text(made.to_json())
+    (options.out / "report.md").write_text(made.to_markdown())
+    print("\n" + made.to_terminal(_shows_errors(options)))
+    return 1 if any(one.bad for one in found) else 0
+
+
+def _told(section: Section, found: Sequence[Finding], seconds: float) -> str:
+    bad = [one for one in found if one.status in BAD]
+    text = f"{seconds:5.0f} s  {section.name:8} {report.counted(found)}"
+    return "\n".join([text, *(f"         {one.status:7} {one.case}: {one.got}" for one in bad)])
+
+
+def _shows_errors(options: Options) -> bool:
+    return options.case != "*" and os.environ.get("CI") is None

@@ -1,0 +1,190 @@
+"""Start a section's process, and see to it that it comes to an end.
+
+A case that takes too long is asked for its stacks and ended; one that dies is named. The section
+goes on behind it, in a new process, as long as there is time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from tools.first_gpu import findings
+from tools.first_gpu.catalogue import Section
+from tools.first_gpu.findings import Finding, append, latest, read
+from tools.first_gpu.options import Options
+from tools.first_gpu.paths import ROOT, environment
+
+_LOOK: Final = 0.1
+_STARTS: Final = 4
+"""Processes of one section at most: where each dies, there is nothing more to learn."""
+
+_WORTH: Final = 3.0
+"""Seconds without which no process is started: it imports torch first."""
+
+START: Final = "(start)"
+"""The case that stands for what comes before the first."""
+
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)(?: in (\S+))?')
+
+
+@dataclass
+class Watch:
+    """One section while it runs.
+
+    Attributes:
+        section: which.
+        options: what was asked for.
+        file: where findings go.
+        log: where its processes' output goes.
+        until: when it begins no more cases, by the monotonic clock.
+        end: when all ends.
+    """
+
+    section: Section
+    options: Options
+    file: Path
+    log: Path
+    until: float
+    end: float
+    _asked: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Run the section, in as many processes as it takes."""
+        for _ in range(_STARTS):
+            left = self.until - time.monotonic()
+            if left < _WORTH and self._asked:
+                break
+            if self._run_once(left):
+                break
+        self._note_what_was_not_reached()
+
+    def _run_once(self, seconds: float) -> bool:
+        """Run one process; return whether it came to its end by itself."""
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            process = self._start(seconds, output)
+            begun_at, current = time.monotonic(), START
+            hung = ended = False
+            while process.poll() is None:
+                time.sleep(_LOOK)
+                now, running = time.monotonic(), self._running() or START
+                if running != current:
+                    begun_at, current = now, running
+                hung, ended = now - begun_at > self.options.case_limit, now > self.end
+                if hung or ended:
+                    _end(process)
+                    break
+            self._conclude(process.wait(), hung, ended, time.monotonic() - begun_at, output)
+        self._asked = {one.case for one in self._found()}
+        return process.returncode == 0 or ended
+
+    def _start(self, seconds: float, output: IO[str]) -> subprocess.Popen[bytes]:
+        options = self.options
+        command = [sys.executable, "-m", "tools.first_gpu.child", self.section.name]
+        command += ["--device", options.device, "--seconds", str(seconds), "--case", options.case]
+        command += ["--file", str(self.file.resolve()), "--asked", json.dumps(sorted(self._asked))]
+        command += [f"--first={file}" for file in options.first]
+        interpreted = self.section.interpreted and not options.cuda
+        env = environment(os.environ, cuda=options.cuda, interpreted=interpreted)
+        return subprocess.Popen(
+            command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def _found(self) -> list[Finding]:
+        return [one for one in latest(read(self.file)) if one.section == self.section.name]
+
+    def _running(self) -> str | None:
+        for one in self._found():
+            if one.status == findings.BEGUN:
+                return one.case
+        return None
+
+    def _conclude(
+        self, status: int, hung: bool, ended: bool, seconds: float, output: IO[str]
+    ) -> None:
+        """Keep what the process printed, and write down what became of the case that ran."""
+        output.seek(0)
+        said = output.read()
+        if said.strip():
+            with self.log.open("a") as log:
+                log.write(f"=== {self.section.name}\n{said}\n")
+        if status == 0:
+            return
+        case = self._running() or START
+        text = dict(section=self.section.name, case=case, expected="that it ends", seconds=seconds)
+        stack = _stack(said)
+        where = {"where": _innermost(stack), "more": "\n".join(stack)}
+        if hung:
+            got = f"nothing for {seconds:.0f} s"
+            append(self.file, Finding(status=findings.HUNG, got=got, **text, **where))  # type: ignore[arg-type]
+        elif ended:
+            got = f"the time was up, {seconds:.0f} s after it had begun"
+            append(self.file, Finding(status=findings.UNFINISHED, got=got, **text, **where))  # type: ignore[arg-type]
+        else:
+            got = _death(status)
+            where["more"] = where["more"] or said[-4000:]
+            where["where"] = where["where"] or _last_error(said)
+            append(self.file, Finding(status=findings.DIED, got=got, **text, **where))  # type: ignore[arg-type]
+
+    def _note_what_was_not_reached(self) -> None:
+        """Say so where a process ended before it could list its cases."""
+        if not self._found():
+            only = "*" if self.options.case == "*" else self.options.case
+            status = findings.NOT_REACHED
+            got = f"no case is called {only}" if only != "*" else ""
+            append(
+                self.file, Finding(section=self.section.name, case="(all)", status=status, got=got)
+            )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask for the stacks of all threads, and end the process with what it has started."""
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+
+
+def _death(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"died by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"died by signal {-status}"
+
+
+def _stack(said: str) -> list[str]:
+    """The stacks that the interpreter printed last, of a crash or when asked."""
+    lines = said.split("\n")
+    marks = ("Fatal Python error", "Thread 0x", "Current thread 0x")
+    starts = [at for at, line in enumerate(lines) if line.startswith(marks)]
+    return lines[starts[0] : starts[0] + 200] if starts else []
+
+
+def _innermost(stack: list[str]) -> str:
+    """The innermost line of a package in the stacks; else that of a section."""
+    frames = [match.groups() for line in stack if (match := _FRAME.search(line))]
+    for part in ("packages", "sections", ""):
+        for file, line, _ in frames:
+            path = Path(file)
+            if path.is_relative_to(ROOT) and (not part or part in path.parts):
+                return f"{path.relative_to(ROOT)}:{line}"
+    return f"{frames[0][0]}:{frames[0][1]}" if frames else ""
+
+
+def _last_error(said: str) -> str:
+    lines = [line for line in said.split("\n") if line.strip()]
+    return lines[-1][:200] if lines else ""
