@@ -15,6 +15,9 @@ from tools.first_gpu.options import Options, parse
 FILES = ("report.json", "report.md", "findings.jsonl", "log.txt")
 """All that is written."""
 
+_SHOWN = 6
+"""Findings of a section that are shown as soon as it has ended; all are in the report."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 1 if something is not as expected."""
@@ -44,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _told(section: Section, found: Sequence[Finding], seconds: float) -> str:
     bad = [one for one in found if one.status in BAD]
     text = f"{seconds:5.0f} s  {section.name:8} {report.counted(found)}"
-    return "\n".join([text, *(f"         {one.status:7} {one.case}: {one.got}" for one in bad)])
+    lines = [f"         {one.status:7} {one.case}: {one.got[:100]}" for one in bad[:_SHOWN]]
+    more = [f"         and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
+    return "\n".join([text, *lines, *more])
 
 
 def _shows_errors(options: Options) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,9 +18,9 @@ class Operator:
     Attributes:
         name: of the function.
         call: the function of tensors.
-        shapes: of its operands; a dtype in the place of the last extent's makes integers.
+        shapes: of its operands.
         first: whether only the first operand is sharded, and others are whole.
-        draws: whether it draws random numbers.
+        integers: which operands are integers below 5.
     """
 
     name: str
@@ -162,9 +162,3 @@ FAMILIES: Final[dict[str, tuple[Operator, ...]]] = {
     ),
 }
 
-
-def names() -> Iterator[str]:
-    """All operators, by family."""
-    for family, operators in FAMILIES.items():
-        for one in operators:
-            yield f"{family}: {one.name}"

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, alike, both
+from tools.first_gpu.cases import Case, Found, alike
 from tools.first_gpu.models import (
     TRAININGS,
     Training,
@@ -18,7 +18,7 @@ from tools.first_gpu.models import (
     step_of,
     train,
 )
-from tools.first_gpu.sections._operators import FAMILIES, Operator
+from tools.first_gpu.sections._operators import FAMILIES
 
 SIZES = (2, 4, 8)
 
@@ -48,28 +48,31 @@ def _trained(training: Training, device: torch.device) -> Found:
         return train(parallelised(training, device), step_of(training), device)
 
     found = simulate(training.ranks)(body)
-    return both(*(_compared(expected, one, rank) for rank, one in enumerate(found)))
-
-
-def _compared(expected: dict[str, Tensor], found: dict[str, Tensor], rank: int) -> Found:
-    pairs = {f"rank {rank}: {name}": (one, found[name]) for name, one in expected.items()}
-    return alike(pairs)
+    return alike(
+        {
+            f"rank {rank}: {name}": (one, values[name])
+            for rank, values in enumerate(found)
+            for name, one in expected.items()
+        }
+    )
 
 
 def _operators(family: str, ranks: int, device: torch.device) -> Found:
-    """Each operator of a family along each dim of its operands, with gradients."""
-    return both(*(_along(one, ranks, device) for one in FAMILIES[family]))
-
-
-def _along(operator: Operator, ranks: int, device: torch.device) -> Found:
+    """Each operator of a family along each dim of its first operand, with gradients."""
     from vescale_comm import simulate
 
-    expected = operator.on_one_device(device)
-    found = simulate(ranks)(lambda rank, world_size: operator.on_ranks(device, world_size))
-    pairs = {
-        f"{operator.name} {layout}, rank {rank}: {what}": (expected[what], value)
-        for rank, layouts in enumerate(found)
-        for layout, values in layouts.items()
-        for what, value in values.items()
-    }
-    return alike(pairs)
+    operators = FAMILIES[family]
+    expected = {one.name: one.on_one_device(device) for one in operators}
+
+    def body(rank: int, world_size: int) -> dict[str, dict[str, dict[str, Tensor]]]:
+        return {one.name: one.on_ranks(device, world_size) for one in operators}
+
+    return alike(
+        {
+            f"{name} {layout}, rank {rank}: {what}": (expected[name][what], value)
+            for rank, found in enumerate(simulate(ranks)(body))
+            for name, layouts in found.items()
+            for layout, values in layouts.items()
+            for what, value in values.items()
+        }
+    )
