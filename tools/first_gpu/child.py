@@ -24,7 +24,8 @@ from typing import Any
 
 from tools.first_gpu import findings
 from tools.first_gpu.findings import Finding, append
-from tools.first_gpu.paths import ROOT, use_sources
+from tools.first_gpu.paths import use_sources
+from tools.packages import ROOT
 
 
 def main() -> int:
@@ -63,7 +64,7 @@ class _Section:
         import torch
 
         torch.set_num_threads(1 if self.device_type == "cpu" else torch.get_num_threads())
-        device = torch.device(self.device_type, 0 if self.device_type == "cuda" else None)
+        device = torch.device("cuda:0" if self.device_type == "cuda" else self.device_type)
         module: Any = importlib.import_module(f"tools.first_gpu.sections.{self.name}")
         have = abilities(self.device_type)
         for case in module.cases(device):

@@ -200,11 +200,12 @@ def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """The global value."""
     from vescale_dtensor import DTensor
 
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach()
 
 
 def parallelised(training: Training, device: torch.device) -> nn.Module:

@@ -86,15 +86,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", metavar="SECTION,...", help="these sections (all)")
     made.add_argument("--case", default="*", metavar="GLOB", help="these cases (all)")
     made.add_argument("--out", type=Path, default=Path("runs/first_gpu"), metavar="FOLDER",
-                      help="where the report is written: report.md, report.json, findings.jsonl "
-                      "and log.txt; those of an earlier run are replaced (%(default)s)")  # fmt: skip
+                      help="for report.md, report.json, findings.jsonl and log.txt; those of an "
+                      "earlier run are replaced (%(default)s)")  # fmt: skip
     made.add_argument("--at-once", type=int, metavar="N",
                       help="sections that run beside each other (by the number of cores: up to 4 "
                       "on a GPU, 2 on the CPU)")  # fmt: skip
     made.add_argument("--case-limit", type=float, default=45.0, metavar="SECONDS",
                       help="a case that takes longer is taken to hang (%(default)s)")  # fmt: skip
     made.add_argument("--with", type=Path, action="append", default=[], dest="first",
-                      metavar="FILE", help="Python that each section's process runs first")  # fmt: skip
+                      metavar="FILE",
+                      help="Python that each section's process runs first")  # fmt: skip
     return made
 
 

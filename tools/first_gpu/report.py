@@ -47,9 +47,7 @@ class Report:
 
     def to_json(self) -> str:
         """All of it."""
-        cases = [
-            {**asdict(one), "command": one.command(self.options.device)} for one in self.found
-        ]
+        cases = [{**asdict(one), "command": one.command(self.options.device)} for one in self.found]
         document: dict[str, Any] = {
             "version": _VERSION,
             "device": self.options.device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -40,7 +41,7 @@ class Split:
 
     def ranks(self) -> Iterator[tuple[int, ...]]:
         """Coordinates of all ranks."""
-        yield from torch.cartesian_prod(*map(torch.arange, self.mesh)).view(-1, len(self.mesh)).tolist()  # fmt: skip
+        yield from product(*map(range, self.mesh))
 
     def layout(self, coordinate: Sequence[int], shape: tuple[int, ...]) -> Any:
         """What a rank holds."""
@@ -89,9 +90,7 @@ def strided(
 def parts(local: Tensor, layout: Any) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Each box of a rank: where it is in the whole, and the rank's view of it."""
     for box in layout.boxes:
-        at = tuple(
-            slice(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True)
-        )
+        at = tuple(slice(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True))
         offset = local.storage_offset() + box.local_offset
         yield at, local.as_strided(box.shape, box.local_strides, offset)
 
@@ -112,6 +111,7 @@ def distributions() -> list[tuple[Any, torch.dtype]]:
 
     floating = (Uniform(-0.3, 1.7), Normal(0.1, 0.7), LogNormal(0.1, 0.7), Exponential(1.3),
                 Cauchy(0.1, 0.7))  # fmt: skip
+    found: list[tuple[Any, torch.dtype]]
     found = [(one, dtype) for dtype in FLOATS for one in (*floating, Bernoulli(0.3))]
     found += [(Bernoulli(0.3), torch.bool), (RandInt(-5, 2**40), torch.int64)]
     found += [(Geometric(0.3), dtype) for dtype in (*FLOATS, *INTEGERS)]

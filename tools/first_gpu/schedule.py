@@ -66,9 +66,7 @@ class _Running:
         self._lock = threading.Lock()
         self._ahead = sum(one.weight for one in phase.sections)
 
-    def run(
-        self, options: Options, file: Path, log: Path, tell: Callable[[Section], None]
-    ) -> None:
+    def run(self, options: Options, file: Path, log: Path, tell: Callable[[Section], None]) -> None:
         def one(section: Section) -> None:
             Watch(section, options, file, log, self._until(section), self._end).run()
             tell(section)

@@ -22,7 +22,8 @@ from tools.first_gpu import findings
 from tools.first_gpu.catalogue import Section
 from tools.first_gpu.findings import Finding, append, latest, read
 from tools.first_gpu.options import Options
-from tools.first_gpu.paths import ROOT, environment
+from tools.first_gpu.paths import environment
+from tools.packages import ROOT
 
 _LOOK: Final = 0.1
 _STARTS: Final = 4
@@ -30,6 +31,9 @@ _STARTS: Final = 4
 
 _WORTH: Final = 3.0
 """Seconds without which no process is started: it imports torch first."""
+
+_START_LIMIT: Final = 90.0
+"""Seconds that imports, and the first call of the device, may take at least."""
 
 START: Final = "(start)"
 """The case that stands for what comes before the first."""
@@ -79,7 +83,9 @@ class Watch:
                 now, running = time.monotonic(), self._running() or START
                 if running != current:
                     begun_at, current = now, running
-                hung, ended = now - begun_at > self.options.case_limit, now > self.end
+                limit = self.options.case_limit
+                limit = max(limit, _START_LIMIT) if current == START else limit
+                hung, ended = now - begun_at > limit, now > self.end
                 if hung or ended:
                     _end(process)
                     break

@@ -161,4 +161,3 @@ FAMILIES: Final[dict[str, tuple[Operator, ...]]] = {
         _one("bernoulli", lambda x: x * torch.bernoulli(x.detach().sigmoid()), S),
     ),
 }
-

@@ -29,7 +29,7 @@ def _captured(device: torch.device) -> Found:
     """Draws with a `GraphGenerator` under a CUDA graph, replayed."""
     from vescale_rng import GraphGenerator, Normal, dropout, fill_, layout_of, position
 
-    layout = layout_of((3000, 1001), [Shard(1)], (2,), (1,))
+    layout: Any = layout_of((3000, 1001), [Shard(1)], (2,), (1,))
     generator = torch.Generator(device)
     generator.manual_seed(11)
     local, x = (torch.ones(layout.local_shape, device=device) for _ in range(2))
@@ -75,7 +75,8 @@ def _waves(device: torch.device) -> Found:
             return replace(super().route(distribution, dtype), kernel=False, why="not asked for")
 
     of = cuda_device(device.index or 0)
-    place, pairs = CudaPosition(0x0123456789ABCDEF, 4 * (2**32 - 3)), {}
+    place = CudaPosition(0x0123456789ABCDEF, 4 * (2**32 - 3))
+    pairs: dict[str, Any] = {}
     size = many(device)
     kinds: list[tuple[Any, torch.dtype]] = [
         (Normal(0.1, 0.7), torch.float32), (Uniform(), torch.float64),
@@ -85,7 +86,7 @@ def _waves(device: torch.device) -> Found:
         expected = torch.empty(size, dtype=dtype, device=device)
         end = of.draw(distribution, expected, place)
         for rank in range(3):
-            layout = layout_of((size,), [Shard(0)], (3,), (rank,))
+            layout: Any = layout_of((size,), [Shard(0)], (3,), (rank,))
             local = torch.empty(layout.local_shape, dtype=dtype, device=device)
             plan = plan_for(layout, local)
             with warnings.catch_warnings():
@@ -104,7 +105,8 @@ def _undisturbed(device: torch.device) -> Found:
 
     before = torch.cuda.get_rng_state(device), torch.get_rng_state()
     own = torch.Generator(device)
-    fill_(torch.empty(0, 7, device=device), LogNormal(), layout_of((3, 7), [Shard(0)], (4,), (3,)), own)  # noqa: E501  # fmt: skip
+    nothing = layout_of((3, 7), [Shard(0)], (4,), (3,))
+    fill_(torch.empty(0, 7, device=device), LogNormal(), nothing, own)
     dropout(torch.ones(9, device=device), 0.5, whole((9,)), own)
     after = torch.cuda.get_rng_state(device), torch.get_rng_state()
     return same_bits({"CUDA's": (before[0], after[0]), "the host's": (before[1], after[1])},
@@ -115,7 +117,7 @@ def _refused(device: torch.device) -> Found:
     """What would have to be found out while a graph is captured is an error in words."""
     from vescale_rng import DeviceError, GraphGenerator, Uniform, fill_, layout_of
 
-    layout = layout_of((33, 3), [Shard(0)], (2,), (1,))
+    layout: Any = layout_of((33, 3), [Shard(0)], (2,), (1,))
     local = torch.empty(layout.local_shape, dtype=torch.float64, device=device)
     generator = GraphGenerator.of(torch.Generator(device))
     said = "nothing"
@@ -147,7 +149,7 @@ def _launches(device: torch.device) -> Found:
     expected: Tensor = torch.empty(size, device=device).uniform_(generator=seeded())
     pairs = {}
     for ranks, rank in ((8, 0), (8, 3), (8, 4), (8, 7), (3, 1)):
-        layout = layout_of((size,), [Shard(0)], (ranks,), (rank,))
+        layout: Any = layout_of((size,), [Shard(0)], (ranks,), (rank,))
         local = torch.empty(layout.local_shape, device=device)
         fill_(local, Uniform(), layout, seeded())
         ((at, view),) = parts(local, layout)

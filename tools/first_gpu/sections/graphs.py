@@ -71,8 +71,9 @@ def _captured(device: torch.device) -> Found:
 
 def _static(name: str, device: torch.device) -> Found:
     """A model that is recorded, beside the same in eager mode."""
-    from tools.first_gpu.models import step_of, train
     from vescale_parallel import captured_units
+
+    from tools.first_gpu.models import step_of, train
 
     of = TRAININGS[name]
     static = Training(of.sizes, of.words, of.model, True, of.microbatches)
@@ -170,8 +171,6 @@ def _cuda_graph(device: torch.device) -> Found:
     """A recorded step under a CUDA graph: replays draw on, as eager does."""
     import vescale_dtensor as vd
     from vescale_dtensor import Shard
-
-    torch.distributed.destroy_process_group() if torch.distributed.is_initialized() else None
     from vescale_parallel import mesh
 
     here = mesh(dp=1, device_type="cuda")
@@ -207,7 +206,7 @@ def _cuda_graph(device: torch.device) -> Found:
 
 def _warm(call: Callable[[], Any], model: nn.Module) -> None:
     """Three calls on a stream of their own, as torch asks for before a capture."""
-    side = torch.cuda.Stream()
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -305,5 +304,3 @@ def _rates(device: torch.device) -> Found:
     return figure(
         f"{machine.flops / 1e12:.2f} Tflop/s, memory {machine.memory_bandwidth / 1e9:.0f} GB/s"
     )
-
-

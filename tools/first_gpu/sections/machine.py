@@ -71,7 +71,7 @@ def _versions(device: torch.device) -> Found:
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     parts.append(f"CUDA {torch.version.cuda}")
     if device.type == "cuda":
-        parts.append(f"cuDNN {torch.backends.cudnn.version()}")
+        parts.append(f"cuDNN {torch.backends.cudnn.version()}")  # type: ignore[no-untyped-call]
         if torch.distributed.is_nccl_available():
             parts.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")  # type: ignore[no-untyped-call]
     return figure(", ".join([*parts, f"numpy {version('numpy')}", platform.platform()]))

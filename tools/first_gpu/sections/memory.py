@@ -154,7 +154,7 @@ def _priced(device: torch.device) -> Found:
     rows, length = 8, 512
     try:
         here = mesh(dp=1, device_type="cuda")
-        model = Decoder(config)
+        model: nn.Module = Decoder(config)
         said = plan.check(model, here).cost(rows * length)
         model = parallelize(model.to(device), here, plan)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
@@ -171,5 +171,3 @@ def _priced(device: torch.device) -> Found:
     finally:
         torch.distributed.destroy_process_group()
     return figure(f"{peak / 2**20:.0f} MiB, {said.memory.total / 2**20:.0f} MiB on paper")
-
-

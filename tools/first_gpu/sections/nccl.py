@@ -40,7 +40,7 @@ def _group(way: str, device: torch.device) -> Any:
     if way == WAYS[0]:
         return group_of(mesh(device_type=device.type, dp=1), "dp")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    bound = {"device_id": device} if way == WAYS[2] and device.type == "cuda" else {}
+    bound: Any = {"device_id": device} if way == WAYS[2] and device.type == "cuda" else {}
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=30), **bound
@@ -59,7 +59,10 @@ def _closed(ask: Callable[[Any], Found], way: str, device: torch.device) -> Foun
 
 
 def _each(way: str, device: torch.device) -> Found:
-    return _closed(lambda group: same_bits(_collectives(group, device), "its own values"), way, device)  # noqa: E501  # fmt: skip
+    def ask(group: Any) -> Found:
+        return same_bits(_collectives(group, device), "its own values")
+
+    return _closed(ask, way, device)
 
 
 def _collectives(group: Any, device: torch.device) -> dict[str, Any]:
@@ -132,8 +135,15 @@ def _message_first(device: torch.device) -> Found:
 def _plans(device: torch.device) -> Found:
     """Plans of every kind on a mesh of one rank: what is trained is one device's model."""
     from tools.first_gpu.cases import alike
-    from tools.first_gpu.models import TRAININGS, Training, built, one_device, parallelised
-    from tools.first_gpu.models import step_of, train
+    from tools.first_gpu.models import (
+        TRAININGS,
+        Training,
+        built,
+        one_device,
+        parallelised,
+        step_of,
+        train,
+    )
 
     pairs: dict[str, Any] = {}
     for name in ("dp=2 tp=2 zero 3, sequence parallel", "cp=2", "ep=2", "pp=2 1f1b"):
@@ -170,8 +180,9 @@ def _keeps_device(device: torch.device) -> Found:
 
 def _saved(device: torch.device) -> Found:
     """A checkpoint of a parallelised model, by a group of one rank."""
-    from tools.first_gpu.models import TRAININGS, Training, parallelised, whole
     from vescale_ckpt import load, save
+
+    from tools.first_gpu.models import TRAININGS, Training, parallelised, whole
 
     of = TRAININGS["dp=2 zero 3"]
     alone = Training({"dp": 1}, of.words)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tools.first_gpu.cases import Case, Found, holds
 from tools.first_gpu.models import TRAININGS, Training, batch, parallelised, step_of
-from tools.first_gpu.paths import ROOT
+from tools.packages import ROOT
 
 WARM: Final = 3
 """Steps before the one that is looked at: first ones agree on shapes and orders."""
@@ -63,17 +63,15 @@ def cases(device: torch.device) -> list[Case]:
     ]
 
 
-class Reads(TorchDispatchMode):
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators that read, by line."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.places: Counter[str] = Counter()
         self._device = device
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._reads(func, args, kwargs):
             self.places[f"{func.overloadpacket.__name__} at {line_of(sys._getframe(1))}"] += 1
@@ -99,16 +97,20 @@ class Reads(TorchDispatchMode):
 
 
 def line_of(frame: FrameType | None) -> str:
-    """The innermost line of the checkout, with the function; else where it is in torch."""
-    innermost = ""
-    while frame is not None:
+    """The innermost line of a package, and that of the program which has led there."""
+    ours = program = innermost = ""
+    while frame is not None and not program:
         path = Path(frame.f_code.co_filename)
-        here = f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        if path.is_relative_to(ROOT) and "first_gpu" not in path.parts:
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        innermost = innermost or here
+        here = f"{frame.f_lineno} in {frame.f_code.co_name}"
+        innermost = innermost or f"{path.name}:{here}"
+        if path.is_relative_to(ROOT):
+            path = path.relative_to(ROOT)
+            if path.parts[0] == "packages":
+                ours = ours or f"{path}:{here}"
+            else:
+                program = f"{path}:{here}"
         frame = frame.f_back
-    return innermost
+    return ", from ".join(one for one in (ours, program) if one) or innermost
 
 
 @contextmanager

@@ -42,19 +42,18 @@ def cases(device: torch.device) -> list[Case]:
     ]
 
 
-def _busy(device: torch.device) -> None:
-    """Some milliseconds of work, so that what does not wait is early."""
-    if device.type == "cuda":
-        # Public in torch.cuda since 2.x under this name; it spins without touching memory.
-        torch.cuda._sleep(20_000_000)
-    else:
-        torch.randn(64, 64) @ torch.randn(64, 64)
+def _busy(device: torch.device, products: int = 4) -> None:
+    """Work of some milliseconds each on a GPU, so that what does not wait is early."""
+    size = 4096 if device.type == "cuda" else 64
+    x = torch.ones(size, size, device=device)
+    for _ in range(products):
+        x = x @ x / size
 
 
 @contextmanager
 def _stream(device: torch.device) -> Iterator[None]:
     """A stream of its own, behind the current one and before what comes after."""
-    side = torch.cuda.Stream(device)
+    side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield
@@ -139,7 +138,8 @@ def _pinned(words: dict[str, Any], device: torch.device) -> Found:
 
     def body(rank: int, world_size: int) -> list[str]:
         model = parallelised(Training({"dp": 2}, {**TRAININGS[ZERO].words, **words}), device)
-        own = {name: one.to_local() for name, one in model.named_parameters() if one.ndim}  # type: ignore[operator]
+        stored: list[tuple[str, Any]] = [one for one in model.named_parameters() if one[1].ndim]
+        own = {name: one.to_local() for name, one in stored}
         return [name for name, one in own.items() if one.numel() and not one.is_pinned()]
 
     loose = [name for names in simulate(2)(body) for name in names]
@@ -203,7 +203,7 @@ def _saved_on_a_stream(device: torch.device) -> Found:
             torch.cuda.synchronize()
             path = os.path.join(folder, f"step-{turn}")
             with _stream(device):
-                torch.cuda._sleep(200_000_000)
+                _busy(device, 40)
                 for one in weights.values():
                     one.add_(turn + 1)
                 save(path, weights)
@@ -219,11 +219,11 @@ def _ranks_on_a_stream(device: torch.device) -> Found:
     def body(rank: int, world_size: int) -> dict[str, Any]:
         pairs: dict[str, Any] = {}
         for turn in range(3):
-            side = torch.cuda.Stream(device)
+            side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 if rank == turn % world_size:
-                    torch.cuda._sleep(100_000_000)
+                    _busy(device, 20)
                 mine = torch.full((50_000,), float(rank + turn), device=device)
                 total = all_reduce(mine)
                 # Written again at once: whoever reads late reads this.
@@ -286,5 +286,3 @@ def _stages(device: torch.device) -> Found:
         for key, value in expected[rank].items()
     }
     return alike(pairs, expected="within 1e-05 of gpipe")
-
-
