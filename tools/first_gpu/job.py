@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ _SHOWN = 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 if something is not as expected."""
+    """Run the command line; 1 if something is not as expected.
+
+    Where it is interrupted, what was found until then is reported as well.
+    """
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
@@ -35,12 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = [one for one in latest(read(file)) if one.section == section.name]
             print(_told(section, found, time.monotonic() - start), flush=True)
 
-    schedule.run(options, file, log, tell)
-    found = report.in_order(latest(read(file)), options)
+    interrupted = False
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        schedule.run(options, file, log, tell)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = report.in_order(latest(read(file)))
     made = report.Report(options, found, time.monotonic() - start)
     (options.out / "report.json").write_text(made.to_json())
     (options.out / "report.md").write_text(made.to_markdown())
     print("\n" + made.to_terminal(_shows_errors(options)))
+    if interrupted:
+        return 130
     return 1 if any(one.bad for one in found) else 0
 
 

@@ -213,7 +213,9 @@ def parallelised(training: Training, device: torch.device) -> nn.Module:
     from vescale_parallel import Plan, mesh, parallelize
 
     here = mesh(device_type=device.type, **training.sizes)
-    model = built(training.model, device)
+    # What is to lie on the host is built there.
+    at = torch.device("cpu") if training.words.get("offload") else device
+    model = built(training.model, at)
     return parallelize(model, here, Plan(**training.words), static=training.static)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from tools.first_gpu import findings
@@ -18,11 +18,14 @@ _VERSION: Final = 1
 """Of the form of report.json."""
 
 
-def in_order(found: Iterable[Finding], options: Options) -> list[Finding]:
+def in_order(found: Iterable[Finding]) -> list[Finding]:
     """Findings in the order of the sections; a case that was begun and no more did not end."""
     known = {section.name: at for at, section in enumerate(SECTIONS)}
-    del options
-    return sorted(found, key=lambda one: known.get(one.section, len(known)))
+    ended = (
+        replace(one, status=findings.UNFINISHED) if one.status == findings.BEGUN else one
+        for one in found
+    )
+    return sorted(ended, key=lambda one: known.get(one.section, len(known)))
 
 
 def counted(found: Iterable[Finding]) -> str:

@@ -39,12 +39,12 @@ def run(options: Options, file: Path, log: Path, tell: Callable[[Section], None]
     """Run all sections; `tell` is called when one has ended."""
     start, seconds = time.monotonic(), 60 * options.minutes
     until, end = start + (1 - _RESERVED) * seconds, start + seconds
-    phases = _phases(options.sections, options.at_once)
+    phases, interrupted = _phases(options.sections, options.at_once), threading.Event()
     for at, phase in enumerate(phases):
         share = phase.cost / sum(one.cost for one in phases[at:])
         now = time.monotonic()
         stop = now + share * max(until - now, 0.0)
-        _Running(phase, stop, end).run(options, file, log, tell)
+        _Running(phase, stop, end, interrupted).run(options, file, log, tell)
 
 
 def _phases(sections: Sequence[Section], at_once: int) -> list[_Phase]:
@@ -61,18 +61,30 @@ def _phases(sections: Sequence[Section], at_once: int) -> list[_Phase]:
 class _Running:
     """One phase while it runs."""
 
-    def __init__(self, phase: _Phase, stop: float, end: float) -> None:
+    def __init__(
+        self, phase: _Phase, stop: float, end: float, interrupted: threading.Event
+    ) -> None:
         self._phase, self._stop, self._end = phase, stop, end
+        self._interrupted = interrupted
         self._lock = threading.Lock()
         self._ahead = sum(one.weight for one in phase.sections)
 
     def run(self, options: Options, file: Path, log: Path, tell: Callable[[Section], None]) -> None:
         def one(section: Section) -> None:
-            Watch(section, options, file, log, self._until(section), self._end).run()
+            if self._interrupted.is_set():
+                return
+            until = self._until(section)
+            Watch(section, options, file, log, until, self._end, self._interrupted).run()
             tell(section)
 
         with ThreadPoolExecutor(self._phase.at_once) as pool:
-            list(pool.map(one, self._phase.sections))
+            try:
+                list(pool.map(one, self._phase.sections))
+            except BaseException:
+                # Sections have processes of their own, which no signal of a terminal reaches. Set
+                # before the pool is left, which waits for its threads.
+                self._interrupted.set()
+                raise
 
     def _until(self, section: Section) -> float:
         """When a section that begins now begins no more cases."""

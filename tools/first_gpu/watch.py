@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +21,14 @@ from typing import IO, Final
 
 from tools.first_gpu import findings
 from tools.first_gpu.catalogue import Section
+from tools.first_gpu.child import START_ANEW
 from tools.first_gpu.findings import Finding, append, latest, read
 from tools.first_gpu.options import Options
 from tools.first_gpu.paths import environment
 from tools.packages import ROOT
 
 _LOOK: Final = 0.1
-_STARTS: Final = 4
+_STARTS: Final = 6
 """Processes of one section at most: where each dies, there is nothing more to learn."""
 
 _WORTH: Final = 3.0
@@ -52,6 +54,7 @@ class Watch:
         log: where its processes' output goes.
         until: when it begins no more cases, by the monotonic clock.
         end: when all ends.
+        stop: set when somebody has interrupted it.
     """
 
     section: Section
@@ -60,15 +63,17 @@ class Watch:
     log: Path
     until: float
     end: float
+    stop: threading.Event
     _asked: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Run the section, in as many processes as it takes."""
         for _ in range(_STARTS):
             left = self.until - time.monotonic()
-            if left < _WORTH and self._asked:
+            if self.stop.is_set() or (left < _WORTH and self._asked):
                 break
-            if self._run_once(left):
+            before = self._asked
+            if self._run_once(left) or self._asked == before:
                 break
         self._note_what_was_not_reached()
 
@@ -86,6 +91,7 @@ class Watch:
                 limit = self.options.case_limit
                 limit = max(limit, _START_LIMIT) if current == START else limit
                 hung, ended = now - begun_at > limit, now > self.end
+                ended = ended or self.stop.is_set()
                 if hung or ended:
                     _end(process)
                     break
@@ -124,7 +130,7 @@ class Watch:
         if said.strip():
             with self.log.open("a") as log:
                 log.write(f"=== {self.section.name}\n{said}\n")
-        if status == 0:
+        if status == 0 or (status == START_ANEW and self._running() is None):
             return
         case = self._running() or START
         text = dict(section=self.section.name, case=case, expected="that it ends", seconds=seconds)

@@ -146,6 +146,8 @@ def test_every_section_has_cases_of_different_names():
         names = [one.name for one in module.cases(CPU)]
         assert names
         assert len({*names}) == len(names), section.name
+        # They are given to `--case`, a glob in quotes.
+        assert not any(set(name) & set('*?[]"') for name in names)
 
 
 def test_what_needs_a_gpu_says_so_in_a_line():
@@ -197,7 +199,7 @@ def test_time_is_shared_out_by_weight_and_what_is_left_over_is_the_others(monkey
     asked = []
 
     class Watch:
-        def __init__(self, section, options, file, log, until, end):
+        def __init__(self, section, options, file, log, until, end, stop):
             asked.append((section.name, until - now[0], end))
 
         def run(self):

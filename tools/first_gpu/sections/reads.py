@@ -114,25 +114,34 @@ def line_of(frame: FrameType | None) -> str:
 
 
 @contextmanager
-def waits(device: torch.device, places: Counter[str]) -> Iterator[None]:
-    """Count what torch's debug mode warns of, by line; nothing without a GPU."""
+def waits_are_told(device: torch.device) -> Iterator[None]:
+    """Have torch warn of what waits for a GPU: in the whole process, so for all ranks at once."""
     if device.type != "cuda":
         yield
         return
-
-    def shown(message: Any, category: Any, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message):
-            places[f"a wait at {line_of(sys._getframe(1))}"] += 1
-
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = shown
+        # Of steps that are not looked at.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def waits_noted(places: Counter[str]) -> Iterator[None]:
+    """Count what torch warns of in this rank, by line."""
+
+    def shown(message: Any, category: Any, *_: Any, **__: Any) -> None:
+        if "called a synchronizing" in str(message):
+            places[f"a wait at {line_of(sys._getframe(1))}"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = shown
+        yield
 
 
 def _step(of: Training, most: int | None, device: torch.device, fused: bool = False) -> Found:
@@ -142,7 +151,9 @@ def _step(of: Training, most: int | None, device: torch.device, fused: bool = Fa
         model = parallelised(of, device)
         return _counted(model, step_of(of), device, fused)
 
-    return _said(simulate(of.ranks)(body), most)
+    with waits_are_told(device):
+        found = simulate(of.ranks)(body)
+    return _said(found, most)
 
 
 def _counted(
@@ -165,7 +176,7 @@ def _counted(
     for _ in range(WARM):
         one()
     reads = Reads(device)
-    with waits(device, reads.places), reads:
+    with waits_noted(reads.places), reads:
         one()
     return reads.places
 
@@ -193,4 +204,6 @@ def _local(device: torch.device) -> Found:
         rows = slice(4 * rank, 4 * rank + 4)
         return _counted(parallelised(of, device), step_of(of), device, rows=rows)
 
-    return _said(simulate(2)(body), None)
+    with waits_are_told(device):
+        found = simulate(2)(body)
+    return _said(found, None)
