@@ -113,6 +113,22 @@ def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(tmp_path, capsys):
     check_files(tmp_path)
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_reports_what_it_has_found(tmp_path):
+    command = [sys.executable, "-m", "tools.first_gpu", "--device", "cpu", "--only", "machine"]
+    command += ["--out", str(tmp_path), "--minutes", "4", "--with", str(FAULTS / "ends_badly.py")]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    file = tmp_path / "findings.jsonl"
+    while not any(one.status == findings.BEGUN for one in latest(read(file))):
+        time.sleep(0.1)
+        assert process.poll() is None
+    process.terminate()
+    assert process.wait(30) == 130
+    document = json.loads((tmp_path / "report.json").read_text())
+    statuses = {one["case"]: one["status"] for one in document["findings"]}
+    assert statuses["hangs"] == findings.UNFINISHED
+
+
 def check_files(folder: Path) -> None:
     """What was written: a few files, of which the page and the data say the same."""
     written = {one.name for one in folder.iterdir()}

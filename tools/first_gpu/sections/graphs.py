@@ -115,10 +115,13 @@ def _train_step(name: str, device: torch.device) -> Found:
     return _on_ranks(2, body)
 
 
-def _with_optimizer(device: torch.device, **form: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _with_optimizer(
+    device: torch.device, foreach: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = parallelised(TRAININGS[ZERO], device)
-    return model, torch.optim.AdamW(model.parameters(), 0.02, **(form or {"fused": True}))
+    parameters = model.parameters()
+    return model, torch.optim.AdamW(parameters, 0.02, foreach=foreach, fused=not foreach)
 
 
 def _joint(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:

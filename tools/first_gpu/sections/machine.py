@@ -74,7 +74,9 @@ def _versions(device: torch.device) -> Found:
         parts.append(f"cuDNN {torch.backends.cudnn.version()}")  # type: ignore[no-untyped-call]
         if torch.distributed.is_nccl_available():
             parts.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")  # type: ignore[no-untyped-call]
-    return figure(", ".join([*parts, f"numpy {version('numpy')}", platform.platform()]))
+    return figure(
+        ", ".join([*parts, f"numpy {_version('numpy') or 'is not there'}", platform.platform()])
+    )
 
 
 def _processor(device: torch.device) -> Found:
