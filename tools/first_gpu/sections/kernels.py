@@ -6,16 +6,23 @@ looks into the packages.
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tools.first_gpu.cases import Case, Found, same_bits
-from tools.first_gpu.rng_shards import SPLITS, distributions, parts, short, strided
+from tools.first_gpu.cases import Case, Found, holds, same_bits
+from tools.first_gpu.rng_shards import FLOATS, SPLITS, distributions, parts, short, strided
+from tools.packages import find
 
 KEY = 0x0C7F0AAC97C4AA2F
+INTERPRETED = {("Uniform", "float32"), ("Normal", "float32"), ("Bernoulli", "bool")}
+"""Kinds that are drawn by the interpreter as well, which takes seconds for each."""
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -27,15 +34,26 @@ def cases(device: torch.device) -> list[Case]:
              Case("wire int8, beside the host", partial(_wire, "int8"), ("triton gpu",)),
              Case("wire fp8, beside the host", partial(_wire, "fp8"), ("triton gpu",))]  # fmt: skip
     kinds = distributions()
-    few = {0, 1, 5, len(kinds) - 1}
-    portable = [
-        Case(
-            f"portable {one}, {short(dtype)}", partial(_portable, one, dtype),
-            ("kernels" if at in few else "many kernels",),
-        )
-        for at, (one, dtype) in enumerate(kinds)
+    drops = [Case(f"native dropout, {short(dtype)}", partial(_native_dropout, dtype),
+                  ("kernels" if dtype == torch.float32 else "many kernels",))
+             for dtype in FLOATS]  # fmt: skip
+    return [
+        *wires, *_each("native", _native, kinds[:6]), *drops,
+        *_each("portable", _portable, kinds), *_each("native", _native, kinds[6:]),
+        Case("native probabilities", _native_probabilities, ("kernels",)),
     ]  # fmt: skip
-    return [*wires, *portable]
+
+
+def _each(
+    policy: str, ask: Callable[..., Found], kinds: Sequence[tuple[Any, torch.dtype]]
+) -> list[Case]:
+    """A case for each kind; interpreted, only of some."""
+    found = []
+    for one, dtype in kinds:
+        few = (type(one).__name__, short(dtype)) in INTERPRETED
+        needs = ("kernels" if few else "many kernels",)
+        found.append(Case(f"{policy} {one}, {short(dtype)}", partial(ask, one, dtype), needs))
+    return found
 
 
 def _values(numel: int, seed: int) -> Tensor:
@@ -134,3 +152,54 @@ def _portable(distribution: Any, dtype: torch.dtype, device: torch.device) -> Fo
                 name = f"{split.name}, rank {tuple(coordinate)}, {[one.start for one in at]}"
                 pairs[name] = (view, other)
     return same_bits(pairs, "numpy's bits")
+
+
+def _drawer(device: torch.device) -> Any:
+    """What draws as a device does: the GPU itself, or its model of few threads in numpy."""
+    if device.type == "cuda":
+        from vescale_rng._cuda.device import cuda_device
+
+        return cuda_device(device.index or 0)
+    support = str(find("rng").tests / "support")
+    if support not in sys.path:
+        sys.path.append(support)
+    model: Any = import_module("cuda_model")
+    return model.ModelDevice(512)
+
+
+def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> Found:
+    """The kernel of the native policy, as it is compared before it is used."""
+    from vescale_rng import DistributionError
+    from vescale_rng._cuda.map_check import Routes
+    from vescale_rng._cuda.recipes import recipe_of
+
+    if recipe_of(distribution, dtype).kind is None:
+        return holds("there is no kernel for it", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is said is found
+        try:
+            route = Routes(_drawer(device)).route(distribution, dtype)
+        except DistributionError as error:
+            return holds("torch draws it", True, f"torch refuses it: {str(error)[:80]}")
+    return holds("torch's bits", route.kernel, route.why or "the same bits")
+
+
+def _native_dropout(dtype: torch.dtype, device: torch.device) -> Found:
+    from vescale_rng._cuda.dropout_check import DropoutRoutes
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        widest, why = DropoutRoutes(_drawer(device)).route(dtype)
+    return holds("torch's bits", not why, why or f"the same bits, vectors of {widest}")
+
+
+def _native_probabilities(device: torch.device) -> Found:
+    from vescale_rng._cuda.bernoulli import BernoulliRoutes
+
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in (torch.float32, torch.float64, torch.bool):
+            found[dtype] = BernoulliRoutes(_drawer(device)).why_not(dtype)
+    bad = [f"{short(dtype)}: {why}" for dtype, why in found.items() if why]
+    return holds("torch's bits", not bad, bad[0] if bad else "the same bits")
