@@ -50,11 +50,13 @@ class Case:
         name: unique in its section; what `--case` is given.
         ask: asks it on a device. What it raises is a finding, too.
         needs: keys of `NEEDS`.
+        patience: seconds that it may take beyond what any case may before it is taken to hang.
     """
 
     name: str
     ask: Callable[[torch.device], Found]
     needs: tuple[str, ...] = ()
+    patience: float = 0.0
 
 
 Pair = tuple[Any, Any]

@@ -80,7 +80,7 @@ class _Section:
             elif time.monotonic() > self.until:
                 self._write(case.name, findings.NOT_REACHED)
             else:
-                self._write(case.name, findings.BEGUN)
+                self._write(case.name, findings.BEGUN, seconds=case.patience)
                 self._ask(case, device)
 
     def _ask(self, case: Any, device: Any) -> None:

@@ -39,7 +39,7 @@ class Finding:
         status: one of `STATUSES`.
         expected: what was expected, in words.
         got: what was there, in words.
-        seconds: how long it took.
+        seconds: how long it took; of one that has begun, how much longer than others it may take.
         where: file and line, where it raised, died or hung.
         more: what does not fit on a line: a traceback, stacks, numbers.
     """

@@ -34,8 +34,8 @@ _STARTS: Final = 6
 _WORTH: Final = 3.0
 """Seconds without which no process is started: it imports torch first."""
 
-_START_LIMIT: Final = 90.0
-"""Seconds that imports, and the first call of the device, may take at least."""
+_START_PATIENCE: Final = 60.0
+"""Seconds more than a case's that imports, and the first call of the device, may take."""
 
 START: Final = "(start)"
 """The case that stands for what comes before the first."""
@@ -85,11 +85,10 @@ class Watch:
             hung = ended = False
             while process.poll() is None:
                 time.sleep(_LOOK)
-                now, running = time.monotonic(), self._running() or START
+                now, (running, patience) = time.monotonic(), self._running()
                 if running != current:
                     begun_at, current = now, running
-                limit = self.options.case_limit
-                limit = max(limit, _START_LIMIT) if current == START else limit
+                limit = self.options.case_limit + patience
                 hung, ended = now - begun_at > limit, now > self.end
                 ended = ended or self.stop.is_set()
                 if hung or ended:
@@ -115,11 +114,12 @@ class Watch:
     def _found(self) -> list[Finding]:
         return [one for one in latest(read(self.file)) if one.section == self.section.name]
 
-    def _running(self) -> str | None:
+    def _running(self) -> tuple[str, float]:
+        """The case that runs, and how much longer than others it may take."""
         for one in self._found():
             if one.status == findings.BEGUN:
-                return one.case
-        return None
+                return one.case, one.seconds
+        return START, _START_PATIENCE
 
     def _conclude(
         self, status: int, hung: bool, ended: bool, seconds: float, output: IO[str]
@@ -130,23 +130,25 @@ class Watch:
         if said.strip():
             with self.log.open("a") as log:
                 log.write(f"=== {self.section.name}\n{said}\n")
-        if status == 0 or (status == START_ANEW and self._running() is None):
+        if status == 0 or (status == START_ANEW and self._running()[0] == START):
             return
-        case = self._running() or START
-        text = dict(section=self.section.name, case=case, expected="that it ends", seconds=seconds)
         stack = _stack(said)
-        where = {"where": _innermost(stack), "more": "\n".join(stack)}
+        where, more = _innermost(stack), "\n".join(stack)
         if hung:
-            got = f"nothing for {seconds:.0f} s"
-            append(self.file, Finding(status=findings.HUNG, got=got, **text, **where))  # type: ignore[arg-type]
+            found, got = findings.HUNG, f"nothing for {seconds:.0f} s"
         elif ended:
-            got = f"the time was up, {seconds:.0f} s after it had begun"
-            append(self.file, Finding(status=findings.UNFINISHED, got=got, **text, **where))  # type: ignore[arg-type]
+            found, got = findings.UNFINISHED, f"the time was up {seconds:.0f} s after it had begun"
         else:
-            got = _death(status)
-            where["more"] = where["more"] or said[-4000:]
-            where["where"] = where["where"] or _last_error(said)
-            append(self.file, Finding(status=findings.DIED, got=got, **text, **where))  # type: ignore[arg-type]
+            found, got = findings.DIED, _death(status)
+            where, more = where or _last_line(said), more or said[-4000:]
+        case, _ = self._running()
+        append(
+            self.file,
+            Finding(
+                section=self.section.name, case=case, status=found, expected="that it ends",
+                got=got, seconds=seconds, where=where, more=more,
+            ),
+        )  # fmt: skip
 
     def _note_what_was_not_reached(self) -> None:
         """Say so where a process ended before it could list its cases."""
@@ -197,6 +199,6 @@ def _innermost(stack: list[str]) -> str:
     return f"{frames[0][0]}:{frames[0][1]}" if frames else ""
 
 
-def _last_error(said: str) -> str:
+def _last_line(said: str) -> str:
     lines = [line for line in said.split("\n") if line.strip()]
     return lines[-1][:200] if lines else ""

@@ -29,7 +29,7 @@ def cases(device: torch.device) -> list[Case]:
         Case("a CUDA graph around a replay", _cuda_graph, ("cuda",)),
         Case("a CUDA graph around a train_step", _cuda_graph_of_step, ("cuda",)),
         Case("regions compiled, aot_eager", partial(_regions, "aot_eager")),
-        Case("regions compiled, inductor", partial(_regions, "inductor"), ("triton gpu",)),
+        Case("regions compiled, inductor", partial(_regions, "inductor"), ("triton gpu",), 90.0),
         Case("torch.compile around a captured module", _compiled_capture),
         Case("a graph's own rates", _rates),
     ]

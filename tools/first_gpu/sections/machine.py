@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ def _versions(device: torch.device) -> Found:
     if device.type == "cuda":
         parts.append(f"cuDNN {torch.backends.cudnn.version()}")  # type: ignore[no-untyped-call]
         if torch.distributed.is_nccl_available():
-            parts.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")  # type: ignore[no-untyped-call]
+            numbers: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            parts.append(f"NCCL {'.'.join(map(str, numbers))}")
     return figure(
         ", ".join([*parts, f"numpy {_version('numpy') or 'is not there'}", platform.platform()])
     )

@@ -95,6 +95,9 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_to_copy" and self._device.type != "cpu":
             target = kwargs.get("device")
             return target is not None and torch.device(target).type == "cpu"
+        if name == "copy_" and self._device.type != "cpu":
+            waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            return waits and args[0].device.type == "cpu"
         if name in ("index", "index_put_", "index_put"):
             indices = args[1] if len(args) > 1 else ()
             return any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in indices)
