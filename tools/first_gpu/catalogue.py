@@ -29,7 +29,7 @@ class Section:
 
 
 SECTIONS: Final = (
-    Section("machine", "what this machine is", 1, alone=True),
+    Section("machine", "what this machine is", 2, alone=True),
     Section("rng", "random numbers of shards, bitwise those of torch on one device", 6),
     Section("mesh", "2, 4 and 8 simulated ranks on the one device, beside one device", 8),
     Section("nccl", "a group of one rank: made, each collective called, closed", 1),
