@@ -26,6 +26,7 @@ GUIDES = {
     "Other people's trainers": "trainers.md",
     "Adding an operator": "guides/adding-an-operator.md",
     "Debugging": "debugging.md",
+    "Tell us what your GPU says": "your-gpu.md",
 }
 ABOUT = {
     "Benchmarks": "benchmarks.md",

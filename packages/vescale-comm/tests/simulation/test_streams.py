@@ -84,14 +84,3 @@ def test_the_host_has_no_streams(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "current_stream", none)
     assert simulate(2)(lambda rank, size: all_reduce(torch.ones(1)).item()) == [2.0] * 2
-
-
-def test_ranks_start_on_the_device_of_their_caller(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    # While a graph is captured torch refuses to tell the states of generators.
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert simulate(3)(lambda rank, size: all_reduce(torch.ones(1)).item()) == [3.0] * 3
-    assert chosen == [2] * 3

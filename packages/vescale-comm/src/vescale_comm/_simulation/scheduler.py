@@ -7,7 +7,7 @@ from contextvars import copy_context
 import torch
 
 from vescale_comm._errors import CommError, DeadlockError
-from vescale_comm._simulation.state import ProcessState, current_device
+from vescale_comm._simulation.state import ProcessState
 from vescale_comm._torch.call_site import call_site
 
 MOST_POLLS = 100_000
@@ -60,13 +60,13 @@ class Scheduler:
 
     def run(self, body: Callable[[int], None]) -> None:
         """Run `body(rank)` for all ranks; return when all have returned."""
-        threads, device = torch.get_num_threads(), current_device()
+        threads = torch.get_num_threads()
         for rank in self.ranks:
             # A copy for each rank: what one rank sets in a context variable the others do not see.
             context = copy_context()
             rank.thread = threading.Thread(
                 target=context.run,
-                args=(self._main, rank, body, threads, device),
+                args=(self._main, rank, body, threads),
                 name=f"simulated-rank-{rank.index}",
                 daemon=True,
             )
@@ -125,15 +125,10 @@ class Scheduler:
             )
         return self._running
 
-    def _main(
-        self, me: Rank, body: Callable[[int], None], threads: int, device: int | None
-    ) -> None:
+    def _main(self, me: Rank, body: Callable[[int], None], threads: int) -> None:
         me.gate.acquire()
         me.state.restore()
-        # Settings of each thread, for which a new one would have torch's own.
-        torch.set_num_threads(threads)
-        if device is not None:
-            torch.cuda.set_device(device)
+        torch.set_num_threads(threads)  # a setting of each thread
         try:
             # Backward as well, in this thread: nodes of an accelerator have threads of autograd's
             # own, which may not switch ranks, and one for all ranks. Of each thread, as above.

@@ -1,0 +1,54 @@
+"""Where things lie in the checkout, and what goes on the path of the processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools.packages import PACKAGES, ROOT
+
+# What a launcher sets would be taken for this process's own rank.
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def of_checkout(file: str) -> Path | None:
+    """Where a file lies in the checkout; None for others', also if installed below it."""
+    path = Path(file)
+    if not path.is_relative_to(ROOT) or "site-packages" in path.parts:
+        return None
+    return path.relative_to(ROOT)
+
+
+def sources() -> list[str]:
+    """What makes the packages and the tools importable, without an installation."""
+    return [str(ROOT), *(str(package.source) for package in PACKAGES)]
+
+
+def use_sources() -> None:
+    """Put them on the path of this process, before what may be installed."""
+    sys.path[:0] = [one for one in sources() if one not in sys.path]
+
+
+def environment(given: Mapping[str, str], *, cuda: bool, interpreted: bool) -> dict[str, str]:
+    """The variables of a section's process.
+
+    Args:
+        given: those of this process.
+        cuda: whether it runs on a GPU.
+        interpreted: whether Triton's kernels are run by its interpreter, which is asked for before
+            triton is imported, and then replaces every kernel.
+    """
+    made = {name: value for name, value in given.items() if name not in _LAUNCHERS}
+    before = [one for one in (given.get("PYTHONPATH"),) if one]
+    made["PYTHONPATH"] = os.pathsep.join([*sources(), *before])
+    made["PYTHONUNBUFFERED"] = "1"
+    made.pop("TRITON_INTERPRET", None)
+    if interpreted:
+        made["TRITON_INTERPRET"] = "1"
+    if not cuda:
+        # Sections run beside each other, and what they compute is small.
+        made["OMP_NUM_THREADS"] = "1"
+        made["CUDA_VISIBLE_DEVICES"] = ""
+    return made

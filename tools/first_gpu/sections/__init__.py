@@ -1,0 +1,1 @@
+"""What is asked: a module for each section, with `cases(device)`."""
