@@ -283,6 +283,13 @@ def gpu(session: nox.Session) -> None:
     run_marked(session, marker, TESTS, skippable=allowed, TRITON_INTERPRET="0")
 
 
+@nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)
+def first_gpu(session: nox.Session) -> None:
+    """Ask a GPU everything that only it can tell; without one a minute of it, on the CPU."""
+    asked = session.posargs or ([] if shutil.which("nvidia-smi") else ["--minutes", "1"])
+    session.run(python_of(session), "-m", "tools.first_gpu", *asked, env=TEST_ENV)
+
+
 @nox.session(requires=["build"], reuse_venv=True, tags=["ci"], default=False)
 def kernels_interpret(session: nox.Session) -> None:
     """Run the Triton kernels' tests on the CPU, interpreted."""
