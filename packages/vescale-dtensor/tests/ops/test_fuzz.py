@@ -11,10 +11,12 @@ from zlib import crc32
 import pytest
 from rule_cases import CASES
 from rule_fuzz import problems, run_trials
+from vescale_comm import simulate
 from vescale_comm.testing import run
 
 BATCH = 120
 MESHES = {"line": (4,), "square": (2, 2)}
+CHUNKS = 8
 
 
 def judge(sizes, jobs):
@@ -31,9 +33,16 @@ def sample(mesh, share):
     return [(name, 0) for name in CASES if crc32(f"{mesh} {name}".encode()) % share == 0]
 
 
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_case_on_two_ranks(chunk):
+    jobs = [(name, 0) for name in list(CASES)[chunk::CHUNKS]]
+    found = problems(simulate(2).run(run_trials, (2,), "rule_cases", jobs))
+    assert not found, f"{len(found)} of {len(jobs)} differ\n" + "\n".join(found[:20])
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_sample_of_all_cases(mesh):
-    judge(MESHES[mesh], sample(mesh, 48))
+    judge(MESHES[mesh], sample(mesh, 96))
 
 
 @pytest.mark.slow
