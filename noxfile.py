@@ -55,8 +55,8 @@ nox.options.default_venv_backend = "virtualenv"
 CONSTRAINTS = str(ROOT / "tools" / "constraints.txt")
 BUILD_TOOLS = ("build", "hatchling>=1.26")
 # As many processes as there are cores, up to four: each has pools of ranks of its own. Tests of one
-# file stay together, since they share what is costly to make, and begin in the order of their names:
-# files of few long cases would else come last, one process alone with them.
+# file stay together, since they share what is costly to make; files begin in the order of names, as
+# one of few long cases would else come last, with a process alone.
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder")
 LEFT_OUT = ("-p", "tools.left_out")
 # What may be skipped where Hugging Face's models are installed.
