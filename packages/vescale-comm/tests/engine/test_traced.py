@@ -74,6 +74,7 @@ LINEAR = {
     "inner scatter": lambda x: reduce_scatter(x, dim=1, op="avg"),
     "broadcast": lambda x: broadcast(x, source=1),
     "scatter": lambda x: scatter(x, source=1, sizes=[4, 0]),
+    "scatter to two": lambda x: scatter(x, source=1, sizes=[3, 1]),
     "permute": lambda x: permute(x, pairs=[(0, 1)]),
     "shift": lambda x: permute(x, pairs=[(0, 1), (1, 0)], shape=(4, 2)),
     "all_to_all": exchanged,

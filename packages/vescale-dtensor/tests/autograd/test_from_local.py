@@ -52,6 +52,18 @@ def test_uneven_and_empty_shards_find_their_shape(extent, dim):
     simulate(4)(_one_axis, extent, dim)
 
 
+def _shapes_in_turn(rank, world_size):
+    mesh = device_mesh((world_size,))
+    for shape in [(2, 3)] * 4 + [(3, 3), (2, 3), (3, 2)]:  # the first two of a kind are compared
+        for local in (torch.ones(shape), torch.ones(shape[::-1]).t()):
+            made = from_local(local, mesh, [Replicate()])
+            assert (made.shape, made.stride()) == (local.shape, local.stride())
+
+
+def test_calls_that_nothing_is_compared_in_any_more_have_their_own_shapes():
+    simulate(2)(_shapes_in_turn)
+
+
 def _any_layout(rank, world_size, placements, shape):
     mesh, whole = device_mesh((2, 2)), torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     laid = vd.distribute_tensor(whole, mesh, placements, src_data_rank=None)
