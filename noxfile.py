@@ -91,7 +91,8 @@ def integration(session: nox.Session) -> None:
 @nox.session(requires=["build"], reuse_venv=True, tags=["nightly"], default=False)
 def all_parts(session: nox.Session) -> None:
     """Run what is not in the core: all, or part `-- 3/12`; tools/parts.txt says which ran."""
-    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS, *MODEL_TOOLS)
+    others = (*TEST_TOOLS, *MODEL_TOOLS, "nox")  # tests of the tools import nox
+    install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *others)
     swap(session, [package.wheel for package in PACKAGES])
     folders = [*map(str, TESTS), "tools/tests"]
     command = ["python", "-m", "pytest", *SIDE_BY_SIDE, *LEFT_OUT, *folders]

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PYTHONS = ("3.11", "3.12", "3.13")
-TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")
+TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.8", "hypothesis>=6.100")
 MODEL_TOOLS = ("transformers>=5.0",)  # brings the models that nobody adapted
 REMOTE_TOOLS = ("s3fs>=2024.2", "moto[server]>=5", "gcsfs>=2024.2", "gcp-storage-emulator>=2022.6")
 FRAMEWORK_TOOLS = ("jax[cpu]>=0.4.30",)  # what vescale-rng's examples of other frameworks need

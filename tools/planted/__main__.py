@@ -49,8 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=BOUND, help="the most for one fault")
     parser.add_argument("--all-cases", action="store_true", help='all tests, as with -m ""')
     parser.add_argument(
-        "--confirm", action="store_true", help="run what found a fault again without it"
-    )
+        "--confirm", action=argparse.BooleanOptionalAction, default=True,
+        help="run what found a fault again without it: it must pass",
+    )  # fmt: skip
     parser.add_argument("--clean", action="store_true", help="run the same tests without a fault")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results there")
     return parser

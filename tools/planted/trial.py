@@ -83,7 +83,7 @@ def _trial(status: int | None, text: str, tests: str, silent: float, seconds: fl
     failed, running = _FAILED.search(text), _BEGUN.findall(text)
     last = running[-1] if running else tests
     if status is None:
-        outcome = "hung" if silent > min(SILENT, seconds / 2) else "out of time"
+        outcome = "hung" if silent > SILENT else "out of time"
         return Trial(outcome, last, f"no word for {silent:.0f} s", seconds)
     if failed and status in (FAILED, INTERRUPTED):
         return Trial("failed", failed[1], failed[2] or "", seconds)

@@ -98,7 +98,30 @@ def _collectives(group: Any, device: torch.device) -> dict[str, Any]:
     bucketed = comm.all_reduce_bucketed([x, x + 1], group)
     pairs |= {f"bucketed {at}": (x + at, one) for at, one in enumerate(bucketed)}
     comm.barrier(group)
-    return pairs
+    return pairs | _launched(group, device)
+
+
+def _launched(group: Any, device: torch.device) -> dict[str, Any]:
+    """The same by the backend: vescale-comm does not ask it about one rank."""
+    from vescale_comm._engine import primitives as p
+
+    x, total, one = torch.arange(12.0, device=device), dist.ReduceOp.SUM, (12,)
+
+    def made(kind: Any, *rest: Any) -> Any:
+        return kind("first_gpu", group, 0, x, *rest)
+
+    calls = {
+        "all_reduce": made(p.Reduce, x.clone(), total),
+        "reduce": made(p.Reduce, x.clone(), total, 0),
+        "all_gather": made(p.AllGather, x, torch.zeros_like(x), one),
+        "reduce_scatter": made(p.ReduceScatter, x, torch.zeros_like(x), one, total),
+        "all_to_all": made(p.AllToAll, x, torch.zeros_like(x), one, one),
+        "broadcast": made(p.Broadcast, x.clone(), 0),
+    }
+    for call in calls.values():
+        call.launch(group.process_group, False)
+    made(p.Barrier).launch(group.process_group, False)
+    return {f"{name}, by the backend": (x, call.written()[0]) for name, call in calls.items()}
 
 
 def _dtypes(device: torch.device) -> Found:

@@ -185,7 +185,11 @@ def _counted(
     reads = Reads(device)
     with waits_noted(reads.places), reads:
         one()
-    return reads.places
+    # Under a mode nothing is replayed: of a step without it, torch alone tells.
+    replayed: Counter[str] = Counter()
+    with waits_noted(replayed):
+        one()
+    return reads.places | replayed
 
 
 def _said(found: list[Counter[str]], most: int | None) -> Found:
