@@ -23,8 +23,10 @@ def pytest_collection_modifyitems(items):
     choose_core(items, HERE)
 
 
-def pytest_collection_finish():
-    # `parallelize` looks through all objects for optimizers: what is imported by now holds none.
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects():
+    # `parallelize` looks through all objects for optimizers: what earlier files have left behind
+    # holds none, and there are hundreds of thousands of them.
     gc.collect()
     gc.freeze()
 
