@@ -167,6 +167,12 @@ def test_balancing_by_a_bias_is_that_of_one_device():
         same(found, expected)
 
 
+def test_busy_experts_are_chosen_less():
+    router = Router(4, 3, 1)
+    router.update_balance(torch.tensor([7.0, 1.0, 4.0]), rate=0.5)
+    assert router.balance.tolist() == [-0.5, 0.5, 0.0]
+
+
 def test_frozen_experts_and_no_gradients():
     def run(layout: str | None) -> list[Tensor]:
         model = made(layout)
