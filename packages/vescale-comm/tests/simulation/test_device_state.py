@@ -121,7 +121,7 @@ def test_what_is_never_used_is_never_initialised(module):
 def test_generators_are_not_asked_for_while_a_graph_is_captured(module):
     module.capturing = True
     state = DeviceState.captured()
-    assert (state.generators, state.seed, state.device) == (None, None, 0)
+    assert (state.generators, state.unmade, state.device) == (None, False, 0)
     state.restore()
     assert [one.item() for one in module.states] == [7, 7]
 

@@ -37,13 +37,13 @@ class DeviceState:
     Attributes:
         generators: states of the default generators of all devices; None where they could not be
             read: they do not exist yet, or a graph is being captured.
-        seed: with which those are made that do not exist yet; None if they do.
+        unmade: whether they do not exist yet.
         device: the current one; None before the accelerator is initialised.
         stream: the current one of that device.
     """
 
     generators: list[Tensor] | None = None
-    seed: int | None = None
+    unmade: bool = False
     device: int | None = None
     stream: Any = None
 
@@ -55,11 +55,11 @@ class DeviceState:
             return cls()
         # Asking for the state of a GPU's generator initialises CUDA, which a program may never do.
         if not module.is_initialized():
-            return cls(seed=torch.initial_seed())
+            return cls(unmade=True)
         # Refused by torch within a graph's capture; the graph draws from memory of its own there.
         capturing = getattr(module, "is_current_stream_capturing", lambda: False)()
         generators = None if capturing else module.get_rng_state_all()
-        return cls(generators, None, module.current_device(), module.current_stream())
+        return cls(generators, False, module.current_device(), module.current_stream())
 
     def restore(self) -> None:
         """Make it the state of this thread, and of the process."""
@@ -73,7 +73,8 @@ class DeviceState:
                 module.set_stream(self.stream)
         if self.generators is not None:
             module.set_rng_state_all(self.generators)
-        elif self.seed is not None:
+        elif self.unmade:
             # Another rank was the first to use a device. What there is of generators is that
-            # rank's; this one's begin as torch makes them: with the seed of the host's.
-            module.manual_seed_all(self.seed)
+            # rank's; this one's begin as torch makes them: with the seed of the host's, whose state
+            # is this rank's by now. Asked for here only: what is captured counts reads of a seed.
+            module.manual_seed_all(torch.initial_seed())
