@@ -274,7 +274,7 @@ def compat(session: nox.Session) -> None:
 
 @nox.session(requires=["build"], reuse_venv=True, default=False)
 def gpu(session: nox.Session) -> None:
-    """Run the tests of GPUs and of kernels on installed wheels (skips without a GPU)."""
+    """Run tests of GPUs and kernels on wheels, then `tools.first_gpu` (skips without a GPU)."""
     if shutil.which("nvidia-smi") is None:
         session.skip("this machine has no NVIDIA driver: nvidia-smi is not there")
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *TEST_TOOLS)
@@ -282,7 +282,11 @@ def gpu(session: nox.Session) -> None:
     # Compiled, and not interpreted, whatever the shell says.
     allowed = skips.NATURE + skips.FEWER + skips.INTERPRETED
     marker = "gpu or multigpu or kernels"
-    run_marked(session, marker, TESTS, skippable=allowed, TRITON_INTERPRET="0")
+    try:
+        run_marked(session, marker, TESTS, skippable=allowed, TRITON_INTERPRET="0")
+    finally:
+        asked = ["--device", "cuda", "--minutes", "20"]
+        session.run("python", "-m", "tools.first_gpu", *asked, env=TEST_ENV)
 
 
 @nox.session(requires=["workspace"], venv_backend="none", tags=["ci"], default=False)

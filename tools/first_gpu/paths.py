@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from tools.packages import PACKAGES, ROOT
+from tools.packages import PACKAGES, ROOT, find
 
 # What a launcher sets would be taken for this process's own rank.
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -29,6 +31,15 @@ def sources() -> list[str]:
 def use_sources() -> None:
     """Put them on the path of this process, before what may be installed."""
     sys.path[:0] = [one for one in sources() if one not in sys.path]
+
+
+def of_tests(package: str, module: str) -> Any:
+    """Import a helper module of a package's tests: what both compare is written there."""
+    tests = find(package).tests
+    for folder in (tests, tests / "support"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return import_module(module)
 
 
 def environment(given: Mapping[str, str], *, cuda: bool, interpreted: bool) -> dict[str, str]:

@@ -10,15 +10,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+from tools.first_gpu.paths import of_tests
 
-
-@dataclass(frozen=True)
-class Shard:
-    """A placement, as `layout_of` takes any that has a dim."""
-
-    dim: int
+_pieces = of_tests("rng", "rng_pieces")
+FLOATS: Final[tuple[torch.dtype, ...]] = _pieces.FLOATS
+Shard: Final = _pieces.Shard
+strided: Final = _pieces.strided
+parts: Final = _pieces.boxes_of
+"""Each box of a rank: where it is in the whole, and the rank's view of it."""
 
 
 @dataclass(frozen=True)
@@ -76,50 +75,9 @@ def many(device: torch.device) -> int:
     return 9 * threads_of(device) + 777 if device.type == "cuda" else 3001
 
 
-def strided(
-    shape: Sequence[int], order: Sequence[int] | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Zeros whose dims lie in memory in this order."""
-    if order is None:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    made = torch.zeros([shape[dim] for dim in order], dtype=dtype, device=device)
-    return made.permute(back)
-
-
-def parts(local: Tensor, layout: Any) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Each box of a rank: where it is in the whole, and the rank's view of it."""
-    for box in layout.boxes:
-        at = tuple(slice(o, o + n) for o, n in zip(box.global_offset, box.shape, strict=True))
-        offset = local.storage_offset() + box.local_offset
-        yield at, local.as_strided(box.shape, box.local_strides, offset)
-
-
 def distributions() -> list[tuple[Any, torch.dtype]]:
     """What is drawn: float32 of each first, as that tells most."""
-    from vescale_rng import (
-        Bernoulli,
-        Cauchy,
-        Exponential,
-        Geometric,
-        LogNormal,
-        Normal,
-        RandInt,
-        Random,
-        Uniform,
-    )
-
-    floating = (Uniform(-0.3, 1.7), Normal(0.1, 0.7), LogNormal(0.1, 0.7), Exponential(1.3),
-                Cauchy(0.1, 0.7))  # fmt: skip
-    found: list[tuple[Any, torch.dtype]]
-    found = [(one, dtype) for dtype in FLOATS for one in (*floating, Bernoulli(0.3))]
-    found += [(Bernoulli(0.3), torch.bool), (RandInt(-5, 2**40), torch.int64)]
-    found += [(Geometric(0.3), dtype) for dtype in (*FLOATS, *INTEGERS)]
-    found += [(RandInt(0, 100), dtype) for dtype in (*FLOATS, *INTEGERS)]
-    found += [(RandInt(-7, None), dtype) for dtype in (torch.float32, torch.int64)]
-    found += [(Random(), dtype) for dtype in (*FLOATS, *INTEGERS, torch.bool)]
-    found += [(Bernoulli(0.3), dtype) for dtype in INTEGERS]
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(of_tests("rng", "cuda_table").KINDS)]
 
 
 def short(dtype: torch.dtype) -> str:

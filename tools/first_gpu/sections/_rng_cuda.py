@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.first_gpu.cases import Case, Found, holds, same_bits
-from tools.first_gpu.rng_shards import Shard, many, parts
+from tools.first_gpu.paths import of_tests
+from tools.first_gpu.rng_shards import Shard, many, parts, short
 
 
 def cases() -> list[Case]:
@@ -63,40 +63,16 @@ def _captured(device: torch.device) -> Found:
 
 def _waves(device: torch.device) -> Found:
     """Torch itself draws the shards, as where a kernel is not right."""
-    from vescale_rng import Bernoulli, Cauchy, Normal, RandInt, Uniform, layout_of
-    from vescale_rng._cuda import fill as native
     from vescale_rng._cuda.device import cuda_device
-    from vescale_rng._cuda.generator_state import CudaPosition
-    from vescale_rng._cuda.map_check import Routes
-    from vescale_rng._layout.fill_plan import plan_for
 
-    class ByWaves(Routes):
-        def route(self, distribution: Any, dtype: torch.dtype) -> Any:
-            return replace(super().route(distribution, dtype), kernel=False, why="not asked for")
-
+    table = of_tests("rng", "cuda_table")
     of = cuda_device(device.index or 0)
-    place = CudaPosition(0x0123456789ABCDEF, 4 * (2**32 - 3))
-    pairs: dict[str, Any] = {}
-    size = many(device)
-    kinds: list[tuple[Any, torch.dtype]] = [
-        (Normal(0.1, 0.7), torch.float32), (Uniform(), torch.float64),
-        (Cauchy(), torch.float32), (Bernoulli(0.3), torch.bool), (RandInt(0, 100), torch.int64),
-    ]  # fmt: skip
-    for distribution, dtype in kinds:
-        expected = torch.empty(size, dtype=dtype, device=device)
-        end = of.draw(distribution, expected, place)
-        for rank in range(3):
-            layout: Any = layout_of((size,), [Shard(0)], (3,), (rank,))
-            local = torch.empty(layout.local_shape, dtype=dtype, device=device)
-            plan = plan_for(layout, local)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                words = native.fill_from(
-                    plan, distribution, local, place, ByWaves(of), of, of.threads
-                )
-            ((at, view),) = parts(local, layout)
-            pairs[f"{distribution}, rank {rank}"] = (expected[at], view)
-            pairs[f"{distribution}, offset of rank {rank}"] = (end, place.offset + words)
+    waves, size, pairs = table.ByWaves(of), many(device), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for distribution, dtype in table.KINDS[:: len(table.KINDS) // 8]:
+            at = table.first_difference(of, waves, distribution, dtype, size)
+            pairs[f"{distribution}, {short(dtype)}, first difference"] = (None, at)
     return same_bits(pairs, "torch's bits, for each shard")
 
 

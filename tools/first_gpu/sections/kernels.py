@@ -6,19 +6,16 @@ looks into the packages.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tools.first_gpu.cases import Case, Found, holds, same_bits
+from tools.first_gpu.paths import of_tests
 from tools.first_gpu.rng_shards import FLOATS, SPLITS, distributions, parts, short, strided
-from tools.packages import find
 
 KEY = 0x0C7F0AAC97C4AA2F
 INTERPRETED = {("Uniform", "float32"), ("Normal", "float32"), ("Bernoulli", "bool")}
@@ -27,10 +24,10 @@ INTERPRETED = {("Uniform", "float32"), ("Normal", "float32"), ("Bernoulli", "boo
 
 def cases(device: torch.device) -> list[Case]:
     """Those of the wire formats, then those that draw: float32 of each first."""
-    wires = [Case("quantise int8", partial(_quantise, "int8"), ("kernels",)),
-             Case("fold", _fold, ("kernels",)),
-             Case("blocks that are not finite", _not_finite, ("kernels",)),
-             Case("quantise fp8", partial(_quantise, "fp8"), ("fp8",)),
+    wires = [Case("quantise int8", _beside("quantised", "int8"), ("kernels",)),
+             Case("fold", _beside("folded"), ("kernels",)),
+             Case("blocks that are not finite", _beside("not_finite"), ("kernels",)),
+             Case("quantise fp8", _beside("quantised", "fp8"), ("fp8",)),
              Case("wire int8, beside the host", partial(_wire, "int8"), ("triton gpu",)),
              Case("wire fp8, beside the host", partial(_wire, "fp8"), ("triton gpu",))]  # fmt: skip
     kinds = distributions()
@@ -56,70 +53,24 @@ def _each(
     return found
 
 
-def _values(numel: int, seed: int) -> Tensor:
-    """Magnitudes of many orders, exact halves, zeros of both signs, a whole block of zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp2() * 8
-    x[::7] = (x[::7] * 2).round() / 2
-    x[3::11] = -0.0
-    x[256:512] = 0
-    return x
+def _beside(function: str, *given: str) -> Callable[[torch.device], Found]:
+    """Ask what the tests of the package compare as well."""
 
+    def ask(device: torch.device) -> Found:
+        compared = getattr(of_tests("comm", "vescale_comm_kernels"), function)(*given, device)
+        pairs = {name: (expected, found) for name, expected, found in compared}
+        return same_bits(pairs, "the bits of the torch path on the host")
 
-def _quantise(wire: str, device: torch.device) -> Found:
-    from vescale_comm._wire import formats, kernels
-
-    pairs: dict[str, Any] = {}
-    for numel in (0, 1, 255, 256, 257, 3000):
-        x = _values(numel, numel)
-        scales, found = kernels.quantise(x.to(device), wire)
-        expected_scales, expected = formats.quantise(x, wire)
-        pairs[f"scales of {numel}"] = (expected_scales, scales)
-        pairs[f"values of {numel}"] = (_bytes(expected), _bytes(found))
-    return same_bits(pairs, "the bits of the torch path on the host")
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.to("cpu").view(torch.uint8)
-
-
-def _fold(device: torch.device) -> Found:
-    from vescale_comm._wire import fold, formats, kernels
-
-    pairs: dict[str, Any] = {}
-    for members in (1, 2, 5):
-        for numel in (1, 256, 1000):
-            rows = [formats.quantise(_values(numel, seed), "int8") for seed in range(members)]
-            scales = torch.stack([s for s, _ in rows]).to(device)
-            data = torch.stack([v for _, v in rows]).to(device)
-            # One more behind the end, which is not to be written.
-            expected = fold.fold([formats.dequantise(s, v) for s, v in rows], torch.add, "rank")
-            pairs[f"{numel} elements of {members}"] = (expected, kernels.fold(scales, data))
-    return same_bits(pairs, "the bits of the torch path on the host")
-
-
-def _not_finite(device: torch.device) -> Found:
-    from vescale_comm._wire import formats, kernels
-
-    pairs: dict[str, Any] = {}
-    for bad in (float("inf"), float("-inf"), float("nan")):
-        x = torch.ones(600)
-        x[300] = bad
-        scales, found = kernels.quantise(x.to(device), "int8")
-        decoded = formats.dequantise(scales.to("cpu"), found.to("cpu"))
-        expected = torch.ones(600)
-        expected[256:512] = float("nan")
-        pairs[str(bad)] = (expected, decoded)
-    return same_bits(pairs, "its block is NaN, and others are not")
+    return ask
 
 
 def _wire(wire: Any, device: torch.device) -> Found:
     """A compressed sum by the public function: the kernels on a GPU, torch on the host."""
     from vescale_comm import Emulator
 
-    found = []
+    found, values = [], of_tests("comm", "vescale_comm_kernels").values
     for where in (torch.device("cpu"), device):
-        xs = [_values(70_001, seed).to(where) for seed in range(3)]
+        xs = [values(70_001, seed).to(where) for seed in range(3)]
         found.append(Emulator(3).all_reduce(xs, order="rank", wire=wire))
     pairs = {f"member {at}": one for at, one in enumerate(zip(*found, strict=True))}
     return same_bits(pairs, "the host's bits")
@@ -160,11 +111,7 @@ def _drawer(device: torch.device) -> Any:
         from vescale_rng._cuda.device import cuda_device
 
         return cuda_device(device.index or 0)
-    support = str(find("rng").tests / "support")
-    if support not in sys.path:
-        sys.path.append(support)
-    model: Any = import_module("cuda_model")
-    return model.ModelDevice(512)
+    return of_tests("rng", "cuda_model").ModelDevice(512)
 
 
 def _native(distribution: Any, dtype: torch.dtype, device: torch.device) -> Found:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tools.first_gpu.cases import Case, Found, both, holds, same_bits
 from tools.first_gpu.rng_shards import (
@@ -17,6 +19,7 @@ from tools.first_gpu.rng_shards import (
     Split,
     distributions,
     many,
+    parts,
     shards_beside,
     short,
     strided,
@@ -127,7 +130,7 @@ def _dropout(dtype: torch.dtype, device: torch.device) -> Found:
 def _dropped(
     dropout: Any, split: Split, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    from tools.first_gpu.rng_shards import parts
+    from vescale_rng import native_dropout
 
     values = torch.linspace(1, 2, max(1, torch.Size(shape).numel()), dtype=dtype).view(shape)
     x = strided(shape, split.order, dtype, device).copy_(values).requires_grad_()
@@ -136,6 +139,8 @@ def _dropped(
     expected = F.dropout(x, 0.3)
     following = torch.rand(3, device=device)
     (back,) = torch.autograd.grad(expected, x, gradient)
+    torch.manual_seed(3)
+    _, expected_mask = torch.native_dropout(x.detach(), 0.3, True)
     pairs = {}
     for coordinate in split.ranks():
         layout = split.layout(coordinate, shape)
@@ -155,6 +160,10 @@ def _dropped(
         ):
             pairs[f"{name}: forward"] = (expected.detach()[at], view)
             pairs[f"{name}: backward"] = (back[at], other)
+        torch.manual_seed(3)
+        _, mask = native_dropout(local.detach(), 0.3, True, layout)
+        for at, view in parts(mask, layout):
+            pairs[f"{name}: mask"] = (expected_mask[at], view)
     return pairs
 
 
@@ -171,7 +180,7 @@ def _probabilities(dtype: torch.dtype, device: torch.device) -> Found:
         whole.bernoulli_(p, generator=_seeded(device))
 
         def draw(local: Any, layout: Any, generator: torch.Generator, p: Any = p) -> None:
-            ((at, _),) = _only(local, layout)
+            ((at, _),) = parts(local, layout)
             bernoulli_(local, p[at].contiguous(), layout, generator)
 
         found, _ = shards_beside(whole, split, draw, lambda: _seeded(device))
@@ -179,16 +188,15 @@ def _probabilities(dtype: torch.dtype, device: torch.device) -> Found:
     return same_bits(pairs, "torch's bits, for each shard")
 
 
-def _only(local: Any, layout: Any) -> list[Any]:
-    from tools.first_gpu.rng_shards import parts
-
-    return list(parts(local, layout))
-
-
 def _how_far(device: torch.device) -> Found:
     """`skip` moves a generator as far as the op does, without running it."""
-    from vescale_rng import Normal, Uniform, skip
+    from vescale_rng import BernoulliOf, Dropout, Normal, Uniform, skip
 
+    ops: list[tuple[Any, Callable[[Tensor], Tensor]]]
+    ops = [(Dropout(), F.dropout), (BernoulliOf(), torch.bernoulli)]
+    default = torch.default_generator
+    if device.type == "cuda":
+        default = torch.cuda.default_generators[device.index or 0]
     pairs = {}
     for size in (1, 15, 16, 257, many(device)):
         for one, dtype in ((Normal(), torch.float32), (Uniform(), torch.float64)):
@@ -197,6 +205,13 @@ def _how_far(device: torch.device) -> Found:
             skip(one, (size,), dtype, generator=skipped)
             following = [torch.rand(5, device=device, generator=g) for g in (drawn, skipped)]
             pairs[f"{one} {size}"] = (following[0], following[1])
+        for op, run in ops:
+            torch.manual_seed(SEED)
+            run(torch.full((size,), 0.5, device=device))
+            ran = torch.rand(5, device=device)
+            torch.manual_seed(SEED)
+            skip(op, (size,), generator=default)
+            pairs[f"{op} {size}"] = (ran, torch.rand(5, device=device))
     return same_bits(pairs, "the numbers behind an op")
 
 

@@ -206,17 +206,6 @@ def test_one_staging_in_several_groups(path):
     assert testing.run(save_in_two_groups, 3, path) == [expected] * 3
 
 
-@pytest.mark.gpu
-def test_from_a_device_through_pinned_memory(path):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    staging, weight = Staging(), torch.arange(1000.0, device="cuda")
-    handle = async_save(path, {"w": weight}, staging=staging)
-    weight.zero_()
-    handle.wait()
-    assert read(path)["w"].equal(torch.arange(1000.0))
-
-
 def save_simulated(rank, world_size, path):
     weight = torch.ones(3)
     handle = async_save(path, {"w": weight, "own": RankLocal(rank)})

@@ -10,7 +10,6 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from capture_semantics import Mlp
-from torch import nn
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
 
@@ -52,45 +51,3 @@ def test_compiles_by_aot_eager(world_size):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: no g++")
 def test_compiles_by_inductor():
     run(compiles, 1, "inductor", timeout=280)
-
-
-def graphed(rank, world_size):
-    torch.cuda.set_device(0)  # or torch warns that it chooses one
-    mesh = vd.init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).cuda()
-    model = vd.distribute_module(layers, mesh)
-    captured = vd.capture(lambda x: model(x).square().mean())
-    rows = torch.randn(4, 8, device="cuda")
-    x = vd.DTensor.from_local(rows, mesh, [Shard(0)])
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            model.zero_grad()
-            captured(x).backward()
-    torch.cuda.current_stream().wait_stream(side)
-    model.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = captured(x)
-        loss.backward()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        rows.copy_(torch.randn(4, 8))
-        graph.replay()
-        found = [loss.item(), *(p.grad.to_local().clone() for p in model.parameters())]
-        kept = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        expected = model(x).square().mean()
-        expected.backward()
-        wanted = [expected.item(), *(p.grad.to_local() for p in model.parameters())]
-        torch.testing.assert_close(found, wanted)
-        for parameter, gradient in zip(model.parameters(), kept, strict=True):
-            parameter.grad = gradient
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_runs_under_a_cuda_graph():
-    run(graphed, 1)

@@ -14,8 +14,9 @@ from cuda_model import ModelDevice, each_of, kept
 from cuda_shards import PLACE, dropped, each, global_draw, rank_draw, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rng_cases import FLOATS, Shard, boxes_of, cases, strided
+from rng_cases import cases
 from rng_cases import draws as draw_kinds
+from rng_pieces import FLOATS, Shard, boxes_of, strided
 from vescale_rng import (
     Bernoulli,
     Cauchy,

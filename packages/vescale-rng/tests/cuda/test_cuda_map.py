@@ -12,7 +12,8 @@ import torch
 from cuda_model import ModelDevice, blocks, launches, nullary, transform
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import boxes_of, cases, strided
+from rng_cases import cases
+from rng_pieces import boxes_of, strided
 from vescale_rng import Box, DistributionError, Normal, RandInt, ShardLayout, Uniform
 from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._cuda.recipes import recipe_of

@@ -8,7 +8,7 @@ import torch
 from cuda_model import ModelDevice, kept
 from cuda_shards import global_draw
 from cuda_stand_in import StandInGenerator, stand_in
-from rng_cases import Shard, boxes_of
+from rng_pieces import Shard, boxes_of
 from vescale_rng import (
     BernoulliOf,
     CudaPosition,

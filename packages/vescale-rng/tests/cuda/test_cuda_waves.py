@@ -11,8 +11,9 @@ from cuda_model import ModelDevice, kept
 from cuda_shards import PLACE, dropped, global_draw, rank_draw, same
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import FLOATS, Replicate, Shard, cases, strided
+from rng_cases import cases
 from rng_cases import draws as draw_kinds
+from rng_pieces import FLOATS, Replicate, Shard, strided
 from vescale_rng import DeviceError, DistributionError, Exponential, Normal, Uniform, layout_of
 from vescale_rng._cuda import dropout_check, map_check
 from vescale_rng._cuda import fill as cuda_fill

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import Shard, cases, cut, strided
+from rng_cases import cases, cut
+from rng_pieces import Shard, strided
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from vescale_rng import Box, ShardLayout, dropout, layout_of, use, whole

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from rng_cases import FLOATS, Shard, boxes_of, cases, check_every_rank, cut, strided
+from rng_cases import cases, check_every_rank, cut
+from rng_pieces import FLOATS, Shard, boxes_of, strided
 from torch.nn import functional
 from vescale_rng import (
     DistributionError,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import FLOATS, cases, check_every_rank
+from rng_cases import cases, check_every_rank
+from rng_pieces import FLOATS
 from vescale_rng import LayoutError, ShardLayout, rand, randint, randn
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import Shard, boxes_of, cases, draws, strided
+from rng_cases import cases, draws
+from rng_pieces import Shard, boxes_of, strided
 from vescale_rng import Normal, fill_, layout_of
 from vescale_rng._cpu import stream
 from vescale_rng._layout import fill_plan, window_plan

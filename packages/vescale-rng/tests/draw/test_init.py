@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rng_cases import Case, Shard, cases, check_every_rank, strided
+from rng_cases import Case, cases, check_every_rank
+from rng_pieces import Shard, strided
 from torch.nn import init as torch_init
 from vescale_rng import DistributionError, init, layout_of, trunc_normal_, whole
 from vescale_rng._draw import truncated

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import FLOATS, cases, check_every_rank, cut, strided
+from rng_cases import cases, check_every_rank, cut
+from rng_pieces import FLOATS, strided
 from vescale_rng import (
     BernoulliOf,
     DistributionError,

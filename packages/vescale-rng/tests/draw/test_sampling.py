@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import Case, Replicate, Shard, cases, cut, strided
+from rng_cases import Case, cases, cut
+from rng_pieces import Replicate, Shard, strided
 from vescale_rng import (
     DistributionError,
     LayoutError,

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from rng_cases import Shard, boxes_of
+from rng_pieces import Shard, boxes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_rng import (
     Bernoulli,

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rng_cases import Shard
+from rng_pieces import Shard
 from vescale_rng import Bernoulli, LayoutError, Normal, fill_, layout_of, layout_of_tensor, whole
 
 

@@ -10,7 +10,8 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import given
-from rng_cases import Replicate, Shard, boxes_of, cases, strided
+from rng_cases import cases
+from rng_pieces import Replicate, Shard, boxes_of, strided
 from vescale_rng import LayoutError, layout_of, whole
 
 

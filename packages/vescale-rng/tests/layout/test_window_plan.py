@@ -1,7 +1,7 @@
 """Property: boxes at equal distances are copied as one, and a window never has more than needed."""
 
 import pytest
-from rng_cases import Shard
+from rng_pieces import Shard
 from vescale_rng import layout_of
 from vescale_rng._layout.fill_plan import fill_plan_of
 from vescale_rng._layout.strided_runs import strided_runs

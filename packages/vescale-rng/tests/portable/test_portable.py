@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from portable_cases import EVERY, KEY, as_signed, same
-from rng_cases import Shard, boxes_of, cases, draws, strided
+from rng_cases import cases, draws
+from rng_pieces import Shard, boxes_of, strided
 from torch.utils.checkpoint import checkpoint
 from vescale_rng import (
     DistributionError,

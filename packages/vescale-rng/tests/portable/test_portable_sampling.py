@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from portable_cases import KEY, as_signed, same
-from rng_cases import FLOATS, Shard, boxes_of, cases, strided
+from rng_cases import cases
+from rng_pieces import FLOATS, Shard, boxes_of, strided
 from vescale_rng import (
     Exponential,
     Multinomial,

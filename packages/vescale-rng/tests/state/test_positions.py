@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rng_cases import cases, strided
+from rng_cases import cases
 from rng_cases import draws as draw_kinds
+from rng_pieces import strided
 from vescale_rng import LayoutError, Normal, Uniform, advance, at, draws, position, skip
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from rng_cases import Shard
+from rng_pieces import Shard
 from vescale_comm.testing import run
 from vescale_rng import (
     Normal,
@@ -122,17 +122,3 @@ def test_a_state_without_the_part_is_refused():
 def test_ranks_tell_each_other_from_the_host_where_they_can(monkeypatch, config, expected):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert message_device() == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_generator_goes_on_where_it_was():
-    generator = torch.Generator("cuda").manual_seed(4)
-    torch.empty(1000, device="cuda").normal_(generator=generator)
-    state = json.loads(json.dumps(get_state(generator)))
-    assert set(state) == {"version", "policy", "cuda"}
-    expected = torch.empty(1000, device="cuda").normal_(generator=generator)
-    other = torch.Generator("cuda")
-    set_state(state, other)
-    local = fill_(torch.empty(1000, device="cuda"), Normal(), whole((1000,)), other)
-    assert torch.equal(local, expected)

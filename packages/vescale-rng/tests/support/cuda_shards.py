@@ -1,7 +1,7 @@
 """Draws of the native CUDA policy for several tests: of a global tensor, and of its shards."""
 
 import torch
-from rng_cases import boxes_of, strided
+from rng_pieces import boxes_of, strided
 from vescale_rng._cuda import bernoulli as cuda_bernoulli
 from vescale_rng._cuda import dropout as cuda_dropout
 from vescale_rng._cuda import fill as cuda_fill

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import replace
 
 import torch
-from rng_cases import Shard
+from rng_pieces import FLOATS, Shard
 from vescale_rng import (
     Bernoulli,
     Cauchy,
@@ -28,18 +28,20 @@ from vescale_rng._cuda.map_check import Routes, same_bits
 from vescale_rng._layout.fill_plan import plan_for
 
 PLACE = CudaPosition(0x0123456789ABCDEF, 4 * (2**32 - 3))
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+SOME = (Uniform(-0.3, 1.7), Normal(0.1, 0.7), LogNormal(0.1, 0.7), Exponential(1.3),
+        Cauchy(0.1, 0.7), Bernoulli(0.3))  # fmt: skip
+# float32 of each comes first, as that tells most.
 KINDS = [
-    *((d, t) for d in (Uniform(), Uniform(-0.3, 1.7), Normal(), Normal(0.1, 0.7)) for t in FLOATS),
-    *((d, t) for d in (LogNormal(), Exponential(1.3), Cauchy(0.1, 0.7)) for t in FLOATS),
-    *((Geometric(0.3), t) for t in (*FLOATS, *INTEGERS)),
-    *((Bernoulli(0.3), t) for t in (*FLOATS, *INTEGERS, torch.bool)),
-    *((RandInt(0, 100), t) for t in (*FLOATS, *INTEGERS)),
-    *((RandInt(-5, 2**40), t) for t in (torch.int64,)),
-    *((RandInt(-(2**20), 2**29), t) for t in (torch.int64, torch.int32)),
-    *((RandInt(-7, None), t) for t in (torch.float32, torch.int64, torch.int16)),
-    *((Random(), t) for t in (*FLOATS, *INTEGERS, torch.bool)),
+    *((one, dtype) for dtype in FLOATS for one in SOME),
+    *((Bernoulli(0.3), dtype) for dtype in (*INTEGERS, torch.bool)),
+    *((RandInt(-5, 2**40), dtype) for dtype in (torch.int64,)),
+    *((RandInt(-(2**20), 2**29), dtype) for dtype in (torch.int64, torch.int32)),
+    *((Geometric(0.3), dtype) for dtype in (*FLOATS, *INTEGERS)),
+    *((RandInt(0, 100), dtype) for dtype in (*FLOATS, *INTEGERS)),
+    *((RandInt(-7, None), dtype) for dtype in (torch.float32, torch.int64, torch.int16)),
+    *((Random(), dtype) for dtype in (*FLOATS, *INTEGERS, torch.bool)),
+    *((one, dtype) for dtype in FLOATS for one in (Uniform(), Normal())),
 ]
 
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import torch
-from rng_cases import FLOAT_DISTRIBUTIONS, FLOATS, OTHERS
+from rng_cases import FLOAT_DISTRIBUTIONS, OTHERS
+from rng_pieces import FLOATS
 from vescale_rng import Bernoulli, LogNormal, Normal, RandInt, Uniform
 
 KEY = 0x8C7F0AAC97C4AA2F

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 from hypothesis import strategies as st
+from rng_pieces import FLOATS, Replicate, Shard, boxes_of, strided
 from vescale_rng import (
     Bernoulli,
     Cauchy,
@@ -22,7 +23,6 @@ from vescale_rng import (
     layout_of,
 )
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 FLOAT_DISTRIBUTIONS = (
@@ -55,19 +55,6 @@ OTHERS = (
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A placement that shards `dim`, evenly cut into `blocks` blocks first."""
-
-    dim: int
-    blocks: int = 1
-
-
-@dataclass(frozen=True)
-class Replicate:
-    """A placement that copies."""
-
-
-@dataclass(frozen=True)
 class Case:
     """A tensor of one device, and a mesh that shards it."""
 
@@ -86,23 +73,6 @@ class Case:
         )
         # Nothing says in which order a layout lists its boxes.
         return replace(layout, boxes=layout.boxes[::-1]) if self.backwards else layout
-
-
-def strided(shape, order, dtype):
-    """An empty dense tensor whose dims lie in memory in `order`."""
-    order = order or tuple(range(len(shape)))
-    base = torch.empty([shape[dim] for dim in order], dtype=dtype)
-    return base.permute([order.index(dim) for dim in range(len(shape))])
-
-
-def boxes_of(local, layout):
-    """Pairs of (global slices, view of the local tensor)."""
-    for box in layout.boxes:
-        view = local.as_strided(
-            box.shape, box.local_strides, local.storage_offset() + box.local_offset
-        )
-        slices = zip(box.global_offset, box.shape, strict=True)
-        yield tuple(slice(o, o + n) for o, n in slices), view
 
 
 def cut(whole, layout, order):
