@@ -146,6 +146,17 @@ def test_what_does_not_fit_is_told(step: Any):
             plan.run(*copies(inputs)[:0], *values, arena=block)
 
 
+def test_an_arena_begins_where_its_storages_may():
+    function, inputs = lambda x: (x.exp() * 2).sum(), (torch.ones(300),)
+    for alignment in (64, 512):
+        plan = memory.plan(traced(function, *inputs), alignment=alignment)
+        block = torch.empty(plan.arena + 1024, dtype=torch.uint8)
+        first = -block.data_ptr() % 512
+        assert plan.run(*inputs, arena=block[first:]).equal(function(*inputs))
+        with pytest.raises(ParallelError, match=f"an address that {alignment} divides"):
+            plan.run(*inputs, arena=block[first + alignment // 2 :])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

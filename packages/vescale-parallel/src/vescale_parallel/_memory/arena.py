@@ -43,9 +43,11 @@ class Arena:
         places: Mapping[int, Place],
         offsets: Mapping[int, int],
         size: int,
+        alignment: int,
         device: torch.device,
     ) -> None:
         self.of, self.size, self.device = of, size, device
+        self.alignment = alignment
         self.checked = False
         # By this order and not by that of the graph: the last user is another one then.
         last: dict[fx.Node, int] = {}
@@ -75,7 +77,10 @@ class Arena:
 
     def block(self) -> Tensor:
         """Memory of the arena's size, uninitialised."""
-        return torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        # Allocators give addresses of their own alignment, and plans may ask for more.
+        block = torch.empty(self.size + self.alignment, dtype=torch.uint8, device=self.device)
+        first = -block.data_ptr() % self.alignment
+        return block[first : first + self.size]
 
     def run(self, inputs: Sequence[Any], block: Tensor | None) -> Any:
         """Run the graph; returns what it returns, outside of the arena.
@@ -139,9 +144,11 @@ class Arena:
             raise MemoryPlanError(
                 f"the arena has {block.numel()} bytes, but this plan needs {self.size}."
             )
-        # Offsets are multiples of 64, and so are addresses only where the block begins at one.
-        if block.data_ptr() % 64 and self.size:
-            raise MemoryPlanError("the arena has to begin at an address that 64 divides.")
+        # Offsets are multiples of it, and so are addresses only where the block begins at one.
+        if block.data_ptr() % self.alignment and self.size:
+            raise MemoryPlanError(
+                f"the arena has to begin at an address that {self.alignment} divides."
+            )
         return block
 
     def _inputs(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:

@@ -44,11 +44,13 @@ class MemoryPlan:
         solver: how it was asked for.
         seconds: that planning took.
         complete: whether it is proven best, or no search was cut short by time.
+        alignment: in bytes, of the arena and of each storage in it.
     """
 
     solver: str
     seconds: float
     complete: bool
+    alignment: int
     _traced: Traced
     _ordered: Ordered
     _layout: ArenaLayout
@@ -159,6 +161,7 @@ class MemoryPlan:
             self._places,
             offsets,
             self._layout.size,
+            self.alignment,
             arena_device(self._traced),
         )
 
@@ -319,7 +322,9 @@ def plan(
     placed, layout = _worth_it(of, found.order, placed, layout)
     ways = {of.program.storages[at].maker: ways[of.program.storages[at].maker] for at in placed}
     took = time.monotonic() - start
-    return MemoryPlan(solver, took, found.complete, of, found, layout, ways, tuple(placed), calls)
+    return MemoryPlan(
+        solver, took, found.complete, alignment, of, found, layout, ways, tuple(placed), calls
+    )
 
 
 def _calls(module: fx.GraphModule) -> tuple[Any, ...]:
