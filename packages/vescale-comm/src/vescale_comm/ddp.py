@@ -7,6 +7,7 @@
 Nothing else changes: the same buckets, the same overlap with backward, the same `no_sync`.
 """
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +34,7 @@ class _Reduction:
 
     Attributes:
         under_way: the buckets of this backward that were started: results, and whom to tell.
-        residuals: error feedback of each bucket, by its index; empty without.
+        residuals: of each bucket, by its index: its parameters, and their error feedback.
     """
 
     group: Group
@@ -41,13 +42,15 @@ class _Reduction:
     wire: Wire | None
     feedback: bool
     under_way: list[tuple[Pending[Tensor], _Future]] = field(default_factory=list)
-    residuals: dict[int, Feedback] = field(default_factory=dict)
+    residuals: dict[int, tuple[list[Tensor], Feedback]] = field(default_factory=dict)
 
-    def residual(self, index: int, buffer: Tensor) -> Feedback:
-        """The error feedback of a bucket; a new one where torch has divided the buckets anew."""
-        kept = self.residuals.get(index)
-        if kept is None or (kept.residual is not None and kept.residual.numel() != buffer.numel()):
-            kept = self.residuals[index] = Feedback()
+    def residual(self, index: int, parameters: list[Tensor]) -> Feedback:
+        """The error feedback of a bucket: a new one where torch has divided the buckets anew."""
+        of, kept = self.residuals.get(index, ((), None))
+        same = len(of) == len(parameters) and all(map(operator.is_, of, parameters))
+        if kept is None or not same:
+            kept = Feedback()
+            self.residuals[index] = parameters, kept
         return kept
 
 
@@ -102,7 +105,7 @@ def _reduce(state: _Reduction, bucket: dist.GradBucket) -> _Future:  # type: ign
     # torch calls this from backward hooks, where grad mode is whatever the user's backward has.
     with torch.no_grad():
         if state.feedback:
-            kept = state.residual(bucket.index(), buffer)
+            kept = state.residual(bucket.index(), bucket.parameters())
             done.set_result(
                 all_reduce(
                     buffer, state.group, op="avg", order=state.order, wire=state.wire, feedback=kept

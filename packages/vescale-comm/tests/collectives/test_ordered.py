@@ -168,6 +168,18 @@ def test_error_feedback_brings_what_was_left_out():
     assert kept[0].residual.shape == (1000,)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 3e38])
+def test_one_overflow_is_in_one_sum(wire, bad):
+    emulator, kept = Emulator(2), [Feedback(), Feedback()]
+    xs = [torch.linspace(1, 2, 1000) for _ in range(2)]
+    spoiled = xs[0].clone()
+    spoiled[3] = bad
+    emulator.all_reduce([spoiled, xs[1]], wire=wire, feedback=kept)
+    (found, _) = emulator.all_reduce(xs, wire=wire, feedback=kept)
+    assert found.isfinite().all()
+
+
 BYTES = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}
 
 

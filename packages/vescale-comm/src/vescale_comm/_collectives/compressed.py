@@ -107,7 +107,9 @@ def _reduced(
     if how.feedback is not None:
         sent = _decoded(torch.split(payload, list(data)), wire, sizes)
         # What the encoding lost, on this rank's own input; the second encoding is not compensated.
-        how.feedback.residual = flat - torch.cat(sent)
+        # Of a value that is not finite nothing is kept: it would be in every later sum.
+        lost = flat - torch.cat(sent)
+        how.feedback.residual = lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     # Every member encodes the same number of elements for this one, so all rows are equally long.
     receive = (data[group.rank],) * group.size
     detail = f"{how.op} of {x.dtype} as {wire} in {how.order} order"
