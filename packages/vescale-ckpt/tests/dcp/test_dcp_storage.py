@@ -119,6 +119,9 @@ def test_loads_that_do_not_fit(path):
     dcp.load(into, storage_reader=StorageReader(path, cast=True))
     assert into["w"].tolist() == [1, 1]
     with pytest.raises(dcp.CheckpointException) as info:
+        dcp.load({"w": torch.zeros(2).int()}, storage_reader=StorageReader(path, cast=True))
+    assert "the state has torch.int32; those are other kinds of numbers" in cause(info)
+    with pytest.raises(dcp.CheckpointException) as info:
         dcp.load({"own": 0}, storage_reader=StorageReader(path))
     assert "use vescale_ckpt.load" in cause(info)
     with pytest.raises(dcp.CheckpointException) as info:

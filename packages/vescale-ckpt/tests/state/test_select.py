@@ -6,6 +6,7 @@ from emulated_ranks import load_on, save_on, succeed
 from vescale_ckpt import WHOLE, MismatchError, compare, load, save
 from vescale_ckpt._load.match import Selection
 from vescale_ckpt._state.state_keys import child
+from vescale_ckpt._tensors.dtypes import STORED_AS
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def test_renames_that_make_no_sense(saved, rename, words):
 
 def test_casts(path):
     whole = torch.randn(50)
-    save(path, {"w": whole, "i": torch.arange(3)})
-    into = {"w": torch.zeros(50, dtype=torch.bfloat16), "i": torch.zeros(3, dtype=torch.float64)}
+    save(path, {"w": whole, "i": torch.arange(3, dtype=torch.int16)})
+    into = {"w": torch.zeros(50, dtype=torch.bfloat16), "i": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(MismatchError) as caught:
         load(path, into)
     assert len(caught.value.different) == 2
@@ -94,6 +95,45 @@ def test_casts(path):
         load(path, {"w": torch.zeros(50, dtype=torch.int32)}, cast=True, strict=False)
     with pytest.raises(MismatchError, match="holds float32"):
         load(path, {"w": torch.zeros(49)}, cast=True, strict=False)
+
+
+DTYPES = [getattr(torch, name) for name in STORED_AS]
+
+
+def extremes(dtype):
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.tensor([0.5, 2.0, 4.0]).to(dtype)
+    if dtype == torch.bool:
+        return torch.tensor([True, False, True])
+    limits = torch.iinfo(dtype)
+    return torch.tensor([limits.min, 1, limits.max], dtype=dtype)
+
+
+def fits(saved, wanted):
+    if saved.is_complex or wanted.is_complex or torch.bool in (saved, wanted):
+        return saved == wanted or (saved.is_complex and wanted.is_complex)
+    if saved.is_floating_point != wanted.is_floating_point:
+        return False
+    if saved.is_floating_point:
+        return saved == wanted or wanted != torch.float8_e8m0fnu
+    return extremes(saved).tolist() == extremes(saved).to(wanted).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_casts_between_all_dtypes_keep_the_kind_of_number(path):
+    saved = {str(dtype): extremes(dtype) for dtype in DTYPES}
+    save(path, saved)
+    for wanted in DTYPES:
+        good = [str(dtype) for dtype in DTYPES if fits(dtype, wanted)]
+        into = {name: torch.zeros(3).to(wanted) for name in good}
+        load(path, into, cast=True, strict=False)
+        for name, found in into.items():
+            expected = saved[name].to(wanted)
+            assert found.view(torch.uint8).equal(expected.view(torch.uint8)), (name, wanted)
+        bad = {str(dtype): torch.zeros(3).to(wanted) for dtype in DTYPES if str(dtype) not in good}
+        with pytest.raises(MismatchError) as caught:
+            load(path, bad, cast=True, strict=False)
+        assert len(caught.value.different) == len(bad) > 0
 
 
 def test_lists_are_exact_however_long(path):

@@ -30,7 +30,7 @@ from vescale_ckpt._state.values import Node, kind_of
 from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.boxes import Box, TensorBoxes
-from vescale_ckpt._tensors.dtypes import torch_dtype
+from vescale_ckpt._tensors.dtypes import converts, torch_dtype
 
 
 class StorageReader(NextPath, torch_storage.StorageReader):
@@ -123,10 +123,14 @@ class StorageReader(NextPath, torch_storage.StorageReader):
         assert self._checkpoint is not None
         name = self._leaves[item.storage_index.fqn]["tensor"]
         record = self._checkpoint.manifest.tensors[name]
-        if tensor.dtype != torch_dtype(record.dtype) and not self._cast:
+        saved = torch_dtype(record.dtype)
+        if tensor.dtype != saved and not (self._cast and converts(saved, tensor.dtype)):
+            hint = "StorageReader(path, cast=True) converts"
+            if not converts(saved, tensor.dtype):
+                hint = "those are other kinds of numbers"
             raise MismatchError(
                 f"'{item.storage_index.fqn}': the checkpoint holds {record.dtype}, the state has "
-                f"{tensor.dtype}; StorageReader(path, cast=True) converts"
+                f"{tensor.dtype}; {hint}"
             )
         chunk = item.storage_index.offset or (0,) * len(record.shape)
         begin = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))

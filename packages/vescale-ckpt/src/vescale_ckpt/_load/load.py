@@ -80,7 +80,8 @@ def load(
             each glob must name something.
         rename: Where the checkpoint's name of a tensor, value or dict -> where it is in `into`:
             `{"model/decoder": "model/dec"}`. Names are as `ls` prints them.
-        cast: Convert where torch can without changing the kind of number, float32 to bfloat16.
+        cast: Convert to another dtype of the same kind of number, float32 to bfloat16; integers
+            only where all of the saved dtype fit.
         share: Whether what several ranks of one machine need is read and verified once, into memory
             that they share, if it is enough to be worth it.
         group: The ranks that load together.

@@ -14,7 +14,7 @@ from vescale_ckpt._state.select import fits, patterns_of, renamed
 from vescale_ckpt._state.state_keys import child, of_rank
 from vescale_ckpt._state.values import WHOLE, Node, RankLocal, Replicated, Whole, kind_of
 from vescale_ckpt._tensors.boxes import TensorBoxes
-from vescale_ckpt._tensors.dtypes import torch_dtype
+from vescale_ckpt._tensors.dtypes import converts, torch_dtype
 from vescale_ckpt._tensors.local_boxes import is_tensor_like, local_and_boxes
 
 _ABSENT = object()
@@ -162,7 +162,7 @@ class _Walk:
             )
             return into
         wanted = (str(local.dtype).removeprefix("torch."), layout.global_shape)
-        cast = self.selection.cast and torch.can_cast(torch_dtype(record.dtype), local.dtype)
+        cast = self.selection.cast and converts(torch_dtype(record.dtype), local.dtype)
         if wanted != (wanted[0] if cast else record.dtype, record.shape):
             self.found.clashes.append(
                 f"'{saved_name}': the checkpoint holds {_shaped(record.dtype, record.shape)}, "

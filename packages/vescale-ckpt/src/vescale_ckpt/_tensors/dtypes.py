@@ -61,3 +61,22 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def converts(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether `cast` may make one of the other: the same kind of number, in which all are there.
+
+    Floating and complex numbers are rounded, and infinite beyond the largest of a narrower dtype;
+    integers have to fit, whatever their values are.
+    """
+    if saved == wanted:
+        return True
+    if saved.is_complex or wanted.is_complex:
+        return saved.is_complex and wanted.is_complex
+    if saved.is_floating_point or wanted.is_floating_point:
+        # Of exponents alone there is neither a sign nor a zero.
+        return saved.is_floating_point and wanted.is_floating_point and torch.finfo(wanted).min < 0
+    if torch.bool in (saved, wanted):
+        return False
+    inner, outer = torch.iinfo(saved), torch.iinfo(wanted)
+    return bool(outer.min <= inner.min and inner.max <= outer.max)

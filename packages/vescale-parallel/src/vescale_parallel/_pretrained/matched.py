@@ -57,10 +57,12 @@ def matched(
             shape, dtype = tuple(one.tensor.shape), one.tensor.dtype
             if of_one.shape != shape:
                 problems.append(f"'{of_one.name}' has shape {of_one.shape}, the model's {shape}")
-            elif of_one.dtype != dtype and not cast:
+            elif of_one.dtype != dtype and not (cast and of_one.dtype.is_floating_point
+                                                and dtype.is_floating_point):  # fmt: skip
+                hint = "or pass cast=True" if not cast else "as only floating point is cast"
                 problems.append(
                     f"'{of_one.name}' is {dtype_name(of_one.dtype)}, the model's "
-                    f"{dtype_name(dtype)}: build the model in that dtype, or pass cast=True"
+                    f"{dtype_name(dtype)}: build the model in that dtype, {hint}"
                 )
     if problems:
         # Of another architecture every tensor is wrong: the first few tell which.
