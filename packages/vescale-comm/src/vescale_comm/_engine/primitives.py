@@ -35,6 +35,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 _OF_TWO = ("send", "recv")
 """Messages that other members know nothing of."""
+_OF_ALL = 5643
+"""The tag of messages that a collective is made of: those of two, and torch's own, have 0."""
 
 Sizes = tuple[int, ...]
 Result = TypeVar("Result")
@@ -308,10 +310,11 @@ class PointToPoint(Primitive):
     def launch(self, process_group: ProcessGroup, async_op: bool) -> Any:
         """Call torch's isend and irecv for all at once."""
         me, ranks = self.group.rank, self.group.ranks
+        tag = 0 if self.op in _OF_TWO else _OF_ALL
         alone = self._alone()
         if alone is not None:
             call, x, member = alone
-            named = {"group_dst" if call is dist.isend else "group_src": member}
+            named = {"group_dst" if call is dist.isend else "group_src": member, "tag": tag}
             work = call(as_backend_dtype(x), group=process_group, **named)
             return work if async_op or work is None else work.wait()
         if self.x is not None and self.op not in _OF_TWO:
@@ -319,7 +322,7 @@ class PointToPoint(Primitive):
         # A backend cannot send to itself: these are copied, in the order of sending.
         own = deque(tensor for tensor, member in self.sends if member == me)
         transfers = [
-            dist.P2POp(dist.isend, as_backend_dtype(tensor), ranks[member], process_group)
+            dist.P2POp(dist.isend, as_backend_dtype(tensor), ranks[member], process_group, tag)
             for tensor, member in self.sends
             if member != me and tensor.numel()
         ]
@@ -327,9 +330,8 @@ class PointToPoint(Primitive):
             if member == me:
                 tensor.copy_(own.popleft())
             elif tensor.numel():
-                transfers.append(
-                    dist.P2POp(dist.irecv, as_backend_dtype(tensor), ranks[member], process_group)
-                )
+                received, source = as_backend_dtype(tensor), ranks[member]
+                transfers.append(dist.P2POp(dist.irecv, received, source, process_group, tag))
         # Started together: one by one, two members that both send first would wait for each other.
         works = _All(tuple(dist.batch_isend_irecv(transfers) if transfers else ()))
         return works if async_op else works.wait()
