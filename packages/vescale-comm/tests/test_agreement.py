@@ -4,8 +4,10 @@ import os
 import random
 
 import pytest
+import torch
 import torch.distributed as dist
-from vescale_comm import group_of, simulate, trace, unwaited
+from vescale_comm import group_of, recv, send, simulate, trace, unwaited
+from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm.agreement import (
     broadcast_text,
     by_ranks,
@@ -86,6 +88,23 @@ def test_numbers_may_be_waited_for_later():
     assert run(started, 3) == [rows] * 3
     assert simulate(3).run(started) == [rows] * 3
     assert gather_numbers([3, 4], async_op=True).wait() == [(3, 4)]
+
+
+def begun_before_a_message(rank, world_size):
+    """Rank 1 begins once it has heard of rank 0, which has begun and goes on."""
+    met = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comparison, "meet", lambda *_: met.append("waited until all had come"))
+        if rank == 1:
+            recv(torch.empty(1), source=0)
+        handle = gather_numbers([rank], async_op=True)
+        if rank == 0:
+            send(torch.ones(1), target=1)
+        return handle.wait(), met
+
+
+def test_numbers_are_begun_before_the_others_come():
+    assert run(begun_before_a_message, 2) == [([(0,), (1,)], [])] * 2
 
 
 def ends_before(rank, world_size):

@@ -210,7 +210,7 @@ class _StartedGather:
     def __init__(self, own: Tensor, members: Group) -> None:
         self._own, self._members = own, members
         self._received = [torch.empty_like(own) for _ in members.ranks]
-        with explained_failures("all_gather", own, members):
+        with explained_failures("all_gather", own, members, async_op=True):
             self._work: Any = dist.all_gather(
                 self._received, own, group=members.process_group, async_op=True
             )

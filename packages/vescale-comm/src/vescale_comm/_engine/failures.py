@@ -44,7 +44,9 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
 
 
 @contextmanager
-def explained_failures(op: str, x: Tensor, group: GroupLike = None) -> Iterator[None]:
+def explained_failures(
+    op: str, x: Tensor, group: GroupLike = None, *, async_op: bool = False
+) -> Iterator[None]:
     """Give errors of torch.distributed in the block the type and the words of this package's own.
 
     For collectives that are no part of the program, such as checks, and that no trace should see.
@@ -55,6 +57,7 @@ def explained_failures(op: str, x: Tensor, group: GroupLike = None) -> Iterator[
         op: the collective, for the message.
         x: this member's input.
         group: where it is called.
+        async_op: whether it is only begun, so that the others need not come before this one goes on.
 
     Raises:
         CommTimeoutError: a member did not come.
@@ -68,7 +71,8 @@ def explained_failures(op: str, x: Tensor, group: GroupLike = None) -> Iterator[
     """
     where = as_group(group)
     if where._log is not None:
-        where._log.record((op, "of a check", x.dtype, x.numel()), together=op != "broadcast")
+        together = op != "broadcast" and not async_op
+        where._log.record((op, "of a check", x.dtype, x.numel()), together=together)
     with failures_in_words(op, x, where):
         yield
 

@@ -74,7 +74,10 @@ def group_alone(device_type: str = "cpu") -> Group:
     """Return the group of this rank alone, as for an axis of one rank that a mesh is to get.
 
     No other rank is asked, and none has to make one as well: torch names later groups of all ranks
-    by how many each has made, and does not count this one.
+    by how many each has made, and does not count this one. Except by
+    `dist.new_group(use_local_synchronization=True)`, whose names count every group that a rank has:
+    before one by hand, call this on all of its members or on none. Groups of this package agree on
+    such numbers by themselves.
 
     Args:
         device_type: that of the mesh.
