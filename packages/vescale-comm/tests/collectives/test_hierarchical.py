@@ -7,9 +7,13 @@ import torch
 from vescale_comm import (
     CommArgumentError,
     Emulator,
+    all_gather,
     all_reduce,
+    all_reduce_,
     all_reduce_hierarchical,
     group_of,
+    reduce_scatter,
+    simulate,
     trace,
 )
 from vescale_comm.testing import device_mesh
@@ -113,3 +117,46 @@ def test_groups_that_are_not_two_axes_are_refused():
     for outcome in outcomes(overlapping, 4):
         assert outcome.type_name == "CommArgumentError"
         assert "share ranks" in outcome.message
+
+
+AVERAGED = [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+            torch.complex32, torch.complex128, torch.int32]  # fmt: skip
+
+
+def averaged(rank, world_size):
+    mesh = device_mesh((2, 2), ("out", "in"))
+    inside, across = group_of(mesh, "in"), group_of(mesh, "out")
+    for dtype in AVERAGED:
+        x = inputs((8,))[rank].to(dtype)
+        calls = {
+            "all_reduce": lambda x: all_reduce(x, op="avg"),
+            "in place": lambda x: all_reduce_(x.clone(), op="avg"),
+            "hierarchical": lambda x: all_reduce_hierarchical(x, inside, across, op="avg"),
+            "scattered": lambda x: all_gather(reduce_scatter(x, op="avg")),
+        }
+        if not (dtype.is_floating_point or dtype.is_complex):
+            for call in calls.values():
+                with pytest.raises(CommArgumentError, match="an average of integers"):
+                    call(x)
+            continue
+        exact = torch.stack([one.to(dtype).to(torch.complex128) for one in inputs((8,))[:4]])
+        for name, call in calls.items():
+            found = call(x)
+            assert found.dtype is dtype, name
+            error = (found.to(torch.complex128) - exact.mean(0)).abs().max()
+            # What travels in half precision is rounded on its way.
+            assert error <= 4 * PRECISION.get(dtype, 1e-2), (name, dtype)
+        leaf = x.clone().requires_grad_()
+        part = reduce_scatter(leaf, op="avg")
+        part.backward(torch.ones_like(part))
+        assert leaf.grad.dtype is dtype
+        assert leaf.grad.to(torch.complex128).eq(0.25).all()
+
+
+PRECISION = {torch.float8_e4m3fn: 0.0625, torch.float8_e5m2: 0.125, torch.float64: 1e-15,
+             torch.complex128: 1e-15}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_averages_of_every_dtype_by_every_collective():
+    simulate(4).run(averaged)

@@ -303,9 +303,7 @@ COLLECTIVES = {
     "scatter": lambda x, rank: scatter(x, sizes=[1, 4]),
     "permute": lambda x, rank: permute(x, pairs=[(0, 1)]),
     "permute, both ways": lambda x, rank: permute(x, pairs=[(0, 1), (1, 0)]),
-    "gather_pieces": lambda x, rank: torch.cat(
-        gather_pieces(x[: 5 - rank], shapes=[(5,), (4,)])
-    ),
+    "gather_pieces": lambda x, rank: torch.cat(gather_pieces(x[: 5 - rank], shapes=[(5,), (4,)])),
     "reduce_scatter, backward": lambda x, rank: own_reduce_scatter_gradient(x),
     "all_to_all": lambda x, rank: all_to_all([x, x + 1], shapes=[(5,)] * 2)[1 - rank],
     "broadcast": lambda x, rank: broadcast(x, source=0),
@@ -313,23 +311,21 @@ COLLECTIVES = {
 }
 
 
+def begun(rank):
+    message = torch.full((5,), 7.0)
+    if rank == 0:
+        return send(message, target=1, async_op=True)
+    return recv(message, source=0, async_op=True)
+
+
 def beside_messages(rank, world_size):
     x = torch.arange(5.0) + 10 * rank
     for name, collective in COLLECTIVES.items():
         expected = collective(x, rank)
-        message = torch.full((5,), 7.0)
-        for sends_first, receives_first in ((True, True), (True, False), (False, True)):
-            def sent():
-                return send(message, target=1, async_op=True)
-
-            def received():
-                return recv(message, source=0, async_op=True)
-
-            first = sends_first if rank == 0 else receives_first
-            start = sent if rank == 0 else received
-            handle = start() if first else None
+        for first in ((True, True), (True, False), (False, True)):
+            handle = begun(rank) if first[rank] else None
             found = collective(x, rank)
-            got = (handle or start()).wait()
+            got = (handle or begun(rank)).wait()
             assert torch.equal(found, expected), name
             assert rank == 0 or got.eq(7).all(), name
 

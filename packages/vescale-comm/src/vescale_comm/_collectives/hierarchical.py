@@ -16,7 +16,7 @@ from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import copy
 from vescale_comm._wire.fold import Order
-from vescale_comm._wire.reduction import Reduction, reduction
+from vescale_comm._wire.reduction import Reduction, divided_in, reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,18 @@ class HierarchicalAllReduce(Linear):
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
         """Reduce inside, then across, and gather inside."""
-        # The average is computed once, over all members.
-        op = "sum" if self.op == "avg" else self.op
-        inside = reduction(op, x.dtype, self.inner.backends[x.device.type], self.order)
-        across = reduction(op, x.dtype, self.outer.backends[x.device.type], self.order)
-        total = yield from self._total(x.contiguous().view(-1), inside, across, x)
-        if self.op == "avg":
-            total = total / (self.inner.size * self.outer.size)
+        flat, op, mean = x.contiguous().view(-1), self.op, self.op == "avg"
+        inner, outer = (group.backends[x.device.type] for group in (self.inner, self.outer))
+        reduction(op, x.dtype, inner, self.order)  # it is defined for the dtype
+        if mean:
+            # The average is computed once, over all members, from a sum that is not rounded to
+            # what torch cannot divide.
+            flat, op = flat.to(divided_in(x.dtype)), "sum"
+        inside = reduction(op, flat.dtype, inner, self.order)
+        across = reduction(op, flat.dtype, outer, self.order)
+        total = yield from self._total(flat, inside, across, x)
+        if mean:
+            total = (total / (self.inner.size * self.outer.size)).to(x.dtype)
         return total.view(x.shape)
 
     def _total(

@@ -57,7 +57,7 @@ def explained_failures(
         op: the collective, for the message.
         x: this member's input.
         group: where it is called.
-        async_op: whether it is only begun, so that the others need not come before this one goes on.
+        async_op: whether it is only begun, so that this one goes on before the others come.
 
     Raises:
         CommTimeoutError: a member did not come.

@@ -15,7 +15,7 @@ from vescale_comm._engine.autograd import Linear, no_gradient
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._groups.group import Group
 from vescale_comm._torch.buffers import flattened
-from vescale_comm._wire.reduction import reduction
+from vescale_comm._wire.reduction import divided_in, reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class LinearAllGather(Linear):
         leading, trailing = prod(x.shape[: self.dim]), prod(x.shape[self.dim + 1 :])
         numels = flat_ops.scaled(self.sizes, leading * trailing)
         flat = yield from flat_ops.gather(flattened(x), self.group, numels, x)
-        # In place: the buffer is the receive buffer, which nothing else refers to.
         if self.mean:
-            flat.div_(self.group.size)
+            # In place where it can: this is the receive buffer, which nothing else refers to.
+            flat = flat.to(divided_in(flat.dtype)).div_(self.group.size).to(flat.dtype)
         # The members' parts already follow one another in the final order.
         if leading == 1:
             return flat.view(self._shape(x, sum(self.sizes)))

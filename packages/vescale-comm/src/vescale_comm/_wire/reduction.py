@@ -189,6 +189,13 @@ def _advice(op: str) -> str:
     return "convert the tensor first"
 
 
+def divided_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is divided: a wider one where torch cannot in its own."""
+    if _is_float8(dtype):
+        return torch.float32
+    return torch.complex64 if dtype is torch.complex32 else dtype
+
+
 def _is_float8(dtype: torch.dtype) -> bool:
     # By name: there are packed 4-bit dtypes of one byte as well, and they convert to nothing.
     return str(dtype).startswith("torch.float8_")
