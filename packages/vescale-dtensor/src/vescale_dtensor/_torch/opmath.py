@@ -25,6 +25,16 @@ def opmath_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF else dtype
 
 
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the products of shards are multiplied: double precision.
+
+    The shards' products may be beyond the range of single precision where that of all is not.
+    """
+    if dtype is torch.complex64:
+        return torch.complex128
+    return torch.float64 if dtype in _HALF or dtype is torch.float32 else dtype
+
+
 def to_opmath(x: Tensor) -> Tensor:
     """Return `x`, in single precision if it is in half precision."""
     return x.float() if x.dtype in _HALF else x

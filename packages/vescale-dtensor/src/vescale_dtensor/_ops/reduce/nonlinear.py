@@ -25,9 +25,10 @@ from vescale_dtensor._ops.common.sharded_dim import (
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.reduce.linear import partial_norm, reduced_dims, reduction_letters
+from vescale_dtensor._ops.reduce.log_sums import log_of_sums, scaled_sum
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
-from vescale_dtensor._torch.opmath import opmath_dtype, to_opmath
+from vescale_dtensor._torch.opmath import product_dtype, to_opmath
 
 Axes = tuple[int, ...]
 
@@ -115,13 +116,14 @@ def _usual(call: OpCall) -> tuple[tuple[int, ...] | None, bool]:
 
 def _prod(reduction: ShardedReduction) -> Tensor:
     own = reduction.kwargs.get("dtype") or reduction.x.dtype
-    narrow = opmath_dtype(own) is not own and not any_autocast()  # which widens by itself
-    if narrow:
-        # The product of a shard may be too large for a half where that of all is not.
-        reduction.kwargs = {**reduction.kwargs, "dtype": opmath_dtype(own)}
+    wide = product_dtype(own)
+    widened = wide is not own and not any_autocast()  # which widens by itself
+    if widened:
+        # The product of a shard may be too large, or too small, where that of all is not.
+        reduction.kwargs = {**reduction.kwargs, "dtype": wide}
     # Gathered and not all-reduced: torch's derivative of `prod` handles zeros among the factors.
     total = torch.prod(reduction.gather(reduction.local_result()), 0)
-    return reduction.as_output(total.to(own) if narrow else total)
+    return reduction.as_output(total.to(own) if widened else total)
 
 
 def _logical(reduction: ShardedReduction) -> Tensor:
@@ -130,7 +132,12 @@ def _logical(reduction: ShardedReduction) -> Tensor:
 
 
 def _logsumexp(reduction: ShardedReduction) -> Tensor:
-    return reduction.as_output(reduction.gather(reduction.local_result()).logsumexp(0))
+    x = reduction.x
+    if x.is_complex():
+        return reduction.as_output(reduction.gather(reduction.local_result()).logsumexp(0))
+    own = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+    part = scaled_sum(to_opmath(x.to(own)), reduction.dims, reduction.keepdim)
+    return reduction.as_output(log_of_sums(reduction.gather(part)).to(own))
 
 
 def _extreme(reduction: ShardedReduction) -> Tensor:
@@ -240,8 +247,19 @@ def _vector_norm(reduction: ShardedReduction) -> Tensor:
     else:
         norm = reduction.local_result()
     norms = reduction.gather(norm)
-    total = norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
+    total = norms.sum(0) if order == 0 else _norm_of_norms(norms, order)
     return reduction.as_output(total)
+
+
+def _norm_of_norms(norms: Tensor, order: float) -> Tensor:
+    """The norm of the ranks' norms, whose gradient is that of one device where some are infinite.
+
+    There the gradients of finite elements are zero, which infinity over infinity would spoil.
+    """
+    infinite = norms.isinf() if order > 1 else torch.zeros_like(norms, dtype=torch.bool)
+    overflow = infinite.any(0) & ~norms.isnan().any(0)
+    finite = torch.linalg.vector_norm(torch.where(overflow, 0, norms), order, 0)
+    return torch.where(overflow, torch.where(infinite, norms, 0).sum(0), finite)
 
 
 def _norm(call: OpCall) -> Strategy | None:

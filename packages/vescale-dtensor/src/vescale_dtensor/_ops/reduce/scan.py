@@ -20,8 +20,9 @@ from vescale_dtensor._ops.common.sharded_dim import (
     sharded_dim_strategy,
     with_sharded_kernel,
 )
+from vescale_dtensor._ops.reduce.log_sums import log_of_sums, scaled_sum
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Strategy
-from vescale_dtensor._torch.opmath import opmath_dtype, result_dtype
+from vescale_dtensor._torch.opmath import opmath_dtype, product_dtype, result_dtype, to_opmath
 from vescale_dtensor._torch.worlds import cached
 
 
@@ -103,18 +104,29 @@ def _sum(scan: ShardedScan) -> Tensor:
 
 def _product(scan: ShardedScan) -> Tensor:
     x, own = scan.widened(torch.cumprod)
-    # As above; the product of no elements is one, which changes nothing behind it.
+    # Torch multiplies in double precision, too; what comes before may be as large as a part is
+    # small. The product of no elements is one, which changes nothing behind it.
+    x = x.to(product_dtype(own))
     total = x.prod(scan.dim, keepdim=True)
     found = x.cumprod(scan.dim) * scan.preceding_totals(total).prod(0).to(total.dtype)
     return found.to(own)
 
 
 def _log_sum(scan: ShardedScan) -> Tensor:
-    before = scan.preceding_totals(torch.logsumexp(scan.x, scan.dim, keepdim=True)).logsumexp(0)
-    nothing = before.isneginf()
-    # `logaddexp` of two minus infinities has a NaN gradient, which `where` alone would not stop.
-    both = torch.logaddexp(scan.local_result(), torch.where(nothing, 0, before))
-    return torch.where(nothing, scan.local_result(), both)
+    own = scan.x.dtype
+    x = to_opmath(scan.x)
+    if x.is_complex():
+        parts = scan.preceding_totals(torch.logsumexp(x, scan.dim, keepdim=True))
+        before = parts.logsumexp(0)
+    else:
+        parts = scan.preceding_totals(scaled_sum(x, (scan.dim,), keepdim=True))
+        before = log_of_sums(parts) if len(parts) else parts.sum((0, 1))
+    if not len(parts):
+        # The sum of nothing keeps what was sent in the graph: backward asks every rank.
+        return (torch.logcumsumexp(x, scan.dim) + before).to(own)
+    # What comes before is one more element, so that gradients are those of one long row.
+    found = torch.logcumsumexp(torch.cat([before, x], scan.dim), scan.dim)
+    return found.narrow(scan.dim, 1, x.shape[scan.dim]).to(own)
 
 
 def _running_extreme(scan: ShardedScan) -> Any:

@@ -1,0 +1,94 @@
+"""Rows of which a rank's part is infinite, zero or very small: the results of one device.
+
+Where one device has a number, values and gradients have it too; a NaN of a part stays in its row.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vescale_dtensor as vd
+from vescale_comm import simulate
+from vescale_comm.testing import device_mesh
+from vescale_dtensor import Replicate, Shard
+
+INF, NAN = float("inf"), float("nan")
+ROWS = torch.tensor(list(product((-INF, 0.0, 1.5, -2.0, INF, NAN, 1e-40, 40.0), repeat=4)))
+# With a plus infinity in a row, a scan has NaN gradients in all of its shard.
+NO_INF = ROWS[~(ROWS == INF).any(1)]
+FUNCTIONS = {
+    "logsumexp": (lambda x: x.logsumexp(1), ROWS),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), NO_INF),
+    "softmax": (lambda x: x.softmax(1), ROWS),
+    "log_softmax": (lambda x: x.log_softmax(1), ROWS),
+    "norm": (lambda x: torch.linalg.vector_norm(x, dim=1), ROWS),
+    "norm of order 1": (lambda x: torch.linalg.vector_norm(x, 1, dim=1), ROWS),
+    "norm of order 3": (lambda x: torch.linalg.vector_norm(x, 3, dim=1), ROWS),
+    "prod": (lambda x: x.prod(1), ROWS),
+    "cumprod": (lambda x: x.cumprod(1), ROWS[(ROWS.abs() != INF).all(1)]),
+    "sum": (lambda x: x.sum(1), ROWS),
+    "cumsum": (lambda x: x.cumsum(1), ROWS),
+    "nansum": (lambda x: x.nansum(1), ROWS),
+    "mean": (lambda x: x.mean(1), ROWS),
+    "var": (lambda x: x.var(1), ROWS),
+    "amax": (lambda x: x.amax(1), ROWS[~ROWS.isnan().any(1)]),
+    "layer_norm": (lambda x: F.layer_norm(x, (4,)), ROWS),
+    "normalize": (lambda x: F.normalize(x, dim=1), ROWS),
+}
+
+
+def beside_one_device(rank, world_size):
+    mesh, faults = device_mesh((world_size,), ("tp",)), []
+    for name, (function, rows) in FUNCTIONS.items():
+        x = rows.clone().requires_grad_()
+        d = vd.distribute_tensor(rows, mesh, [Shard(1)]).requires_grad_()
+        y, found = function(x), function(d).full_tensor()
+        weights = torch.linspace(1, 2, y.numel()).view(y.shape)
+        faults += faulty(name, rows, y.detach(), found.detach(), y.isfinite())
+        (expected,) = torch.autograd.grad((y * weights).sum(), x)
+        (gradient,) = torch.autograd.grad((found * weights).sum(), d)
+        gradient = gradient.full_tensor()
+        where = expected.isfinite() & ~rows.isnan().any(1, keepdim=True)
+        faults += faulty(f"gradient of {name}", rows, expected, gradient, where)
+    return faults
+
+
+def faulty(name, rows, expected, found, where):
+    """Rows in which a number of one device is another."""
+    same = torch.isclose(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+    wrong = (where & ~same).reshape(len(rows), -1).any(1)
+    if not wrong.any():
+        return []
+    at = int(wrong.nonzero()[0])
+    row, one, other = (x[at].tolist() for x in (rows, expected, found))
+    return [f"{name}: {int(wrong.sum())} rows, first {row}: {other} for {one}"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_that_are_infinite_or_zero(ranks):
+    for faults in simulate(ranks).run(beside_one_device):
+        assert not faults, "\n".join(faults)
+
+
+def masked(rank, world_size):
+    mesh = device_mesh((world_size,), ("tp",))
+    torch.manual_seed(0)
+    q, k = torch.randn(3, 4), torch.randn(4, 4)
+    mask = torch.zeros(3, 4)
+    mask[:, 2:] = -INF
+
+    def loss(q, k, mask):
+        scores = q @ k.T + mask
+        return (scores.logsumexp(1) * 2 + scores.softmax(1)[:, 0]).sum()
+
+    leaf = q.clone().requires_grad_()
+    loss(leaf, k, mask).backward()
+    d = vd.distribute_tensor(q, mesh, [Replicate()]).requires_grad_()
+    keys = vd.distribute_tensor(k, mesh, [Shard(0)])
+    loss(d, keys, vd.distribute_tensor(mask, mesh, [Shard(1)])).backward()
+    torch.testing.assert_close(d.grad.full_tensor(), leaf.grad)
+
+
+def test_a_mask_over_sharded_keys():
+    simulate(2).run(masked)
