@@ -92,3 +92,41 @@ def masked(rank, world_size):
 
 def test_a_mask_over_sharded_keys():
     simulate(2).run(masked)
+
+
+REDUCED = {
+    name: getattr(torch, name)
+    for name in (
+        "sum mean var std prod cumsum cumprod cummax logcumsumexp logsumexp softmax log_softmax "
+        "amax min argmax norm any median var_mean aminmax"
+    ).split()
+}
+
+
+def told(call):
+    try:
+        found = call()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return type(error).__name__
+    first = found if isinstance(found, torch.Tensor) else found[0]
+    whole = first.full_tensor() if isinstance(first, vd.DTensor) else first
+    return whole.dtype, whole.to(torch.complex128)
+
+
+def of_other_kinds(rank, world_size):
+    mesh = device_mesh((world_size,), ("tp",))
+    for dtype in (torch.int64, torch.bool, torch.uint8, torch.complex64):
+        x = torch.tensor([5, 2, 0, 7, 1, 3]).remainder(2 if dtype is torch.bool else 9).to(dtype)
+        d = vd.distribute_tensor(x, mesh, [Shard(0)])
+        for name, function in REDUCED.items():
+            expected, found = (told(lambda y=y: function(y, dim=0)) for y in (x, d))
+            if isinstance(expected, str):
+                assert found == expected, (name, dtype)
+            else:
+                assert found[0] is expected[0], (name, dtype)
+                torch.testing.assert_close(found[1], expected[1], equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_numbers_of_other_kinds_have_the_errors_of_one_device():
+    simulate(2).run(of_other_kinds)

@@ -8,6 +8,7 @@ ranks that never call it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,6 +81,36 @@ def with_sharded_kernel(
         return None if sharded else context.call.func
 
     return replace(strategy, local=local, specialize=bind)
+
+
+_refusals: dict[tuple[Any, ...], tuple[type[Exception], str] | None] = {}
+"""What torch says of a function and a dtype, by these; None where it has nothing against it."""
+
+
+def check_kind(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Refuse, as one device does, a function that torch has not for numbers of this kind.
+
+    A kernel that writes it out in several steps would give integers something, or raise after it
+    has sent something.
+    """
+    x: Tensor = args[0]
+    if x.dtype.is_floating_point:
+        return
+    given = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)]
+    key = (func, x.dtype, x.device.type, *given)
+    if key not in _refusals:
+        said = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
+            try:
+                func(x.new_ones((1,) * x.ndim), *args[1:], **kwargs)
+            except (RuntimeError, ValueError, TypeError) as error:
+                said = (type(error), str(error))
+        _refusals[key] = said
+    refusal = _refusals[key]
+    if refusal is not None:
+        kind, said_of_it = refusal
+        raise kind(said_of_it)
 
 
 def _output_placement(letter: Any, dims: Dims, partial: bool) -> Placement:

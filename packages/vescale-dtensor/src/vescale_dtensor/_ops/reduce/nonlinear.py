@@ -18,6 +18,7 @@ from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
     as_partial_value,
+    check_kind,
     extreme_identity,
     pad_empty_dims,
     sharded_dim_strategy,
@@ -102,6 +103,7 @@ def _reduction_strategy(
         partial = [call.differentiable and each for each in outputs]
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
+            check_kind(context.call.func, args, kwargs)
             return combine(ShardedReduction(context, dims, keepdim, args, kwargs))
 
         found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, partial)

@@ -14,6 +14,7 @@ from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
+    check_kind,
     extreme_identity,
     pad_empty_dims,
     rank_index,
@@ -78,6 +79,7 @@ def _scan_strategy(
         writes = call.func.__name__.endswith("_")
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
+            check_kind(context.call.func, args, kwargs)
             found = ShardedScan(context, dim_index, args, kwargs)
             if not writes:
                 return scan(found)
@@ -113,17 +115,15 @@ def _product(scan: ShardedScan) -> Tensor:
 
 
 def _log_sum(scan: ShardedScan) -> Tensor:
-    own = scan.x.dtype
-    x = to_opmath(scan.x)
+    own, x = scan.x.dtype, to_opmath(scan.x)
     if x.is_complex():
         parts = scan.preceding_totals(torch.logsumexp(x, scan.dim, keepdim=True))
-        before = parts.logsumexp(0)
     else:
         parts = scan.preceding_totals(scaled_sum(x, (scan.dim,), keepdim=True))
-        before = log_of_sums(parts) if len(parts) else parts.sum((0, 1))
     if not len(parts):
         # The sum of nothing keeps what was sent in the graph: backward asks every rank.
-        return (torch.logcumsumexp(x, scan.dim) + before).to(own)
+        return torch.logcumsumexp(x, scan.dim).to(own) + parts.sum().to(own)
+    before = parts.logsumexp(0) if x.is_complex() else log_of_sums(parts)
     # What comes before is one more element, so that gradients are those of one long row.
     found = torch.logcumsumexp(torch.cat([before, x], scan.dim), scan.dim)
     return found.narrow(scan.dim, 1, x.shape[scan.dim]).to(own)
