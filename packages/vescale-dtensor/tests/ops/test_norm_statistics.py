@@ -51,3 +51,17 @@ def test_one_value_per_channel_is_no_error_where_torch_has_none():
             torch.testing.assert_close(ours.full_tensor(), theirs)
 
     simulate(2)(run)
+
+
+def few_rows(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = torch.randn(2, 3, 1, generator=torch.Generator().manual_seed(0))
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    assert torch.equal(F.group_norm(d, 3).full_tensor(), F.group_norm(x, 3))
+    for one in (x[:1], d[:1]):
+        with pytest.raises(ValueError, match=r"more than 1 value per channel .* \[1, 3, 1\]"):
+            F.group_norm(one, 3)
+
+
+def test_the_rows_of_the_global_batch_are_counted():
+    simulate(2).run(few_rows)

@@ -3,10 +3,12 @@
 That their numbers are those of one device is proved with all other ops, in test_fuzz.
 """
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
+from vescale_comm import simulate
 from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard, StrictError
 
@@ -134,3 +136,46 @@ def test_draws_into_memory_with_gaps_are_one_devices_or_refused():
     # What is drawn one by one has one order; copies of views are refused by `written_views`.
     assert {view for view, name, _, _ in first if name == "normal_"} <= {"steps", "column", "half"}
     assert not [one for one in first if one[0] in ("small", "rows")]
+
+
+ON_META = {
+    "normal_": lambda x: x.normal_(),
+    "kaiming_uniform_": torch.nn.init.kaiming_uniform_,
+    "rand_like": torch.rand_like,
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "bernoulli": torch.bernoulli,
+    "bernoulli_": lambda x: x.bernoulli_(x),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "poisson": torch.poisson,
+}
+
+
+def drawn_on_meta(rank, world_size):
+    mesh = device_mesh((2,))
+    x = vd.distribute_tensor(torch.empty(4, 6, device="meta"), mesh, [Shard(0)])
+    before = torch.get_rng_state()
+    for name, op in ON_META.items():
+        found = op(x)
+        assert found.is_meta, name
+        assert found.shape == op(torch.empty(4, 6, device="meta")).shape, name
+        assert torch.equal(torch.get_rng_state(), before), name
+
+
+def test_nothing_is_drawn_on_meta():
+    simulate(2).run(drawn_on_meta)
+
+
+def dropped_by(rank, world_size):
+    mesh = device_mesh((2,))
+    for p in (True, np.float16(0.3), np.float32(0.3), 1):
+        found = []
+        for x in (torch.ones(8), vd.distribute_tensor(torch.ones(8), mesh, [Shard(0)])):
+            torch.manual_seed(1)
+            found.append(F.dropout(x, p))
+        assert torch.equal(found[0], found[1].full_tensor()), p
+
+
+def test_probabilities_of_other_types():
+    simulate(2).run(dropped_by)

@@ -25,6 +25,9 @@ def _rule(name: str, drop: Callable[..., Any], outputs: int = 1) -> Rule:
     """The rule of an elementwise dropout, by `drop(local, p, ..., layout)` on local tensors."""
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
+        if args[0].is_meta:  # there nothing is drawn
+            kept = args[0] * 1.0
+            return kept if outputs == 1 else (kept, kept.detach().bool())
         # Drawn by the global index of each element: no rank has to know what others drew, and the
         # mask is the same however the tensor is sharded.
         return drop(*args, draw_layout(context, args[0]))

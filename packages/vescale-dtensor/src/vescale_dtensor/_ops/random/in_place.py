@@ -15,6 +15,7 @@ from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.executed import log_of, note_numbers, record_draw
 from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
+from vescale_dtensor._ops.random.on_meta import nothing_on_meta
 from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
@@ -26,6 +27,7 @@ from vescale_dtensor._torch.compat import any_requires_grad
 _BLOCK = 16
 
 
+@nothing_on_meta
 def _dropped(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = unexpanded(args[0])
     return vescale_rng.dropout(
@@ -45,6 +47,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     """`F.dropout` with the mask of one device."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    p = float(p)  # as torch takes True, and numpy's numbers
     # Nothing is drawn, so that the generator stays where one device leaves it.
     if not training or p == 0 or not isinstance(input, DTensor) or 0 in input._spec.shape:
         return input
@@ -58,7 +61,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     # hidden node has to be joined to the graph: `may_have_hidden_node` is written out.
     recorded = input._local_tensor.requires_grad
     hidden = input._may_have_hidden_node or (not recorded and any_requires_grad(input))
-    if not (inplace or observers or layout.partial or hidden):
+    if not (inplace or observers or layout.partial or hidden or input._local_tensor.is_meta):
         return _dropped_without_plan(input, p, compared)
     result: Tensor = by_rule(_DROPOUT, F.dropout, (input, p, True, False), {})
     return input.copy_(result) if inplace else result
@@ -112,6 +115,7 @@ def _require_order(call: OpCall, drawn: Any) -> None:
 def _filler(distribution: Any) -> Rule:
     """An in-place op that fills with draws of `distribution(*args, **kwargs)`."""
 
+    @nothing_on_meta
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
         own = dict(kwargs)
         generator = own.pop("generator", None)

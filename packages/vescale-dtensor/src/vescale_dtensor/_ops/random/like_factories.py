@@ -40,8 +40,9 @@ def _random_like(distribution: Callable[..., Any]) -> Callable[..., Tensor]:
         empty = cast(DTensor, torch.empty_like(input, **kwargs))
         local = empty._local_tensor
         layout = empty._spec.layout
-        rng_layout = random_layout(layout, tuple(empty.shape), local, generator)
-        vescale_rng.fill_(local, chosen, rng_layout, generator=generator)
+        if not local.is_meta:
+            rng_layout = random_layout(layout, tuple(empty.shape), local, generator)
+            vescale_rng.fill_(local, chosen, rng_layout, generator=generator)
         return empty.requires_grad_() if requires_grad else empty
 
     return made

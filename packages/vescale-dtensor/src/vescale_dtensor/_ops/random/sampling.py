@@ -13,6 +13,7 @@ from vescale_dtensor._layout.executed import generator_in, record_draw
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
+from vescale_dtensor._ops.random.on_meta import nothing_on_meta
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 
 
@@ -32,6 +33,7 @@ def unexpanded(local: Tensor) -> Tensor:
 # --- One probability, mean or deviation for each element
 
 
+@nothing_on_meta
 def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """`Tensor.bernoulli_(p)` with a tensor of probabilities, on the locals."""
     p = args[1] if len(args) > 1 else kwargs["p"]
@@ -45,6 +47,7 @@ def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     return filled
 
 
+@nothing_on_meta
 def _bernoulli(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     p = args[1] if len(args) > 1 else kwargs.get("p")
     local = unexpanded(args[0])
@@ -64,6 +67,7 @@ def _bernoulli_strategy(call: OpCall) -> Strategy | None:
     return _row_major(Signature((dims,), (dims,), elementwise=True, local=_bernoulli))
 
 
+@nothing_on_meta
 def _normal(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     mean = args[0] if args else kwargs["mean"]
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
@@ -98,6 +102,7 @@ def _is_positional(call: OpCall) -> bool:
 # --- Samples of rows
 
 
+@nothing_on_meta
 def _multinomial(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local = unexpanded(args[0])
     own = by_name(("num_samples", "replacement"), args[1:], kwargs)
@@ -130,6 +135,7 @@ def _replicated(call: OpCall) -> Strategy | None:
     return _row_major(Signature(inputs, (dims,), unshardable=fixed, local=_drawn_alike))
 
 
+@nothing_on_meta
 def _drawn_alike(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """Every rank draws all of it, which is the same where generators are: they are compared."""
     record_draw(context.input_layout(0).mesh, args[0], generator_in(args, kwargs))
