@@ -66,6 +66,17 @@ def collected(folder: Path, *paths: str) -> list[set[str]]:
 
 
 def test_two_days_have_the_same_cases(tmp_path):
+    """Cases of one folder of each package whose core is chosen by a table."""
+    paths = [f"packages/vescale-{one}" for one in ("dtensor/tests/joint", "parallel/tests/zero")]
+    assert [table.parent for table in TABLES] == [(ROOT / path).parent for path in paths]
+    first, second = collected(tmp_path, *paths)
+    assert first == second
+    for path in paths:
+        assert any(case.startswith(path) for case in first), path
+
+
+@pytest.mark.slow  # imports all tests twice
+def test_two_days_have_the_same_cases_of_all_packages(tmp_path):
     first, second = collected(tmp_path, "packages", "tools/tests")
     assert first == second
     assert len(first) > 2_000

@@ -93,7 +93,7 @@ def test_a_kernel_with_a_wrong_mask_is_found(tmp_path):
 
 
 def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(tmp_path, capsys):
-    limit = ("--minutes", "4", "--case-limit", "12")
+    limit = ("--minutes", "4", "--case-limit", "5")
     fault = ("--with", str(FAULTS / "ends_badly.py"))
     status, found = run(tmp_path, "--only", "machine", *limit, *fault)
     assert status == 1

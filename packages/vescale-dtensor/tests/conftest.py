@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, so that the ranks of a test do not fight over the machine."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -23,6 +24,15 @@ preload("vescale_dtensor")
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
     choose_core(items, HERE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects():
+    # A write to a tensor of which there is a copied view collects garbage, as some tests do at
+    # random: of what earlier files have left behind there is none, and it is hundreds of thousands
+    # of objects to look through.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

@@ -1,4 +1,4 @@
-"""Axes that cross hosts are ordinary groups: torchrun in two network namespaces, two ranks each.
+"""Axes that cross hosts are ordinary groups: two network namespaces with two ranks each.
 
 The namespaces have a cable between them and nothing else in common, as two machines have. Where the
 system does not let one make them, the test is skipped and says what the system said.
@@ -81,11 +81,39 @@ def two_hosts():
             ip("link", "del", cable[0])
 
 
-def start(script, host, name, end):
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+# Starts the ranks of a host as torchrun does; they share what one process has imported.
+FORKED = """
+import os
+import sys
+
+import vescale_comm
+
+host, program = int(sys.argv[1]), compile(open(sys.argv[2]).read(), sys.argv[2], "exec")
+os.environ |= {"MASTER_ADDR": "10.99.7.1", "MASTER_PORT": "29517", "WORLD_SIZE": "4"}
+ranks = []
+for local in (0, 1):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ |= {"GROUP_RANK": str(host), "RANK": str(2 * host + local)}
+        exec(program, {"__name__": "__main__"})
+        sys.exit()
+sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def forked(script, host):
+    return [sys.executable, "-c", FORKED, str(host), str(script)]
+
+
+def by_torchrun(script, host):
     where = ["--nnodes=2", f"--node-rank={host}", "--master-addr=10.99.7.1", "--master-port=29517"]
+    return [*TORCHRUN, *where, "--nproc-per-node=2", str(script)]
+
+
+def start(command, name, end):
     return subprocess.Popen(
-        ["ip", "netns", "exec", name, *torchrun, *where, "--nproc-per-node=2", str(script)],
+        ["ip", "netns", "exec", name, *command],
         env=os.environ | {"GLOO_SOCKET_IFNAME": end, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,11 +121,16 @@ def start(script, host, name, end):
     )
 
 
-def test_two_hosts_are_two_axes(tmp_path):
+@pytest.mark.parametrize(
+    "command",
+    [forked, pytest.param(by_torchrun, marks=pytest.mark.slow)],
+    ids=["forked", "torchrun"],
+)
+def test_two_hosts_are_two_axes(tmp_path, command):
     script = Path(tmp_path, "program.py")
     script.write_text(PROGRAM)
     with two_hosts() as hosts:
-        runs = [start(script, index, *host) for index, host in enumerate(hosts)]
+        runs = [start(command(script, index), *host) for index, host in enumerate(hosts)]
         try:
             printed = [each.communicate(timeout=150)[0] for each in runs]
         finally:

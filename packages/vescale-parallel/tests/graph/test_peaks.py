@@ -68,8 +68,13 @@ def under_way(module):
     return most, ahead
 
 
+@functools.cache
+def on_two_ranks():
+    return simulate(2).run(scheduled)
+
+
 def test_gathers_ahead_are_bounded():
-    for bounded, free, fitted, (most, ahead), *_ in simulate(2).run(scheduled):
+    for bounded, free, fitted, (most, ahead), *_ in on_two_ranks():
         assert bounded.peak < free.peak
         assert bounded.peak <= bounded.peak_before
         assert fitted.peak <= fitted.peak_before
@@ -84,7 +89,7 @@ def test_the_peak_is_what_the_allocator_counts():
 
 
 def test_buckets_are_small_only_where_they_are_in_the_way():
-    for bounded, free, *_, roomy in simulate(2).run(scheduled):
+    for bounded, free, *_, roomy in on_two_ranks():
         counts = [len(one.buckets) for one in (bounded, *roomy, free)]
         assert counts == [10, 7, 5, 4]
         assert all(one.peak <= room for one, room in zip(roomy, ROOM, strict=True))

@@ -105,9 +105,10 @@ def test_bits_of_eager_mode(level, max_norm):
     assert len(layers) < len(plain)
 
 
-def test_bits_of_eager_mode_of_four_processes():
+@pytest.mark.parametrize("size", [2, 4])
+def test_bits_of_eager_mode_of_processes(size):
     """Gradients are exchanged over gloo, and each rank adds up its part: in buckets, too."""
-    everyone = run(trained, 4, {"dp": 4}, 3, 0.3, 4)
+    everyone = run(trained, size, {"dp": size}, 3, 0.3, 4)
     assert all(one == everyone[0] for one in everyone)
     plain, _, layers = everyone[0]
     exchanges = [sum(kind == "all_to_all" for kind, *_ in one) for one in (plain, layers)]
