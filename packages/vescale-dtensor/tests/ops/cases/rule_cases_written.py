@@ -81,6 +81,7 @@ each(
         lambda x, y: torch.einsum("bij,ojk->bik", x, y[:1]),
         lambda x, y: torch.tensordot(x, y, ([0, 2], [0, 1])),
         lambda x, y: torch.tensordot(x, y[0], 1),
+        lambda x, y: torch.tensordot(x[:, :4], torch.stack([y[0]] * 4), 2),
         lambda x, y: torch.inner(x, y.mT),
         lambda x, y: torch.linalg.vecdot(x[:, :2], y.mT),
         lambda x, y: torch.cdist(x, y.mT),

@@ -1,0 +1,80 @@
+"""What is computed of a partial sum, and of a table too large to be gathered, is one device's.
+
+Small tensors are gathered first, so the cases of the fuzz see little of either.
+"""
+
+import torch
+import vescale_dtensor as vd
+from vescale_comm import simulate
+from vescale_comm.testing import device_mesh
+from vescale_dtensor import Shard
+
+FUNCTIONS = {
+    "div": lambda s: s / 3,
+    "div, floor": lambda s: torch.div(s, 3, rounding_mode="floor"),
+    "div, trunc": lambda s: s.div(3, rounding_mode="trunc"),
+    "floor_divide": lambda s: s // 3,
+    "remainder": lambda s: s % 3,
+    "reciprocal": lambda s: 1 / s,
+    "add a number": lambda s: s + 1,
+    "add": lambda s: s + s.detach() * 2,
+    "mul": lambda s: s * s,
+    "mul by a number": lambda s: s * 3,
+    "abs": lambda s: s.abs(),
+    "neg": lambda s: -s,
+    "relu": lambda s: s.relu(),
+    "to int": lambda s: (s * 10).int(),
+    "to bool": lambda s: (s > 0).to(torch.float32),
+    "where": lambda s: torch.where(s > 0, s, -s),
+    "clamp": lambda s: s.clamp(-0.5, 0.5),
+    "sum": lambda s: s.sum(),
+    "max": lambda s: s.amax(),
+    "norm": lambda s: s.norm(),
+    "matmul": lambda s: s @ s,
+    "tensordot": lambda s: torch.tensordot(s[:4].outer(s[4:]), s[4:].outer(s[:4] + 1), 2),
+    "index_select": lambda s: s.index_select(0, torch.tensor([1, 7])),
+}
+
+
+def of_partial_sums(rank, world_size):
+    mesh = device_mesh((world_size,), ("tp",))
+    values = torch.linspace(-3, 4, 48).view(6, 8) ** 3
+    for name, function in FUNCTIONS.items():
+        x = vd.distribute_tensor(values, mesh, [Shard(0)])
+        total = x.sum(0)
+        assert total.placements[0].is_partial()
+        torch.testing.assert_close(
+            function(total).full_tensor(), function(values.sum(0)), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_functions_of_partial_sums():
+    simulate(2).run(of_partial_sums)
+
+
+TABLE = torch.arange(4096.0).view(1024, 4)
+AT = torch.tensor([1023, 0, 511, 512, 7])
+LOOKED_UP = {
+    "index_select": lambda t, at: t.index_select(0, at),
+    "rows": lambda t, at: t[at],
+    "embedding": lambda t, at: torch.nn.functional.embedding(at, t),
+    "gather": lambda t, at: t.gather(0, at.view(-1, 1).expand(5, 4)),
+    "take_along_dim": lambda t, at: t.take_along_dim(at.view(-1, 1), 0),
+    "take": lambda t, at: t.take(at),
+}
+
+
+def looked_up(rank, world_size):
+    mesh = device_mesh((world_size,), ("tp",))
+    for name, function in LOOKED_UP.items():
+        x = vd.distribute_tensor(TABLE.clone(), mesh, [Shard(0)]).requires_grad_()
+        whole = TABLE.clone().requires_grad_()
+        found, expected = function(x, AT), function(whole, AT)
+        assert torch.equal(found.full_tensor(), expected), name
+        expected.sum().backward()
+        found.sum().backward()
+        assert torch.equal(x.grad.full_tensor(), whole.grad), name
+
+
+def test_rows_of_a_large_table():
+    simulate(3).run(looked_up)
