@@ -31,7 +31,6 @@ FUNCTIONS = {
     "max": lambda s: s.amax(),
     "norm": lambda s: s.norm(),
     "matmul": lambda s: s @ s,
-    "tensordot": lambda s: torch.tensordot(s[:4].outer(s[4:]), s[4:].outer(s[:4] + 1), 2),
     "index_select": lambda s: s.index_select(0, torch.tensor([1, 7])),
 }
 
@@ -78,3 +77,17 @@ def looked_up(rank, world_size):
 
 def test_rows_of_a_large_table():
     simulate(3).run(looked_up)
+
+
+def contracted(rank, world_size):
+    mesh = device_mesh((world_size,), ("tp",))
+    x, y = torch.arange(192.0).view(3, 8, 8), torch.arange(128.0).view(8, 8, 2) + 1
+    expected = torch.tensordot(x, y, 2)
+    for left, right in ((1, 0), (2, 1), (0, 2), (1, 1)):
+        a = vd.distribute_tensor(x, mesh, [Shard(left)])
+        b = vd.distribute_tensor(y, mesh, [Shard(right)])
+        assert torch.equal(torch.tensordot(a, b, 2).full_tensor(), expected), (left, right)
+
+
+def test_the_last_dims_of_one_with_the_first_of_the_other():
+    simulate(2).run(contracted)
