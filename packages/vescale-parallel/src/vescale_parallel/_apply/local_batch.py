@@ -32,6 +32,11 @@ _FORM: Final = (
     "With batch_is='local' every rank passes its own rows in the same form: the same tensors, "
     "dtypes and other extents. A rank without rows passes tensors of no rows."
 )
+_OWN_ROWS: Final = (
+    "With batch_is='local' every rank passes its own rows: pass those of both, cut or drawn alike "
+    "(torch.randn_like(distribute_batch(model, rows)) are a batch's random numbers). What is no "
+    "batch, and the same on every rank, is passed as a replicated DTensor."
+)
 _REPLICAS: Final = (
     "Ranks that differ only along axes that do not share the batch (tp) pass the same rows."
 )
@@ -77,7 +82,9 @@ class LocalBatch:
         """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
         named = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
         plain = {name: one for name, one in named.items() if not isinstance(one, DTensor)}
-        counts = iter(self._counts(plain))
+        rows = self._counts(plain)
+        self._require_own_rows(plain, rows)
+        counts = iter(rows)
         if self._unchecked[of] > 0:
             self._unchecked[of] -= 1
             with no_torch_function():
@@ -156,6 +163,29 @@ class LocalBatch:
                     f"ranks that pass the same shard of the batch differ: {told}.\n{_REPLICAS}"
                 )
         return [next(iter(found[shard])) for shard in range(math.prod(self._sizes))]
+
+    def _require_own_rows(self, plain: dict[str, Tensor], rows: list[list[int]]) -> None:
+        """Refuse a tensor of the whole batch beside rows of it: it would count once a rank."""
+        names = [name for name, tensor in plain.items() if self._has_rows(tensor)]
+        counts = dict(zip(names, rows, strict=True))
+        parts = {sum(each): name for name, each in counts.items() if sum(each)}
+        # Of a batch of another size there may be so many by chance; that has other values, too.
+        suspects = {
+            name: parts[each[0]]
+            for name, each in counts.items()
+            if len(each) > 1 and set(each) == {each[0]} and each[0] in parts
+        }
+        # All ranks know all counts, so all of them come here, or none does.
+        if not suspects:
+            return
+        with no_torch_function():
+            found = self._told([checksum(plain[name]) for name in suspects])
+        for at, (name, part) in enumerate(suspects.items()):
+            if len({row[at] for row in found}) == 1:
+                raise PlanError(
+                    f"{name} has the same {counts[name][0]} rows on every rank, and {part} has "
+                    f"{' + '.join(map(str, counts[part]))} of them. {_OWN_ROWS}"
+                )
 
     def _require_same_values(self, plain: dict[str, Tensor]) -> None:
         values = {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}

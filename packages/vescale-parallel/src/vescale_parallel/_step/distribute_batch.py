@@ -28,7 +28,8 @@ def distribute_batch(model: nn.Module, *values: Any) -> Any:
     `x, y = distribute_batch(model, x, y)`: labels that only a loss sees then fit the output.
     With `Plan(batch_is="local")` each rank gives its own rows, any number of them; else each gives
     the whole batch. The model takes the result as it takes plain tensors, and so does a loop that
-    was written for one device. Collective.
+    was written for one device. Numbers that are drawn like it (`torch.randn_like(x)`) are those of
+    the global batch; like a rank's own rows each rank would draw the same. Collective.
 
     Args:
         model: what `parallelize` returned. Any other model, or a plan without a batch: the values
@@ -42,6 +43,7 @@ def distribute_batch(model: nn.Module, *values: Any) -> Any:
 
     Raises:
         DisagreementError: ranks pass other forms, or other values where they should be the same.
+        PlanError: the whole batch stands beside a rank's own rows.
     """
     distribution: Distribution | None = getattr(model, BATCH, None)
     placed = values if distribution is None else distribution.distributed(values, {}, [])[0]
