@@ -177,6 +177,10 @@ def test_the_whole_batch_beside_rows_of_it_is_refused():
                 model(mine, noise)
             with pytest.raises(PlanError, match=said):
                 distribute_batch(model, mine, noise)
+            with pytest.raises(
+                PlanError, match=r"loss\[0\] has the same 6 rows on every rank, and"
+            ):
+                forward_backward(model, mine, loss=(lambda out, _: out, noise))
             # As many, and each rank's own: several rows of y for one of x.
             model(mine, noise + rank)
             model(x[:0], noise[:0])

@@ -1,7 +1,7 @@
 """Batches of which every rank passes its own rows: checked, counted, and made one global batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, Final
 
@@ -77,13 +77,22 @@ class LocalBatch:
         return placed
 
     def distributed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied, of: str = "outside"
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copied: Copied,
+        of: str = "outside",
+        *,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
-        named = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
-        plain = {name: one for name, one in named.items() if not isinstance(one, DTensor)}
-        rows = self._counts(plain)
-        self._require_own_rows(plain, rows)
+        # Beside the arguments of a model they are those of a loss, and are called so.
+        named = named_tensors_within(args, "loss" if beside else "args")
+        plain = _plain(named | named_tensors_within(kwargs, "kwargs"))
+        every = plain | _plain(beside or {})
+        rows = self._counts(every)
+        self._require_own_rows(every, rows)
+        # Those of `plain` are the first ones.
         counts = iter(rows)
         if self._unchecked[of] > 0:
             self._unchecked[of] -= 1
@@ -243,6 +252,10 @@ class LocalBatch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalBatch":
         return self
+
+
+def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in named.items() if not isinstance(one, DTensor)}
 
 
 def _rank() -> int:
