@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from vescale_comm import CommArgumentError, ddp, trace
+from vescale_comm import CommArgumentError, ddp
 from vescale_comm.testing import run
-from vescale_comm_worlds import refusals
+from vescale_comm_worlds import refusals, trace_of_ours
 
 
 def model():
@@ -51,7 +51,7 @@ def train(rank, world_size, steps, how, accumulate=False):
     found = []
     for step in range(steps):
         module.zero_grad()
-        with trace() as sent:
+        with trace_of_ours() as sent:
             if accumulate:
                 with module.no_sync():
                     loss_of(module, 10 * step + rank, 0.5).backward()

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from vescale_comm import CommArgumentError, fsdp2, trace
+from vescale_comm import CommArgumentError, fsdp2
 from vescale_comm.testing import run as run_processes
-from vescale_comm_worlds import refusals, run
+from vescale_comm_worlds import refusals, run, trace_of_ours
 
 
 def model():
@@ -71,7 +71,7 @@ def one_microbatch_each(rank, world_size, how):
     module = sharded()
     if how is not None:
         fsdp2.install(module, **how)
-    with trace() as t:
+    with trace_of_ours() as t:
         loss_of(module, rank).backward()
     return gradients(module), t.counts()
 
@@ -110,7 +110,7 @@ def hybrid(rank, world_size, shape, how):
     module = sharded(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")))
     if how is not None:
         fsdp2.install(module, **how)
-    with trace() as t:
+    with trace_of_ours() as t:
         loss_of(module, rank).backward()
     return gradients(module), t.counts()
 

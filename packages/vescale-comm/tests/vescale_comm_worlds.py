@@ -1,6 +1,7 @@
 """`run` and `outcomes` in both worlds: simulated, and real gloo processes with equal bits."""
 
 import copy
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -43,6 +44,15 @@ def refusals(calls):
                 found[name] = type(error).__name__, str(error)
         assert sent.records == [], name
     return found
+
+
+@contextmanager
+def trace_of_ours():
+    """A trace without what torch itself sends in the block, of which it would warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "trace: collectives that are not this package's")
+        with trace() as sent:
+            yield sent
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def printed_by(rank: int, world_size: int, blocks: list[str], folder: str) -> li
 
 
 def test_every_block_says_what_it_prints():
-    assert len(PAIRS) == sum(page.count("```python") for page in PAGES) == 9
+    assert len(PAIRS) == sum(page.count("```python") for page in PAGES) == 10
     # One needs other people's libraries, and stands as a program in the repository's guide.
     assert README.count("```py\n") == README.count("```py\nfrom vescale_parallel.integrations") == 1
 

@@ -25,6 +25,7 @@ from vescale_comm import (
     SimulationError,
     all_reduce,
     as_group,
+    barrier,
     group_of,
     simulate,
     trace,
@@ -145,7 +146,7 @@ def test_environment_warnings_and_traces_are_of_the_rank():
             for index in range(3):
                 if index < rank:
                     warnings.warn(f"{rank}.{index}", UserWarning, stacklevel=1)
-                dist.barrier()
+                barrier()
             all_reduce(torch.ones(1))
         return os.environ["VESCALE_RANK"], t.counts()["all_reduce"], len(caught)
 

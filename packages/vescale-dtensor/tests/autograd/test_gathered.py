@@ -52,7 +52,7 @@ def varying_and_invariant(rank: int, world_size: int) -> None:
     assert whole.placements == (Replicate(), Shard(0))
     rows = vd.distribute_tensor(x, mesh, [Shard(0), Replicate()])
     # The product varies over dp, the sine does not: both reach one node, unsummed.
-    with trace() as seen:
+    with trace(torch=True) as seen:
         found = (rows @ whole.t()).square().sum() + whole.sin().sum()
         found.backward()
     torch.testing.assert_close(found.full_tensor(), loss.detach())

@@ -23,6 +23,7 @@ from vescale_parallel import (
     parallelize,
 )
 from vescale_parallel import mesh as make_mesh
+from vescale_rng.torch_dtensor import consistent
 from zero_models import batch, distributed, make, require_same_gradients
 
 HALF = {"dp": 2, "tp": 2}
@@ -139,6 +140,52 @@ def test_labels_that_are_distributed_leave_the_batches_of_the_model_compared():
             distribute_batch(other, y + rank)
 
     simulate(2)(on_a_rank)
+
+
+def test_random_numbers_of_rows_are_those_of_one_device():
+    """Drawn outside of the model, with one seed: of the distributed batch, or of plain rows."""
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        batch, mesh = torch.ones(7, 5), make_mesh(device_type="cpu", dp=3)
+        model = parallelize(nn.Linear(5, 3), mesh, Plan(batch_is="local"))
+        for draw in (torch.randn_like, torch.rand_like, F.dropout):
+            torch.manual_seed(3)
+            noise, after = draw(batch), torch.rand(1)
+            for counts in ([3, 3, 1], [2, 0, 5]):
+                mine, even = batch.split(counts)[rank], noise.split([3, 3, 1])[rank]
+                torch.manual_seed(3)
+                drawn = draw(distribute_batch(model, mine))
+                assert torch.equal(drawn.to_local(), even)
+                assert torch.equal(torch.rand(1), after)
+                torch.manual_seed(3)
+                with consistent(data=mesh["dp"]):
+                    assert torch.equal(draw(mine), noise.split(counts)[rank])
+                assert torch.equal(torch.rand(1), after)
+
+    simulate(3)(on_a_rank)
+
+
+def test_the_whole_batch_beside_rows_of_it_is_refused():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        model = parallelize(Many(), make_mesh(device_type="cpu", dp=3), Plan(batch_is="local"))
+        x, noise = torch.ones(6, 2), torch.arange(12.0).view(6, 2)
+        mine = x.split([1, 2, 3])[rank]
+        said = r"args\[1\] has the same 6 rows on every rank, and args\[0\] has 1 \+ 2 \+ 3 of them"
+        # Any batch: the first ones are compared for other reasons, too.
+        for _ in range(4):
+            with pytest.raises(PlanError, match=said):
+                model(mine, noise)
+            with pytest.raises(PlanError, match=said):
+                distribute_batch(model, mine, noise)
+            with pytest.raises(
+                PlanError, match=r"loss\[0\] has the same 6 rows on every rank, and"
+            ):
+                forward_backward(model, mine, loss=(lambda out, _: out, noise))
+            # As many, and each rank's own: several rows of y for one of x.
+            model(mine, noise + rank)
+            model(x[:0], noise[:0])
+
+    simulate(3)(on_a_rank)
 
 
 class Many(nn.Module):

@@ -49,6 +49,38 @@ def test_two_sizes_cannot_be_open():
         resolve_sizes({"dp": -1, "tp": -1}, 4)
 
 
+@pytest.mark.parametrize(
+    ("size", "rank", "said"),
+    [
+        (None, "1", "WORLD_SIZE is not set and RANK is 1"),
+        (None, "0", "WORLD_SIZE is not set and RANK is 0"),
+        ("2", None, "WORLD_SIZE is 2 and RANK is not set"),
+        ("two", "0", "WORLD_SIZE is two"),
+        ("0", "0", "WORLD_SIZE is 0"),
+        ("2", "2", "RANK is 2"),
+        ("2", "-1", "RANK is -1"),
+    ],
+)
+def test_half_of_a_launcher(
+    size: str | None, rank: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in (("WORLD_SIZE", size), ("RANK", rank)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=said):
+        mesh(device_type="cpu")
+    assert not dist.is_initialized()
+
+
+def test_a_world_of_one_needs_no_rank(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    try:
+        assert mesh(device_type="cpu").size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_mesh_of_one_process_without_a_launcher():
     assert not dist.is_initialized()
     try:

@@ -72,11 +72,29 @@ def test_one_process_and_a_file(tmp_path):
     assert graph.timeline(made, machine=machine, flops=1.0).seconds > expected.seconds
 
 
-@pytest.mark.parametrize("held", ["", "[]", "{}", json.dumps({"flops": 1})])
+GOOD = {"flops": 1e9, "memory_bandwidth": 1e9, "link": {"latency": 0.0, "bandwidth": 1.0}}
+NO_RATES = ["fast", None, True, float("nan"), -1.0, 0]
+BAD = [
+    *({name: value} for name in ("flops", "memory_bandwidth") for value in NO_RATES),
+    *({"link": {"latency": 0.0, "bandwidth": value}} for value in NO_RATES),
+    *({"host": {"latency": value, "bandwidth": 1.0}} for value in ("a", float("nan"), -1.0)),
+]
+
+
+@pytest.mark.parametrize(
+    "held", ["", "[]", "{}", json.dumps({"flops": 1}), *(json.dumps(GOOD | one) for one in BAD)]
+)
 def test_another_file_is_refused(tmp_path, held: str):
     (tmp_path / "machine.json").write_text(held)
     with pytest.raises(GraphError, match=r"machine\.json: not what Machine\.save writes"):
         graph.Machine.load(tmp_path / "machine.json")
+
+
+def test_a_file_written_by_hand(tmp_path):
+    (tmp_path / "machine.json").write_text(json.dumps(GOOD))
+    assert graph.Machine.load(tmp_path / "machine.json").link == graph.Link(
+        latency=0.0, bandwidth=1.0
+    )
 
 
 def test_rates_that_are_missing():

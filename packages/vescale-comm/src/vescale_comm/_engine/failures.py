@@ -15,6 +15,7 @@ from vescale_comm._errors import (
     RankFailedError,
 )
 from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._torch.own_calls import own_calls
 from vescale_comm._torch.ranks import named
 from vescale_comm._watchdog.channel import Answer
 from vescale_comm._watchdog.current import current
@@ -73,7 +74,7 @@ def explained_failures(
     if where._log is not None:
         together = op != "broadcast" and not async_op
         where._log.record((op, "of a check", x.dtype, x.numel()), together=together)
-    with failures_in_words(op, x, where):
+    with failures_in_words(op, x, where), own_calls(where.process_group):
         yield
 
 

@@ -15,6 +15,7 @@ from vescale_comm._engine.primitives import Primitive, Steps
 from vescale_comm._engine.recorded import recorded
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.compat import being_traced
+from vescale_comm._torch.own_calls import own_calls
 
 Result = TypeVar("Result")
 
@@ -89,8 +90,14 @@ def _perform(primitive: Primitive, *, async_op: bool) -> Waitable | None:
     if hooks:
         # Said to the hooks only, which have to know whether a wait follows.
         primitive.later = async_op
-        return through_hooks(primitive, lambda: _launch(primitive, async_op))
+        return through_hooks(primitive, lambda: _launch_counted(primitive, async_op))
     return _launch(primitive, async_op)
+
+
+def _launch_counted(primitive: Primitive, async_op: bool) -> Waitable | None:
+    # Within the hooks, which may send something of their own.
+    with own_calls(primitive.group.process_group):
+        return _launch(primitive, async_op)
 
 
 def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:

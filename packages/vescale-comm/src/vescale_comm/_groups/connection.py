@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vescale_comm._groups.group import Group
+from vescale_comm._torch.own_calls import own_calls
 
 _connected: "WeakSet[ProcessGroup]" = WeakSet()
 
@@ -28,7 +29,8 @@ def connect(group: Group, device: torch.device | str) -> None:
     # A device without an index is the current one.
     where = torch.device(device)
     if connects_late(group, where.type):
-        dist.all_reduce(torch.zeros(1, device=where), group=group.process_group)
+        with own_calls(group.process_group):
+            dist.all_reduce(torch.zeros(1, device=where), group=group.process_group)
         _connected.add(group.process_group)
 
 

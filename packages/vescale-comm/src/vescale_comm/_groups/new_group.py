@@ -19,6 +19,7 @@ from vescale_comm._torch.compat import (
     new_groups_numbered,
     process_group_count,
 )
+from vescale_comm._torch.own_calls import own_calls
 
 _Key = tuple[tuple[int, ...], str]
 
@@ -105,7 +106,8 @@ def _largest(mine: int, along: Sequence[ProcessGroup], device: str) -> int:
     most = torch.tensor(mine, dtype=torch.int64, device=device)
     for process_group in along:
         # One axis after the other: after the last, every member has the maximum over all of them.
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=process_group)
+        with own_calls(process_group):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=process_group)
     return int(most.item())
 
 

@@ -102,6 +102,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
         self._meeting, self._scheduler = meeting, scheduler
         self._said: str | None = None
         self._in_graph = False
+        self._calls = 0
 
     @contextmanager
     def annotated(self, more: str, *, in_graph: bool = False) -> Iterator[None]:
@@ -307,6 +308,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     def send(self, tensors: Any, target: int, tag: int = 0) -> SimulatedWork:
         """Leave a copy for a member; complete at once."""
         tensor = _list(tensors)[0]
+        self._calls += 1
         # A copy, so that the sender may overwrite its tensor at once, as after a real send.
         self._meeting.put(self._member, target, tag, tensor)
         return SimulatedWork(self._scheduler, "send", lambda: True, lambda: None, [tensor])
@@ -314,6 +316,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> SimulatedWork:
         """Receive what a member left first."""
         meeting, me, out = self._meeting, self._member, _list(tensors)[0]
+        self._calls += 1
 
         def _finish() -> None:
             sender = meeting.sender(source, me, tag)
@@ -353,6 +356,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     def _arrive(
         self, call: str, payload: Any, results: Sequence[Tensor], run: Run
     ) -> SimulatedWork:
+        self._calls += 1
         note = CallNote(call, self._said, call_site(), self._in_graph)
         # All members pass an equal `run`; that of the last to come is used for all payloads.
         slot: Slot = self._meeting.arrive(self._member, note, payload, _quietly(run))
@@ -370,6 +374,10 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         """Name of the backend, for C++."""
         return "simulated"
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many calls this member has made."""
+        return self._calls
 
     def _get_backend(self, device: Any) -> "SimulatedGroup":
         """Return the group itself: it has no backends. Messages ask for one from torch 2.14 on."""

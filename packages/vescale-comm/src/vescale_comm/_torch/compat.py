@@ -79,6 +79,19 @@ def process_group_named(name: str) -> ProcessGroup:
     return found
 
 
+def unboxed_process_group(value: Any) -> ProcessGroup | None:
+    """Return the process group that an operator was given: boxed, by its name, or as it is.
+
+    None where torch does not say.
+    """
+    if isinstance(value, str):
+        return process_group_named(value)
+    if isinstance(value, torch.ScriptObject):
+        unbox = getattr(ProcessGroup, "unbox", None)
+        value = None if unbox is None else unbox(value)
+    return value if isinstance(value, ProcessGroup) else None
+
+
 def data_parallel_meshes(module: Any) -> list[tuple[DeviceMesh, int, int | None]]:
     """Return the meshes over which `fully_shard` reduces gradients of a module's own parameters.
 
@@ -140,6 +153,23 @@ def sequence_number(process_group: Any) -> int | None:
         return None if ask is None else int(ask())
     except RuntimeError:  # a backend that does not count
         return None
+
+
+def calls_of(process_group: Any) -> int | None:
+    """Return how many calls the backends of a process group have had, whoever made them.
+
+    None where torch does not say.
+    """
+    backends: dict[int, Any] = {}
+    for pair in dist.get_backend_config(process_group).split(","):
+        try:
+            # One backend may serve several types of device.
+            found = process_group._get_backend(torch.device(pair.partition(":")[0]))
+        except (AttributeError, RuntimeError):  # a type that this machine does not have
+            continue
+        backends[id(found)] = found
+    counts = [count for one in backends.values() if (count := sequence_number(one)) is not None]
+    return sum(counts) if counts else None
 
 
 def set_group_timeout(process_group: ProcessGroup, timeout: timedelta) -> bool:

@@ -12,7 +12,7 @@ class Record:
     Attributes:
         op: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, `"all_to_all"`, `"broadcast"`,
             `"scatter"`, `"permute"`, `"send"`, `"recv"`, `"reduce"` (only as the gradient of a
-            broadcast) or `"barrier"`.
+            broadcast, or torch's), `"gather"` (torch's) or `"barrier"`.
         group: short name of the group: its axes, else its ranks.
         axes: names of the mesh axes that the group flattens; empty without a mesh.
         ranks: global ranks of the members.
@@ -22,9 +22,10 @@ class Record:
         start: when it was issued, in nanoseconds of `time.time_ns`'s clock.
         end: when it was complete; an asynchronous one when it was waited for, 0 until then. Of what
             lies on an accelerator: when it had been handed to it, or its stream told to wait for
-            it, as the host does not wait.
+            it, as the host does not wait. Of torch's own: when it was launched.
         site: "file:line in function" of the caller.
         device: type of the device of this rank's input.
+        of_torch: whether torch.distributed issued it itself; see `trace(torch=True)`.
     """
 
     op: str
@@ -38,8 +39,9 @@ class Record:
     end: int = field(default=0, compare=False)
     site: str = field(default="", compare=False)
     device: str = field(default="cpu", compare=False)
+    of_torch: bool = field(default=False, compare=False)
 
     @property
     def times_launch(self) -> bool:
-        """Whether its time is that of the host, and the device's is another."""
-        return self.device != "cpu"
+        """Whether its time is that of its launch, and not until it was done."""
+        return self.of_torch or self.device != "cpu"

@@ -1,13 +1,14 @@
 """A trace as text."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vescale_comm._trace.record import Record
+from vescale_comm._trace.unrecorded import in_words
 
 
-def table(records: Sequence[Record]) -> str:
-    """Return count, bytes and milliseconds by op and group, largest first."""
+def table(records: Sequence[Record], unrecorded: Mapping[str, int]) -> str:
+    """Return count, bytes and milliseconds by op and group, largest first; and what is missing."""
     rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0])
     for record in records:
         row = rows[record.op, record.group]
@@ -19,6 +20,9 @@ def table(records: Sequence[Record]) -> str:
         lines.append(f"{op:16s} {group:16s} {count:7.0f} {size:14,.0f} {spent:10.3f}")
     if any(record.times_launch for record in records):
         lines.append(
-            "ms on an accelerator: until the collective was launched, not until it was done"
+            "ms on an accelerator, and of torch's own: until the collective was launched, "
+            "not until it was done"
         )
+    if unrecorded:
+        lines.append(f"not recorded, as not this package's: {in_words(unrecorded)}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,10 +13,13 @@ from vescale_comm._engine.hooks import Proceed, hooked
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.call_site import call_site
+from vescale_comm._torch.own_calls import counting_own_calls
 from vescale_comm._trace import perfetto
 from vescale_comm._trace.clock import aligned_clock
 from vescale_comm._trace.record import Record
 from vescale_comm._trace.table import table
+from vescale_comm._trace.torch_calls import TorchCalls
+from vescale_comm._trace.unrecorded import calls_so_far, unrecorded, warn_of
 
 
 @dataclass(slots=True, eq=False)
@@ -28,11 +31,15 @@ class Trace:
             all-reduce: exchange, then gather) has two.
         rank: global rank of this process; 0 without a process group.
         clock: (this rank's, rank 0's) clock at one moment, in ns, which `merge` aligns by.
+        unrecorded: when the block has ended: how many collectives of several ranks ran in it that
+            this package did not issue, by the ranks of their group. No record, count or sum of
+            bytes has them.
     """
 
     records: list[Record] = field(default_factory=list)
     rank: int = 0
     clock: tuple[int, int] = (0, 0)
+    unrecorded: dict[str, int] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
         """Number of collectives by op."""
@@ -51,7 +58,7 @@ class Trace:
 
     def table(self) -> str:
         """Return count, bytes and milliseconds by op and group, as text."""
-        return table(self.records)
+        return table(self.records, self.unrecorded)
 
     def events(self) -> list[dict[str, object]]:
         """Return the records as events of the Trace Event format, on rank 0's clock."""
@@ -73,8 +80,15 @@ def merge(path: str | Path, traces: "list[Trace]") -> None:
 
 
 @contextmanager
-def trace(*, align: bool = False) -> Iterator[Trace]:
+def trace(*, align: bool = False, torch: bool = False) -> Iterator[Trace]:
     """Record every collective that this package issues in this process, in backward too.
+
+    What others issue is recorded with `torch=True` only: `torch.distributed` called by the program,
+    and by torch's own FSDP2 (`fsdp2.install` takes over its reductions, not its gathers), DDP,
+    DTensor and pipelines. Process groups count all calls: how many have no record, those of
+    compiled graphs among them, `Trace.unrecorded` and `Trace.table` say, and a warning at the end
+    of the block says that there were some. gloo and NCCL count, as they carry out a call: gloo some
+    calls as several, NCCL no messages between members.
 
     Traces nest, and each sees everything issued while it is open, from any thread. A group of one
     member communicates nothing, so nothing is recorded.
@@ -99,13 +113,24 @@ def trace(*, align: bool = False) -> Iterator[Trace]:
     Args:
         align: whether to compare this rank's clock with rank 0's first. That is a collective of the
             default process group: all ranks, or none.
+        torch: whether to record what torch issues as well, in this thread and in the backwards that
+            it starts: what reaches its dispatcher, which in `simulate` are the functional ones
+            only. Every operator then passes a `TorchDispatchMode`, slowly; `torch.compile` and
+            CUDA graphs do under it what they do under any. `Record.of_torch` tells them apart.
     """
     opened = Trace(rank=dist.get_rank() if dist.is_initialized() else 0)
     if align:
         opened.clock = aligned_clock()
     # Innermost: it times what reaches torch, after checks and faults had their say.
-    with hooked(_Watch(opened), innermost=True):
-        yield opened
+    before = calls_so_far()
+    with hooked(_Watch(opened), innermost=True), counting_own_calls() as own:
+        try:
+            with TorchCalls(opened.records.append, own) if torch else nullcontext():
+                yield opened
+        finally:
+            opened.unrecorded = unrecorded(before, own)
+    # Not where the block has raised. As of the `with`: two more frames are contextlib's and this.
+    warn_of(opened.unrecorded, with_torch=torch, stacklevel=3)
 
 
 def count() -> AbstractContextManager[Trace]:

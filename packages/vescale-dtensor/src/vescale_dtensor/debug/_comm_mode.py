@@ -51,8 +51,8 @@ class CommDebugMode:
 
     The interface is that of `torch.distributed.tensor.debug.CommDebugMode`. What is counted is what
     `vescale_comm` issues: that is all that DTensors communicate, and not what a program calls of
-    `torch.distributed` itself. Modules are those whose forward is running when a collective is
-    issued; each block starts from nothing.
+    `torch.distributed` itself, of which it warns. Modules are those whose forward is running when a
+    collective is issued; each block starts from nothing.
 
     Examples:
         with CommDebugMode() as comm_mode:

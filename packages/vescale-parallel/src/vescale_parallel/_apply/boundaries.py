@@ -4,6 +4,7 @@ Every decision here is made from types, dims and placements, which are the same 
 rank skips a redistribution that another one waits in.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -142,9 +143,18 @@ class DistributeBatch:
         return placed
 
     def distributed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied, of: str = "outside"
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copied: Copied,
+        of: str = "outside",
+        *,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
+        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count.
+
+        Whole batches are compared one by one: what is `beside` them does not matter.
+        """
         if self._unchecked[of] > 0:
             # Counted down alike on every rank, as batches come alike: all of them come to the
             # comparison, or none does.

@@ -1,7 +1,7 @@
 """Batches of which every rank passes its own rows: checked, counted, and made one global batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, Final
 
@@ -31,6 +31,11 @@ _TENSORS: Final = 30
 _FORM: Final = (
     "With batch_is='local' every rank passes its own rows in the same form: the same tensors, "
     "dtypes and other extents. A rank without rows passes tensors of no rows."
+)
+_OWN_ROWS: Final = (
+    "With batch_is='local' every rank passes its own rows: pass those of both, cut or drawn alike "
+    "(torch.randn_like(distribute_batch(model, rows)) are a batch's random numbers). What is no "
+    "batch, and the same on every rank, is passed as a replicated DTensor."
 )
 _REPLICAS: Final = (
     "Ranks that differ only along axes that do not share the batch (tp) pass the same rows."
@@ -72,12 +77,23 @@ class LocalBatch:
         return placed
 
     def distributed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied, of: str = "outside"
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copied: Copied,
+        of: str = "outside",
+        *,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
-        named = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
-        plain = {name: one for name, one in named.items() if not isinstance(one, DTensor)}
-        counts = iter(self._counts(plain))
+        # Beside the arguments of a model they are those of a loss, and are called so.
+        named = named_tensors_within(args, "loss" if beside else "args")
+        plain = _plain(named | named_tensors_within(kwargs, "kwargs"))
+        every = plain | _plain(beside or {})
+        rows = self._counts(every)
+        self._require_own_rows(every, rows)
+        # Those of `plain` are the first ones.
+        counts = iter(rows)
         if self._unchecked[of] > 0:
             self._unchecked[of] -= 1
             with no_torch_function():
@@ -157,6 +173,29 @@ class LocalBatch:
                 )
         return [next(iter(found[shard])) for shard in range(math.prod(self._sizes))]
 
+    def _require_own_rows(self, plain: dict[str, Tensor], rows: list[list[int]]) -> None:
+        """Refuse a tensor of the whole batch beside rows of it: it would count once a rank."""
+        names = [name for name, tensor in plain.items() if self._has_rows(tensor)]
+        counts = dict(zip(names, rows, strict=True))
+        parts = {sum(each): name for name, each in counts.items() if sum(each)}
+        # Of a batch of another size there may be so many by chance; that has other values, too.
+        suspects = {
+            name: parts[each[0]]
+            for name, each in counts.items()
+            if len(each) > 1 and set(each) == {each[0]} and each[0] in parts
+        }
+        # All ranks know all counts, so all of them come here, or none does.
+        if not suspects:
+            return
+        with no_torch_function():
+            found = self._told([checksum(plain[name]) for name in suspects])
+        for at, (name, part) in enumerate(suspects.items()):
+            if len({row[at] for row in found}) == 1:
+                raise PlanError(
+                    f"{name} has the same {counts[name][0]} rows on every rank, and {part} has "
+                    f"{' + '.join(map(str, counts[part]))} of them. {_OWN_ROWS}"
+                )
+
     def _require_same_values(self, plain: dict[str, Tensor]) -> None:
         values = {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
         rows = {name for name, one in plain.items() if self._has_rows(one)}
@@ -213,6 +252,10 @@ class LocalBatch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalBatch":
         return self
+
+
+def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in named.items() if not isinstance(one, DTensor)}
 
 
 def _rank() -> int:

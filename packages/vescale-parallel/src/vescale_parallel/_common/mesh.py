@@ -120,10 +120,25 @@ def _require_same_call(sizes: dict[str, int], device: str, problem: MeshError | 
 
 
 def world_size() -> int:
-    """Return how many processes there are: of the process group, else as torchrun says, else 1."""
+    """Return how many processes there are: of the process group, else as torchrun says, else 1.
+
+    Raises:
+        MeshError: the launcher's variables say no number, or no number for this process.
+    """
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    # Either one alone is what is left of a launcher's: a world of one would train on by itself.
+    rank = os.environ.get("RANK")
+    said = os.environ.get("WORLD_SIZE", "1" if rank is None else "not set")
+    size = int(said) if said.isdecimal() else 0
+    its = int(rank) if rank is not None and rank.isdecimal() else -1
+    if 0 <= its < size or (rank is None and size == 1):
+        return size
+    raise MeshError(
+        f"WORLD_SIZE is {said} and RANK is {'not set' if rank is None else rank}: a number of "
+        "processes, and this one's among them from 0, are needed. torchrun sets both; for one "
+        "process set neither."
+    )
 
 
 def resolve_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
@@ -255,7 +270,7 @@ def _ensure_process_group(device: str, timeout: float) -> None:
     # Small facts on the host (errors, digests) travel by gloo also where tensors travel by NCCL.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     seconds = timedelta(seconds=timeout)
-    if "WORLD_SIZE" in os.environ:
+    if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=seconds)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]

@@ -9,7 +9,13 @@ Pure functions of shapes: no processes, no tensors. Top to bottom (imports point
 - `links`: alpha-beta links, the clusters that are made of them, and the time of a collective.
 """
 
-from vescale_parallel._cost.links import CLUSTERS, Cluster, Link, collective_seconds
+from vescale_parallel._cost.links import (
+    CLUSTERS,
+    Cluster,
+    Link,
+    collective_seconds,
+    require_rates,
+)
 from vescale_parallel._cost.memory import Memory, activation_bytes
 from vescale_parallel._cost.pieces import Piece, piece_of
 from vescale_parallel._cost.settings import Precision, Workload
@@ -31,5 +37,6 @@ __all__ = [
     "collective_seconds",
     "estimate",
     "piece_of",
+    "require_rates",
     "waited",
 ]

@@ -2,10 +2,23 @@
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from numbers import Real
+from typing import Any, Final
 
 from vescale_parallel._common.messages import did_you_mean, listed
-from vescale_parallel._errors import PlanError
+from vescale_parallel._errors import ParallelError, PlanError
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a real number, of Python or numpy; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require_rates(error: type[ParallelError], **rates: Any) -> None:
+    """Raise the error where a rate is no number above 0, as NaN; what is infinite costs nothing."""
+    for name, value in rates.items():
+        if not is_number(value) or not value > 0:
+            raise error(f"{name}={value!r}: rates are numbers above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +35,12 @@ class Link:
     latency: float
     bandwidth: float
     logarithmic: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is no time, or no rate."""
+        require_rates(PlanError, bandwidth=self.bandwidth)
+        if not is_number(self.latency) or not 0 <= self.latency < math.inf:
+            raise PlanError(f"latency={self.latency!r}: seconds are a number from 0 up")
 
     def steps(self, members: int) -> int:
         """Steps of one all-gather or reduce-scatter."""
@@ -57,6 +76,11 @@ class Cluster:
     overlap: float
     host: Link = Link(latency=1e-5, bandwidth=20e9)
     host_bandwidth: float = 20e9
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of devices or bytes, or no rate."""
+        names = ("per_node", "flops", "efficiency", "memory", "memory_bandwidth", "host_bandwidth")
+        require_rates(PlanError, **{name: getattr(self, name) for name in names})
 
     def link(self, stride: int, members: int) -> Link:
         """Return the link of a group of ranks that are `stride` apart.

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from vescale_comm import all_gather
 from vescale_comm.agreement import gather_numbers
 
-from vescale_parallel._cost import Link
-from vescale_parallel._errors import GraphError
+from vescale_parallel._cost import Link, require_rates
+from vescale_parallel._errors import GraphError, ParallelError
 
 # Rows and columns of the matrices: a size that layers have, and on a device one that takes longer
 # than to launch it.
@@ -52,6 +52,10 @@ class Machine:
     link: Link
     host: Link = HOST_LINK
 
+    def __post_init__(self) -> None:
+        """Refuse what is no rate."""
+        require_rates(GraphError, flops=self.flops, memory_bandwidth=self.memory_bandwidth)
+
     def save(self, path: str | Path) -> None:
         """Write the numbers as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -67,7 +71,7 @@ class Machine:
             held = json.loads(Path(path).read_text())
             links = {name: Link(**held[name]) for name in ("link", "host") if name in held}
             return cls(**(held | links))
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, ParallelError) as error:
             raise GraphError(
                 f"{path}: not what Machine.save writes ({error}). Measure it again: "
                 "graph.calibrate().save(path)"

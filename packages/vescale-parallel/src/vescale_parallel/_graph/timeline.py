@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from vescale_parallel._cost import Link, collective_seconds
+from vescale_parallel._cost import Link, collective_seconds, require_rates
 from vescale_parallel._errors import GraphError
 from vescale_parallel._graph.collectives import Collective, collectives, is_wait, schema_name
 from vescale_parallel._graph.host_ops import copy_kind
@@ -245,8 +245,7 @@ def _rates(
         raise GraphError(
             "timeline: pass machine=graph.calibrate(), or all of link=, flops=, memory_bandwidth="
         )
-    if flops <= 0 or memory_bandwidth <= 0:
-        raise GraphError(f"flops={flops}, memory_bandwidth={memory_bandwidth}: rates are positive")
+    require_rates(GraphError, flops=flops, memory_bandwidth=memory_bandwidth)
     return _Rates(link, flops, memory_bandwidth, host or HOST_LINK)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from torch import nn
-from vescale_comm.nested import Copied
+from torch import Tensor, nn
+from vescale_comm.nested import Copied, named_tensors_within
 from vescale_dtensor import untraced
+
+from vescale_parallel._step.parts import Part
 
 BATCH: Final = "_vescale_batch"
 """The attribute of a parallelised model that holds what distributes its batches, if it has any."""
@@ -16,9 +19,17 @@ class Distribution(Protocol):
     """How batches of a model are distributed."""
 
     def distributed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Copied
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copied: Copied,
+        *,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with their tensors distributed; `copied` as of `map_tensors`."""
+        """Return arguments with their tensors distributed; `copied` as of `map_tensors`.
+
+        `beside`: tensors of the same batch, by name, which are not distributed here.
+        """
 
 
 @untraced
@@ -28,7 +39,8 @@ def distribute_batch(model: nn.Module, *values: Any) -> Any:
     `x, y = distribute_batch(model, x, y)`: labels that only a loss sees then fit the output.
     With `Plan(batch_is="local")` each rank gives its own rows, any number of them; else each gives
     the whole batch. The model takes the result as it takes plain tensors, and so does a loop that
-    was written for one device. Collective.
+    was written for one device. Numbers that are drawn like it (`torch.randn_like(x)`) are those of
+    the global batch; like a rank's own rows each rank would draw the same. Collective.
 
     Args:
         model: what `parallelize` returned. Any other model, or a plan without a batch: the values
@@ -42,7 +54,18 @@ def distribute_batch(model: nn.Module, *values: Any) -> Any:
 
     Raises:
         DisagreementError: ranks pass other forms, or other values where they should be the same.
+        PlanError: the whole batch stands beside a rank's own rows.
     """
     distribution: Distribution | None = getattr(model, BATCH, None)
     placed = values if distribution is None else distribution.distributed(values, {}, [])[0]
     return placed if len(values) != 1 else placed[0]
+
+
+@untraced
+def distribute_targets(model: nn.Module, part: Part) -> tuple[Any, ...]:
+    """Return what a loss outside of the model takes beside its output, as `distribute_batch`."""
+    distribution: Distribution | None = getattr(model, BATCH, None)
+    if distribution is None or not part.targets:
+        return part.targets
+    given = named_tensors_within(part.args, "args") | named_tensors_within(part.kwargs, "kwargs")
+    return distribution.distributed(part.targets, {}, [], beside=given)[0]

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._step.distribute_batch import distribute_batch
+from vescale_parallel._step.distribute_batch import distribute_targets
 from vescale_parallel._step.parts import Part, loss_of
 
 STEP: Final = "_vescale_step"
@@ -75,7 +75,7 @@ def forward_backward(model: nn.Module, *args: Any, loss: Any = None, **kwargs: A
         return step.forward_backward(part)
     # As the model's own hooks do with its arguments: a loss outside of it compares distributed
     # outputs with them.
-    targets = tuple(distribute_batch(model, one) for one in part.targets)
+    targets = distribute_targets(model, part)
     found = loss_of(replace(part, targets=targets), model(*part.args, **part.kwargs))
     if torch.is_grad_enabled():
         found.backward()  # type: ignore[no-untyped-call]

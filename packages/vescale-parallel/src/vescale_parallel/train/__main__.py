@@ -56,8 +56,10 @@ def _leave_together() -> None:
     torchrun ends every rank as soon as one has failed, which would silence the slower ones. The
     wait is bounded, for errors that only some ranks have.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    world = int(os.environ["WORLD_SIZE"])
+    if world == 1:
         return
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # By attempt: the launcher's store outlives a restart, with the count of the one before.

@@ -1,22 +1,20 @@
 """A run as a checkpoint, and back, on any mesh: tensors by parameter name, the rest as JSON."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vescale_rng
 
 from vescale_parallel._errors import TrainError
-
-if TYPE_CHECKING:
-    from vescale_parallel.train.run import Run
+from vescale_parallel.train.run import Run, go_to_step
 
 
-def save_run(run: "Run", path: Path) -> None:
+def save_run(run: Run, path: Path) -> None:
     """Write the run; a collective over all ranks."""
     checkpoint_package().save(path, _state(run), overwrite=True)
 
 
-def load_run(run: "Run", path: Path) -> None:
+def load_run(run: Run, path: Path) -> None:
     """Restore a freshly built run from a checkpoint that any mesh wrote; a collective.
 
     Raises:
@@ -33,14 +31,11 @@ def load_run(run: "Run", path: Path) -> None:
             f"{path} was trained on other text than {run.corpus.source}. Say with --data which "
             "text to go on with."
         )
-    run.scheduler.load_state_dict(loaded["scheduler"])
-    # A scheduler sets the rate when it steps; the first step after a resume comes before that.
-    for group, rate in zip(run.optimizer.param_groups, loaded["rates"], strict=True):
-        group["lr"] = rate
-    run.step = loaded["step"]
+    go_to_step(run, loaded["step"])
     run.checkpoint = path
-    # Last: building the model and the optimizer has drawn numbers.
-    vescale_rng.set_state(loaded["rng"])
+    # Last: building the model and the optimizer has drawn numbers. Of another seed they go on.
+    if loaded["options"]["seed"] == run.options.seed:
+        vescale_rng.set_state(loaded["rng"])
 
 
 def remembered_options(path: str) -> dict[str, Any]:
@@ -52,7 +47,7 @@ def remembered_options(path: str) -> dict[str, Any]:
     return loaded["options"]
 
 
-def _state(run: "Run") -> dict[str, Any]:
+def _state(run: Run) -> dict[str, Any]:
     """Return parameters and moments under the parameter's name, and facts that all ranks share."""
     # By name: the optimizer's own numbers follow the order in which a model lists parameters.
     parameters = dict(run.model.named_parameters())
@@ -61,6 +56,7 @@ def _state(run: "Run") -> dict[str, Any]:
         "optimizer": {name: dict(run.optimizer.state[p]) for name, p in parameters.items()},
         # From here on plain JSON, the same on every rank and for every mesh.
         "step": run.step,
+        # For whoever looks into it: a resumed run's rates are those of its options.
         "scheduler": run.scheduler.state_dict(),
         "rates": [group["lr"] for group in run.optimizer.param_groups],
         "rng": vescale_rng.get_state(),

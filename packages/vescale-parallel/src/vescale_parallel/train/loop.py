@@ -25,7 +25,7 @@ from vescale_parallel.train.data import load_corpus
 from vescale_parallel.train.digests import DropoutMasks, digest
 from vescale_parallel.train.log import Progress, RunLog
 from vescale_parallel.train.memory import held_bytes
-from vescale_parallel.train.options import Options, make_options, parse_mesh
+from vescale_parallel.train.options import REMEMBERED, Options, make_options, parse_mesh
 from vescale_parallel.train.plan import PLAN
 from vescale_parallel.train.run import (
     DivergedError,
@@ -41,7 +41,8 @@ from vescale_parallel.train.run import (
 
 def train(given: Mapping[str, Any]) -> None:
     """Run the trainer with the options that were given; every rank calls it."""
-    options = make_options(given)
+    # Of a run that goes on, sizes may fit the checkpoint's and not the defaults.
+    options = make_options(_of_this_run(given) if given.get("resume") else given)
     if options.save_every >= 0:
         checkpoint_package()  # now, and not when hours of training are to be saved
     # Before anything computes: ranks on one machine would each start a thread for every core.
@@ -65,7 +66,7 @@ def train(given: Mapping[str, Any]) -> None:
             )
     # Every rank computes everything; one of them tells about it.
     main = not dist.is_initialized() or dist.get_rank() == 0
-    folder, append = Path(options.out), bool(options.resume)
+    folder, append = Path(options.out), bool(options.resume) and not options.overwrite
     # Rank 0 alone opens files here, and the others would train on without it if it could not.
     opened = all_or_none(
         lambda: RunLog(folder, active=main, append=append, tensorboard=options.tensorboard)
@@ -77,6 +78,11 @@ def train(given: Mapping[str, Any]) -> None:
             # Written and then raised on: every rank has the same loss, so all of them leave here.
             log.write("diverged", step=run.step, reason=str(error))
             raise
+
+
+def _of_this_run(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a checkpoint says nothing about."""
+    return {name: value for name, value in given.items() if name not in REMEMBERED}
 
 
 def _threads() -> int:
@@ -128,12 +134,12 @@ def _loop(run: Run, mesh: DeviceMesh | None, log: RunLog, *, main: bool) -> None
     # Before the first step, and gathered: parameters are compared as one device would hold them.
     if options.digests:
         log.write("digest", what="parameters", sha256=digest(run.model.named_parameters()))
-    tokens = options.batch * options.context
+    tokens, first = options.batch * options.context, run.step
     with Progress(run.step, options.steps, tokens, active=main) as progress:
         progress.note(_introduction(run, mesh))
         while run.step < options.steps:
             # Masks are observed once: gathering them takes longer than a step.
-            observed = options.digests and run.step == 0
+            observed = options.digests and run.step == first
             result = _first_step(run, log) if observed else train_step(run)
             rate = round(progress.step(run.step, result.loss), 1)
             facts = dataclasses.asdict(result)

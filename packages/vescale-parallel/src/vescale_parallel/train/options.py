@@ -37,7 +37,9 @@ examples:
       your own files, a larger model
 
 Every run writes log.jsonl (one JSON object a line) and its checkpoints to --out. A resumed run
-takes model, batch, seed and learning-rate options from the checkpoint, unless they are given.
+takes model, batch, seed and learning-rate options from the checkpoint, unless they are given: from
+its first step on it has the rates, and draws the windows and dropout, that they say. The model's
+layers and widths stay the checkpoint's, and others are refused.
 """
 
 
@@ -49,6 +51,11 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 def _curve(default: Any, help: str, **more: Any) -> Any:
     """Return an option of the loss curve, which a resumed run takes from the checkpoint."""
     return _option(default, help, remembered=True, **more)
+
+
+def _size(default: int, help: str) -> Any:
+    """Return an option that says which model the parameters of a checkpoint are of."""
+    return _curve(default, help, is_size=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +85,11 @@ class Options:
         0, "1 shards optimizer states over dp, 2 gradients as well, 3 parameters as well"
     )
 
-    layers: int = _curve(ModelConfig.layers, "decoder blocks")
-    dim: int = _curve(ModelConfig.dim, "width of the residual stream")
-    heads: int = _curve(ModelConfig.heads, "query heads")
-    kv_heads: int = _curve(ModelConfig.kv_heads, "key and value heads")
-    hidden: int = _curve(ModelConfig.hidden, "width inside the feed-forward layers")
+    layers: int = _size(ModelConfig.layers, "decoder blocks")
+    dim: int = _size(ModelConfig.dim, "width of the residual stream")
+    heads: int = _size(ModelConfig.heads, "query heads")
+    kv_heads: int = _size(ModelConfig.kv_heads, "key and value heads")
+    hidden: int = _size(ModelConfig.hidden, "width inside the feed-forward layers")
     context: int = _curve(ModelConfig.context, "tokens in a sequence")
     dropout: float = _curve(ModelConfig.dropout, "dropout in attention and residual")
 
@@ -145,6 +152,7 @@ _RANGES: dict[str, tuple[int, float]] = {
     "seed": (0, 2**64 - 1),  # what torch.manual_seed takes
 }
 REMEMBERED = tuple(one.name for one in fields(Options) if one.metadata.get("remembered"))
+_SIZES = tuple(one.name for one in fields(Options) if one.metadata.get("is_size"))
 
 
 def flag(name: str) -> str:
@@ -203,9 +211,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def make_options(given: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> Options:
-    """Options from what was given, then what the checkpoint remembers, then the defaults."""
+    """Options from what was given, then what the checkpoint remembers, then the defaults.
+
+    Raises:
+        TrainError: an option that cannot be trained with, or that is of another model than the
+            checkpoint's.
+    """
     # A checkpoint of an older trainer may remember options that no longer exist.
     kept = {k: v for k, v in (checkpoint or {}).items() if k in REMEMBERED}
+    for name in _SIZES:
+        # By name: parameters of another number of heads may have the same shapes.
+        if name in given and name in kept and given[name] != kept[name]:
+            raise TrainError(
+                f"{flag(name)} {given[name]}: the model of the checkpoint has {kept[name]}. Leave "
+                "it out to go on with that model."
+            )
     return Options(**(kept | dict(given)))
 
 

@@ -74,6 +74,14 @@ def build(options: Options, corpus: Corpus, mesh: DeviceMesh | None, device: str
     return Run(options, corpus, model, optimizer, scheduler, torch.device(device))
 
 
+def go_to_step(run: Run, step: int) -> None:
+    """Set how many updates were made, and the learning rate to that of the options at this step."""
+    # Not read from a checkpoint: the rates that it was trained with may not be those asked for now.
+    factor = _warm_up_then_cosine(run.options)
+    run.scheduler = LambdaLR(run.optimizer, factor, last_epoch=step - 1)
+    run.step = step
+
+
 def _warm_up_then_cosine(options: Options) -> Callable[[int], float]:
     """Factor of the learning rate by step: linear from 0, then half a cosine down to a tenth."""
     length = max(1, (options.decay_steps or options.steps) - options.warmup)

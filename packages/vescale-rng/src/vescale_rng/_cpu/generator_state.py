@@ -5,6 +5,7 @@
 installed torch does, so that another layout is an error and never wrong numbers.
 """
 
+import math
 import struct
 from dataclasses import dataclass, replace
 from functools import cache
@@ -45,6 +46,11 @@ class Position:
     words: bytes
     index: int
     normal: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse a sample that no generator draws: the next draw would hand it out."""
+        if self.normal is not None and not math.isfinite(self.normal):
+            raise StateError(f"a generator keeps no normal sample {self.normal}")
 
     def after(self, words: int) -> "Position":
         """Return the place after `words` more 32-bit draws; the cost grows with their logarithm.

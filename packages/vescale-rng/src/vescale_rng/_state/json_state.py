@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import math
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -139,8 +140,9 @@ def _parse_cpu(cpu: Any) -> tuple[Position, None]:
     seed, index, normal = cpu.get("seed"), cpu.get("index"), cpu.get("normal")
     if not _is_natural(seed, 2**64 - 1) or not _is_natural(index, WORDS):
         raise StateError(f"`state`: it has seed {seed!r} and index {index!r}: out of range")
-    if normal is not None and not isinstance(normal, float):
-        raise StateError(f"`state`: it has normal {normal!r}: neither a float nor null")
+    # JSON as Python reads it has NaN and infinity.
+    if normal is not None and not (isinstance(normal, float) and math.isfinite(normal)):
+        raise StateError(f"`state`: it has normal {normal!r}: neither a finite float nor null")
     return Position(seed, _words(cpu.get("words")), index, normal), None
 
 
@@ -172,6 +174,9 @@ def _words(text: Any) -> bytes:
         raise StateError(
             f"`state`: it has {len(words)} bytes of words instead of {4 * WORDS}: it is cut"
         )
+    # No seed leads there, and nothing but zeros follows.
+    if not any(words):
+        raise StateError("`state`: all of its words are zero")
     return words
 
 
