@@ -42,9 +42,8 @@ def of_partial_sums(rank, world_size):
         x = vd.distribute_tensor(values, mesh, [Shard(0)])
         total = x.sum(0)
         assert total.placements[0].is_partial()
-        torch.testing.assert_close(
-            function(total).full_tensor(), function(values.sum(0)), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        found, expected = function(total).full_tensor(), function(values.sum(0))
+        torch.testing.assert_close(found, expected, msg=lambda said, name=name: f"{name}: {said}")
 
 
 def test_functions_of_partial_sums():
