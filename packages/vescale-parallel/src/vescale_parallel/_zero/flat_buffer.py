@@ -9,7 +9,6 @@ and the rest on the device.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -27,7 +26,7 @@ from vescale_dtensor import (
     written_unseen,
 )
 
-from vescale_parallel._common.gradient_dtypes import gradient_dtype
+from vescale_parallel._common.gradient_dtypes import dtype_of_sums
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
 from vescale_parallel._zero.host import HOST, HostShard
@@ -212,12 +211,7 @@ class FlatBuffer:
         """Dtype in which gradients are summed."""
         if self.row.reduce != self.row.compute:
             return self.row.reduce
-        # As parameters say themselves (`grad_dtype`), so that nothing that one keeps is rounded.
-        return functools.reduce(torch.promote_types, self._kept_dtypes(), self.compute)
-
-    def _kept_dtypes(self) -> set[torch.dtype]:
-        """The dtypes in which gradients of parameters are kept, where that is not the shard's."""
-        return set(map(gradient_dtype, local_leaves(self.parameters))) - {self.shard.dtype}
+        return dtype_of_sums(local_leaves(self.parameters), self.compute)
 
     def _is_old(self) -> bool:
         # Also at level 3: a forward without a backward may have left it. This goes by what the
@@ -402,7 +396,7 @@ class FlatBuffer:
         self._under_way.remove(pending)
         with unrecorded():
             host = self.host
-            dtype = functools.reduce(torch.promote_types, self._kept_dtypes(), self.shard.dtype)
+            dtype = dtype_of_sums(local_leaves(self.parameters), self.shard.dtype)
             total = pending.wait() if host is None else host.total(pending, dtype)
         if self._packed is None:
             self._packed = kept
@@ -419,9 +413,9 @@ class FlatBuffer:
         return {"order": order_of(packed, self.group), "sizes": self._sizes}
 
     def _gradients(self, total: Tensor, arrived: set[int]) -> list[Tensor | None]:
-        # Where parameters say in which they keep theirs, autograd casts each of them.
-        if total.dtype is not self.shard.dtype and not self._kept_dtypes():
-            total = total.to(self.shard.dtype)
+        # Where parameters keep theirs in several, autograd casts each of them.
+        dtype = dtype_of_sums(local_leaves(self.parameters), self.shard.dtype)
+        total = total if total.dtype is dtype else total.to(dtype)
         sizes, at = self._pieces
         # In one call. What it returns is no view for autograd, which need not know: no two of them
         # share an element, and nobody else has the total.

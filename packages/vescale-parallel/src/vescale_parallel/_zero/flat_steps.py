@@ -161,7 +161,7 @@ class _Stepped:
         gradients = [one.grad for one in leaves]
         if any([one is None for one in gradients]):
             return None  # left out of this step, as on one device
-        if any([one.dtype is not gradients[0].dtype for one in gradients]):
+        if len({one.dtype for one in gradients if one is not None}) > 1:
             return None  # as parameters keep them (`grad_dtype`)
         state = self._states.get(id(buffer))
         if state is None or not state.is_in_place(optimizer, shard):

@@ -155,13 +155,6 @@ CONSTANT = frozenset(
 )
 """What depends on the shape and the dtype alone."""
 
-# torch before 2.11 has none.
-_of_gradients: dict[Any, Callable[..., Any]] = (
-    {getter("grad_dtype"): _gradient_dtype, setter("grad_dtype"): _set_gradient_dtype}
-    if hasattr(torch.Tensor, "grad_dtype")
-    else {}
-)
-
 HANDLERS: dict[Any, Callable[..., Any]] = {
     **{func: _of_wrapper(func) for func in functions(_METADATA, (torch.Tensor, torch))},
     **{
@@ -177,7 +170,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     getter("grad_fn"): lambda self: self.grad_fn,
     # C++ drops the hooks of what a custom Function wrote to (`mark_dirty`), before `apply` returns.
     setter("_backward_hooks"): _of_wrapper(setter("_backward_hooks")),
-    **_of_gradients,
+    getter("grad_dtype"): _gradient_dtype,
+    setter("grad_dtype"): _set_gradient_dtype,
     torch.result_type: _result_type,
     torch.Tensor.type: _type,
     torch.Tensor.pin_memory: _pinned,
