@@ -1,5 +1,6 @@
 """A first forward that runs while ranks tell how they call leaves nothing behind if they differ."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,14 @@ class Block(nn.Linear):
     """Counts its forwards, and fails when it is told to."""
 
     fails = False
-    calls = 0
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        # Not the module's own, which is taken back with a forward.
+        self.begun = SimpleNamespace(calls=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.begun.calls += 1
         if self.fails:
             raise ValueError("this block fails")
         return super().forward(x)
@@ -73,7 +78,7 @@ def refused(rank: int, world_size: int, p: float) -> list[Any]:
         for _ in range(3 if early else 0):
             step(model, plain, 5)
         model.zero_grad()
-        calls = first.calls
+        calls = first.begun.calls
         for differs in ({"scale": 1.0 + rank}, {"x": batch(0)[: 2 + 2 * rank]}):
             given = {"x": batch(0), **differs}
             for fails in (False, True):
@@ -84,7 +89,7 @@ def refused(rank: int, world_size: int, p: float) -> list[Any]:
                 said.append([one for one in str(caught.value).split("\n") if "checksum" not in one])
                 first.fails = False
                 assert state(model) == before
-        begun.append(first.calls - calls)
+        begun.append(first.begun.calls - calls)
         step(model, plain, 6)
     # What is wrong in a forward that all ranks want is said as ever.
     first.fails = True

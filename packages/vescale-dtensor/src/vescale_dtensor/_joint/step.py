@@ -431,6 +431,11 @@ def _check_leaf(name: str, leaf: DTensor, state: LeafGradient) -> None:
             "and of an overlapped reduction are such). Take them off, or run the step with capture "
             "alone"
         )
+    if getattr(local, "grad_dtype", local.dtype) is not local.dtype:
+        raise CaptureError(
+            f"joint: parameter '{name}' keeps its gradient in {local.grad_dtype} (grad_dtype), and "
+            f"a graph makes it in {local.dtype}. Run the step with capture alone"
+        )
 
 
 def _loss(program: Program) -> tuple[int, Layout | None]:

@@ -19,6 +19,7 @@ from vescale_dtensor import DTensor
 from vescale_parallel._apply.attributes import attributes
 from vescale_parallel._apply.optimizers import state_facts
 from vescale_parallel._common.agreement import UNDESCRIBED, checksum
+from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import numbers
 from vescale_parallel._deferred.described import digest_of
@@ -133,7 +134,13 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
         # Where parameters are shared decides how many of them there are.
         shared = "" if owner == name else f", shared with '{owner}'"
         frozen = "" if parameter.requires_grad else ", frozen"
-        yield name, _tensor(parameter) + frozen + shared
+        yield name, _tensor(parameter) + _kept(parameter) + frozen + shared
+
+
+def _kept(parameter: nn.Parameter) -> str:
+    # Ranks that kept gradients in different dtypes would send each other different bytes.
+    dtype = gradient_dtype(parameter)
+    return "" if dtype is parameter.dtype else f", gradient {dtype}"
 
 
 def _tensor(tensor: Tensor) -> str:

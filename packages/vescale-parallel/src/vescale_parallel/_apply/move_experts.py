@@ -13,6 +13,7 @@ from vescale_dtensor import DTensor, RaggedShard, set_gradient_reducer
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
 from vescale_parallel._common.agreement import UNDESCRIBED, require_same
+from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import ParallelError
@@ -156,6 +157,7 @@ def _moved(
             return moved
 
         new = nn.Parameter(distribute(old), requires_grad=old.requires_grad)
+        keep_gradient_dtype(new, old)
         forward.placements[name] = tuple(
             RaggedShard((0,), counts) if position == axis else one
             for position, one in enumerate(forward.placements[name])

@@ -30,6 +30,7 @@ from vescale_parallel._apply.replaced import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.install import Budget, install_regions
+from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
 from vescale_parallel._deferred.distributed import distributed
 from vescale_parallel._deferred.models import attributes_of, materialize_rest
 from vescale_parallel._deferred.recording import DeferredTensor
@@ -200,6 +201,7 @@ def _make(plain: nn.Parameter, distribute: Distribute) -> nn.Parameter:
     for attribute, value in attributes_of(plain).items():
         # What users hang on parameters (groups for weight decay, say) goes along.
         setattr(parameter, attribute, value)
+    keep_gradient_dtype(parameter, plain)
     return parameter
 
 

@@ -1,7 +1,7 @@
 """One module whose forward is computed again in backward, bitwise the same.
 
 The random numbers are: torch restores the generators, and vescale-rng draws by them. Buffers that
-forward writes to (running statistics) are as they were for a recomputation, and untouched by it.
+forward writes to are as they were for a recomputation, and untouched by it.
 """
 
 from __future__ import annotations

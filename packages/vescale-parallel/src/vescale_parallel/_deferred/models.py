@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vescale_comm.nested import field_names
 
+from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import missing_for_deferred, schema_of
 from vescale_parallel._deferred.recording import (
@@ -113,6 +114,7 @@ def parameter_of(parameter: DeferredTensor) -> nn.Parameter:
     made = nn.Parameter(replay(value_of(parameter)), requires_grad=parameter.requires_grad)
     for name, value in attributes_of(parameter).items():
         setattr(made, name, value)
+    keep_gradient_dtype(made, parameter)
     return made
 
 

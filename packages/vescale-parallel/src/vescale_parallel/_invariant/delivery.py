@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from vescale_dtensor import DTensor, Partial, Replicate, local_leaf
 
+from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._invariant.bundle import Bundle, even_parts, row_major, sum_dtype
 from vescale_parallel._invariant.collected import Collected
@@ -60,7 +61,7 @@ def _add(parameter: nn.Parameter, local: Tensor, partial: Sequence[str]) -> None
         for axis, one in zip(mesh_sizes(parameter.device_mesh), parameter.placements, strict=True)
     ]
     # A copy: a view would keep the memory of all gradients alive as long as one of them.
-    own = local.to(parameter.dtype, copy=True)
+    own = local.to(gradient_dtype(parameter), copy=True)
     found = DTensor.from_local(
         own, parameter.device_mesh, where, shape=parameter.shape, stride=row_major(parameter.shape)
     )

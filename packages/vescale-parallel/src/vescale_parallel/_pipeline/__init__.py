@@ -22,6 +22,7 @@ Top to bottom (imports point down):
   `boundary`: what passes to the next stage.
 - `collected`: what hooks within blocks bring to code outside; `results`: how that passes between
   stages; `kinds`: what all stages know of a kind of microbatch.
+- `state`: attributes and buffers that forwards write. `written`: by which stage, and told to all.
 - `foreign`: values of other stages, and what is computed from them. `leaks`: what gets out of
   blocks beside their results. `left`: what of it stays in attributes of their modules.
 - `messages`: tensors and small objects between neighbours, in the order of the schedule.

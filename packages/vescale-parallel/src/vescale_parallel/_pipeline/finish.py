@@ -14,6 +14,7 @@ from vescale_comm import Group, as_group
 from vescale_comm.agreement import gather_bytes, several_ranks
 from vescale_dtensor import DTensor, Replicate, local_leaf, reduce_gradients
 
+from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import local_of
 from vescale_parallel._pipeline.kinds import Kind, Repeated
@@ -190,7 +191,7 @@ class NewGradients:
             # Of plain ones, which came to the model later, nobody notes anything.
             if one.grad is None and isinstance(one, DTensor):
                 leaf = local_leaf(one)
-                leaf.grad = leaf.new_zeros(()).expand(leaf.shape)
+                leaf.grad = leaf.new_zeros((), dtype=gradient_dtype(leaf)).expand(leaf.shape)
             one.grad = None
 
 

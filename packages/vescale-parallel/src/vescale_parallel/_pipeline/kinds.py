@@ -9,6 +9,7 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.collected import FailedInHook, Inner, Lacking, is_collected
 from vescale_parallel._pipeline.described import Described, TensorSpec
 from vescale_parallel._pipeline.left import Left
+from vescale_parallel._pipeline.state import Write
 from vescale_parallel._pipeline.streams import Words
 from vescale_parallel._pipeline.text import add_record
 
@@ -80,6 +81,7 @@ class Kind(NamedTuple):
         reaches: what gradients of the stages of this rank lead to, which no other rank knows.
         doubled: stages of this rank, and paths of what they received more than once.
         is_agreed: whether it is known which gradients go back.
+        writes: state of modules that forwards of the stages write, in the order of the stages.
     """
 
     calls: dict[tuple[str, int], Call]
@@ -91,6 +93,7 @@ class Kind(NamedTuple):
     reaches: tuple[Reach, ...] = ()
     doubled: tuple[tuple[int, str], ...] = ()
     is_agreed: bool = False
+    writes: tuple[Write, ...] = ()
 
     @property
     def is_plain(self) -> bool:

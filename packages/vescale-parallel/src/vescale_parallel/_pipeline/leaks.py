@@ -23,11 +23,13 @@ class Leaks:
     Attributes:
         inside: the block that runs, if any.
         recomputes: whether a function ran whose tensors backward computes again.
+        taken: the `id` of each tensor that a function took, other than to ask for its shape.
     """
 
     def __init__(self) -> None:
         self.inside: str | None = None
         self.recomputes = False
+        self.taken: set[int] = set()
         # Weak, as memory of activations shall go as it goes without being watched; the object is
         # compared, as an `id` names another one later.
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
@@ -65,6 +67,8 @@ class Leaks:
             Lacking: outside of a block, of one that was made in a block and not returned.
         """
         self.recomputes = self.recomputes or is_checkpointed_now()
+        if found or name != "__get__":
+            self.taken.update(map(id, given))
         new = [one for one in found if not any(one is other for other in given)]
         if self.inside is not None:
             # An `id` of a tensor that is gone may be that of a new one.

@@ -1,8 +1,8 @@
 """What stages exchange and draw for a kind of microbatch, found out by one forward.
 
 The stages run one after another on the first microbatch of each shape, and every rank hears what
-they did. Afterwards random generators and buffers are what they were. In the step itself nothing
-but tensors has to be sent, and each stage knows where in the stream its draws lie.
+they did. Afterwards random generators and the state of modules are what they were. In the step
+itself nothing but tensors has to be sent, and each stage knows where in the stream its draws lie.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from vescale_parallel._common.messages import listed
@@ -33,9 +32,11 @@ from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.stage import StageForward
+from vescale_parallel._pipeline.state import State
 from vescale_parallel._pipeline.streams import words_between
 from vescale_parallel._pipeline.text import add_record, to_text
 from vescale_parallel._pipeline.used import LOSS, reaches_of
+from vescale_parallel._pipeline.written import writes_of
 from vescale_parallel._step.parts import Part
 
 
@@ -66,9 +67,12 @@ class Rehearsal:
 
     def __init__(self, scene: Scene, lines: Lines) -> None:
         self._scene, self._lines = scene, lines
+        self._state = State(scene.model)
         self._given: dict[int, tuple[Mapping[str, Tensor], Foreign]] = {}
         self._received: dict[int, tuple[dict[str, int], list[Tensor]]] = {}
         self._loss: Tensor | None = None
+        # By stage, which tensors functions took.
+        self._taken: dict[int, set[int]] = {}
         self._asked: set[int] = set()
         self._handles: list[Any] = []
 
@@ -81,19 +85,19 @@ class Rehearsal:
         """
         kind = Kind({}, {}, {})
         scene = self._scene
-        start, buffers = scene.streams.here(), _Buffers(scene)
+        start = scene.streams.here()
         try:
             for stage, rank in enumerate(scene.split.ranks):
                 kind = self._stage(stage, rank, kind, part)
                 # Each stage runs the model from its beginning, and draws or skips all of it: one
                 # stage behind another has to begin where the microbatch does.
                 scene.streams.seek(start)
-            buffers.require_unchanged()
+            self._require_own_state(kind)
             doubled = tuple([(at, path) for at in self._received for path in self._doubled(at)])
             return trimmed(kind)._replace(reaches=tuple(self._reaches(kind)), doubled=doubled)
         finally:
             scene.streams.seek(start)
-            buffers.restore()
+            self._state.restore()
             # It holds the graphs of all stages of this rank.
             self._given.clear()
             self._received.clear()
@@ -119,6 +123,19 @@ class Rehearsal:
                 used = {places[one] for one in below}
                 found.append((at, path, tuple([p for p, one in places.items() if one in used])))
         return found
+
+    def _require_own_state(self, kind: Kind) -> None:
+        """Refuse what one stage reads and only another one writes, of tensors in modules."""
+        for stage, taken in self._taken.items():
+            own = {one.place for one in kind.writes if one.stage == stage}
+            others = [one.place for one in kind.writes if one.place not in own]
+            found = [".".join(one[:2]).lstrip(".") for one in self._state.among(taken, others)]
+            if found:
+                raise PipelineError(
+                    f"stage {stage} reads {listed(found)}, to which a forward of another stage "
+                    "writes: it would find what was there before the step. Let blocks return it, "
+                    "or read it between two steps."
+                )
 
     def _doubled(self, stage: int) -> list[str]:
         """What a stage received more than once."""
@@ -162,6 +179,11 @@ class Rehearsal:
         running = StageForward(scene, stage, kind, self)
         with KeptBytes(scene.model) if scene.split.is_auto else nullcontext() as kept:
             found = running.run(part)
+        writes = writes_of(stage, self._state.written(), running.foreign)
+        # Another stage of this rank begins where the microbatch does.
+        self._state.restore()
+        leaks = running.foreign.leaks
+        self._taken[stage] = set() if leaks is None else leaks.taken
         self._received[stage] = running.places, running.received
         self._loss = found if found is not None else self._loss
         if kept is not None:
@@ -177,6 +199,7 @@ class Rehearsal:
             spec_of(found) if last and found is not None else None,
             # Stages come in order, so that of several the last one is noted.
             tuple((dict(kind.uses) | dict.fromkeys(sorted(running.foreign.used), stage)).items()),
+            writes=(*kind.writes, *writes),
         )
 
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
@@ -243,34 +266,3 @@ class Rehearsal:
 
     def _send_object(self, value: Any, target: int) -> None:
         self._handles += self._lines.send_object(value, target)
-
-
-class _Buffers:
-    """The buffers of the model as they are before a rehearsal."""
-
-    def __init__(self, scene: Scene) -> None:
-        self._before = {
-            # Versions find what was written without comparing values, which may be on a device.
-            name: (one, one._version, local_of(one).detach().clone())
-            for name, one in scene.model.named_buffers()
-        }
-
-    def _changed(self) -> list[str]:
-        return [n for n, (one, version, _) in self._before.items() if one._version != version]
-
-    def require_unchanged(self) -> None:
-        """Refuse models that keep statistics: each stage would have its own."""
-        changed = self._changed()
-        if changed:
-            raise PipelineError(
-                f"a forward writes to buffers, {listed(changed)}: running statistics are not kept "
-                "together over the stages of a pipeline yet. Evaluate those modules "
-                "(module.eval()), or use norms without statistics."
-            )
-
-    def restore(self) -> None:
-        """Undo what was written."""
-        for name in self._changed():
-            one, _, values = self._before[name]
-            with torch.no_grad():
-                local_of(one).detach().copy_(values)

@@ -8,7 +8,7 @@ it and raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +27,10 @@ from vescale_parallel._pipeline.messages import Inbox, Lines, Message
 from vescale_parallel._pipeline.route import Routes
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.stage import StageForward
+from vescale_parallel._pipeline.state import State, Write
 from vescale_parallel._pipeline.streams import Place, drawn_otherwise
 from vescale_parallel._pipeline.used import Returned
+from vescale_parallel._pipeline.written import OwnState
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -136,6 +138,10 @@ class Runner:
         zero = getattr(scene.model, SCHEDULE, None)
         self._zero = zero if isinstance(zero, Zero) else None
         self.loss: Tensor | None = None
+        self._writes = writes_of(microbatches)
+        # What the first forward writes, where it may have to be taken back.
+        self._before: State | None = None
+        self._state = OwnState(scene, self._writes) if self._writes else None
 
     def run(self, agreed: Callable[[], None] | None = None) -> Exception | None:
         """Do all actions of this rank; returns what one of them raised.
@@ -145,6 +151,8 @@ class Runner:
         """
         # Around all of them, for modules need no change between two of them.
         with ExitStack() as around:
+            if self._state is not None:
+                around.callback(self._state.end)
             return self._run(around, agreed)
 
     def _run(self, around: ExitStack, agreed: Callable[[], None] | None) -> Exception | None:
@@ -156,6 +164,9 @@ class Runner:
         begins = agreed is not None and bool(row) and self._inbox.passes[row[0]][0] is None
         if not begins:
             self._begin(agreed)
+        elif self._writes:
+            places = {one.place for one in self._writes if one.stage == row[0].stage}
+            self._before = State(self._scene.model, places)
         for at, action in enumerate(row):
             try:
                 if not at:
@@ -200,7 +211,12 @@ class Runner:
         except Exception:
             self._kept.clear()
             self._forwards.clear()
+            if self._before is not None:
+                assert self._state is not None
+                self._state.drop()
+                self._before.restore()
             raise
+        self._before = None
         held, self._held_back = self._held_back, None
         for message, tensors in held or ():
             self._send(message, tensors)
@@ -246,7 +262,8 @@ class Runner:
             self.has_moved |= self._scene.streams.seek(here.start) or any(here.kind.total)
         self._blanks.begin()
         running = self._begun(stage, here)
-        found = running.run(here.part, here.start)
+        with nullcontext() if self._state is None else self._state.of(stage):
+            found = running.run(here.part, here.start)
         loss = None
         if found is not None:
             # By rows: the last microbatch may have fewer, and the batch's loss is the mean over
@@ -387,6 +404,14 @@ class Runner:
             for one in self._specs(gives)
         ]
         self._send(gives, empty)
+
+
+def writes_of(microbatches: Sequence[Microbatch]) -> list[Write]:
+    """State of modules that a step writes, in the order of the stages."""
+    kinds = {id(one.kind): one.kind for one in microbatches}.values()
+    # No set, whose order may differ from rank to rank.
+    found = dict.fromkeys(one for kind in kinds for one in kind.writes)
+    return sorted(found, key=lambda one: one.stage)
 
 
 def forwards_only(schedule: Schedule) -> Schedule:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.held import HeldParameters
 from vescale_parallel._pipeline.kinds import Entry
@@ -102,12 +103,13 @@ class Scene:
 
     def nothing_like(self, leaf: Tensor) -> Tensor:
         """A gradient of zeros; of what has no elements the same one in each step."""
+        dtype = gradient_dtype(leaf)
         if leaf.numel():
-            return torch.zeros_like(leaf)
+            return torch.zeros_like(leaf, dtype=dtype)
         known, found = self._nothings.get(id(leaf), (None, None))
         # By the leaf as well: an `id` may be that of a later one, of another dtype.
-        if found is None or known is not leaf or found.dtype is not leaf.dtype:
-            found = torch.zeros_like(leaf)
+        if found is None or known is not leaf or found.dtype is not dtype:
+            found = torch.zeros_like(leaf, dtype=dtype)
             self._nothings[id(leaf)] = leaf, found
         return found
 

@@ -31,13 +31,14 @@ from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_
 from vescale_parallel._pipeline.refused_hooks import Hooked
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.route import Routes
-from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only
+from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only, writes_of
 from vescale_parallel._pipeline.same_calls import HooksChanged, SameCalls, drawn_from, plain_of
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
 from vescale_parallel._pipeline.used import agreed_kinds, told_of
 from vescale_parallel._pipeline.walked import Walked, Walker
+from vescale_parallel._pipeline.written import require_specs, tell_buffers
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -282,7 +283,7 @@ class StagedStep:
         try:
             parts = divided(part, count, self._dim)
             keys = _keys_of(parts, modes)
-            # Rehearsed, so it is known that they write to no buffers. By `id`, see `_placed`.
+            # By `id`, see `_placed`.
             different = {id(key): key for key in keys}.values()
             return (parts, keys) if self._kinds.keys() >= set(different) else None
         except Exception:
@@ -314,13 +315,17 @@ class StagedStep:
         runner.has_moved |= self._scene.streams.seek(microbatches[-1].end)
         if not runner.has_moved and trained is not None:
             self._still |= kinds
-        note = b""
-        if failure is None and trained is not None:
+        note, writes = b"", writes_of(microbatches)
+        if failure is None:
             try:
-                note = note_of(runner.loss, trained, whole=_have_whole_losses(microbatches))
+                require_specs(self._scene, writes)
+                if trained is not None:
+                    note = note_of(runner.loss, trained, whole=_have_whole_losses(microbatches))
             except Exception as error:
                 failure = error
-        return runner.loss, self._require_success(failure, start, note)
+        notes = self._require_success(failure, start, note)
+        tell_buffers(self._scene, self._lines, writes)
+        return runner.loss, notes
 
     def _require_success(
         self, failure: Exception | None, start: Place, note: bytes = b""

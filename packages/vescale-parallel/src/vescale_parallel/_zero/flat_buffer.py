@@ -26,6 +26,7 @@ from vescale_dtensor import (
     written_unseen,
 )
 
+from vescale_parallel._common.gradient_dtypes import dtype_of_sums
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
 from vescale_parallel._zero.host import HOST, HostShard
@@ -208,7 +209,9 @@ class FlatBuffer:
     @property
     def reduce(self) -> torch.dtype:
         """Dtype in which gradients are summed."""
-        return self.row.reduce if self.row.reduce != self.row.compute else self.compute
+        if self.row.reduce != self.row.compute:
+            return self.row.reduce
+        return dtype_of_sums(local_leaves(self.parameters), self.compute)
 
     def _is_old(self) -> bool:
         # Also at level 3: a forward without a backward may have left it. This goes by what the
@@ -392,7 +395,8 @@ class FlatBuffer:
         pending, arrived, kept = started
         self._under_way.remove(pending)
         with unrecorded():
-            host, dtype = self.host, self.shard.dtype
+            host = self.host
+            dtype = dtype_of_sums(local_leaves(self.parameters), self.shard.dtype)
             total = pending.wait() if host is None else host.total(pending, dtype)
         if self._packed is None:
             self._packed = kept
@@ -409,8 +413,9 @@ class FlatBuffer:
         return {"order": order_of(packed, self.group), "sizes": self._sizes}
 
     def _gradients(self, total: Tensor, arrived: set[int]) -> list[Tensor | None]:
-        if total.dtype is not self.shard.dtype:
-            total = total.to(self.shard.dtype)
+        # Where parameters keep theirs in several, autograd casts each of them.
+        dtype = dtype_of_sums(local_leaves(self.parameters), self.shard.dtype)
+        total = total if total.dtype is dtype else total.to(dtype)
         sizes, at = self._pieces
         # In one call. What it returns is no view for autograd, which need not know: no two of them
         # share an element, and nobody else has the total.

@@ -161,6 +161,8 @@ class _Stepped:
         gradients = [one.grad for one in leaves]
         if any([one is None for one in gradients]):
             return None  # left out of this step, as on one device
+        if len({one.dtype for one in gradients if one is not None}) > 1:
+            return None  # as parameters keep them (`grad_dtype`)
         state = self._states.get(id(buffer))
         if state is None or not state.is_in_place(optimizer, shard):
             made = _FlatState.made(optimizer, group, buffer, shard)
@@ -169,6 +171,8 @@ class _Stepped:
                 return None
             state = self._states[id(buffer)] = made
         gradient, is_copy = _flat_gradient(buffer, shard, gradients)
+        if gradient.dtype is not shard.dtype:
+            shard.grad_dtype = gradient.dtype
         shard.grad = gradient
         self._stepped.append((buffer, leaves, state, shard, gradient if is_copy else shard))
         return _Flat(shard, state.flat)
@@ -333,7 +337,7 @@ def _flat_gradient(
 ) -> tuple[Tensor, bool]:
     """The gradient of the shard, and whether it is a copy of those of the parameters."""
     # Mostly they are the views of one reduction.
-    size, base = shard.element_size(), None
+    size, base = gradients[0].element_size(), None
     for gradient, (at, end) in zip(gradients, buffer.owned, strict=True):
         if end > at:
             start = gradient.data_ptr() - at * size
@@ -347,7 +351,7 @@ def _flat_gradient(
             storage = first.untyped_storage().nbytes()
             if begin >= 0 and (begin + shard.numel()) * size <= storage:
                 return first.as_strided((shard.numel(),), (1,), begin), False
-    copied = shard.new_zeros(shard.shape)
+    copied = shard.new_zeros(shard.shape, dtype=gradients[0].dtype)
     for gradient, place in zip(gradients, buffer.shards_of(copied), strict=True):
         dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
         place.copy_(dense.reshape(-1))

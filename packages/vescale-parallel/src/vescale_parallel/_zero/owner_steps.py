@@ -147,6 +147,7 @@ def _step_plain(settings: dict[str, Any], tensors: list[tuple[Tensor, Tensor, Te
     made = []
     for value, gradient, _ in tensors:
         matrix = nn.Parameter(value)
+        matrix.grad_dtype = gradient.dtype
         matrix.grad = gradient
         made.append(matrix)
     helper = _MUON([{**settings, "params": made}])

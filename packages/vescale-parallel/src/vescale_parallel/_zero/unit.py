@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Gathering, local_leaf, local_leaves
 
+from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
 from vescale_parallel._zero.gather import Early, early_node, gather_unit
@@ -231,8 +232,9 @@ class Unit:
             else:
                 # Not reduced: the gradients of the stored parameters stay as they are for now.
                 found += buffer.reduced() if self.syncs else [None] * len(buffer.parameters)
-        pairs = zip(self.held[len(found) :], kept, strict=True)
-        return found + [None if g is None else g.to(one.stored.dtype) for one, g in pairs]
+        leaves = local_leaves(self._stored[len(found) :])
+        pairs = zip(leaves, kept, strict=True)
+        return found + [None if g is None else g.to(gradient_dtype(one)) for one, g in pairs]
 
     def fulls(self) -> list[Tensor]:
         """The gathered parameters, one for each that is held; the same ones until `swap_out`."""

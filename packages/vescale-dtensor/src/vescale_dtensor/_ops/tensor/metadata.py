@@ -69,13 +69,12 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
         return known  # type: ignore[no-any-return]
     if torch.is_grad_enabled():
         join_hidden_node(self)  # the output of a Function is no leaf, which torch refuses to copy
-    result = wrap(copy.deepcopy(self._local_tensor, memo), self._spec.base)
+    result = wrap(_copied_local(self, memo), self._spec.base)
     memo[id(self)] = result
     for name, value in self.__dict__.items():
         if name not in _OWN.split():
             setattr(result, name, copy.deepcopy(value, memo))
     if isinstance(self, torch.nn.Parameter):
-        result._local_tensor.grad = None  # as torch's own parameters do
         return result
     if self._leaf_gradient is not None and result._local_tensor.is_leaf:
         leaf = leaf_gradient_of(result)
@@ -83,6 +82,18 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
         if self._leaf_gradient.is_reduced:
             leaf.assign_total()
     return result
+
+
+def _copied_local(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
+    local = tensor._local_tensor
+    if not isinstance(tensor, torch.nn.Parameter) or local.grad is None:
+        return copy.deepcopy(local, memo)
+    # A copy of a parameter has none, as torch's own, and not a `grad_dtype` that one would fit.
+    gradient, local.grad = local.grad, None
+    try:
+        return copy.deepcopy(local, memo)
+    finally:
+        local.grad = gradient
 
 
 def _detach_(self: DTensor) -> DTensor:
@@ -117,6 +128,21 @@ def _compatible(first: Tensor, second: Tensor) -> bool:
     )
 
 
+def _gradient_dtype(self: DTensor) -> Any:
+    """`Tensor.grad_dtype`: that of the local leaf, whose `.grad` this one's is."""
+    return _leaf_of(self).grad_dtype
+
+
+def _set_gradient_dtype(self: DTensor, dtype: Any) -> None:
+    _leaf_of(self).grad_dtype = dtype
+
+
+def _leaf_of(tensor: DTensor) -> Any:
+    if torch.is_grad_enabled():
+        join_hidden_node(tensor)  # a Function's output is no leaf, which torch refuses
+    return tensor._local_tensor
+
+
 def _type(self: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     return self._local_tensor.type() if dtype is None else self.to(dtype)
 
@@ -144,6 +170,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     getter("grad_fn"): lambda self: self.grad_fn,
     # C++ drops the hooks of what a custom Function wrote to (`mark_dirty`), before `apply` returns.
     setter("_backward_hooks"): _of_wrapper(setter("_backward_hooks")),
+    getter("grad_dtype"): _gradient_dtype,
+    setter("grad_dtype"): _set_gradient_dtype,
     torch.result_type: _result_type,
     torch.Tensor.type: _type,
     torch.Tensor.pin_memory: _pinned,
