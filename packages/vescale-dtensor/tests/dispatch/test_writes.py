@@ -239,3 +239,17 @@ def test_every_schema_of_torch_that_writes_is_read_right():
                 wanted |= set(range(at, at + count))
             at += count
         assert found == wanted, overload
+
+
+def out_of_another_kind(rank, world_size):
+    mesh = device_mesh((world_size,), ("tp",))
+    x = vd.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    into = vd.distribute_tensor(torch.zeros(4, dtype=torch.int64), mesh, [Shard(0)])
+    for function in (torch.exp, lambda x, out: torch.add(x, x, out=out)):
+        with pytest.raises(RuntimeError, match=r"can't be cast to torch\.int64"):
+            function(x, out=into)
+    assert into.full_tensor().tolist() == [0] * 4
+
+
+def test_a_result_does_not_go_into_another_kind_of_number():
+    simulate(2).run(out_of_another_kind)
