@@ -227,7 +227,7 @@ def async_save_with(
     staging.buffers.reopen()
     channel = staging.channel(coordinator)
     saving = _Saving(storage, coordinator, staging, channel, options, arrived)
-    prepared, staged, matching = saving.agree(location_of(storage, path), state)
+    prepared, staged, matching = saving.agree(location_of(storage, path, options), state)
     handle = SaveHandle(prepared.location.target)
     if not prepared.agreed.own_processes:
         # Ranks that are threads of one process take turns and switch in collectives only, so a
