@@ -15,13 +15,13 @@ _dist: Any = dist
 _TIMEOUT = timedelta(minutes=30)
 
 
-def store_of(group: dist.ProcessGroup | None) -> Store | None:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the store over which the members of a group found each other, if it can be polled.
 
     None where torch hides it, and for stores of other kinds than torch's own: in a simulated world
     ranks take turns, and one that polls keeps the others from running.
     """
-    get_store = getattr(group or dist.group.WORLD, "get_group_store", None)
+    get_store = getattr(group, "get_group_store", None)
     try:
         store = get_store() if get_store is not None else None
     except RuntimeError:

@@ -91,8 +91,9 @@ class CheckpointManager:
         self._group, self._timeout = group, timeout
         self._storage = storage_of(root)
         self._staging = Staging()
-        # The step of an asynchronous save after which nothing was pruned yet.
-        self._saving: int | None = None
+        # The step of an asynchronous save after which nothing was pruned yet, and the ranks that
+        # have saved it.
+        self._saving: tuple[int, Coordinator] | None = None
         # How many saves there were into the root; not known before the first one here.
         self._saves: int | None = None
         # Generation and provenance by step; a replaced checkpoint has another generation.
@@ -201,16 +202,21 @@ class CheckpointManager:
         path, staging = self.path(step), self._staging
         handle = async_save_with(self._storage, coordinator, path, state, options, staging, call)
         # Only after the save has begun: if it was refused, there is nothing to prune after.
-        self._saving = step
+        self._saving = step, coordinator
         return handle
 
     def wait(self) -> None:
         """Wait for the save under way, if there is one; raises its error, once. Collective."""
-        step, self._saving = self._saving, None
+        saving, self._saving = self._saving, None
         # Ended alike on all ranks, so all of them go on to the next line, or raise here.
         self._staging.wait()
-        if step is not None:
-            coordinator, call = self._begin("wait", step)
+        if saving is None:
+            return
+        step, ranks = saving
+        coordinator, call = self._begin("wait", step)
+        # In a world that was made again there may be ranks that know nothing of it: then the next
+        # save prunes.
+        if coordinator == ranks:
             # The ranks may reach this at different times: they meet before the collective in
             # `_pruned_after`.
             coordinator.meet(call)()
@@ -244,11 +250,17 @@ class CheckpointManager:
         if overwrite and not fit:
             self._refuse_to_replace(step)
         if rank == 0:  # whose notes are written
-            if self._saves is None:
-                self._saves = max(map(_order, self._known().values()), default=0)
-            self._saves += 1
-            notes[_ORDER] = self._saves
+            notes[_ORDER] = self._next_order()
+        else:
+            # It may be rank 0 in a later world.
+            self._saves = None
         return SaveOptions(overwrite=overwrite, progress=progress, notes=notes, healthy=fit)
+
+    def _next_order(self) -> int:
+        if self._saves is None:
+            self._saves = max(map(_order, self._known().values()), default=0)
+        self._saves += 1
+        return self._saves
 
     def _refuse_to_replace(self, step: int) -> None:
         """Raise if there is a healthy checkpoint of this step: what is unhealthy replaces none."""

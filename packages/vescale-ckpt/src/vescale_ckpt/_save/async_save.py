@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale_ckpt._coordination.coordinator import Coordinator, nothing, told_if_it_fails
-from vescale_ckpt._coordination.groups import coordinator_of
+from vescale_ckpt._coordination.groups import coordinator_of, world_of_now
 from vescale_ckpt._coordination.meeting import Call, call_of
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.buffers import Buffers
@@ -76,12 +76,16 @@ class Staging:
 
     def channel(self, coordinator: Coordinator) -> "_Channel":
         """Return what these ranks have here, made at the first call."""
+        # Of a world that is gone, on all ranks alike, nothing can be used, and background groups
+        # have threads and connections.
+        world = world_of_now()
+        self._channels = [channel for channel in self._channels if channel.world is world]
         # Compared by group and not by ranks: one that was made anew needs a background group of its
         # own.
         for channel in self._channels:
             if channel.foreground == coordinator:
                 return channel
-        self._channels.append(_Channel(coordinator))
+        self._channels.append(_Channel(coordinator, world))
         return self._channels[-1]
 
     def start(self, work: Callable[[], None]) -> None:
@@ -98,6 +102,8 @@ class _Channel:
     """How the ranks of one group talk, and what they know of each other's states."""
 
     foreground: Coordinator
+    # The default group of then.
+    world: dist.ProcessGroup | None
     # The same ranks through a gloo group that only the background thread uses: collectives of two
     # threads on one group would pair up wrongly.
     background: Coordinator | None = None
