@@ -208,6 +208,7 @@ class DyingPeer(SingleProcess):
     """From the n-th exchange on the other ranks are gone."""
 
     def __init__(self, at):
+        super().__init__()
         self.at, self.exchanges = at, 0
 
     def exchange(self, message):
