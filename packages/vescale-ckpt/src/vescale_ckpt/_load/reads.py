@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vescale_ckpt._format.manifest import Chunk, Manifest
-from vescale_ckpt._tensors.boxes import TensorBoxes, box_view, narrow_to, region_of
+from vescale_ckpt._tensors.boxes import TensorBoxes, box_view, byte_view, narrow_to, region_of
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 from vescale_ckpt._tensors.regions import (
     Region,
@@ -137,7 +137,7 @@ def destination_bytes(read: SlabRead) -> memoryview | None:
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg()
     if not plain or target.is_conj() or target.dtype != torch_dtype(read.dtype):
         return None
-    return target.reshape(-1).view(torch.uint8).numpy().data
+    return byte_view(target).numpy().data
 
 
 def mark_written(read: SlabRead) -> None:
