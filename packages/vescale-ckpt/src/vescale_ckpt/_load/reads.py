@@ -70,11 +70,10 @@ def plan_reads(manifest: Manifest, targets: Iterable[Target]) -> list[SlabRead]:
                     destination = narrow_to(box_view(local, box), region, part)
                     wanted.setdefault((name, i), []).append(SlabTarget(part, destination))
     # Numbers instead of names: they are equal on all ranks, as the manifest is, and short to send.
-    numbers = {name: i for i, name in enumerate(manifest.tensors)}
     reads = [
         slab
         for (name, i), parts in wanted.items()
-        for slab in _slabs(manifest, numbers[name], name, i, parts)
+        for slab in _slabs(manifest, manifest.numbers[name], name, i, parts)
     ]
     # In the order of the disk, so that files are read front to back and opened once.
     return sorted(reads, key=lambda read: read.disk_position)
