@@ -15,13 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from vescale_ckpt._errors import (
-    CheckpointError,
-    CorruptError,
-    ExistsError,
-    FormatError,
-    StorageError,
-)
+from vescale_ckpt._errors import CorruptError, ExistsError, FormatError, StorageError
 from vescale_ckpt._format.manifest import (
     COMMIT,
     COMMIT_LIMIT,
@@ -186,7 +180,7 @@ def _counts(storage: Storage, location: SaveLocation) -> bool:
     """Return whether COMMIT is known to name this save."""
     try:
         return _counting_generation(storage, location.target) == location.generation
-    except CheckpointError:
+    except Exception:
         return False
 
 
