@@ -43,7 +43,7 @@ class ObjectStore:
         pass
 
     def is_directory(self, path):
-        return any(name.startswith(f"{path}/") for name in self.objects)
+        return any(name.startswith(f"{path}/") for name in list(self.objects))
 
     def exists(self, path):
         return path in self.objects or self.is_directory(path)
@@ -52,7 +52,7 @@ class ObjectStore:
         return len(self._content(path))
 
     def names_in(self, path):
-        inside = [n[len(path) + 1 :] for n in self.objects if n.startswith(f"{path}/")]
+        inside = [n[len(path) + 1 :] for n in list(self.objects) if n.startswith(f"{path}/")]
         return sorted({name.partition("/")[0] for name in inside})
 
     def _content(self, path):

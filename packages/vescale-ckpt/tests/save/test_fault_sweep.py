@@ -3,11 +3,20 @@ new one loads, what was reported as saved is there, and the next save goes throu
 
 import itertools
 import threading
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from faulty_storage import Killed
+from emulated_ranks import load_on, save_on, sharded
+from faulty_storage import (
+    AtCall,
+    Killed,
+    answer_is_lost,
+    dies_after,
+    dies_before,
+    fails_from_then_on,
+    fails_once,
+    is_first,
+)
 from object_store import ObjectStore
 from vescale_ckpt import (
     WHOLE,
@@ -25,93 +34,6 @@ from vescale_ckpt._storage.local import LocalStorage
 
 OLD, NEW, OTHER, NEXT = 1.0, 2.0, 3.0, 4.0
 SLOW = pytest.mark.slow
-
-
-class Failed(Exception):
-    """What a client raises; not an error of this package."""
-
-
-class AtCall:
-    """Counts the calls of a storage and of its writers, and acts at number `at`."""
-
-    def __init__(self, inner, at, action):
-        self.inner, self.at, self.action, self.log = inner, at, action, []
-        self.renames = inner.renames
-
-    def __getattr__(self, name):
-        method = getattr(self.inner, name)
-
-        def call(*arguments):
-            path = arguments[0] if arguments and isinstance(arguments[0], str) else ""
-            self.log.append(f"{name} {path.rpartition('/')[2]}")
-            if self.at is None or len(self.log) < self.at:
-                return self.seen(method(*arguments))
-            return self.seen(self.action(self, lambda: method(*arguments)))
-
-        return call
-
-    def seen(self, found):
-        """Count the calls of what a call returned, too, if it is a writer."""
-        if not hasattr(found, "finish"):
-            return found
-        return _Writer(self, found)
-
-
-class _Writer:
-    def __init__(self, storage, inner):
-        self.storage, self.inner = storage, inner
-        self.abandon = inner.abandon
-
-    def write(self, data):
-        AtCall.__getattr__(self._as_storage(), "write")(data)
-
-    def finish(self):
-        AtCall.__getattr__(self._as_storage(), "finish")()
-
-    def _as_storage(self):
-        one = AtCall(self.storage, self.storage.at, self.storage.action)
-        one.inner, one.log = self.inner, self.storage.log
-        return one
-
-
-def first(storage):
-    return len(storage.log) == storage.at
-
-
-def fails_once(storage, call):
-    """The call is refused; those after it are not."""
-    if first(storage):
-        raise Failed(storage.log[-1])
-    return call()
-
-
-def fails_from_then_on(storage, call):
-    raise Failed(storage.log[-1])
-
-
-def answer_is_lost(storage, call):
-    """It is done, and the client hears of nothing but a timeout."""
-    found = call()
-    if not first(storage) or isinstance(found, AbstractContextManager):
-        return found
-    close(found)
-    raise Failed(storage.log[-1])
-
-
-def dies_before(storage, call):
-    raise Killed(storage.log[-1])
-
-
-def dies_after(storage, call):
-    if first(storage):
-        close(call())
-    raise Killed(storage.log[-1])
-
-
-def close(found):
-    """Close a file that nobody gets to see; the tests count open ones as errors."""
-    for name in {"abandon", "close"} & set(dir(found)):
-        getattr(found, name)()
 
 
 FAULTS = [fails_once, fails_from_then_on, answer_is_lost, dies_before, dies_after]
@@ -240,6 +162,39 @@ def test_a_rank_that_dies_at_every_meeting(tmp_path, make, overwrite):
     assert seen == [OLD if overwrite else None] * 2 + [NEW]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_one_of_two_ranks_dies_at_every_call(tmp_path, victim, overwrite):
+    def states_of(value):
+        return [{"w": piece, "n": value} for piece in sharded(torch.full((40,), value), 2)]
+
+    def loaded(path):
+        into = torch.zeros(40)
+        (found,) = load_on([{"w": into, "n": 0}], path, storages=[store])
+        if isinstance(found, (NotFoundError, UncommittedError)):
+            return None
+        assert into.unique().tolist() == [found["n"]]
+        return found["n"]
+
+    store = ObjectStore()
+    for at in itertools.count(1):
+        path = f"store://bucket/{at}"
+        if overwrite:
+            assert save_on(states_of(OLD), path, storages=[store] * 2) == [None] * 2
+        storages = [store, store]
+        storages[victim] = AtCall(store, at, dies_before)
+        outcomes = save_on(states_of(NEW), path, storages=storages, overwrite=overwrite)
+        found = loaded(path)
+        assert found in (OLD if overwrite else None, NEW)
+        # The next one, where it may have to wait for nothing and nobody.
+        again = save_on(states_of(NEXT), path, storages=[store] * 2, overwrite=found is not None)
+        assert again == [None] * 2
+        assert loaded(path) == NEXT
+        if outcomes == [None] * 2:
+            break
+    assert at > (10 if victim == 0 else 3)
+
+
 @pytest.mark.parametrize("make", STORAGES)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_second_writer_at_every_call(tmp_path, make, overwrite):
@@ -257,7 +212,7 @@ def test_a_second_writer_at_every_call(tmp_path, make, overwrite):
         thread = threading.Thread(target=other_saves)
 
         def stands_still(faulty, call, thread=thread):
-            if first(faulty):
+            if is_first(faulty):
                 thread.start()
                 thread.join(0.2)
             return call()
