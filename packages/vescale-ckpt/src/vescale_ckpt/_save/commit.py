@@ -2,7 +2,8 @@
 
 A new checkpoint appears by renaming its directory. A checkpoint that replaces another is moved in
 beside it, as another generation, and takes over by renaming its COMMIT file over the old one: there
-is no moment at which neither of them counts.
+is no moment at which neither of them counts. An object store has no renames: a generation is
+written where it stays, and putting COMMIT lets it count.
 
 The order everywhere: a file is made durable before anything that refers to it is written. So
 after a power failure, whatever COMMIT names is complete.
