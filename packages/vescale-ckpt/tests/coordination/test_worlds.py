@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from vescale_ckpt import CheckpointManager, RankLocal, Staging, async_save, load, read, save
+from vescale_ckpt._coordination.torch_groups import timeout_of
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -40,6 +41,8 @@ def in_several_worlds(rank, world_size, path):
     found = save_everywhere(path, 0, rank, staging, manager)
     dist.destroy_process_group()
     enter(path, 1, 2 - rank, 3)
+    # The store that was passed has another one.
+    assert timeout_of(dist.group.WORLD, torch.device("cpu")) == 30
     if rank == 0:  # as a process that has come new
         staging, manager = Staging(), CheckpointManager(f"{path}/run", keep_last=1)
     found += save_everywhere(path, 1, 2 - rank, staging, manager)

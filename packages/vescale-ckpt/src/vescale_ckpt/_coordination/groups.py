@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, nothing
-from vescale_ckpt._coordination.meeting import Call, Store, arrive, refuse
-from vescale_ckpt._coordination.torch_groups import gloo_group, prefixed, store_of
+from vescale_ckpt._coordination.meeting import LONGEST_DEFAULT, Call, Store, arrive, refuse
+from vescale_ckpt._coordination.torch_groups import gloo_group, prefixed, store_of, timeout_of
 from vescale_ckpt._errors import CoordinationError
 
 _LENGTH_BYTES = 8
@@ -129,6 +129,9 @@ class GroupCoordinator(_Gathering):
         # The same on all ranks of a group: they then go straight to the first collective.
         if store is None:
             return nothing
+        if call.timeout is None:
+            own = timeout_of(self.group, self.device)
+            call = call._replace(timeout=None if own is None else min(own, LONGEST_DEFAULT))
         with self._lost():
             wait = arrive(store, self.rank, self.world_size, call)
 

@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from vescale_ckpt._coordination.meeting import Store
@@ -34,6 +35,19 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
     known = (_dist.TCPStore, _dist.FileStore, _dist.HashStore)
     found: Store | None = store if isinstance(innermost, known) else None
     return found
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
+    """Return the seconds that a group was made to wait, or None where torch does not tell.
+
+    Its store may have another timeout: one that the user has made and passed keeps its own.
+    """
+    try:
+        backend: Any = group._get_backend(device)
+        found: timedelta = backend.options._timeout
+        return found.total_seconds()
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def prefixed(prefix: str, store: Store) -> Store:
