@@ -18,6 +18,8 @@ from faulty_storage import (
     is_first,
 )
 from object_store import ObjectStore
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from vescale_ckpt import (
     WHOLE,
     CheckpointManager,
@@ -31,6 +33,7 @@ from vescale_ckpt._load.load import LoadOptions, load_with
 from vescale_ckpt._save.save import SaveOptions, save_with
 from vescale_ckpt._storage.committed import read_commit
 from vescale_ckpt._storage.local import LocalStorage
+from vescale_ckpt.dcp import StorageWriter
 
 OLD, NEW, OTHER, NEXT = 1.0, 2.0, 3.0, 4.0
 SLOW = pytest.mark.slow
@@ -301,3 +304,30 @@ def test_a_commit_that_names_nothing_counts_for_nothing(tmp_path, make):
     manager.save(3, {"value": 33})
     assert manager.steps() == [3, 4]
     assert manager.restore({"value": 0})["value"] == 33
+
+
+@pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
+@pytest.mark.parametrize("fault", [fails_once, fails_from_then_on, answer_is_lost])
+def test_dcp_save_at_every_call(monkeypatch, fault):
+    store = ObjectStore()
+    for at in itertools.count(1):
+        path = f"store://bucket/{at}"
+        save_value(store, path, OLD, overwrite=False)
+        faulty = AtCall(store, at, fault)
+        outcomes = []
+        for storage, value in ((faulty, NEW), (store, NEXT)):
+            monkeypatch.setattr("vescale_ckpt._dcp.writer.storage_of", lambda _, s=storage: s)
+            state = {"w": torch.full((100,), value), "value": value}
+            try:
+                # The second goes the same way, and through.
+                dcp.save(state, storage_writer=StorageWriter(path, overwrite=True), no_dist=True)
+                outcomes.append(None)
+            except CheckpointException as error:
+                outcomes.append(error)
+            found = value_at(store, path)
+            assert found in ((OLD, NEW) if storage is faulty else (NEXT,)), faulty.log
+            assert found == value or outcomes[-1] is not None, faulty.log
+        assert outcomes[1] is None
+        if len(faulty.log) < at:
+            break
+    assert at > 12
