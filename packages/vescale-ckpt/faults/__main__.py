@@ -34,6 +34,7 @@ FAULTS: dict[str, Callable[[Bench], Iterator[Trial]]] = {
     "killed in the middle of a write": _crashes.killed_while_writing,
     "disk full, for one of two files or threads": _crashes.disk_full,
     "two writers on one step, every interleaving": _crashes.two_writers,
+    "two first saves that replace nothing, every interleaving": _crashes.two_first_writers,
     "a rank dies before the barrier": _crashes.rank_dies,
     "ranks with values of their own under one name": _crashes.rank_local,
     "interleaved shards": _crashes.interleaved_shards,

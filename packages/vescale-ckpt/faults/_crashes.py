@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from _processes import PATIENCE, Ended, at_operation, die, largest_file, ranks, run, start
 from _systems import SMALL, WIDE, state_of
@@ -100,12 +101,27 @@ def two_writers(bench: Bench) -> Iterator[Trial]:
         operations = operations_of(bench, bench.path() if fresh else bench.saved(1), 2)
         for at, operation in enumerate(operations, 1):
             path = bench.path() if fresh else bench.saved(1)
-            yield Trial(f"one waits at {operation}", *_interleaved(bench, path, at, fresh=fresh))
+            loaded, succeeded = _interleaved(bench, path, at, bench.system.save)
+            verdict = _of_two(loaded, succeeded, fresh=fresh)
+            yield Trial(f"one waits at {operation}", *verdict)
         if not operations:
             yield Trial("refuses to replace", CAUGHT)
 
 
-def _interleaved(bench: Bench, path: str, at: int, *, fresh: bool) -> tuple[str, str]:
+def two_first_writers(bench: Bench) -> Iterator[Trial]:
+    """The same where nothing was before, and neither was told to replace: one must be refused."""
+    for at, operation in enumerate(operations_of(bench, bench.path(), 2), 1):
+        loaded, succeeded = _interleaved(bench, bench.path(), at, bench.system.save_new)
+        verdict = _of_two(loaded, succeeded, fresh=True)
+        if len(succeeded) == 2 and verdict[0] == INTACT:
+            verdict = SILENT, f"both were reported as saved; only save {loaded.value} is there"
+        yield Trial(f"one waits at {operation}", *verdict)
+
+
+def _interleaved(
+    bench: Bench, path: str, at: int, save: Callable[[str, dict[str, Any]], None]
+) -> tuple[Ended, list[int]]:
+    """What loads after two saves, and which of them were reported as done."""
     stopped, resume = os.pipe(), os.pipe()
 
     def wait_there() -> None:
@@ -114,19 +130,21 @@ def _interleaved(bench: Bench, path: str, at: int, *, fresh: bool) -> tuple[str,
 
     def first() -> None:
         at_operation(os.path.dirname(os.path.dirname(path)), at, wait_there)
-        bench.system.save(path, state_of(2))
+        save(path, state_of(2))
 
     one = start(first)
     os.read(stopped[0], 1)
-    two = start(lambda: bench.system.save(path, state_of(3)))
+    two = start(lambda: save(path, state_of(3)))
     # It goes through, or (rightly) waits for the one that stopped.
     _until_done(two.answer, 1.0)
     os.write(resume[1], b"x")
     ended = {2: one.join(), 3: two.join()}
     for end in (*stopped, *resume):
         os.close(end)
-    loaded = bench.load(path)
-    succeeded = [number for number, end in ended.items() if end.how == "returned"]
+    return bench.load(path), [n for n, end in ended.items() if end.how == "returned"]
+
+
+def _of_two(loaded: Ended, succeeded: list[int], *, fresh: bool) -> tuple[str, str]:
     if loaded.how != "returned":
         return (LOST, loaded.raised) if succeeded or not fresh else (CAUGHT, loaded.raised)
     if loaded.value in succeeded:

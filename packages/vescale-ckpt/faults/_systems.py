@@ -44,6 +44,9 @@ class System(Protocol):
     def save(self, path: str, state: dict[str, Any]) -> None:
         """Save, replacing what is at `path` if the system can."""
 
+    def save_new(self, path: str, state: dict[str, Any]) -> None:
+        """Save, and replace nothing."""
+
     def load(self, path: str, into: dict[str, Any]) -> dict[str, Any]:
         """Load into the tensors of `into`; the state."""
 
@@ -57,6 +60,12 @@ class Dcp:
         from torch.distributed import checkpoint as dcp
 
         writer = dcp.FileSystemWriter(path, thread_count=2)
+        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+
+    def save_new(self, path: str, state: dict[str, Any]) -> None:
+        from torch.distributed import checkpoint as dcp
+
+        writer = dcp.FileSystemWriter(path, thread_count=2, overwrite=False)
         dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
 
     def load(self, path: str, into: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +100,9 @@ class TorchCheckpointing:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self._manager().save(path, state)
 
+    # It never replaces.
+    save_new = save
+
     def load(self, path: str, into: dict[str, Any]) -> dict[str, Any]:
         return dict(self._manager().load(path, into=into))
 
@@ -102,6 +114,9 @@ class Ours:
 
     def save(self, path: str, state: dict[str, Any]) -> None:
         vescale_ckpt.save(path, state, overwrite=True)
+
+    def save_new(self, path: str, state: dict[str, Any]) -> None:
+        vescale_ckpt.save(path, state)
 
     def load(self, path: str, into: dict[str, Any]) -> dict[str, Any]:
         return vescale_ckpt.load(path, into)

@@ -1,8 +1,13 @@
-"""A disk that fails, or a process that dies, at the n-th storage operation."""
+"""A disk that fails, or a process that dies, at the n-th storage operation.
+
+`FaultyStorage` is the local disk, and counts what changes it. `AtCall` goes around any storage, and
+counts every call.
+"""
 
 import errno
 import os
 import signal
+from contextlib import AbstractContextManager
 
 from vescale_ckpt._storage.local import LocalStorage
 
@@ -90,3 +95,74 @@ def disk_full_once(storage):
 def broken_disk(storage):
     """This operation fails, and so does every later one."""
     raise OSError(errno.EIO, "Input/output error", storage.log[-1])
+
+
+class Failed(Exception):
+    """What a client raises; not an error of this package."""
+
+
+class AtCall:
+    """Counts the calls of a storage and of its writers, and acts from number `at` on."""
+
+    def __init__(self, inner, at, action, log=None):
+        self.inner, self.at, self.action = inner, at, action
+        self.log = [] if log is None else log
+
+    def __getattr__(self, name):
+        found = getattr(self.inner, name)
+        # Closing a file reaches no storage.
+        if not callable(found) or name in ("abandon", "close"):
+            return found
+
+        def call(*arguments):
+            path = arguments[0] if arguments and isinstance(arguments[0], str) else ""
+            self.log.append(f"{name} {path.rpartition('/')[2]}")
+            if len(self.log) < self.at:
+                answer = found(*arguments)
+            else:
+                answer = self.action(self, lambda: found(*arguments))
+            is_writer = hasattr(answer, "finish")
+            return AtCall(answer, self.at, self.action, self.log) if is_writer else answer
+
+        return call
+
+
+def is_first(storage):
+    """Whether this is the call at which the fault begins."""
+    return len(storage.log) == storage.at
+
+
+def fails_once(storage, call):
+    """The call is refused; those after it are not."""
+    if is_first(storage):
+        raise Failed(storage.log[-1])
+    return call()
+
+
+def fails_from_then_on(storage, call):
+    raise Failed(storage.log[-1])
+
+
+def answer_is_lost(storage, call):
+    """It is done, and the client hears of nothing but a timeout."""
+    found = call()
+    if not is_first(storage) or isinstance(found, AbstractContextManager):
+        return found
+    close(found)
+    raise Failed(storage.log[-1])
+
+
+def dies_before(storage, call):
+    raise Killed(storage.log[-1])
+
+
+def dies_after(storage, call):
+    if is_first(storage):
+        close(call())
+    raise Killed(storage.log[-1])
+
+
+def close(found):
+    """Close a file that nobody gets to see; the tests count open ones as errors."""
+    for name in {"abandon", "close"} & set(dir(found)):
+        getattr(found, name)()

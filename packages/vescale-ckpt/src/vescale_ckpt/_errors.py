@@ -79,7 +79,7 @@ def error_of_kind(kind: str, message: str) -> CheckpointError:
     return by_name.get(kind, CheckpointError)(message)
 
 
-def as_checkpoint_error(error: Exception) -> CheckpointError:
+def as_checkpoint_error(error: BaseException) -> CheckpointError:
     """Return `error` itself if it is ours, else one of ours that says the same."""
     if isinstance(error, CheckpointError):
         return error

@@ -22,6 +22,7 @@ from vescale_ckpt import (
     read,
     save,
 )
+from vescale_ckpt._convert import dcp_import
 
 EVERY = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float8_e5m2,
          torch.float64, torch.int16]  # fmt: skip
@@ -165,6 +166,42 @@ def test_from_dcp(tmp_path):
     assert found["optim"]["groups"] == state["optim"]["groups"]
     assert [t.tolist() for t in found["optim"]["m"]] == [[1, 1], [0]]
     assert found["step"] == 3
+
+
+def test_lists_of_dcp_keep_their_places(tmp_path):
+    one, two = torch.ones(2), torch.zeros(3)
+    state = {
+        "groups": [{"m": one}, {}, {"m": two}],
+        "first": [{}, one],
+        "deep": [[{}, one], {"a": {}, "b": [{}, {}, two]}],
+        "values": [[], [1], {}, 2, one],
+        "indices": (0, {5: "x"}),
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(dict(state), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_dcp(tmp_path / "dcp", tmp_path / "ours")
+    found = read(tmp_path / "ours")
+    del state["deep"][1]["a"]  # of which there is no trace
+    assert list(found) == list(state)
+    assert str(found) == str(state)
+
+
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        ({"w": ("list", 1 << 40), "v": ("v",)}, "a list has entries 1099511627776 to"),
+        ({"w": ("list", -1), "v": ("v",)}, "a list has entries -1 to -1"),
+        ({"w": ("v", "w"), "v": ("v",)}, "lies below a value that is not a container"),
+    ],
+)
+def test_hostile_paths_of_dcp(paths, words):
+    with pytest.raises(FormatError, match=words):
+        dcp_import._nested({"v": 1, "w": 2}, paths)
+
+
+def test_a_dict_that_dcp_stored_as_a_value_stays_one():
+    found = dcp_import._nested({"x": {0: "a", 5: "b"}, "y": 1}, {"x": ("x",), "y": ("l", 0)})
+    assert found == {"x": {0: "a", 5: "b"}, "l": [1]}
 
 
 def test_a_dcp_checkpoint_runs_nothing(tmp_path):

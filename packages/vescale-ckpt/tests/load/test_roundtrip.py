@@ -7,8 +7,18 @@ from collections import OrderedDict
 import pytest
 import torch
 import vescale_ckpt
+from edited_checkpoint import damage
 from emulated_ranks import bits
-from vescale_ckpt import RankLocal, StateError, load, read, save
+from vescale_ckpt import (
+    CorruptError,
+    MismatchError,
+    RankLocal,
+    StateError,
+    load,
+    read,
+    save,
+    verify,
+)
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 
 VALUES = [
@@ -200,6 +210,37 @@ def test_an_inference_tensor_is_filled(path):
     save(path, {"w": torch.ones(3)})
     load(path, {"w": weight})
     assert weight.all()
+
+
+ONE_ELEMENT = [((1, 1), (5, 7)), ((1, 1), (1, 3)), ((1,), (9,)), ((), ()), ((1, 1, 1), (2, 1, 4))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8])
+@pytest.mark.parametrize(("shape", "strides"), ONE_ELEMENT)
+def test_one_element_of_any_strides(path, shape, strides, dtype):
+    """It is contiguous to torch, and yet cannot be viewed as bytes like any other."""
+    source = torch.full((20,), 3).to(dtype).as_strided(shape, strides, 2)
+    save(path, {"a": torch.ones(3), "w": source, "z": torch.ones(3)})
+    target = torch.zeros(20, dtype=dtype).as_strided(shape, strides, 2)
+    loaded = load(path, {"a": torch.zeros(3), "w": target, "z": torch.zeros(3)})
+    assert loaded["w"] is target
+    assert target.item() == 3
+    assert verify(path).tensors == 3
+
+
+def test_a_load_that_fails_amid_says_what_it_has_changed(path):
+    whole = torch.ones(300_000)
+    save(path, {"a": whole, "b": whole})
+    damage(path, byte=b"\xff")
+    changed = "Tensors of `into` that were read before are filled"
+    with pytest.raises(CorruptError, match=changed):
+        load(path, {"a": torch.zeros(300_000), "b": torch.zeros(300_000)})
+    with pytest.raises(MismatchError) as caught:
+        load(path, {"a": torch.zeros(300_000), "b": torch.zeros(2)})
+    assert changed not in str(caught.value)
+    with pytest.raises(CorruptError) as caught:
+        read(path)
+    assert changed not in str(caught.value)
 
 
 def test_a_path_of_bytes(path):

@@ -2,16 +2,22 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from edited_checkpoint import damage
 from emulated_ranks import assert_filled, load_on, piece_of, save_on, sharded, succeed
 from resharding import CountingStorage, layouts
-from vescale_ckpt import CoordinationError, CorruptError, MismatchError, load, save
+from vescale_ckpt import CoordinationError, CorruptError, MismatchError, load, save, verify
 from vescale_ckpt._coordination.pipe_barrier import PipeBarrier
+from vescale_ckpt._inspect.inspect import read_full_tensor
 from vescale_ckpt._load import shared_reads
-from vescale_ckpt._load.shared_reads import fetch_shared
+from vescale_ckpt._load.open import open_checkpoint
+from vescale_ckpt._load.reads import plan_reads
+from vescale_ckpt._load.shared_reads import fetch_shared, needs_of, plan_sharing
+from vescale_ckpt._storage.local import LocalStorage
+from vescale_ckpt._tensors.local_boxes import local_and_boxes
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
 
@@ -46,6 +52,40 @@ def test_read_once(path, monkeypatch, arena):
         assert read / WHOLE.nbytes == pytest.approx(amplified, rel=0.05)
         # Each takes its share of the reading.
         assert max(s.bytes for s in storages) <= 1.5 * read / 4
+
+
+class CountedTensors(dict):
+    """Counts how often all of it is walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+    def items(self):
+        self.walks += 1
+        return super().items()
+
+
+def test_many_tensors_are_not_walked_through_for_each_of_them(path, monkeypatch):
+    monkeypatch.setattr("vescale_ckpt._load.shared_reads.WORTH_BYTES", 1)
+    wholes = {f"w{i}": torch.full((6, 2), float(i)) for i in range(30)}
+    pieces = {name: sharded(whole, 3) for name, whole in wholes.items()}
+    succeed(save_on([{n: p[rank] for n, p in pieces.items()} for rank in range(3)], path))
+    storage = LocalStorage()
+    opened = open_checkpoint(storage, path)
+    tensors = CountedTensors(opened.manifest.tensors)
+    counted = replace(opened, manifest=replace(opened.manifest, tensors=tensors))
+    targets = [(name, *local_and_boxes(torch.zeros(6, 2))) for name in wholes]
+    needs = needs_of(plan_reads(counted.manifest, targets))
+    answers = [{"host": "a", "offer": ["", "", n], "needs": needs} for n in range(2)]
+    assert len(plan_sharing(counted, answers, remote=False)["a"].slabs) == 90
+    for name, whole in wholes.items():
+        assert read_full_tensor(storage, counted, name).equal(whole)
+    monkeypatch.setattr("vescale_ckpt._inspect.verify.open_checkpoint", lambda *_: counted)
+    assert verify(path).files == 3
+    assert tensors.walks <= 4
 
 
 @pytest.mark.parametrize("saved_by", [1, 3, 4])

@@ -7,7 +7,14 @@ import os
 import pytest
 import torch
 from faulty_storage import FaultyStorage, disk_full_once
-from vescale_ckpt import CheckpointManager, ExistsError, NotFoundError, StorageError, read
+from vescale_ckpt import (
+    CheckpointManager,
+    ExistsError,
+    FormatError,
+    NotFoundError,
+    StorageError,
+    read,
+)
 
 
 def state(step):
@@ -46,6 +53,41 @@ def test_the_one_just_saved_stays_even_if_it_is_older(tmp_path):
     manager.save(200, state(200))
     manager.save(10, state(10))
     assert manager.steps() == [10, 200]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_saved_after_going_back_is_the_newest(tmp_path, asynchronous):
+    manager = CheckpointManager(tmp_path, keep_last=3)
+    for step in (50, 100, 110):
+        manager.save(step, state(step))
+    # Another process goes back, and the steps beyond are left behind.
+    manager = CheckpointManager(tmp_path, keep_last=3)
+    assert restored(manager, step=50) == 50
+    save = manager.async_save if asynchronous else manager.save
+    for step, kept in ((60, [60, 100, 110]), (70, [60, 70, 110]), (80, [60, 70, 80])):
+        save(step, state(step))
+        manager.wait()
+        assert manager.steps() == kept
+        assert manager.latest() == manager.latest_healthy() == step
+        # Whoever comes after a crash.
+        assert restored(CheckpointManager(tmp_path)) == step
+    assert manager.latest() == 80
+
+
+def test_what_is_damaged_pushes_out_nothing_and_stays(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    (tmp_path / "step-00000002" / "COMMIT").write_text("{}")
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    # It is the newest, and asking for the newest says what is wrong with it.
+    assert manager.latest() == 2
+    with pytest.raises(FormatError, match="COMMIT"):
+        restored(manager)
+    for step, kept in ((3, [1, 2, 3]), (4, [2, 3, 4])):
+        manager.save(step, state(step))
+        assert manager.steps() == kept
+        assert restored(manager) == step
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """An asynchronous save is the state as it was when it was called, whatever happens afterwards."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from emulated_ranks import on_ranks, sharded, succeed
 from faulty_storage import FaultyStorage, disk_full_once
 from vescale_ckpt import (
     CheckpointError,
+    CheckpointManager,
     ExistsError,
     NotFoundError,
     PerRank,
@@ -134,6 +136,88 @@ def test_an_error_comes_with_the_next_save_and_only_once(tmp_path):
     assert os.listdir(tmp_path) == ["b"]
 
 
+def fail_in_the_background(path, **options):
+    storage, state = FaultyStorage(6, disk_full_once), {"w": torch.ones(3)}
+    options = SaveOptions(**options)
+    return async_save_with(storage, SingleProcess(), path, state, options, Staging())
+
+
+def test_a_failure_that_nobody_waits_for_is_told(path, caplog):
+    handle = fail_in_the_background(path)
+    handle._ended.wait(20)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"the asynchronous save of {path} failed" in caplog.text
+    assert "No space left" in caplog.text
+    del handle
+    gc.collect()
+    assert "nothing has waited for it" in caplog.text
+
+
+def test_a_failure_that_was_raised_is_not_told_again(path, caplog):
+    handle = fail_in_the_background(path)
+    with pytest.raises(StorageError, match="No space left"):
+        handle.wait(20)
+    del handle
+    gc.collect()
+    assert "nothing has waited for it" not in caplog.text
+
+
+def test_a_thread_that_ends_itself_ends_the_save(path):
+    def progress(done, total):
+        sys.exit("enough")
+
+    options, state = SaveOptions(progress=progress), {"w": torch.ones(3)}
+    storage, one = LocalStorage(), SingleProcess()
+    handle = async_save_with(storage, one, path, state, options, Staging())
+    with pytest.raises(CheckpointError, match="SystemExit: enough"):
+        handle.wait(20)
+    assert not os.path.exists(path)
+
+
+def in_a_fork(work):
+    """What `work` returns in a forked process, as text; a fork that hangs is killed."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.alarm(20)
+            os.write(theirs, str(work()).encode())
+        except BaseException as error:
+            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        told = pipe.read()
+    os.waitpid(pid, 0)
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_saves_with_its_parents_staging(tmp_path):
+    staging, state, storage = Staging(), {"w": torch.ones(3)}, SlowStorage()
+    manager = CheckpointManager(tmp_path / "run", keep_last=1)
+    manager.async_save(1, state)
+    async_save(tmp_path / "a", state, staging=staging).wait(20)
+    options = SaveOptions()
+    parents = async_save_with(storage, SingleProcess(), tmp_path / "b", state, options, staging)
+
+    def child():
+        async_save(tmp_path / "c", state, staging=staging).wait(10)
+        manager.async_save(2, state)
+        manager.wait()
+        return manager.steps()
+
+    assert in_a_fork(child) == "[2]"
+    for look in (parents.wait, parents.done):
+        assert "of which this one is a fork: wait for it there" in in_a_fork(look)
+    storage.go.set()
+    parents.wait(20)
+    names = ["a", "b", "c", "run"]
+    assert sorted(os.listdir(tmp_path)) == names
+    assert [read(tmp_path / name)["w"].tolist() for name in "abc"] == [[1, 1, 1]] * 3
+
+
 def test_what_is_refused_is_refused_at_once(tmp_path):
     with pytest.raises(StateError, match="at 'x'"):
         async_save(tmp_path / "a", {"x": object()})
@@ -230,15 +314,24 @@ vescale_ckpt.save(path + "-before", {"w": torch.ones(2)})
 vescale_ckpt.async_save(path, {"w": torch.ones(3_000_000)})
 if end == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+# Held until the end, as a manager holds its own.
+staging = vescale_ckpt.Staging()
+def appear(done, total):
+    os.makedirs(path + "-lost/mine", exist_ok=True)
+vescale_ckpt.async_save(path + "-lost", {"w": torch.ones(3)}, staging=staging, progress=appear)
 """
 
 
 @pytest.mark.parametrize("end", ["regularly", "killed"])
 def test_when_the_program_ends(path, end):
-    status = subprocess.run([sys.executable, "-c", _PROGRAM, path, end]).returncode
+    command = [sys.executable, "-c", _PROGRAM, path, end]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    status = ended.returncode
     assert read(f"{path}-before")["w"].equal(torch.ones(2))
     if end == "regularly":
         assert status == 0
+        assert f"{path}-lost failed: {path}-lost exists and is not a checkpoint" in ended.stderr
+        assert ended.stderr.count("nothing has waited for it") == 1
         assert read(path)["w"].equal(torch.ones(3_000_000))
     else:
         assert status == -signal.SIGKILL

@@ -47,7 +47,7 @@ def planned(monkeypatch):
     return ranks
 
 
-def save_in_turn(turns, root, *, max_bytes=1 << 20, check_replicas=True):
+def save_in_turn(turns, root, *, max_bytes=1 << 20, check_replicas=True, storage=None):
     """Save `turns[n][rank]` as `root/n`; each rank's list of None or the exception of each turn."""
     stagings = []
 
@@ -55,7 +55,8 @@ def save_in_turn(turns, root, *, max_bytes=1 << 20, check_replicas=True):
         state = turns[n][coordinator.rank]
         options = SaveOptions(check_replicas=check_replicas)
         path = f"{root}/{n}"
-        handle = async_save_with(LocalStorage(), coordinator, path, state, options, staging)
+        on = storage or LocalStorage()
+        handle = async_save_with(on, coordinator, path, state, options, staging)
         for tensor in state.values():
             # What is copied is copied: training may go on.
             if hasattr(tensor, "local"):
@@ -234,6 +235,19 @@ def test_an_interrupt_of_one_rank_while_it_copies_is_told_to_all(tmp_path, monke
     assert "interrupted" in ended
     assert any("rank 1 of 2: copying the state failed" in words for words in ended)
     assert sorted(os.listdir(tmp_path)) == [str(n) for n in range(turn)]
+
+
+def test_planned_anew_where_directories_are_not_renamed(tmp_path):
+    """Rank 0 has made its directory, by the plan of before, when the other one says no."""
+
+    class WithoutRenames(LocalStorage):
+        renames = False
+
+    whole = torch.arange(200.0).reshape(20, 10)
+    turns = [turn_of(whole, 2) for _ in range(3)]
+    turns[1][1]["more"] = torch.ones(2)
+    assert save_in_turn(turns, tmp_path, storage=WithoutRenames()) == [[None] * 3] * 2
+    assert read(tmp_path / "1")["more"].tolist() == [1, 1]
 
 
 def random_state(rng, whole_of):

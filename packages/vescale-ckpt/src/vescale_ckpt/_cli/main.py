@@ -23,8 +23,8 @@ from vescale_ckpt._errors import CheckpointError
 from vescale_ckpt._inspect.difference import describe_difference
 from vescale_ckpt._inspect.inspect import inspect
 from vescale_ckpt._inspect.verify import verify
-from vescale_ckpt._load.open import is_committed
 from vescale_ckpt._progress import progress_line
+from vescale_ckpt._storage.committed import has_commit
 from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._version import __version__
 
@@ -107,7 +107,7 @@ _Found = tuple[dict[str, Any], list[str]]
 
 def _ls(options: argparse.Namespace) -> _Found:
     storage, target = storage_of(options.path), resolve(options.path)
-    if storage.is_directory(target) and not is_committed(storage, target):
+    if storage.is_directory(target) and not has_commit(storage, target):
         root = json_of_root(storage, target)
         if root["checkpoints"]:
             return root, lines_of_root(root)

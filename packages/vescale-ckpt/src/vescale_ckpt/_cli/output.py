@@ -4,8 +4,9 @@ from typing import Any
 
 from vescale_ckpt._errors import CheckpointError
 from vescale_ckpt._inspect.inspect import Inspected, Statistics
-from vescale_ckpt._load.open import is_committed, open_checkpoint
+from vescale_ckpt._load.open import open_checkpoint
 from vescale_ckpt._storage.base import Storage
+from vescale_ckpt._storage.committed import has_commit
 
 _VALUE_WIDTH = 60
 
@@ -64,7 +65,7 @@ def json_of_root(storage: Storage, root: str) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for name in storage.names_in(root):
         path = f"{root}/{name}"
-        if name.startswith(".") or not is_committed(storage, path):
+        if name.startswith(".") or not has_commit(storage, path):
             continue
         try:
             checkpoint = open_checkpoint(storage, path)

@@ -10,7 +10,7 @@ import os
 import pickle  # noqa: TID251 only to refuse: see _Unpickler
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,8 @@ from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _METADATA = ".metadata"
 _MOST_METADATA = 1 << 30
+# How many entries of a list may be missing. The numbers are the file's: a list takes memory.
+_MOST_DROPPED = 1 << 20
 _CHECKPOINT = "torch.distributed.checkpoint"
 # What a .metadata file of torch 2.x names; everything else is refused.
 _ALLOWED = {
@@ -79,7 +81,8 @@ def import_dcp(
     """Save what a checkpoint of torch.distributed.checkpoint holds as the checkpoint `path`.
 
     All of the state is in memory meanwhile. For this process only: not collective. DCP has no
-    checksums: what was damaged before is imported as it is.
+    checksums: what was damaged before is imported as it is. Empty dicts, which DCP does not store,
+    are there again between the entries of a list, and nowhere else.
 
     Args:
         source: The directory that `torch.distributed.checkpoint.save` wrote.
@@ -175,6 +178,12 @@ def _value(folder: str, metadata: Any, name: str) -> Any:
     return _loaded(folder, infos[0], name)
 
 
+class _Leaf(NamedTuple):
+    """A stored value: what is in it is the value's own, also a dict with integer keys."""
+
+    value: Any
+
+
 def _nested(leaves: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
     """Undo the flattening of DCP, which keeps the way to every leaf: integers index lists."""
     if not isinstance(paths, dict):
@@ -185,14 +194,20 @@ def _nested(leaves: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
         inner = root
         for step in before:
             inner = inner.setdefault(step, {})
-        inner[last] = leaf
+            if not isinstance(inner, dict):
+                raise FormatError(f"'{name}' lies below a value that is not a container")
+        inner[last] = _Leaf(leaf)
     return {key: _with_lists(entry) for key, entry in root.items()}
 
 
 def _with_lists(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
+    if isinstance(node, _Leaf):
+        return node.value
     entries = {key: _with_lists(entry) for key, entry in node.items()}
-    if entries and all(type(key) is int for key in entries):
-        return [entries[key] for key in sorted(entries)]
-    return entries
+    if not all(type(key) is int for key in entries):
+        return entries
+    length = max(entries) + 1
+    if min(entries) < 0 or length > len(entries) + _MOST_DROPPED:
+        raise FormatError(f"a list has entries {min(entries)} to {max(entries)}")
+    # DCP drops what is empty and is no value: dicts. Those at the end of a list leave no trace.
+    return [entries.get(index, {}) for index in range(length)]

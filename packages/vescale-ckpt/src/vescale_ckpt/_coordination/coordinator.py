@@ -1,6 +1,7 @@
 """Agreement between ranks: each sends bytes to all the others, and a failure is a message, too."""
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -47,6 +48,9 @@ class SingleProcess:
     rank = 0
     world_size = 1
 
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
     def exchange(self, message: bytes) -> list[bytes]:
         """Return its own message."""
         return [message]
@@ -63,7 +67,8 @@ class SingleProcess:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SingleProcess)
+        """Compare the processes: a fork is another one than its parent."""
+        return isinstance(other, SingleProcess) and self._process == other._process
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, nothing
-from vescale_ckpt._coordination.meeting import Call, Store, arrive, refuse
-from vescale_ckpt._coordination.torch_groups import gloo_group, prefixed, store_of
+from vescale_ckpt._coordination.meeting import LONGEST_DEFAULT, Call, Store, arrive, refuse
+from vescale_ckpt._coordination.torch_groups import gloo_group, prefixed, store_of, timeout_of
 from vescale_ckpt._errors import CoordinationError
 
 _LENGTH_BYTES = 8
@@ -21,9 +21,14 @@ _FIRST_BYTES = 64 << 10
 _SHORT_BYTES = 256
 
 
+def world_of_now() -> dist.ProcessGroup | None:
+    """Return the default group; None where there is none. After a new init it is another one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def coordinator_of(group: dist.ProcessGroup | None) -> Coordinator:
     """Return the ranks of `group`, or of the default group, or this process alone."""
-    if group is not None or (dist.is_available() and dist.is_initialized()):
+    if group is not None or world_of_now() is not None:
         return GroupCoordinator(group)
     return SingleProcess()
 
@@ -97,21 +102,22 @@ class GroupCoordinator(_Gathering):
     """The ranks of a torch process group; `None` is the default group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        # Bound here, also the default group: after `destroy_process_group` and a new
+        # `init_process_group` that is another one, perhaps with other ranks.
+        chosen = group if group is not None else world_of_now()
+        assert chosen is not None
+        self.group = chosen
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
         if self.rank < 0:
             raise CoordinationError("this process is not a member of the group that was given")
-        self.device = _message_device(group)
+        self.device = _message_device(self.group)
 
     def __eq__(self, other: object) -> bool:
         """Compare the groups of ranks; a group made anew is another one."""
-        return isinstance(other, GroupCoordinator) and self._own_group() is other._own_group()
+        return isinstance(other, GroupCoordinator) and self.group is other.group
 
     __hash__ = None  # type: ignore[assignment]
-
-    def _own_group(self) -> object:
-        return self.group if self.group is not None else dist.group.WORLD
 
     def all_gather(self, every: list[torch.Tensor], own: torch.Tensor) -> None:
         """Gather over the group."""
@@ -123,6 +129,9 @@ class GroupCoordinator(_Gathering):
         # The same on all ranks of a group: they then go straight to the first collective.
         if store is None:
             return nothing
+        if call.timeout is None:
+            own = timeout_of(self.group, self.device)
+            call = call._replace(timeout=None if own is None else min(own, LONGEST_DEFAULT))
         with self._lost():
             wait = arrive(store, self.rank, self.world_size, call)
 

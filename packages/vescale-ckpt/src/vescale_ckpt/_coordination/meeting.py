@@ -210,7 +210,7 @@ class _Meeting:
         """Seconds to wait: those asked for, else those of the process group."""
         if self.call.timeout is not None:
             return self.call.timeout
-        # A store that a group was made over has the group's timeout.
+        # Where torch does not tell that of the group: that of the store which torch made for it.
         own: timedelta | None = getattr(self.store, "timeout", None)
         return LONGEST_DEFAULT if own is None else min(own.total_seconds(), LONGEST_DEFAULT)
 

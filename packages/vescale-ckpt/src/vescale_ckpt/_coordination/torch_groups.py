@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from vescale_ckpt._coordination.meeting import Store
@@ -15,13 +16,13 @@ _dist: Any = dist
 _TIMEOUT = timedelta(minutes=30)
 
 
-def store_of(group: dist.ProcessGroup | None) -> Store | None:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the store over which the members of a group found each other, if it can be polled.
 
     None where torch hides it, and for stores of other kinds than torch's own: in a simulated world
     ranks take turns, and one that polls keeps the others from running.
     """
-    get_store = getattr(group or dist.group.WORLD, "get_group_store", None)
+    get_store = getattr(group, "get_group_store", None)
     try:
         store = get_store() if get_store is not None else None
     except RuntimeError:
@@ -34,6 +35,19 @@ def store_of(group: dist.ProcessGroup | None) -> Store | None:
     known = (_dist.TCPStore, _dist.FileStore, _dist.HashStore)
     found: Store | None = store if isinstance(innermost, known) else None
     return found
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float | None:
+    """Return the seconds that a group was made to wait, or None where torch does not tell.
+
+    Its store may have another timeout: one that the user has made and passed keeps its own.
+    """
+    try:
+        backend: Any = group._get_backend(device)
+        found: timedelta = backend.options._timeout
+        return found.total_seconds()
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def prefixed(prefix: str, store: Store) -> Store:

@@ -109,8 +109,9 @@ class StorageWriter(NextPath, torch_storage.StorageWriter):
         assert self._path is not None
         storage = self._storage
         self._checksum = checksums.agreed(str(plan.storage_data) for plan in plans)
-        location = SaveLocation(resolve(self._path), new_generation(), storage.renames)
-        open_location(storage, location, overwrite=self._overwrite)
+        generation, target = new_generation(), resolve(self._path)
+        location = SaveLocation(target, generation, storage.renames, self._overwrite)
+        open_location(storage, location)
         self._location = location
         return [
             replace(plan, storage_data=Place(location, rank, self._checksum.name))

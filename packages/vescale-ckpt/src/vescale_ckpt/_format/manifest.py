@@ -1,6 +1,7 @@
 """The manifest and the commit record of a checkpoint, as values, and their JSON form."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vescale_ckpt._format import checksums, strict_json
@@ -81,6 +82,11 @@ class Manifest:
     provenance: dict[str, Any]
     checksum: checksums.Checksum = checksums.CRC32
     block_bytes: int = checksums.BLOCK_BYTES
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The place of each tensor among all: found once, as there may be a hundred thousand."""
+        return {name: number for number, name in enumerate(self.tensors)}
 
     def to_bytes(self) -> bytes:
         """Return the content of `manifest.json`."""

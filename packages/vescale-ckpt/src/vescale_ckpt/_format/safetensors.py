@@ -8,6 +8,7 @@ import torch
 
 from vescale_ckpt._errors import CheckpointError, StateError
 from vescale_ckpt._format.write_item import WriteItem
+from vescale_ckpt._tensors.boxes import byte_view
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region, whole
 
@@ -54,7 +55,7 @@ def bytes_of(data: torch.Tensor) -> memoryview:
     """Return the elements of a tensor, row-major and little-endian; copied only where needed."""
     # Lazy conjugation and negation are applied first: memory does not hold them yet.
     plain = data.resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return byte_view(plain).numpy().data
 
 
 def check_byte_order() -> None:

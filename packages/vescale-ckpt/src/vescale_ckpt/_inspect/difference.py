@@ -12,6 +12,7 @@ from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import ByteCounter, Progress
 from vescale_ckpt._storage.base import Storage
 from vescale_ckpt._storage.resolve import resolve, storage_of
+from vescale_ckpt._tensors.boxes import byte_view
 
 
 class _Side(NamedTuple):
@@ -67,7 +68,7 @@ def _of_tensor(a: _Side, b: _Side, name: str) -> list[dict[str, Any]]:
     x, y = (read_full_tensor(side.storage, side.checkpoint, name) for side in (a, b))
     # As bits: nan is the same as itself, and 0.0 is not -0.0.
     differs = (
-        (_bits(x) != _bits(y)).view(x.numel(), -1).any(1)
+        (byte_view(x) != byte_view(y)).view(x.numel(), -1).any(1)
         if x.numel()
         else torch.zeros(0, device="cpu")
     )
@@ -77,10 +78,6 @@ def _of_tensor(a: _Side, b: _Side, name: str) -> list[dict[str, Any]]:
     largest = _largest(x.reshape(-1)[differs], y.reshape(-1)[differs])
     what = f"{count} of {x.numel()} elements differ, by at most {largest:.6g}"
     return [entry | {"what": what, "elements": count, "largest": strict_json.number(largest)}]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _largest(x: torch.Tensor, y: torch.Tensor) -> float:

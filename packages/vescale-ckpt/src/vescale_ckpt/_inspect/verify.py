@@ -63,9 +63,10 @@ def verify_with(storage: Storage, path: str, progress: Progress) -> Verified:
     manifest = checkpoint.manifest
     total = sum(record.nbytes for record in manifest.files.values())
     count, problems = ByteCounter(total, progress), []
+    chunks = _chunks_by_file(manifest)
     # All files, also after a damaged one: the report is to be complete.
     for file in manifest.files:
-        problems += _problems_in(storage, checkpoint, file, count)
+        problems += _problems_in(storage, checkpoint, file, chunks[file], count)
     if problems:
         raise CorruptError(f"{len(problems)} problem(s) in {path}: {listed(problems)}")
     return Verified(
@@ -79,10 +80,13 @@ def verify_with(storage: Storage, path: str, progress: Progress) -> Verified:
 
 
 def _problems_in(
-    storage: Storage, checkpoint: Checkpoint, file: str, count: ByteCounter
+    storage: Storage,
+    checkpoint: Checkpoint,
+    file: str,
+    chunks: list[tuple[str, Chunk]],
+    count: ByteCounter,
 ) -> list[str]:
     manifest, path = checkpoint.manifest, checkpoint.file(file)
-    chunks = _chunks_in(manifest, file)
     try:
         reader = storage.open(path)
     except CheckpointError as error:
@@ -99,14 +103,13 @@ def _problems_in(
     return problems
 
 
-def _chunks_in(manifest: Manifest, file: str) -> list[tuple[str, Chunk]]:
-    found = [
-        (name, chunk)
-        for name, tensor in manifest.tensors.items()
-        for chunk in tensor.chunks
-        if chunk.file == file
-    ]
-    return sorted(found, key=lambda entry: entry[1].start)
+def _chunks_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk]]]:
+    """Return the chunks of every file, in the order in which they are in it."""
+    found: dict[str, list[tuple[str, Chunk]]] = {file: [] for file in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            found[chunk.file].append((name, chunk))
+    return {file: sorted(chunks, key=lambda c: c[1].start) for file, chunks in found.items()}
 
 
 def _header_problems(

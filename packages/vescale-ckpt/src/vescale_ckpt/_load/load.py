@@ -1,7 +1,8 @@
 """`load` and `read`: open, match, report what does not fit, and only then touch a tensor."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, a
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, host_key
 from vescale_ckpt._coordination.meeting import call_of
-from vescale_ckpt._errors import MismatchError, listed
+from vescale_ckpt._errors import MismatchError, as_checkpoint_error, listed
 from vescale_ckpt._format.safetensors import check_byte_order
 from vescale_ckpt._load.fetch import fetch
 from vescale_ckpt._load.match import EVERYTHING, Match, Selection, match
@@ -95,7 +96,8 @@ def load(
         MismatchError: On every rank, before any tensor was changed: the keys, shapes and dtypes
             that differ.
         CheckpointError: On every rank. If it comes from reading data (`CorruptError`,
-            `StorageError`), tensors of `into` may hold a mixture of old and new.
+            `StorageError`), tensors of `into` may hold a mixture of old and new; the message says
+            so then.
 
     Examples:
         >>> import tempfile, torch, vescale_ckpt
@@ -184,6 +186,7 @@ def load_with(
         # message.
         sharing = _sharing(coordinator, opened, answers, remote=not storage.renames)
 
+        @_mention_changes(into)
         def work() -> None:
             rest, total = opened.reads, 0
             # `attach` is false on all ranks of the machine or on none; then each reads for itself.
@@ -207,8 +210,24 @@ def load_with(
     # Tensors inside saved rank-local values are filled only now. `reshard` is the user's code and
     # may fail on some ranks, hence another exchange; all ranks answered `late`, so all take part.
     if any(answer["late"] for answer in answers):
-        all_or_none(coordinator, lambda: _reshard(opened.found, coordinator))
+        reshard = _mention_changes(into)(_reshard)
+        all_or_none(coordinator, lambda: reshard(opened.found, coordinator))
     return opened.found.state
+
+
+@contextmanager
+def _mention_changes(into: Any) -> Iterator[None]:
+    """Say in what is raised that tensors of the caller's may have been filled before."""
+    try:
+        yield
+    except Exception as error:
+        # `read` has none: what it fills nobody gets to see.
+        if into is WHOLE:
+            raise
+        found = as_checkpoint_error(error)
+        raise type(found)(
+            f"{found}. Tensors of `into` that were read before are filled, and one may be in part"
+        ) from error
 
 
 def _sharing(

@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 
 from vescale_ckpt._errors import CorruptError, NotFoundError, UncommittedError, listed
-from vescale_ckpt._format.manifest import COMMIT, COMMIT_LIMIT, MANIFEST, Manifest
-from vescale_ckpt._format.parse import parse_commit, parse_manifest
+from vescale_ckpt._format.manifest import COMMIT, MANIFEST, Manifest
+from vescale_ckpt._format.parse import parse_manifest
 from vescale_ckpt._storage.base import Storage, read_all
+from vescale_ckpt._storage.committed import has_commit, read_commit
 
 # Far above any real one: a manifest of this size would describe petabytes.
 _MANIFEST_LIMIT = 4 << 30
@@ -36,7 +37,7 @@ def open_checkpoint(storage: Storage, path: str) -> Checkpoint:
     # COMMIT is read first and once: it names one generation, which no later save changes. If a save
     # replaces the checkpoint now, files of this generation are missing, which is an error and no
     # mixture.
-    record = parse_commit(read_all(storage, f"{path}/{COMMIT}", COMMIT_LIMIT))
+    record = read_commit(storage, path)
     manifest_path = f"{path}/{record.generation}/{MANIFEST}"
     if not storage.exists(manifest_path):
         raise CorruptError(f"{manifest_path} is missing, though COMMIT names it")
@@ -51,11 +52,6 @@ def open_checkpoint(storage: Storage, path: str) -> Checkpoint:
     checkpoint = Checkpoint(path, record.generation, parse_manifest(content))
     _check_sizes(storage, checkpoint)
     return checkpoint
-
-
-def is_committed(storage: Storage, path: str) -> bool:
-    """Return whether a save into `path` was completed. Does not look at the data."""
-    return storage.is_directory(path) and storage.exists(f"{path}/{COMMIT}")
 
 
 def _check_sizes(storage: Storage, checkpoint: Checkpoint) -> None:
@@ -84,7 +80,7 @@ def _nothing_at(storage: Storage, path: str) -> str:
 
 
 def _not_committed(storage: Storage, path: str) -> str:
-    inside = [n for n in storage.names_in(path) if is_committed(storage, f"{path}/{n}")]
+    inside = [n for n in storage.names_in(path) if has_commit(storage, f"{path}/{n}")]
     if inside:
         return f"{path} is not a checkpoint but holds some: {listed(inside[-3:])}"
     return f"{path} has no {COMMIT} record: no save into it was ever completed"

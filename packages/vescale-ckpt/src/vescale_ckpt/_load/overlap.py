@@ -16,7 +16,7 @@ from vescale_ckpt._load.fetch import fetch, uncounted
 from vescale_ckpt._load.open import Checkpoint
 from vescale_ckpt._load.reads import Target, plan_reads
 from vescale_ckpt._storage.base import Storage
-from vescale_ckpt._tensors.boxes import Box, TensorBoxes, region_of
+from vescale_ckpt._tensors.boxes import Box, TensorBoxes, byte_view, region_of
 from vescale_ckpt._tensors.dtypes import torch_dtype
 from vescale_ckpt._tensors.regions import Region, split
 
@@ -96,7 +96,7 @@ def _bits_of(storage: Storage, checkpoint: Checkpoint, name: str, region: Region
     layout = TensorBoxes(record.shape, (Box(*region, 0, tuple(part.stride())),))
     fetch(storage, checkpoint, plan_reads(checkpoint.manifest, [(name, part, layout)]), uncounted())
     # As bytes: equal nan are equal here, and 0.0 and -0.0 are not.
-    return part.reshape(-1).view(torch.uint8)
+    return byte_view(part)
 
 
 _ADVICE = "clone() one of them, or load only one of them (`only`)"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vescale_ckpt._format.manifest import Chunk, Manifest
-from vescale_ckpt._tensors.boxes import TensorBoxes, box_view, narrow_to, region_of
+from vescale_ckpt._tensors.boxes import TensorBoxes, box_view, byte_view, narrow_to, region_of
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 from vescale_ckpt._tensors.regions import (
     Region,
@@ -70,11 +70,10 @@ def plan_reads(manifest: Manifest, targets: Iterable[Target]) -> list[SlabRead]:
                     destination = narrow_to(box_view(local, box), region, part)
                     wanted.setdefault((name, i), []).append(SlabTarget(part, destination))
     # Numbers instead of names: they are equal on all ranks, as the manifest is, and short to send.
-    numbers = {name: i for i, name in enumerate(manifest.tensors)}
     reads = [
         slab
         for (name, i), parts in wanted.items()
-        for slab in _slabs(manifest, numbers[name], name, i, parts)
+        for slab in _slabs(manifest, manifest.numbers[name], name, i, parts)
     ]
     # In the order of the disk, so that files are read front to back and opened once.
     return sorted(reads, key=lambda read: read.disk_position)
@@ -137,7 +136,7 @@ def destination_bytes(read: SlabRead) -> memoryview | None:
     plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg()
     if not plain or target.is_conj() or target.dtype != torch_dtype(read.dtype):
         return None
-    return target.reshape(-1).view(torch.uint8).numpy().data
+    return byte_view(target).numpy().data
 
 
 def mark_written(read: SlabRead) -> None:

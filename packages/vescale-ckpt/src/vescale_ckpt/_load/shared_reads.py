@@ -17,7 +17,7 @@ import numpy as np
 from vescale_ckpt._coordination.hosts import have_own_processes
 from vescale_ckpt._coordination.pipe_barrier import PipeBarrier, in_rounds
 from vescale_ckpt._coordination.shared_memory import SharedMemory, shared_memory
-from vescale_ckpt._format.manifest import Chunk
+from vescale_ckpt._format.manifest import Chunk, TensorRecord
 from vescale_ckpt._load.fetch import WINDOW_BYTES, OpenFiles
 from vescale_ckpt._load.open import Checkpoint
 from vescale_ckpt._load.reads import SlabId, SlabRead, blocks_nbytes, scatter, slab_regions
@@ -107,13 +107,15 @@ def _rounds(
     wanted: dict[SlabId, list[range]] = defaultdict(list)
     for tensor, chunk, slab, spans in itertools.chain.from_iterable(needs):
         wanted[SlabId(tensor, chunk, slab)].extend(range(a, b) for a, b in spans)
+    # As a list, once: slabs name tensors by their number.
+    tensors = list(checkpoint.manifest.tensors.items())
+    block_bytes = checkpoint.manifest.block_bytes
     shared = []
     for id, spans in wanted.items():
         union = merge_ranges(spans)
         # Some block is named twice: at least two ranks need it.
         if sum(map(len, spans)) > sum(map(len, union)):
-            shared.append(_shared(checkpoint, id, union))
-    block_bytes = checkpoint.manifest.block_bytes
+            shared.append(_shared(*tensors[id.tensor], id, union, block_bytes))
     if sum(blocks_nbytes(slab.chunk, slab.blocks, block_bytes) for slab in shared) < WORTH_BYTES:
         return []
     rounds: list[list[_Shared]] = [[]]
@@ -128,15 +130,15 @@ def _rounds(
     return rounds
 
 
-def _shared(checkpoint: Checkpoint, id: SlabId, blocks: list[range]) -> _Shared:
-    name, tensor = list(checkpoint.manifest.tensors.items())[id.tensor]
+def _shared(
+    name: str, tensor: TensorRecord, id: SlabId, blocks: list[range], block_bytes: int
+) -> _Shared:
     chunk, itemsize = tensor.chunks[id.chunk], STORED_AS[tensor.dtype].bytes_per_element
     region = slab_regions(chunk.region, itemsize)[id.slab]
     # Memory is reserved from the start of the first block, wherever in it the slab begins.
     begin = first_byte(chunk.region, region, itemsize)
     nbytes = region.numel * itemsize
     # From the beginning of its first block to the end of its last one that is wanted.
-    block_bytes = checkpoint.manifest.block_bytes
     end = max(begin + nbytes, min(blocks[-1].stop * block_bytes, chunk.nbytes))
     room = -(-(end - begin // block_bytes * block_bytes) // _ALIGNMENT) * _ALIGNMENT
     return _Shared(id, chunk, name, begin, nbytes, blocks, room)

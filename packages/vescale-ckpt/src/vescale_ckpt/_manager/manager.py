@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -16,23 +17,26 @@ from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.meeting import Call, call_of
 from vescale_ckpt._errors import CheckpointError, ExistsError, MismatchError, NotFoundError
 from vescale_ckpt._format import strict_json
-from vescale_ckpt._format.manifest import COMMIT, COMMIT_LIMIT
-from vescale_ckpt._format.parse import parse_commit
+from vescale_ckpt._format.manifest import COMMIT
+from vescale_ckpt._format.parse import is_generation
 from vescale_ckpt._load.load import LoadOptions, StateT, load_with
-from vescale_ckpt._load.open import is_committed, open_checkpoint
+from vescale_ckpt._load.open import open_checkpoint
 from vescale_ckpt._manager.retention import Policy
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
 from vescale_ckpt._save.save import HEALTHY, SaveOptions, save_with
-from vescale_ckpt._storage.base import read_all, remove_tree
+from vescale_ckpt._storage.base import remove_tree
+from vescale_ckpt._storage.committed import has_commit, is_committed, read_commit
 from vescale_ckpt._storage.resolve import resolve, storage_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 # Leftovers of a save that never ended, or of a removal that was interrupted.
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re.ASCII)
 
-# Key of the metric in a manifest's provenance.
-_METRIC = "metric"
+# Keys in a manifest's provenance: the metric, and the how manyth save into the root it was.
+_METRIC, _ORDER = "metric", "order"
+# What the manifest of a checkpoint says about its origin; None where it is damaged.
+_Provenance = dict[str, Any] | None
 
 
 class CheckpointManager:
@@ -43,7 +47,7 @@ class CheckpointManager:
 
     Args:
         root: The directory that holds the checkpoints; made by the first save.
-        keep_last: How many of the newest to keep; at least 1.
+        keep_last: How many of the newest to keep, those that were saved last; at least 1.
         keep_every: Keep every step that is a multiple of this.
         keep_best: How many with the best `metric` to keep; see `save`.
         best: "min" if a smaller metric is better, "max" if a larger one is.
@@ -54,7 +58,11 @@ class CheckpointManager:
     What any of them wants is kept; without any of them, everything is. The one that was just
     saved is always kept, and others go only after it counts. One that is not healthy, because
     `save` was told so or given a metric that is nan or infinite, pushes out no other and replaces
-    none; it goes with the next save, and `restore` passes it over.
+    none; it goes with the next save, and `restore` passes it over. One whose manifest is damaged
+    pushes out none either, and is never removed.
+
+    The newest is the one that was saved last: after `restore(step=50)` the next save is newer than
+    the steps 100 and 110 of before.
 
     Examples:
         >>> import tempfile, torch
@@ -83,8 +91,11 @@ class CheckpointManager:
         self._group, self._timeout = group, timeout
         self._storage = storage_of(root)
         self._staging = Staging()
-        # The step of an asynchronous save after which nothing was pruned yet.
-        self._saving: int | None = None
+        # The step of an asynchronous save after which nothing was pruned yet, and the ranks that
+        # have saved it.
+        self._saving: tuple[int, Coordinator] | None = None
+        # How many saves there were into the root; not known before the first one here.
+        self._saves: int | None = None
         # Generation and provenance by step; a replaced checkpoint has another generation.
         self._read: dict[int, tuple[str, dict[str, Any]]] = {}
 
@@ -93,7 +104,7 @@ class CheckpointManager:
         return f"{self.root}/step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all committed checkpoints, oldest first."""
+        """Return the steps of all committed checkpoints, in ascending order."""
         if not self._storage.is_directory(self.root):
             return []
         names = self._storage.names_in(self.root)
@@ -101,36 +112,32 @@ class CheckpointManager:
         return sorted(step for step in found if is_committed(self._storage, self.path(step)))
 
     def latest(self) -> int | None:
-        """Return the newest committed step, or None if there is none."""
-        return max(self.steps(), default=None)
+        """Return the committed step that was saved last, or None if there is none."""
+        return next(reversed(_by_age(self._known())), None)
 
     def latest_healthy(self) -> int | None:
-        """Return the newest committed step that is not known to be unhealthy, or None."""
-        return self._newest_healthy(self.steps())
-
-    def _newest_healthy(self, steps: list[int]) -> int | None:
-        return next((s for s in reversed(steps) if _is_healthy(self._provenance(s))), None)
-
-    def _unhealthy(self, steps: list[int]) -> set[int]:
-        return {step for step in steps if not _is_healthy(self._provenance(step))}
+        """Return the last saved step that is not known to be unhealthy, or None."""
+        return _newest_healthy(self._known())
 
     def metrics(self) -> dict[int, float]:
         """Return the metric of every committed step that was saved with one."""
-        metrics = {step: self._provenance(step).get(_METRIC) for step in self.steps()}
-        return {s: float(m) for s, m in metrics.items() if isinstance(m, (int, float))}
+        return _metrics(self._known())
 
-    def _provenance(self, step: int) -> dict[str, Any]:
+    def _known(self) -> dict[int, _Provenance]:
+        """Return what all committed steps say of themselves, in ascending order."""
+        return {step: self._provenance(step) for step in self.steps()}
+
+    def _provenance(self, step: int) -> _Provenance:
         """Return what the manifest of a step says about its origin: read once for a generation."""
         path = self.path(step)
         try:
-            commit = parse_commit(read_all(self._storage, f"{path}/{COMMIT}", COMMIT_LIMIT))
+            commit = read_commit(self._storage, path)
             generation, provenance = self._read.get(step, ("", {}))
             if generation != commit.generation:
                 provenance = open_checkpoint(self._storage, path).manifest.provenance
                 self._read[step] = commit.generation, provenance
         except CheckpointError:
-            # Damaged, so it is nothing to rank; but that is no reason to remove it.
-            return {}
+            return None
         return provenance
 
     def save(
@@ -165,7 +172,9 @@ class CheckpointManager:
         self.wait()
         coordinator, call = self._begin("save", step)
         options = met(
-            coordinator, call, lambda: self._options(step, overwrite, metric, healthy, progress)
+            coordinator,
+            call,
+            lambda: self._options(coordinator.rank, step, overwrite, metric, healthy, progress),
         )
         # Committed first, pruned after: a crash between the two leaves one too many, never too few.
         save_with(self._storage, coordinator, self.path(step), state, options)
@@ -188,21 +197,26 @@ class CheckpointManager:
         """
         self.wait()
         coordinator, call = self._begin("async_save", step)
-        asked = (step, overwrite, metric, healthy, progress)
+        asked = (coordinator.rank, step, overwrite, metric, healthy, progress)
         options = told_if_it_fails(coordinator, call, lambda: self._options(*asked))
         path, staging = self.path(step), self._staging
         handle = async_save_with(self._storage, coordinator, path, state, options, staging, call)
         # Only after the save has begun: if it was refused, there is nothing to prune after.
-        self._saving = step
+        self._saving = step, coordinator
         return handle
 
     def wait(self) -> None:
         """Wait for the save under way, if there is one; raises its error, once. Collective."""
-        step, self._saving = self._saving, None
+        saving, self._saving = self._saving, None
         # Ended alike on all ranks, so all of them go on to the next line, or raise here.
         self._staging.wait()
-        if step is not None:
-            coordinator, call = self._begin("wait", step)
+        if saving is None:
+            return
+        step, ranks = saving
+        coordinator, call = self._begin("wait", step)
+        # In a world that was made again there may be ranks that know nothing of it: then the next
+        # save prunes.
+        if coordinator == ranks:
             # The ranks may reach this at different times: they meet before the collective in
             # `_pruned_after`.
             coordinator.meet(call)()
@@ -221,6 +235,7 @@ class CheckpointManager:
 
     def _options(
         self,
+        rank: int,
         step: int,
         overwrite: bool,
         metric: float | None,
@@ -234,7 +249,18 @@ class CheckpointManager:
         fit = _is_healthy(notes)
         if overwrite and not fit:
             self._refuse_to_replace(step)
+        if rank == 0:  # whose notes are written
+            notes[_ORDER] = self._next_order()
+        else:
+            # It may be rank 0 in a later world.
+            self._saves = None
         return SaveOptions(overwrite=overwrite, progress=progress, notes=notes, healthy=fit)
+
+    def _next_order(self) -> int:
+        if self._saves is None:
+            self._saves = max(map(_order, self._known().values()), default=0)
+        self._saves += 1
+        return self._saves
 
     def _refuse_to_replace(self, step: int) -> None:
         """Raise if there is a healthy checkpoint of this step: what is unhealthy replaces none."""
@@ -262,7 +288,7 @@ class CheckpointManager:
         coordinator, call = self._begin("restore", step)
         # Met once here; `load_with` below then uses collectives without a meeting of its own.
         coordinator.meet(call)()
-        told = all_or_none(coordinator, lambda: self._choice(step))
+        told = all_or_none(coordinator, lambda: self._choice(coordinator.rank, step))
         asked = [answer[0] for answer in told]
         if len(set(asked)) > 1:
             raise MismatchError(f"ranks restore different steps: {asked}")
@@ -275,23 +301,27 @@ class CheckpointManager:
         restored: StateT = load_with(self._storage, coordinator, path, into, options)
         return restored
 
-    def _choice(self, step: int | None) -> list[Any]:
+    def _choice(self, rank: int, step: int | None) -> list[Any]:
         """Return the step that was asked for, the one to restore, and those that are unhealthy."""
-        if step is not None:
+        # Rank 0 decides; the others need not read all manifests for it.
+        if step is not None or rank != 0:
             return [step, step, []]
-        steps = self.steps()
-        chosen = self._newest_healthy(steps)
-        return [None, chosen, sorted(self._unhealthy(steps)) if chosen is None else []]
+        known = self._known()
+        chosen = _newest_healthy(known)
+        return [None, chosen, sorted(_unhealthy(known)) if chosen is None else []]
 
     def _prune(self, just_saved: int) -> None:
-        steps = self.steps()
-        metrics = self.metrics() if self._policy.best is not None else {}
-        kept = self._policy.kept(steps, just_saved, metrics, self._unhealthy(steps))
+        known = self._known()
+        # What is damaged counts for nothing; but that is no reason to remove it.
+        sound = {step: one for step, one in known.items() if one is not None}
+        kept = self._policy.kept(_by_age(sound), just_saved, _metrics(sound), _unhealthy(sound))
         # Nothing is removed unless the checkpoint that was just saved is there to be seen.
-        if just_saved in steps:
-            for step in steps:
+        if just_saved in known:
+            for step in sound:
                 if step not in kept:
                     self._remove(step)
+            if not self._storage.renames:
+                self._remove_other_generations(just_saved)
         if not self._storage.renames:
             self._remove_uncommitted(just_saved)
         # Only hidden names that a save or a removal of this class makes; everything else is the
@@ -305,8 +335,16 @@ class CheckpointManager:
         for match in map(_STEP.fullmatch, self._storage.names_in(self.root)):
             if match and int(match[1]) != just_saved:
                 path = f"{self.root}/{match[0]}"
-                if self._storage.is_directory(path) and not is_committed(self._storage, path):
+                if self._storage.is_directory(path) and not has_commit(self._storage, path):
                     remove_tree(self._storage, path)
+
+    def _remove_other_generations(self, just_saved: int) -> None:
+        """Remove what saves that died have written beside the one that counts now."""
+        path = self.path(just_saved)
+        counts = read_commit(self._storage, path).generation
+        for name in self._storage.names_in(path):
+            if is_generation(name) and name != counts:
+                remove_tree(self._storage, f"{path}/{name}")
 
     def _remove(self, step: int) -> None:
         self._read.pop(step, None)
@@ -322,6 +360,37 @@ class CheckpointManager:
         self._storage.rename(self.path(step), removing)
 
 
-def _is_healthy(provenance: dict[str, Any]) -> bool:
+def _is_healthy(provenance: _Provenance) -> bool:
     """Return what a checkpoint says of itself, or else whether its metric is a finite number."""
-    return bool(provenance.get(HEALTHY, not isinstance(provenance.get(_METRIC), str)))
+    # What is damaged is not passed over in silence: restoring it raises.
+    known = provenance or {}
+    return bool(known.get(HEALTHY, not isinstance(known.get(_METRIC), str)))
+
+
+def _unhealthy(known: Mapping[int, _Provenance]) -> set[int]:
+    return {step for step, one in known.items() if not _is_healthy(one)}
+
+
+def _metrics(known: Mapping[int, _Provenance]) -> dict[int, float]:
+    found = {step: (one or {}).get(_METRIC) for step, one in known.items()}
+    return {step: float(m) for step, m in found.items() if isinstance(m, (int, float))}
+
+
+def _order(provenance: _Provenance) -> int:
+    """Return the how manyth save it was; 0 if it does not say."""
+    found = (provenance or {}).get(_ORDER)
+    return found if type(found) is int else 0
+
+
+def _by_age(known: Mapping[int, _Provenance]) -> list[int]:
+    """Sort steps by when they were saved; what does not say so, by step."""
+    orders, last = {}, 0
+    for step, one in sorted(known.items()):
+        # A damaged one stands where its step is among the others.
+        last = last if one is None else _order(one)
+        orders[step] = last
+    return sorted(orders, key=lambda step: (orders[step], step))
+
+
+def _newest_healthy(known: Mapping[int, _Provenance]) -> int | None:
+    return next((step for step in reversed(_by_age(known)) if _is_healthy(known[step])), None)

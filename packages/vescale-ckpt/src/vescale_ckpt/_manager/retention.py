@@ -1,7 +1,7 @@
 """Policy that chooses which checkpoints of a run are kept: a pure function of those that exist."""
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -29,21 +29,23 @@ class Policy:
 
     def kept(
         self,
-        steps: Iterable[int],
+        steps: Sequence[int],
         just_saved: int,
         metrics: Mapping[int, float],
         unhealthy: Container[int] = (),
     ) -> set[int]:
-        """Return the steps to keep. `just_saved` always is: it may be the only good one.
+        """Return which of `steps`, oldest save first, to keep.
+
+        `just_saved` always is: it may be the only good one.
 
         An unhealthy one counts for nothing: it pushes out no other, and goes with the next save.
         """
         if self.last is self.every is self.best is None:
             return {*steps, just_saved}
         bad = just_saved in unhealthy
-        steps = sorted(step for step in steps if step not in unhealthy)
-        # By step, except that the newest save stays even if it is of an older step: after a
-        # restart from step 50 the old step 100 must not push out the new 60.
+        # By when they were saved and not by step: after a restart from step 50 the old step 100
+        # must not push out the new 60, nor 60 when 70 is saved.
+        steps = [step for step in steps if step not in unhealthy]
         older = [step for step in reversed(steps) if step != just_saved]
         found = {just_saved, *older[: (self.last or 1) - (not bad)]}
         if self.every is not None:
@@ -52,9 +54,8 @@ class Policy:
             found.update(self._ranked(steps, metrics)[: self.best])
         return found
 
-    def _ranked(self, steps: Iterable[int], metrics: Mapping[int, float]) -> list[int]:
-        # A loss of nan is never the best.
-        known = [s for s in steps if s in metrics and not math.isnan(metrics[s])]
+    def _ranked(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
+        # A loss of nan is never the best. Of equal ones the newest is: the sort is stable.
+        known = [s for s in reversed(steps) if s in metrics and not math.isnan(metrics[s])]
         sign = 1 if self.mode == "min" else -1
-        # Of equal ones the newest.
-        return sorted(known, key=lambda step: (sign * metrics[step], -step))
+        return sorted(known, key=lambda step: sign * metrics[step])

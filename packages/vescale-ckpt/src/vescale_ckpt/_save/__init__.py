@@ -20,8 +20,12 @@ What happens in `save(path, state)`, on every rank, in `save.py`:
    count: of the directory, or, where it replaces another checkpoint, of COMMIT. A last
    `all_or_none` tells all ranks how that went.
 
+   An object store has no renames: there all is written where it stays, and the put of COMMIT lets
+   it count.
+
 A rank that fails in any step tells so instead of its answer. Then all ranks raise its error, and
-rank 0 removes the directory. A process that dies leaves a hidden directory that is never read.
+rank 0 removes the directory, unless it may count already (`discard` in `commit`). A process that
+dies leaves a hidden directory, or a generation that no COMMIT names; neither is ever read.
 
 Reading guide for the rest: `async_save` does 1 and 2 in the foreground and 3 and 4 in a thread;
 `staging_queue` carries copies of the items from one to the other, through `buffers`, host memory of

@@ -1,8 +1,10 @@
 """`async_save`: agree and copy in the foreground, write and commit in the background."""
 
+import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,8 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale_ckpt._coordination.coordinator import Coordinator, nothing, told_if_it_fails
-from vescale_ckpt._coordination.groups import coordinator_of
+from vescale_ckpt._coordination.groups import coordinator_of, world_of_now
 from vescale_ckpt._coordination.meeting import Call, call_of
+from vescale_ckpt._errors import CheckpointError, as_checkpoint_error
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.buffers import Buffers
 from vescale_ckpt._save.commit import SaveLocation
@@ -40,6 +43,8 @@ from vescale_ckpt._storage.resolve import storage_of
 
 _DEFAULT_BYTES = 8 << 30
 
+_log = logging.getLogger("vescale_ckpt")
+
 
 class Staging:
     """What asynchronous saves share: host buffers, a way to talk, and the save under way.
@@ -56,6 +61,10 @@ class Staging:
     def __init__(self, *, max_bytes: int = _DEFAULT_BYTES) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be positive, not {max_bytes}")
+        self._set_up(max_bytes)
+
+    def _set_up(self, max_bytes: int) -> None:
+        self._process = os.getpid()
         self.buffers = Buffers(max_bytes)
         # One thread for all saves, so they are written and committed in the order of the calls. It
         # is kept, since starting one takes as long as copying megabytes. At exit, Python joins the
@@ -69,6 +78,9 @@ class Staging:
 
     def wait(self) -> None:
         """Wait for the save under way, if there is one; raises its error, once."""
+        if self._process != os.getpid():
+            # A fork has none of its parent's threads, and the save under way is the parent's.
+            self._set_up(self.buffers.max_bytes)
         # Forgotten before waiting: an error is raised by one call only, not by all that follow.
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -76,12 +88,16 @@ class Staging:
 
     def channel(self, coordinator: Coordinator) -> "_Channel":
         """Return what these ranks have here, made at the first call."""
+        # Of a world that is gone, on all ranks alike, nothing can be used, and background groups
+        # have threads and connections.
+        world = world_of_now()
+        self._channels = [channel for channel in self._channels if channel.world is world]
         # Compared by group and not by ranks: one that was made anew needs a background group of its
         # own.
         for channel in self._channels:
             if channel.foreground == coordinator:
                 return channel
-        self._channels.append(_Channel(coordinator))
+        self._channels.append(_Channel(coordinator, world))
         return self._channels[-1]
 
     def start(self, work: Callable[[], None]) -> None:
@@ -98,6 +114,8 @@ class _Channel:
     """How the ranks of one group talk, and what they know of each other's states."""
 
     foreground: Coordinator
+    # The default group of then.
+    world: dist.ProcessGroup | None
     # The same ranks through a gloo group that only the background thread uses: collectives of two
     # threads on one group would pair up wrongly.
     background: Coordinator | None = None
@@ -127,10 +145,14 @@ class SaveHandle:
         # The event orders the two threads: `_error` is written before it is set, and read after.
         self._ended = threading.Event()
         self._error: Exception | None = None
+        self._notice = _FailureNotice()
+        # Also when the program ends.
+        weakref.finalize(self, self._notice.report)
 
     def done(self) -> bool:
         """Return whether it has ended; raises its error if it failed."""
         if not self._ended.is_set():
+            self._notice.refuse_a_fork(self.path)
             return False
         self.wait()
         return True
@@ -143,17 +165,47 @@ class SaveHandle:
 
         Raises:
             TimeoutError: It has not ended yet. Waiting again is fine.
-            CheckpointError: It failed, on every rank; nothing was committed.
+            CheckpointError: It failed, on every rank; nothing was committed. Or it is that of the
+                process from which this one was forked.
         """
+        if not self._ended.is_set():
+            self._notice.refuse_a_fork(self.path)
         if not self._ended.wait(timeout):
             raise TimeoutError(f"saving {self.path} has not ended after {timeout} s")
         if self._error is not None:
+            self._notice.words = None
             raise self._error
 
     def end(self, error: Exception | None) -> None:
         """Record how it ended. Called by the background, once."""
         self._error = error
+        if error is not None:
+            # Said now, as it may take long until somebody waits for it.
+            self._notice.words = f"the asynchronous save of {self.path} failed: {error}"
+            _log.warning("%s", self._notice.words)
         self._ended.set()
+
+
+class _FailureNotice:
+    """Whether the failure of a save was raised; outlives its handle."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        # What nobody has been told yet.
+        self.words: str | None = None
+
+    def report(self) -> None:
+        """Say what would get lost: nobody can wait for the save any more."""
+        if self.words is not None and self.process == os.getpid():
+            _log.error("%s; and nothing has waited for it", self.words)
+
+    def refuse_a_fork(self, path: str) -> None:
+        """Raise in a fork: the thread that would end the save is in another process."""
+        if self.process != os.getpid():
+            raise CheckpointError(
+                f"{path} is being saved by process {self.process}, of which this one is a fork: "
+                "wait for it there"
+            )
 
 
 def async_save(
@@ -172,9 +224,10 @@ def async_save(
     As `save`, a collective call, and complete or absent. What cannot be saved at all, or where,
     raises here; what fails later raises on every rank from the handle, and from the next save
     with the same `staging`. Values and copies that differ between ranks may be found here or
-    later. A process that dies loses this checkpoint only. In the background the ranks talk through
-    a gloo group of their own: wait before you destroy the process group. Where several ranks are
-    threads of one process (a simulated world), all is done when this returns.
+    later; where nobody waits for a save that failed, a warning is logged, and again at the end of
+    the program. A process that dies loses this checkpoint only. In the background the ranks talk
+    through a gloo group of their own: wait before you destroy the process group. Where several
+    ranks are threads of one process (a simulated world), all is done when this returns.
 
     Args:
         path: Where the checkpoint shall be.
@@ -227,7 +280,7 @@ def async_save_with(
     staging.buffers.reopen()
     channel = staging.channel(coordinator)
     saving = _Saving(storage, coordinator, staging, channel, options, arrived)
-    prepared, staged, matching = saving.agree(location_of(storage, path), state)
+    prepared, staged, matching = saving.agree(location_of(storage, path, options), state)
     handle = SaveHandle(prepared.location.target)
     if not prepared.agreed.own_processes:
         # Ranks that are threads of one process take turns and switch in collectives only, so a
@@ -349,10 +402,11 @@ class _Saving:
             write_and_commit(
                 self.storage, background, prepared, [staged.items], staged.data, staged.done, tell
             )
-        except Exception as error:
+        except BaseException as error:
             # First the buffers: the caller may be waiting for one in `copy_all`, and nobody gives
             # any back now.
             self.staging.buffers.fail(error)
-            handle.end(error)
+            # Also a SystemExit, of a user's `progress`: there is nothing above that would see it.
+            handle.end(error if isinstance(error, Exception) else as_checkpoint_error(error))
         else:
             handle.end(None)

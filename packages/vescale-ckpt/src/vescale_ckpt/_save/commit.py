@@ -2,7 +2,8 @@
 
 A new checkpoint appears by renaming its directory. A checkpoint that replaces another is moved in
 beside it, as another generation, and takes over by renaming its COMMIT file over the old one: there
-is no moment at which neither of them counts.
+is no moment at which neither of them counts. An object store has no renames: a generation is
+written where it stays, and putting COMMIT lets it count.
 
 The order everywhere: a file is made durable before anything that refers to it is written. So
 after a power failure, whatever COMMIT names is complete.
@@ -12,10 +13,10 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from vescale_ckpt._errors import ExistsError, StorageError
+from vescale_ckpt._errors import CorruptError, ExistsError, FormatError, StorageError
 from vescale_ckpt._format.manifest import (
     COMMIT,
     COMMIT_LIMIT,
@@ -24,8 +25,9 @@ from vescale_ckpt._format.manifest import (
     CommitRecord,
     Manifest,
 )
-from vescale_ckpt._format.parse import is_generation, parse_commit
+from vescale_ckpt._format.parse import is_generation
 from vescale_ckpt._storage.base import Storage, make_directories, read_all, remove_tree
+from vescale_ckpt._storage.committed import names_nothing, read_commit
 
 _OLD_COMMIT = "COMMIT.old"
 
@@ -37,6 +39,8 @@ class SaveLocation(NamedTuple):
     generation: str
     # Whether it is assembled elsewhere and renamed; object stores cannot rename.
     renames: bool = True
+    # Whether it may replace a checkpoint.
+    overwrite: bool = False
 
     @property
     def staging(self) -> str:
@@ -54,24 +58,34 @@ def new_generation() -> str:
     return GENERATION_PREFIX + secrets.token_hex(8)
 
 
-def open_location(storage: Storage, location: SaveLocation, *, overwrite: bool) -> None:
+def open_location(storage: Storage, location: SaveLocation) -> None:
     """Refuse what must not be replaced; make the directory in which the ranks write.
 
     Raises:
-        ExistsError: `target` holds something that is no checkpoint, or a checkpoint without
-            `overwrite`.
+        ExistsError: As `check_replaceable` does.
     """
-    target = location.target
-    if not _is_free(storage, target):
-        if not storage.exists(f"{target}/{COMMIT}"):
-            raise ExistsError(f"{target} exists and is not a checkpoint: nothing is replaced")
-        if not overwrite:
-            raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
+    check_replaceable(storage, location)
     if storage.renames:
-        make_directories(storage, os.path.dirname(target))
+        make_directories(storage, os.path.dirname(location.target))
         # Not synced: if a power failure loses these, the save is lost too; nothing refers to them.
         storage.make_directory(location.staging)
     storage.make_directory(location.directory)
+
+
+def check_replaceable(storage: Storage, location: SaveLocation) -> None:
+    """Refuse to save over what must stay.
+
+    Raises:
+        ExistsError: The target holds something that is no checkpoint, or a checkpoint without
+            `overwrite`.
+    """
+    target = location.target
+    if _is_free(storage, target):
+        return
+    if not storage.exists(f"{target}/{COMMIT}"):
+        raise ExistsError(f"{target} exists and is not a checkpoint: nothing is replaced")
+    if not location.overwrite and not names_nothing(storage, target):
+        raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
 
 
 def commit(storage: Storage, location: SaveLocation, manifest: Manifest) -> None:
@@ -103,42 +117,102 @@ def commit(storage: Storage, location: SaveLocation, manifest: Manifest) -> None
     # The COMMIT file and the generation's directory: both names have to be durable before the
     # rename.
     storage.sync_directory(location.staging)
-    if _is_free(storage, location.target):
-        _appear(storage, location)
-    else:
-        # Locked: of two saves that replace one checkpoint at the same time, the second would remove
-        # the generation of the first between its two renames.
-        with storage.locked(location.target):
-            _take_over(storage, location)
+    _move_in(storage, location)
 
 
 def discard(storage: Storage, location: SaveLocation) -> None:
-    """Remove what a failed save left. Best effort: none of it counts, and it may be gone."""
+    """Remove what a failed save left, unless it may count. Best effort: it may be gone."""
     # Without renames the target may hold an older checkpoint as well: only the generation goes.
     left = location.staging if location.renames else location.directory
     try:
-        if storage.exists(left):
-            remove_tree(storage, left)
+        # Without renames the manifest is the last object before COMMIT. Where it is, COMMIT may
+        # name it: a rank died after the commit; or the answer to the put of COMMIT was lost, and
+        # the put itself is there, or still to come.
+        if location.renames or not storage.exists(f"{left}/{MANIFEST}"):
+            _remove_if_there(storage, left)
     except Exception:
         return
 
 
+def _remove_if_there(storage: Storage, path: str) -> None:
+    if storage.exists(path):
+        remove_tree(storage, path)
+
+
 def _put_commit(storage: Storage, location: SaveLocation, record: CommitRecord) -> None:
     """Commit on an object store: the last object makes it count, and nothing moves."""
-    path, old = f"{location.target}/{COMMIT}", None
-    if storage.exists(path):
-        old = parse_commit(read_all(storage, path, COMMIT_LIMIT)).generation
-    # `put` of an object is atomic, and replaces the old COMMIT: from here on the new one counts.
-    storage.put(path, record.to_bytes())
-    if old is not None:
+    target = location.target
+    try:
+        # Again, as late as can be: another save may have been completed meanwhile.
+        check_replaceable(storage, location)
+    except ExistsError:
+        # COMMIT was not put. Without its manifest, `discard` removes the rest.
+        storage.remove_file(f"{location.directory}/{MANIFEST}")
+        raise
+    old = _counting_generation(storage, target)
+    try:
+        # `put` of an object is atomic, and replaces the old COMMIT: from here on the new one
+        # counts.
+        storage.put(f"{target}/{COMMIT}", record.to_bytes())
+    except Exception as error:
+        # It may have arrived, and only the answer is lost.
+        if not _counts(storage, location):
+            raise StorageError(
+                f"{error}. {location.directory} was left there: if COMMIT still arrives, it "
+                "counts; otherwise what was there before does"
+            ) from error
+    if old is not None and old != location.generation:
         # Only the generation that counted before: any other may be of a save that is under way.
-        discard(storage, location._replace(generation=old))
+        with suppress(Exception):
+            _remove_if_there(storage, f"{target}/{old}")
+
+
+def _counting_generation(storage: Storage, target: str) -> str | None:
+    """Return the generation that COMMIT names; None where there is none, or it is damaged."""
+    if not storage.exists(f"{target}/{COMMIT}"):
+        return None
+    try:
+        return read_commit(storage, target).generation
+    except (CorruptError, FormatError):
+        return None
+
+
+def _counts(storage: Storage, location: SaveLocation) -> bool:
+    """Return whether COMMIT is known to name this save."""
+    try:
+        return _counting_generation(storage, location.target) == location.generation
+    except Exception:
+        return False
 
 
 def _is_free(storage: Storage, target: str) -> bool:
     if not storage.exists(target):
         return True
-    return storage.is_directory(target) and not storage.names_in(target)
+    if not storage.is_directory(target):
+        return False
+    names = storage.names_in(target)
+    # Without renames a save that was killed leaves its generation at the target. It counts for
+    # nothing without COMMIT, and must not stand in the way of the next save.
+    return not names or (not storage.renames and all(map(is_generation, names)))
+
+
+def _move_in(storage: Storage, location: SaveLocation) -> None:
+    """Commit by renaming, to where nothing is or over what may be replaced."""
+    target = location.target
+    if _is_free(storage, target):
+        try:
+            _appear(storage, location)
+            return
+        except StorageError:
+            # Another save may have appeared first. Then this one is still where it was assembled.
+            if _is_free(storage, target) or not storage.exists(location.staging):
+                raise
+    # Locked: of two saves that replace one checkpoint at the same time, the second would remove
+    # the generation of the first between its two renames.
+    with storage.locked(target):
+        # Again: another save may have been completed while this one was written.
+        check_replaceable(storage, location)
+        _take_over(storage, location)
 
 
 def _appear(storage: Storage, location: SaveLocation) -> None:
@@ -156,7 +230,11 @@ def _appear(storage: Storage, location: SaveLocation) -> None:
 
 def _take_over(storage: Storage, location: SaveLocation) -> None:
     target, generation = location.target, f"{location.target}/{location.generation}"
-    old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
+    try:
+        old_commit = read_all(storage, f"{target}/{COMMIT}", COMMIT_LIMIT)
+    except CorruptError:
+        # Damaged: nothing that could be restored, but no reason not to replace it.
+        old_commit = b""
     # A copy of the old record beside the new one: `withdraw` renames it back, which is atomic, too.
     storage.put(f"{location.staging}/{_OLD_COMMIT}", old_commit)
 

@@ -74,7 +74,7 @@ def match_known(
             flat.tree, local_tensors, local_tensors.digests() if compared else {}
         )
         if coordinator.rank == 0:
-            open_location(storage, location, overwrite=options.overwrite)
+            open_location(storage, location)
     except Exception:
         # Not told to the others here. Without a plan all ranks begin anew, where it is raised
         # again, and on all of them.

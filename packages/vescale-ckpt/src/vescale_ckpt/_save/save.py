@@ -12,7 +12,7 @@ from vescale_ckpt._coordination.coordinator import Coordinator, all_or_none, met
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.hosts import cores_per_rank, have_own_processes, host_key
 from vescale_ckpt._coordination.meeting import call_of
-from vescale_ckpt._errors import StateError, listed
+from vescale_ckpt._errors import CoordinationError, StateError, listed
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.safetensors import check_byte_order
 from vescale_ckpt._format.write_item import WriteItem
@@ -77,7 +77,8 @@ def save(
 
     Raises:
         CoordinationError: On every rank that waits: some rank has not called this in time, or has
-            called something else. Nothing was written.
+            called something else. Nothing was written. Or a rank died; if that was at the very
+            end, the message says so, and the new checkpoint may be there, whole.
         CheckpointError: On every rank, naming the rank that failed and why. Nothing is committed
             then, and what was at `path` before is still there.
 
@@ -105,7 +106,9 @@ def save_with(
     options: SaveOptions,
 ) -> None:
     """Run `save` on any storage, by any set of ranks."""
-    prepared = prepare_save(storage, coordinator, location_of(storage, path), state, options)
+    prepared = prepare_save(
+        storage, coordinator, location_of(storage, path, options), state, options
+    )
     write_now(storage, coordinator, prepared, options.progress)
 
 
@@ -141,10 +144,12 @@ class PreparedSave(NamedTuple):
     notes: dict[str, Any]
 
 
-def location_of(storage: Storage, path: str | os.PathLike[str]) -> SaveLocation:
+def location_of(
+    storage: Storage, path: str | os.PathLike[str], options: SaveOptions
+) -> SaveLocation:
     """Choose where a save would write; rank 0's choice counts."""
     # Every rank draws a random generation here; `prepare_save` replaces it with rank 0's.
-    return SaveLocation(resolve(path), new_generation(), storage.renames)
+    return SaveLocation(resolve(path), new_generation(), storage.renames, options.overwrite)
 
 
 def prepare_save(
@@ -207,8 +212,16 @@ def write_and_commit(
             world_size=len(written),
             notes=prepared.notes,
         )
-        # Rank 0 alone commits. The others join to learn whether it did, and raise if not.
-        all_or_none(coordinator, lambda: commit(storage, location, manifest) if rank == 0 else None)
+        try:
+            # Rank 0 alone commits. The others join to learn whether it did, and raise if not.
+            all_or_none(
+                coordinator, lambda: commit(storage, location, manifest) if rank == 0 else None
+            )
+        except CoordinationError as error:
+            raise CoordinationError(
+                f"{error}. It happened while the save was committed: what is at {location.target} "
+                "now is either the new checkpoint or what was there before, and whole"
+            ) from error
 
 
 @contextmanager
@@ -251,7 +264,7 @@ def _propose(
         offers = local_tensors.offers(compare=options.check_replicas and coordinator.world_size > 1)
         # Last, so that a state that is refused above has not touched the disk.
         if coordinator.rank == 0:
-            open_location(storage, location, overwrite=options.overwrite)
+            open_location(storage, location)
         return {
             # Sent by every rank for symmetry; rank 0's counts (see `prepare_save`).
             "generation": location.generation,

@@ -33,6 +33,13 @@ def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
     return local.as_strided(box.shape, box.local_strides, offset)
 
 
+def byte_view(contiguous: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, as a view of it."""
+    # A tensor of one element is contiguous whatever its strides are, but `view` wants a stride of 1
+    # to change the size of elements.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
+
+
 def region_of(box: Box) -> Region:
     """Return where a box is in the global tensor."""
     return Region(box.global_offset, box.shape)
