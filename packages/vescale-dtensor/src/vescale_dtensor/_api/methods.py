@@ -242,6 +242,8 @@ def _get_data(self: DTensor) -> DTensor:
     # it may be cached from now on.
     local_escaped(self)
     data = wrap(self._local_tensor.data, self._spec.base)
+    if self._data_uses is not None:
+        self._data_uses.append((id(self), data._local_tensor))
     note_part(data, self)
     if self._view_copy_of is not None:
         mark_alias(data, self)

@@ -62,6 +62,8 @@ def set_data(tensor: DTensor, value: Any) -> None:
     _take_spec(tensor, value._spec)
     data_written(tensor)
     note_assigned(tensor, "data", given)
+    if tensor._data_uses is not None:
+        tensor._data_uses.append((id(tensor), None))
     # The value's memory is this tensor's now, and whoever holds the value may write to it.
     local_escaped(tensor)
     leaf: LeafGradient | None = tensor._leaf_gradient

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import local_leaves
 
-from vescale_parallel._zero.unit import Held, Unit, put_all
+from vescale_parallel._zero.unit import Held, Unit, cast, put_all
 
 
 class HeldParameters:
@@ -87,10 +87,7 @@ class _PlainUnit(Unit):
         leaves = local_leaves([one.stored for one in self.held])
         if torch.is_grad_enabled():
             self._gathering.note_plain_uses()
-        fulls = [
-            leaf if one.compute is None else leaf.to(one.compute)
-            for one, leaf in zip(self.held, leaves, strict=True)
-        ]
+        fulls = [cast(leaf, one.compute) for one, leaf in zip(self.held, leaves, strict=True)]
         for full in fulls:
             # torch's mark: `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one
             # device.
@@ -99,6 +96,7 @@ class _PlainUnit(Unit):
 
     def dropped(self, fulls: Sequence[Tensor]) -> None:
         """Leaves are local tensors of parameters again, and no parameters themselves."""
+        super().dropped(fulls)
         for full in fulls:
             vars(full).pop("_is_param", None)
 

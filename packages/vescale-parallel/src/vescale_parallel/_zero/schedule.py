@@ -197,7 +197,15 @@ class Schedule:
         returns = self._hook_outputs(unit, output)
         if unit in self._behind:
             return  # recomputed: backward needs the parameters next
-        unit.swap_out()
+        try:
+            unit.swap_out()
+        except BaseException:
+            # What was written cannot be stored: the forward has failed.
+            self._give_back(unit, None, returns=False)
+            raise
+        self._give_back(unit, output, returns=returns)
+
+    def _give_back(self, unit: Unit, output: Any, *, returns: bool) -> None:
         # A unit that is called by itself is given back: no end of a forward would do it later.
         kept = self._first_behind() if unit is self.root or self.root.depth else ()
         if not (in_backward() or (returns and unit in kept)):

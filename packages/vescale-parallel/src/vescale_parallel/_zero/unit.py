@@ -22,6 +22,7 @@ from vescale_dtensor import Gathering, local_leaf, local_leaves
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
 from vescale_parallel._zero.gather import Early, early_node, gather_unit
+from vescale_parallel._zero.written import DataUses, is_written, take_back
 
 _wants = attrgetter("requires_grad")
 
@@ -74,6 +75,7 @@ class Unit:
         before_reduce: called when all gradients of one run of the unit have arrived.
         after_nodes: called when its nodes are made, and nothing is computed yet.
         after_start: called when the reductions of one run have been started.
+        data_uses: what `.data` of gathered parameters has handed out; see `written`.
         collect: takes the gradients of each run in place of a reduction; None: they are reduced.
     """
 
@@ -90,6 +92,7 @@ class Unit:
         self.forward: TakesParameters | None = None
         self.ran_modules = True
         self._fulls: list[Tensor] | None = None
+        self.data_uses: DataUses = []
         self._early: Early | None = None
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
@@ -172,7 +175,7 @@ class Unit:
         """The gathered values, one for each held parameter, without a history."""
         views = [view for buffer in self.buffers for view in buffer.views()]
         kept = [(local_leaf(one.stored).detach(), one.compute) for one in self.held[len(views) :]]
-        return views + [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in kept]
+        return views + [cast(leaf, dtype) for leaf, dtype in kept]
 
     @cached_property
     def _stored(self) -> list[nn.Parameter]:
@@ -263,10 +266,12 @@ class Unit:
 
     def wrapped(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules hold of the gathered values."""
-        return self._gathering.wrapped(aliases)
+        return self._gathering.wrapped(aliases, self.data_uses)
 
     def dropped(self, fulls: Sequence[Tensor]) -> None:
-        """Nobody uses any more what `made` has returned."""
+        """Nobody uses any more what `made` has returned: what was written to it is taken back."""
+        if is_written(self, fulls):
+            take_back(self, fulls)
 
     def lend(self) -> None:
         """Let the forward take the gathered parameters, or else the modules hold them."""
@@ -283,11 +288,18 @@ class Unit:
         put_all([one.places for one in self.held], fulls)
 
     def swap_out(self) -> None:
-        """Let the modules hold the stored parameters again."""
+        """Let the modules hold the stored parameters again, with what was written to gathered ones.
+
+        Raises:
+            ParallelError, RuntimeError: that cannot be stored; see `written`. The modules hold them
+                all the same.
+        """
         if self.is_swapped:
             put_all([one.places for one in self.held], [one.stored for one in self.held])
         self.is_swapped = self.is_lent = False
-        self._fulls = None
+        fulls, self._fulls = self._fulls, None
+        if fulls is not None:
+            self.dropped(fulls)
 
     def require_stored(self) -> None:
         """Refuse to run when a module holds another parameter than the stored one.
@@ -305,6 +317,17 @@ class Unit:
                         "not. Write into it: p.copy_(values) under torch.no_grad(), or "
                         "load_state_dict(...) without assign=True."
                     )
+
+
+def cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What modules compute with of a parameter that no buffer holds; None: with itself."""
+    if dtype is None:
+        return leaf
+    if not torch.is_inference_mode_enabled():
+        return leaf.to(dtype)
+    # Tensors of inference mode count no writes.
+    with torch.inference_mode(False), torch.no_grad():
+        return leaf.to(dtype)
 
 
 def put_all(places: Sequence[Places], tensors: Sequence[Tensor]) -> None:
