@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import local_leaves
 
 from vescale_parallel._zero.unit import Held, Unit, cast, put_all
+from vescale_parallel._zero.written import written_past_versions
 
 
 class HeldParameters:
@@ -60,6 +61,11 @@ class HeldParameters:
         """What modules hold in place of stored parameters, if that changes from step to step."""
         casts = any(one.compute is not None for one in self._unit.held)
         return [self._unit] if casts or not isinstance(self._unit, _PlainUnit) else []
+
+    def written(self) -> set[str]:
+        """Names of parameters that were written to where no version of what is stored tells."""
+        every = (written_past_versions(self._unit, fulls) for fulls in self._fulls.values())
+        return set().union(*every)
 
     def forget(self) -> None:
         """A step has ended: the next one has graphs of its own."""

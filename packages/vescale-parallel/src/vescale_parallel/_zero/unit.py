@@ -76,6 +76,7 @@ class Unit:
         after_nodes: called when its nodes are made, and nothing is computed yet.
         after_start: called when the reductions of one run have been started.
         data_uses: what `.data` of gathered parameters has handed out; see `written`.
+        taken: names of those that were found to be written to, at the end of a call.
         collect: takes the gradients of each run in place of a reduction; None: they are reduced.
     """
 
@@ -93,6 +94,7 @@ class Unit:
         self.ran_modules = True
         self._fulls: list[Tensor] | None = None
         self.data_uses: DataUses = []
+        self.taken: set[str] = set()
         self._early: Early | None = None
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing

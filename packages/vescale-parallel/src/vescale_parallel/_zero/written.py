@@ -38,6 +38,8 @@ class WrittenUnit(Protocol):
     def held(self) -> Sequence[Any]: ...
     @property
     def data_uses(self) -> DataUses: ...
+    @property
+    def taken(self) -> set[str]: ...
 
 
 def take_back(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
@@ -60,6 +62,7 @@ def take_back(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
                 full = fulls[at + slot]
                 given = [one for number, one in uses if number == id(full)]
                 if _is_counted(buffer, slot) or _tells_of_writes(given):
+                    unit.taken.add(unit.held[at + slot].name)
                     _put_in_place(unit.held[at + slot], full, buffer.handed[slot])
                     take_slot(buffer, slot, is_set=None in given)
             at += len(buffer.parameters)
@@ -140,6 +143,17 @@ def _put_in_place(one: Any, full: Tensor, view: Tensor) -> None:
         )
     if values.data_ptr() != view.data_ptr() or values.stride() != view.stride():
         view.data.copy_(values.detach().clone())
+
+
+def written_past_versions(unit: WrittenUnit, fulls: Sequence[Tensor]) -> set[str]:
+    """Names of parameters, on every rank in full, that were written to where no version tells."""
+    found = set()
+    for one, full in zip(unit.held, fulls, strict=True):
+        given = [given for number, given in unit.data_uses if number == id(full)]
+        cast = one.compute is not None and Gathering.values(full)._version > 0
+        if cast or _tells_of_writes(given):
+            found.add(one.name)
+    return found
 
 
 def _take_kept(one: Any, full: Tensor, given: Sequence[Tensor | None]) -> None:
