@@ -265,6 +265,12 @@ class Gathering:
         return found
 
     @staticmethod
+    def watch_data(results: Sequence[Any], data_uses: list[Any]) -> None:
+        """Append to `data_uses` for these tensors, too: see `wrapped`."""
+        for result in results:
+            result._data_uses = data_uses
+
+    @staticmethod
     def values(result: Tensor) -> Tensor:
         """The local tensor of one of the results, wherever `.data` or `set_` have moved it."""
         return result._local_tensor if isinstance(result, DTensor) else result

@@ -22,7 +22,13 @@ from vescale_dtensor import Gathering, local_leaf, local_leaves
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
 from vescale_parallel._zero.gather import Early, early_node, gather_unit
-from vescale_parallel._zero.written import DataUses, is_written, take_back
+from vescale_parallel._zero.written import (
+    DataUses,
+    is_written,
+    permit_cast_writes,
+    refuse_cast_writes,
+    take_back,
+)
 
 _wants = attrgetter("requires_grad")
 
@@ -243,6 +249,7 @@ class Unit:
         """The gathered parameters, one for each that is held; the same ones until `swap_out`."""
         if self._fulls is None:
             self._fulls = self.made()
+            refuse_cast_writes(self, self._fulls)
         return self._fulls
 
     def made(self) -> list[Tensor]:
@@ -301,6 +308,7 @@ class Unit:
         self.is_swapped = self.is_lent = False
         fulls, self._fulls = self._fulls, None
         if fulls is not None:
+            permit_cast_writes(self, fulls)
             self.dropped(fulls)
 
     def require_stored(self) -> None:

@@ -14,13 +14,14 @@ written to is asked for the versions of its slots alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from vescale_dtensor import Gathering, local_leaf
+from vescale_dtensor import Gathering, local_leaf, permit_writes, refuse_writes
 
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -68,6 +69,43 @@ def take_back(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
             at += len(buffer.parameters)
         for one, full in zip(unit.held[at:], fulls[at:], strict=True):
             _take_kept(one, full, [one for number, one in uses if number == id(full)])
+
+
+def refuse_cast_writes(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
+    """Refuse writes to gathered values of another dtype than is stored, at their line."""
+    for memory, names, starts, stored in _casts(unit, fulls):
+        refuse_writes(memory, _Cast(names, starts, stored))
+
+
+def permit_cast_writes(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
+    """Undo `refuse_cast_writes`: modules no longer compute with the values."""
+    for memory, *_ in _casts(unit, fulls):
+        permit_writes(memory)
+
+
+def _casts(unit: WrittenUnit, fulls: Sequence[Tensor]) -> Iterator[Any]:
+    """Memory of another dtype than is stored, what begins where in it, and the stored dtype."""
+    at = 0
+    for buffer in unit.buffers:
+        if buffer.full is not None and buffer.full.dtype is not buffer.shard.dtype:
+            names = [slot.names[0] for slot in buffer.row.plan.slots]
+            yield buffer.full, names, buffer.starts, buffer.shard.dtype
+        at += len(buffer.parameters)
+    for one, full in zip(unit.held[at:], fulls[at:], strict=True):
+        values = Gathering.values(full)
+        if one.compute is not None and values.dtype is not one.stored.dtype:
+            yield values, [one.name], [0], one.stored.dtype
+
+
+class _Cast:
+    """The error for a write to memory of another dtype than is stored."""
+
+    def __init__(self, names: Sequence[str], starts: Sequence[int], stored: torch.dtype) -> None:
+        self._names, self._starts, self._stored = names, starts, stored
+
+    def __call__(self, local: Tensor) -> Exception:
+        slot = max(bisect_right(self._starts, int(local.storage_offset())) - 1, 0)
+        return _cast(self._names[slot], local.dtype, self._stored)
 
 
 def is_written(unit: WrittenUnit, fulls: Sequence[Tensor]) -> bool:
@@ -168,8 +206,9 @@ def _take_kept(one: Any, full: Tensor, given: Sequence[Tensor | None]) -> None:
 
 
 def _cast(name: str, compute: torch.dtype, stored: torch.dtype) -> ParallelError:
+    dtype = str(stored).removeprefix("torch.")
     return ParallelError(
-        f"a forward has written to parameter '{name}', which it has in {compute}, as precision= "
-        f"says: what is stored is {stored}, and would be rounded. Write to it between forwards, "
-        "or let it compute in the dtype that is stored: precision={'" + name + "': {}, ...}."
+        f"a forward writes to parameter '{name}', which it has in {compute}, as precision= says: "
+        f"what is stored is {stored}, and would be rounded. Write to it between forwards, or let "
+        f"it compute in that dtype: precision={{'{name}': {{'compute': '{dtype}'}}, ...}}."
     )
