@@ -258,8 +258,7 @@ TAIL = """
   `.data`. One that torch does not count (a kernel that is given an address, `w.to_local().data`,
   numpy) is **not seen**: at level 3 it is lost.
 - Where modules compute in another dtype than is stored (`precision=`), a write is an error at its
-  line, or where it was by `to_local()` or `.data =` at the end of the module: it would round what is
-  stored.
+  line (by `to_local()` and `.data =` when the module has run): it would round what is stored.
 - Stages refuse such forwards, as they do buffers that are written to: microbatches would compute
   with each other's writes. Where a stage lies on one rank, parameters are plain tensors, and writes
   by `.data` are **not seen**.

@@ -261,7 +261,9 @@ class Gathering:
                     _note_partial(parameter)
                 if use.reduction is not None:
                     own = aliases[starts[at] : starts[at + 1]]
-                    result._use_aliases = UseAliases(local, dict(zip(use.masks, own, strict=True)))
+                    result._use_aliases = _GatheredAliases(
+                        local, dict(zip(use.masks, own, strict=True))
+                    )
         return found
 
     @staticmethod
@@ -288,6 +290,16 @@ class Gathering:
             new = is_new or parameter._spec.layout.replicated & ~leaf.partial
             if local.requires_grad and new:
                 _note_partial(parameter)
+
+
+class _GatheredAliases(UseAliases):
+    """Aliases that a write leaves as they are: it is none that autograd records, as to a leaf."""
+
+    __slots__ = ()
+
+    def is_current(self, local: Tensor) -> bool:
+        """Whether `local` is the tensor these alias."""
+        return self.local is local
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import Gathering, local_leaf, local_leaves
+from vescale_dtensor import Gathering, local_leaf, local_leaves, permit_writes
 
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
@@ -25,7 +25,6 @@ from vescale_parallel._zero.gather import Early, early_node, gather_unit
 from vescale_parallel._zero.written import (
     DataUses,
     is_written,
-    permit_cast_writes,
     refuse_cast_writes,
     take_back,
 )
@@ -101,6 +100,7 @@ class Unit:
         self._fulls: list[Tensor] | None = None
         self.data_uses: DataUses = []
         self.taken: set[str] = set()
+        self._unwritable: list[Tensor] = []
         self._early: Early | None = None
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
@@ -249,7 +249,7 @@ class Unit:
         """The gathered parameters, one for each that is held; the same ones until `swap_out`."""
         if self._fulls is None:
             self._fulls = self.made()
-            refuse_cast_writes(self, self._fulls)
+            self._unwritable = refuse_cast_writes(self, self._fulls)
         return self._fulls
 
     def made(self) -> list[Tensor]:
@@ -308,7 +308,9 @@ class Unit:
         self.is_swapped = self.is_lent = False
         fulls, self._fulls = self._fulls, None
         if fulls is not None:
-            permit_cast_writes(self, fulls)
+            for memory in self._unwritable:
+                permit_writes(memory)
+            self._unwritable = []
             self.dropped(fulls)
 
     def require_stored(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from vescale_dtensor import Gathering, local_leaf, permit_writes, refuse_writes
+from vescale_dtensor import Gathering, local_leaf, refuse_writes
 
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -71,16 +71,17 @@ def take_back(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
             _take_kept(one, full, [one for number, one in uses if number == id(full)])
 
 
-def refuse_cast_writes(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
-    """Refuse writes to gathered values of another dtype than is stored, at their line."""
+def refuse_cast_writes(unit: WrittenUnit, fulls: Sequence[Tensor]) -> list[Tensor]:
+    """Refuse writes to gathered values of another dtype than is stored, at their line.
+
+    Returns:
+        Memory of which `permit_writes` is to be told when modules no longer compute with it.
+    """
+    refused = []
     for memory, names, starts, stored in _casts(unit, fulls):
         refuse_writes(memory, _Cast(names, starts, stored))
-
-
-def permit_cast_writes(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
-    """Undo `refuse_cast_writes`: modules no longer compute with the values."""
-    for memory, *_ in _casts(unit, fulls):
-        permit_writes(memory)
+        refused.append(memory)
+    return refused
 
 
 def _casts(unit: WrittenUnit, fulls: Sequence[Tensor]) -> Iterator[Any]:
