@@ -235,7 +235,9 @@ class Gathering:
             start = end
         return found
 
-    def wrapped(self, aliases: Sequence[Tensor], data_uses: list[Any]) -> list[DTensor]:
+    def wrapped(
+        self, aliases: Sequence[Tensor], data_uses: list[Any] | None = None
+    ) -> list[DTensor]:
         """DTensors of what the Function has returned, and note their uses.
 
         As with `gathered`, gradients of the parameters are partial from now on where these are
