@@ -263,7 +263,8 @@ TAIL = """
   with each other's writes. Where a stage lies on one rank, parameters are plain tensors, and writes
   by `.data` are **not seen**.
 - All ranks write alike. A write on some of them is an error on every rank.
-- `.data =` behind a use is refused in backward: on one device that use keeps the former memory.
+- `.data =` behind a use is refused in backward: on one device that use keeps the former memory. In
+  captured forwards any write by `.data` behind a use is, as replays count it.
 """
 
 
@@ -271,7 +272,7 @@ def page() -> str:
     lines = [f"| write | of | {' | '.join(WAYS)} |", f"|{'---|' * (2 + len(WAYS))}"]
     for name, (what, *_) in WRITES.items():
         lines.append(f"| {name} | {what} | {' | '.join(cells(name, way) for way in WAYS)} |")
-        print(lines[-1], file=sys.stderr)
+        print(lines[-1], file=sys.stderr)  # it takes minutes
     return HEAD + "\n".join(lines) + "\n" + TAIL
 
 
