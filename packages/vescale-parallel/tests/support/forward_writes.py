@@ -262,7 +262,7 @@ TAIL = """
 - Stages refuse such forwards, as they do buffers that are written to: microbatches would compute
   with each other's writes. Where a stage lies on one rank, parameters are plain tensors, and writes
   by `.data` are **not seen**.
-- All ranks write alike. A write on some of them is an error on every rank.
+- All ranks write alike. With `zero`, a write on some of them is an error on every rank.
 - `.data =` behind a use is refused in backward: on one device that use keeps the former memory. In
   captured forwards any write by `.data` behind a use is, as replays count it.
 """
