@@ -65,6 +65,7 @@ from vescale_dtensor._planning.attention_way import (
     sequence_attention,
 )
 from vescale_dtensor._redistribute.half_sums import half_sums
+from vescale_dtensor._tensor.copied_views import permit_writes, refuse_writes
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import note_written
 from vescale_dtensor._torch.untraced import untraced
@@ -130,11 +131,13 @@ __all__ = [
     "note_written",
     "ones",
     "op_support",
+    "permit_writes",
     "rand",
     "randint",
     "randn",
     "randperm",
     "reduce_gradients",
+    "refuse_writes",
     "register_rule",
     "release_kept_gradient",
     "separate_memory",

@@ -190,7 +190,7 @@ def captured_norms(rank: int) -> None:
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
-        (counting, ParallelError, "forward has written to buffers: 'seen'"),
+        (counting, ParallelError, "forward has written to 'seen'"),
         (other_seeds, DisagreementError, "different seeds for the logical shards"),
         (other_batches, DisagreementError, "forward_backward differ between ranks"),
         (other_rows, DisagreementError, "different numbers of rows"),

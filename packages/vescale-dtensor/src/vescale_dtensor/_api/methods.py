@@ -26,7 +26,7 @@ from vescale_dtensor._fast_path import lookup
 from vescale_dtensor._fast_path import methods as fast_methods
 from vescale_dtensor._tensor.copied_views import mark_alias
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.lineage import note_part
+from vescale_dtensor._tensor.lineage import note_part, pause
 from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.call_site import call_site
@@ -241,7 +241,15 @@ def _get_data(self: DTensor) -> DTensor:
     # torch does not count writes through `.data` in this tensor's version, so no redistribution of
     # it may be cached from now on.
     local_escaped(self)
-    data = wrap(self._local_tensor.data, self._spec.base)
+    local = self._local_tensor
+    if self._data_uses is None:
+        data = wrap(local.data, self._spec.base)
+    elif pause.depth:
+        # A replay does not come here: of writes in it the version of the values themselves tells.
+        data = wrap(local.detach(), self._spec.base)
+    else:
+        data = wrap(local.data, self._spec.base)
+        self._data_uses.append((id(self), data._local_tensor))
     note_part(data, self)
     if self._view_copy_of is not None:
         mark_alias(data, self)

@@ -146,7 +146,8 @@ class Gathering:
     """`gathered` for many parameters whose values one `autograd.Function` returns.
 
     That Function returns `aliases` and hands what arrives to `contributions`, so that no parameter
-    has a node of its own; `wrapped` makes DTensors of its outputs.
+    has a node of its own; `wrapped` makes DTensors of its outputs. With `ctx.stands_for_leaves`
+    set, writes to these that autograd would record are refused, as they are to a leaf.
 
     Args:
         parameters: the stored leaves.
@@ -234,15 +235,24 @@ class Gathering:
             start = end
         return found
 
-    def wrapped(self, aliases: Sequence[Tensor]) -> list[DTensor]:
+    def wrapped(
+        self, aliases: Sequence[Tensor], data_uses: list[Any] | None = None
+    ) -> list[DTensor]:
         """DTensors of what the Function has returned, and note their uses.
 
         As with `gathered`, gradients of the parameters are partial from now on where these are
         replicated themselves.
+
+        Args:
+            aliases: what the Function has returned.
+            data_uses: whenever `.data` of a result is used, its `id` is appended, with the tensor
+                that was handed out, whose version counts what is written to it, or None where
+                `.data` was assigned: what the version of the result does not tell.
         """
         starts, uses = self._starts, self._uses
         found = wrap_each([aliases[start] for start in starts[:-1]], [u.spec for u in uses])
         for at, result in enumerate(found):
+            result._data_uses = data_uses
             local: Tensor = result._local_tensor
             if local.requires_grad:
                 parameter, use = self._parameters[at], uses[at]
@@ -253,8 +263,21 @@ class Gathering:
                     _note_partial(parameter)
                 if use.reduction is not None:
                     own = aliases[starts[at] : starts[at + 1]]
-                    result._use_aliases = UseAliases(local, dict(zip(use.masks, own, strict=True)))
+                    result._use_aliases = _GatheredAliases(
+                        local, dict(zip(use.masks, own, strict=True))
+                    )
         return found
+
+    @staticmethod
+    def watch_data(results: Sequence[Any], data_uses: list[Any]) -> None:
+        """Append to `data_uses` for these tensors, too: see `wrapped`."""
+        for result in results:
+            result._data_uses = data_uses
+
+    @staticmethod
+    def values(result: Tensor) -> Tensor:
+        """The local tensor of one of the results, wherever `.data` or `set_` have moved it."""
+        return result._local_tensor if isinstance(result, DTensor) else result
 
     def note_plain_uses(self) -> None:
         """Note uses of the local leaves themselves as plain tensors, as `wrapped` notes its own.
@@ -269,6 +292,16 @@ class Gathering:
             new = is_new or parameter._spec.layout.replicated & ~leaf.partial
             if local.requires_grad and new:
                 _note_partial(parameter)
+
+
+class _GatheredAliases(UseAliases):
+    """Aliases that a write leaves as they are: it is none that autograd records, as to a leaf."""
+
+    __slots__ = ()
+
+    def is_current(self, local: Tensor) -> bool:
+        """Whether `local` is the tensor these alias."""
+        return self.local is local
 
 
 @dataclass(frozen=True, slots=True)

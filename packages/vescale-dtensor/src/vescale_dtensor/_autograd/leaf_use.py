@@ -37,8 +37,11 @@ _invariant_use = applied(InvariantUse)
 
 
 def is_alias_of_leaf(local: Tensor) -> bool:
-    """Whether a local tensor is an alias that `InvariantUse` or `AveragedUse` made of a leaf."""
-    return isinstance(local.grad_fn, InvariantUse._backward_cls | AveragedUse._backward_cls)
+    """Whether a local tensor is an alias of a leaf, or stands for a gathered one."""
+    node = local.grad_fn
+    if isinstance(node, InvariantUse._backward_cls | AveragedUse._backward_cls):
+        return True
+    return bool(getattr(node, "stands_for_leaves", False))
 
 
 class AveragedUse(torch.autograd.Function):

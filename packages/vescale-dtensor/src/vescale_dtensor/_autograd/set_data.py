@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
 from vescale_dtensor._autograd.grad_property import gradient, set_gradient, total_to_keep
@@ -26,6 +27,7 @@ from vescale_dtensor._torch.compat import (
     mirror_requires_grad,
     with_own_elements,
 )
+from vescale_dtensor._torch.overridable import overridable
 
 
 def set_data(tensor: DTensor, value: Any) -> None:
@@ -57,7 +59,11 @@ def set_data(tensor: DTensor, value: Any) -> None:
             value = redistributed(value, tensor._spec.layout)
         # Into the local tensor's `.data`, not a new local: it stays the same leaf, and keeps its
         # `.grad` and hooks. torch does not count this in the version, hence `data_written`.
-        tensor._local_tensor.data = value._local_tensor.detach()
+        if tensor._data_uses is None:
+            tensor._local_tensor.data = value._local_tensor.detach()
+        else:
+            set_gathered_data(tensor._local_tensor, value._local_tensor.detach())
+            tensor._data_uses.append((id(tensor), None))
         tensor._memory = None
     _take_spec(tensor, value._spec)
     data_written(tensor)
@@ -69,6 +75,15 @@ def set_data(tensor: DTensor, value: Any) -> None:
         local_replaced(tensor)  # data of another shape: it has no gradient, as said above
     elif leaf is not None:
         leaf.hook_accumulation()  # torch makes another node where the dtype or the device differs
+
+
+@overridable
+def set_gathered_data(local: Tensor, data: Tensor) -> None:
+    """Assign the `.data` of gathered values, which a recording refuses by this name.
+
+    A replay would not tell whoever stores them.
+    """
+    local.data = data
 
 
 def _set_gradient_data(gradient: DTensor, owner: LeafGradient, value: DTensor) -> None:

@@ -410,7 +410,11 @@ class TracedGraph:
 
 def _history(tensor: Tensor) -> object:
     # The name of the node: holding the node would keep its graph alive.
-    node = tensor.grad_fn
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:
+        # torch tells none of a view that was made under no_grad, once its base was written to.
+        node = None
     return tensor.requires_grad, None if node is None else node.name()
 
 

@@ -163,6 +163,11 @@ def check_recordable(name: str, args: Any, kwargs: dict[str, Any]) -> None:
             f"{name} reads the value of a tensor into Python, where a replay would go on with the "
             "old one. Keep it a tensor (torch.where, masked_fill), or read it outside"
         )
+    if name == "set_gathered_data":
+        raise refused(
+            "`.data =` of a parameter that is gathered for each call: a replay would not tell who "
+            "stores it. Write into it: p.copy_(value) under no_grad"
+        )
     if _shaped_by_values(name, args, kwargs):
         raise refused(
             f"the shape of the result of {name} depends on values, and a program has one shape for "

@@ -24,7 +24,13 @@ from vescale_dtensor._layout.executed import calls, keeps_lineages, sampling_of
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
-from vescale_dtensor._tensor.copied_views import check_writable, live_copies, mark_copy, same_memory
+from vescale_dtensor._tensor.copied_views import (
+    check_writable,
+    live_copies,
+    mark_copy,
+    same_memory,
+    unwritable,
+)
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import (
     Mark,
@@ -382,7 +388,7 @@ def compile_in_place(
     def run(*args: Any, **named: Any) -> DTensor:
         target: DTensor = args[0]
         # Copied views come and go between calls, so this is checked every time.
-        if live_copies or target._view_copy_of is not None:
+        if live_copies or unwritable or target._view_copy_of is not None:
             if target._way_back is not None:
                 written: DTensor = dispatch(func, args, named)
                 return written

@@ -25,6 +25,27 @@ from vescale_dtensor._torch.compat import storage_identity
 # reused while the entry counts.
 live_copies: dict[int, weakref.WeakSet[DTensor]] = {}
 
+# Base storage -> what to raise for a write by a DTensor to a local tensor that lies there.
+unwritable: dict[int, Callable[[Tensor], Exception]] = {}
+
+
+def refuse_writes(memory: Tensor, error: Callable[[Tensor], Exception]) -> None:
+    """Refuse writes by DTensors to the memory of a plain tensor, at their line.
+
+    For whoever hands out copies of what is stored, to which writes could not be brought back. What
+    is written to a local tensor that was handed out is not seen here.
+
+    Args:
+        memory: a tensor; all of its storage is meant.
+        error: given the local tensor that was to be written to, returns what is raised.
+    """
+    unwritable[_address(memory)] = error
+
+
+def permit_writes(memory: Tensor) -> None:
+    """Undo `refuse_writes`, before the memory is freed."""
+    unwritable.pop(_address(memory), None)
+
 
 def mark_copy(copy: DTensor, base: DTensor) -> None:
     """Record that `copy` stands for a view of `base`."""
@@ -63,7 +84,10 @@ def check_unshared(local: Tensor, what: Callable[[], str]) -> None:
 
     Raises:
         UnsupportedError: such a view is still alive.
+        Exception: what `refuse_writes` was told for this memory.
     """
+    if unwritable and (error := unwritable.get(_address(local))) is not None:
+        raise error(local)
     if live_copies and _live_copy(local):
         raise UnsupportedError(
             f"{what()}, of which a view lives whose layout forced a copy: the view would not "
@@ -83,9 +107,9 @@ def is_copied_only_as(copies: Sequence[DTensor], base: DTensor) -> bool:
 
 
 def any_copies() -> bool:
-    """Whether any copied view may be alive; otherwise every tensor may be written to."""
+    """Whether some memory may not be written to; otherwise every tensor may be."""
     # A quick test for the fast path: entries of dead copies are only removed when they are found.
-    return bool(live_copies)
+    return bool(live_copies or unwritable)
 
 
 def _live_copy(local: Tensor) -> bool:

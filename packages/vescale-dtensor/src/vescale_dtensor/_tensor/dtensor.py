@@ -71,6 +71,9 @@ class DTensor(torch.Tensor):
     # Whether the local tensor was handed out (`to_local`, `.data`), so others may write to it
     # unseen.
     _local_escaped: bool = False
+    # On gathered values: what `.data` has handed out of them, and where it was assigned, noted for
+    # whoever takes writes back to what is stored. See `_autograd/gathered.py`.
+    _data_uses: list[tuple[int, Tensor | None]] | None = None
     # The hook that stores the gradient of an activation, once `retain_grad` was called.
     _retain_grad_hook: Any = None
     # Set where a view had to be a copy: the local tensor of its base. See

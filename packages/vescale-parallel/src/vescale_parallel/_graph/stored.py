@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vescale_comm import all_gather, reduce_scatter
-from vescale_dtensor import DTensor, StoredSlice, local_leaf
+from vescale_dtensor import DTensor, Gathering, StoredSlice, local_leaf, local_leaves
 
 from vescale_parallel._errors import GraphError
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -40,6 +40,7 @@ class StoredUnit:
         ]
         rest = range(len(unit.held) - self._placed)
         self.slices += [StoredSlice(len(unit.buffers) + at) for at in rest]
+        self._data_uses: list[Any] = []
         self.stand_ins = self._stand_ins()
 
     def _stand_ins(self) -> list[DTensor]:
@@ -53,6 +54,8 @@ class StoredUnit:
         for one, leaf in zip(unit.held, found, strict=True):
             leaf.requires_grad_(one.stored.requires_grad)
             leaf._is_param = True  # `isinstance(weight, nn.Parameter)`, as on one device
+        # So that what is written by `.data` in a recording is counted, too.
+        Gathering.watch_data(found, self._data_uses)
         return found
 
     def let_go(self) -> None:
@@ -68,11 +71,29 @@ class StoredUnit:
         # What is inside of a call of the unit is left alone by its hooks.
         unit.depth += 1
         put_all(places, self.stand_ins)
+        before = [one._version for one in local_leaves(self.stand_ins)]
         try:
             yield
+            self._require_unwritten(before)
         finally:
             put_all(places, self.stored)
             unit.depth -= 1
+
+    def _require_unwritten(self, versions: Sequence[int]) -> None:
+        """Refuse a forward that writes to parameters: nothing would store what a graph writes.
+
+        Raises:
+            GraphError: it does.
+        """
+        pairs = zip(self.names, local_leaves(self.stand_ins), versions, strict=True)
+        written = [name for name, leaf, version in pairs if leaf._version != version]
+        written += [self.names[0]] * any(given is None for _, given in self._data_uses)
+        if written:
+            raise GraphError(
+                f"train_step: the forward writes to parameters, as '{written[0]}', which zero "
+                "gathers: a graph stores none of that. Write to them between steps, or give them "
+                "level 0."
+            )
 
     def inputs(self) -> list[Tensor]:
         """The shard of each buffer, and the local tensors of what is on every rank in full.

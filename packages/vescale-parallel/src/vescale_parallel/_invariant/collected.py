@@ -36,7 +36,7 @@ class Collected:
         self.parameters = list(model.parameters())
         # By identity: tied parameters are one, and `==` of tensors compares elements.
         self._number = {id(one): number for number, one in enumerate(self.parameters)}
-        units = schedule.units if schedule is not None else []
+        self._units = units = schedule.units if schedule is not None else []
         self.in_units = {self.number(one.stored) for unit in units for one in unit.held}
         self._found: list[Tensor | None] = [None] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
@@ -94,6 +94,8 @@ class Collected:
         self.arrived = [False] * len(self.parameters)
         # Versions count writes in place; the identity tells a buffer that was replaced.
         self._versions = self._written()
+        for unit in self._units:
+            unit.taken.clear()
         try:
             yield
         finally:
@@ -104,17 +106,21 @@ class Collected:
     def problem(self) -> str:
         """Return what was wrong with the forwards; empty if nothing was."""
         now = self._written()
-        written = [name for name in now if now[name] != self._versions.get(name)]
+        written = {name for name in now if now[name] != self._versions.get(name)}
+        written = written.union(*(unit.taken for unit in self._units))
         if not written:
             return ""
         return (
-            f"forward has written to buffers: {listed(written)}. With deterministic='dp-invariant' "
+            f"forward has written to {listed(sorted(written))}. With deterministic='dp-invariant' "
             "each rank would hold what its own logical shards left there. Write to them outside "
             "of forward, or return what they collect with the loss."
         )
 
     def _written(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(one), one._version) for name, one in self.model.named_buffers()}
+        found = {name: (id(one), one._version) for name, one in self.model.named_buffers()}
+        for name, one in self.model.named_parameters():
+            found[name] = id(one), local_leaf(one)._version
+        return found
 
     def require_same_parameters(self) -> None:
         """Refuse parameters that were replaced or added.

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import local_leaves
 
-from vescale_parallel._zero.unit import Held, Unit, put_all
+from vescale_parallel._zero.unit import Held, Unit, cast, put_all
+from vescale_parallel._zero.written import written_past_versions
 
 
 class HeldParameters:
@@ -61,6 +62,11 @@ class HeldParameters:
         casts = any(one.compute is not None for one in self._unit.held)
         return [self._unit] if casts or not isinstance(self._unit, _PlainUnit) else []
 
+    def written(self) -> set[str]:
+        """Names of parameters that were written to where no version of what is stored tells."""
+        every = (written_past_versions(self._unit, fulls) for fulls in self._fulls.values())
+        return set().union(*every)
+
     def forget(self) -> None:
         """A step has ended: the next one has graphs of its own."""
         for fulls in self._fulls.values():
@@ -87,10 +93,7 @@ class _PlainUnit(Unit):
         leaves = local_leaves([one.stored for one in self.held])
         if torch.is_grad_enabled():
             self._gathering.note_plain_uses()
-        fulls = [
-            leaf if one.compute is None else leaf.to(one.compute)
-            for one, leaf in zip(self.held, leaves, strict=True)
-        ]
+        fulls = [cast(leaf, one.compute) for one, leaf in zip(self.held, leaves, strict=True)]
         for full in fulls:
             # torch's mark: `isinstance(weight, nn.Parameter)` in a forward is true of it, as on one
             # device.
@@ -99,6 +102,7 @@ class _PlainUnit(Unit):
 
     def dropped(self, fulls: Sequence[Tensor]) -> None:
         """Leaves are local tensors of parameters again, and no parameters themselves."""
+        super().dropped(fulls)
         for full in fulls:
             vars(full).pop("_is_param", None)
 

@@ -19,6 +19,7 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.boundary import handed_over
 from vescale_parallel._pipeline.described import local_of, spec_of
 from vescale_parallel._pipeline.foreign import Foreign
+from vescale_parallel._pipeline.held import HeldParameters
 from vescale_parallel._pipeline.kinds import (
     Entry,
     Kind,
@@ -38,6 +39,8 @@ from vescale_parallel._pipeline.text import add_record, to_text
 from vescale_parallel._pipeline.used import LOSS, reaches_of
 from vescale_parallel._pipeline.written import writes_of
 from vescale_parallel._step.parts import Part
+from vescale_parallel._zero.schedule import SCHEDULE
+from vescale_parallel._zero.schedule import Schedule as Zero
 
 
 @add_record
@@ -177,6 +180,7 @@ class Rehearsal:
         scene = self._scene
         start = scene.streams.here()
         running = StageForward(scene, stage, kind, self)
+        written = _Parameters(scene)
         with KeptBytes(scene.model) if scene.split.is_auto else nullcontext() as kept:
             found = running.run(part)
         writes = writes_of(stage, self._state.written(), running.foreign)
@@ -184,6 +188,7 @@ class Rehearsal:
         self._state.restore()
         leaks = running.foreign.leaks
         self._taken[stage] = set() if leaks is None else leaks.taken
+        written.require_unchanged()
         self._received[stage] = running.places, running.received
         self._loss = found if found is not None else self._loss
         if kept is not None:
@@ -266,3 +271,28 @@ class Rehearsal:
 
     def _send_object(self, value: Any, target: int) -> None:
         self._handles += self._lines.send_object(value, target)
+
+
+class _Parameters:
+    """The parameters of this rank as they are before a stage is rehearsed."""
+
+    def __init__(self, scene: Scene) -> None:
+        pairs = [(name, local_of(one)) for name, one in scene.model.named_parameters()]
+        self._before = [(name, leaf, leaf._version) for name, leaf in pairs]
+        self._held = [h for h in (scene.held, scene.behind) if isinstance(h, HeldParameters)]
+        schedule = getattr(scene.model, SCHEDULE, None)
+        self._units = schedule.units if isinstance(schedule, Zero) else []
+        for unit in self._units:
+            unit.taken.clear()
+
+    def require_unchanged(self) -> None:
+        """Refuse forwards that write to parameters, which every rank hears."""
+        written = {name for name, leaf, version in self._before if leaf._version != version}
+        written = written.union(*(one.written() for one in self._held))
+        written = written.union(*(one.taken for one in self._units))
+        if written:
+            raise PipelineError(
+                f"a forward writes to parameters, {listed(sorted(written))}: microbatches of a "
+                "pipeline go forward before earlier ones have gone back, so each would compute "
+                "with what others wrote. Write between steps: this rehearsal has done so once."
+            )

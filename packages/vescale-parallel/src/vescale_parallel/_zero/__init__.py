@@ -13,6 +13,7 @@
 - `gather`: the two nodes of autograd; `unit`: the buffers of a module, and whether its modules
   hold stored or gathered parameters at the moment.
 - `addresses`: whose view a tensor is, by its address.
+- `written`: what modules write to gathered parameters, taken back to what is stored.
 - `saved`: what autograd saves of gathered parameters is a note where to find it again.
 - `end_of_backward`: told of a backward's end, also when it raised.
 - `told`: gathers and reductions, as events of what ranks compare.

@@ -56,6 +56,8 @@ class FlatBuffer:
         shard: this rank's elements.
         full: all ranks' elements, while they are gathered.
         leaves: the local tensors of the parameters, as of the last gather.
+        handed: the views of `full` that modules compute with, one per slot.
+        counted: for each of them, the version up to which writes are in the shard; see `written`.
         unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
         reduced_next: whether the backward that packed them reduces them; else `no_sync` keeps them.
         sends: sends packed gradients to a group with others'; None: they go by themselves.
@@ -75,6 +77,8 @@ class FlatBuffer:
         self.is_kept, self.reduced_next = row.zero < 3, False
         self.row, self.group, self.parameters, self.shapes = row, group, parameters, shapes
         self.full: Tensor | None = None
+        self.handed: list[Tensor] = []
+        self.counted: list[int] = []
         self.unreduced: Tensor | None = None
         # A parameter without a gradient here may have one elsewhere: all of the buffer is sent.
         self.arrived: set[int] = set()
@@ -195,8 +199,8 @@ class FlatBuffer:
         device = shard.device if self.host is None else self.device
         if not torch.is_inference_mode_enabled():
             return shard.new_empty(total, dtype=dtype, device=device)
-        # What is kept outlives a forward in inference mode, whose tensors no backward may have.
-        with torch.inference_mode(not self.is_kept):
+        # Tensors of inference mode count no writes of modules; and what is kept outlives it.
+        with torch.inference_mode(False):
             return shard.new_empty(total, dtype=dtype, device=device)
 
     @property
@@ -252,14 +256,18 @@ class FlatBuffer:
         if self.pending is not None:
             self.wait(anew=False)
         if not self.is_kept:
-            self.full = None
+            self.full, self.handed = None, []
 
     def views(self) -> list[Tensor]:
         """Return the gathered values of each slot, as views of `full` without a history."""
         assert self.full is not None
         # Autograd knows these by the node of the unit, which gets all their gradients at once.
         base = self.full.detach()
-        return [base.as_strided(*place) for place in self._slots]
+        # With version counters of their own, by `.data`: views of one buffer share one, which would
+        # not tell to which slot a module has written.
+        self.handed = [base.as_strided(*place).data for place in self._slots]
+        self.counted = [0] * len(self.handed)
+        return self.handed
 
     def add_gradients(self, gradients: Sequence[Tensor | None], *, reduced_next: bool) -> None:
         """Add this rank's contributions to those that are not reduced yet. No communication."""

@@ -120,6 +120,7 @@ class GatherUnit(torch.autograd.Function):
         # None and not zeros for what was not used: its gradient stays None, as on one device.
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.passed = unit, passed
+        ctx.stands_for_leaves = True
         outputs, frozen = unit.aliases()
         if frozen:
             ctx.mark_non_differentiable(*(outputs[number] for number in frozen))

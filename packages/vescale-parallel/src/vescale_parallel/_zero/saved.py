@@ -20,6 +20,7 @@ from vescale_parallel._common.torch_compat import saved_tensors_hooks_now
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.written import take_slot
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace "
@@ -115,6 +116,10 @@ class SavedTensors:
                     offset: int = tensor.storage_offset()  # type: ignore[assignment]
                     slot = bisect_right(buffer.starts, offset) - 1
                     slot = slot if slot > 0 else 0
+                    handed = buffer.handed
+                    if handed and handed[slot]._version != buffer.counted[slot]:
+                        # Written to before this use, for which it is the version that counts.
+                        take_slot(buffer, slot)
                     version = buffer.leaves[slot]._version
                     return _Gathered((buffer, slot, version, tensor.shape, tensor.stride(), offset))
         if self._outer is not None:
@@ -140,6 +145,9 @@ class SavedTensors:
         if kind is _Gathered:
             buffer, slot, version, size, stride, offset = packed
             # Before anything is gathered: all ranks wrote to it, or none did.
+            handed = buffer.handed
+            if handed and handed[slot]._version != buffer.counted[slot]:
+                take_slot(buffer, slot)  # since that use, within this very forward or backward
             now = buffer.leaves[slot]._version
             if now != version:
                 name = buffer.row.plan.slots[slot].names[0]

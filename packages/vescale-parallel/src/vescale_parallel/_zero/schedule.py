@@ -8,6 +8,7 @@ order of the last forward. No decision here depends on values, so all ranks gath
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -197,7 +198,19 @@ class Schedule:
         returns = self._hook_outputs(unit, output)
         if unit in self._behind:
             return  # recomputed: backward needs the parameters next
-        unit.swap_out()
+        # As far as is known: torch hands over no output, and handles what was raised meanwhile.
+        has_raised = output is None and sys.exc_info()[0] is not None
+        try:
+            unit.swap_out()
+        except BaseException:
+            # What was written cannot be stored: the forward has failed.
+            self._give_back(unit, None, returns=False)
+            if has_raised:
+                return  # its own error is on its way
+            raise
+        self._give_back(unit, output, returns=returns)
+
+    def _give_back(self, unit: Unit, output: Any, *, returns: bool) -> None:
         # A unit that is called by itself is given back: no end of a forward would do it later.
         kept = self._first_behind() if unit is self.root or self.root.depth else ()
         if not (in_backward() or (returns and unit in kept)):

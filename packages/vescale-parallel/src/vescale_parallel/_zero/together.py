@@ -83,8 +83,8 @@ class _Together:
     def _apart(self) -> Iterator[Tensor]:
         out = self._out
         del self._out
-        # As the memory that was gathered into: a forward in inference mode may begin meanwhile.
-        with torch.inference_mode(out.is_inference()), torch.no_grad():
+        # Tensors of inference mode, in which a forward may run by now, count no writes.
+        with torch.inference_mode(False), torch.no_grad():
             rows = out.view(-1, sum(self._sizes))
             for own in rows.split_with_sizes(self._sizes, dim=1):
                 # Of one rank, too: what is a view of others' memory has another offset.

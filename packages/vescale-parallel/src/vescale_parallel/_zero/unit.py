@@ -17,12 +17,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import Gathering, local_leaf, local_leaves
+from vescale_dtensor import Gathering, local_leaf, local_leaves, permit_writes
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._errors import StaleParameterError
 from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
 from vescale_parallel._zero.gather import Early, early_node, gather_unit
+from vescale_parallel._zero.written import (
+    DataUses,
+    is_written,
+    refuse_cast_writes,
+    take_back,
+)
 
 _wants = attrgetter("requires_grad")
 
@@ -75,6 +81,8 @@ class Unit:
         before_reduce: called when all gradients of one run of the unit have arrived.
         after_nodes: called when its nodes are made, and nothing is computed yet.
         after_start: called when the reductions of one run have been started.
+        data_uses: what `.data` of gathered parameters has handed out; see `written`.
+        taken: names of those that were found to be written to, at the end of a call.
         collect: takes the gradients of each run in place of a reduction; None: they are reduced.
     """
 
@@ -91,6 +99,9 @@ class Unit:
         self.forward: TakesParameters | None = None
         self.ran_modules = True
         self._fulls: list[Tensor] | None = None
+        self.data_uses: DataUses = []
+        self.taken: set[str] = set()
+        self._unwritable: list[Tensor] = []
         self._early: Early | None = None
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
@@ -173,7 +184,7 @@ class Unit:
         """The gathered values, one for each held parameter, without a history."""
         views = [view for buffer in self.buffers for view in buffer.views()]
         kept = [(local_leaf(one.stored).detach(), one.compute) for one in self.held[len(views) :]]
-        return views + [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in kept]
+        return views + [cast(leaf, dtype) for leaf, dtype in kept]
 
     @cached_property
     def _stored(self) -> list[nn.Parameter]:
@@ -240,6 +251,7 @@ class Unit:
         """The gathered parameters, one for each that is held; the same ones until `swap_out`."""
         if self._fulls is None:
             self._fulls = self.made()
+            self._unwritable = refuse_cast_writes(self, self._fulls)
         return self._fulls
 
     def made(self) -> list[Tensor]:
@@ -265,10 +277,12 @@ class Unit:
 
     def wrapped(self, aliases: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules hold of the gathered values."""
-        return self._gathering.wrapped(aliases)
+        return self._gathering.wrapped(aliases, self.data_uses)
 
     def dropped(self, fulls: Sequence[Tensor]) -> None:
-        """Nobody uses any more what `made` has returned."""
+        """Nobody uses any more what `made` has returned: what was written to it is taken back."""
+        if is_written(self, fulls):
+            take_back(self, fulls)
 
     def lend(self) -> None:
         """Let the forward take the gathered parameters, or else the modules hold them."""
@@ -285,11 +299,21 @@ class Unit:
         put_all([one.places for one in self.held], fulls)
 
     def swap_out(self) -> None:
-        """Let the modules hold the stored parameters again."""
+        """Let the modules hold the stored parameters again, with what was written to gathered ones.
+
+        Raises:
+            ParallelError, RuntimeError: that cannot be stored; see `written`. The modules hold them
+                all the same.
+        """
         if self.is_swapped:
             put_all([one.places for one in self.held], [one.stored for one in self.held])
         self.is_swapped = self.is_lent = False
-        self._fulls = None
+        fulls, self._fulls = self._fulls, None
+        if fulls is not None:
+            for memory in self._unwritable:
+                permit_writes(memory)
+            self._unwritable = []
+            self.dropped(fulls)
 
     def require_stored(self) -> None:
         """Refuse to run when a module holds another parameter than the stored one.
@@ -307,6 +331,17 @@ class Unit:
                         "not. Write into it: p.copy_(values) under torch.no_grad(), or "
                         "load_state_dict(...) without assign=True."
                     )
+
+
+def cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What modules compute with of a parameter that no buffer holds; None: with itself."""
+    if dtype is None:
+        return leaf
+    if not torch.is_inference_mode_enabled():
+        return leaf.to(dtype)
+    # Tensors of inference mode count no writes.
+    with torch.inference_mode(False), torch.no_grad():
+        return leaf.to(dtype)
 
 
 def put_all(places: Sequence[Places], tensors: Sequence[Tensor]) -> None:

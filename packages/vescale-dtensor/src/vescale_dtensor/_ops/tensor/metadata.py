@@ -59,6 +59,7 @@ _OWN = """
 _local_tensor _spec _may_have_hidden_node _use_aliases _leaf_gradient _leaf_holds _grad_of _part_of
 _cached_redistribution _local_escaped _stray_grad_guard _function_node _retain_grad_hook
 _retained_grad _view_copy_of _way_back _memory _from_checkpoint _holds_node _is_trained_part
+_data_uses
 """
 
 
