@@ -54,7 +54,8 @@ def require_same(
     Raises:
         DisagreementError: on every rank, also on those whose own peers agree.
     """
-    start_same(facts, peers=peers, head=head, advice=advice, group=everyone(mesh))()
+    group = everyone(mesh)
+    start_same(facts, peers=peers, head=head, advice=advice, group=group, at_once=True)()
 
 
 def start_same(
@@ -65,6 +66,7 @@ def start_same(
     advice: Mapping[str, str],
     group: Group | None = None,
     told: int = 0,
+    at_once: bool = False,
 ) -> Callable[[], list[int]]:
     """Begin what `require_same` does; returns what waits for the others, and raises.
 
@@ -78,20 +80,28 @@ def start_same(
         advice: as in `require_same`.
         group: of the ranks that compare, see `everyone`.
         told: a number that ranks need not share. What is returned gives that of every rank.
+        at_once: wait for the others here; a rank that calls this alone is then named by what it
+            called, and not by a collective that the others never come to.
     """
     if not several_ranks(group):
         return lambda: [told]
     held = [list(peers), *map(dict, facts.values())]
-    rows = gather_numbers([told, *(digest(json.dumps(one)) for one in held)], group, async_op=True)
+    own = [told, *(digest(json.dumps(one)) for one in held)]
+    wait = _found(own, group) if at_once else gather_numbers(own, group, async_op=True).wait
 
     def require() -> list[int]:
-        found = rows.wait()
+        found = wait()
         variants = _variants([row[1:] for row in found], as_group(group).ranks)
         if not all(len(of_team) == 1 for of_team in variants):
             _refuse(facts, variants, group, head, advice)
         return [row[0] for row in found]
 
     return require
+
+
+def _found(own: list[int], group: Group | None) -> Callable[[], list[tuple[int, ...]]]:
+    found = gather_numbers(own, group)
+    return lambda: found
 
 
 def _refuse(
