@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -226,15 +227,31 @@ def program(seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     return outputs, [one for one in received if one.requires_grad], weights
 
 
+def used_twice() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """An output beside the path, and another one that is computed from it."""
+    received, weight = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    beside = weight * 3
+    return [beside, beside * received], [received], [weight]
+
+
+def test_an_output_from_which_another_is_computed():
+    compare_halves(used_twice)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_random_graphs(seed: int):
-    outputs, received, weights = program(seed)
+    compare_halves(lambda: program(seed))
+
+
+def compare_halves(program: Callable[[], tuple[list[Tensor], list[Tensor], list[Tensor]]]) -> None:
+    """The gradients of both halves are those of one backward."""
+    outputs, received, weights = program()
     if not outputs:
         return
     starts = [torch.full_like(one, 0.5) for one in outputs]
     torch.autograd.backward(outputs, starts)
     expected = [one.grad for one in (*received, *weights)]
-    outputs, received, weights = program(seed)
+    outputs, received, weights = program()
     halves = Halves(outputs, starts, received)
     found = halves.inputs()
     assert all(one.grad is None for one in weights)

@@ -1,5 +1,6 @@
 """`forward_backward` is a forward and a backward; parts of its arguments are those of one batch."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,3 +48,4 @@ def test_what_is_no_loss_or_no_batch_is_named():
     value = torch.tensor(1.0)
     for output in (value, {"loss": value}, SimpleNamespace(loss=value)):
         assert loss_of(Part.of((), {}, None), output) is value
+        assert loss_of(replace(Part.of((), {}, None), scale=0.25), output) == 0.25
