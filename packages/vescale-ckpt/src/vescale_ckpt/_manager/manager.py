@@ -414,7 +414,8 @@ def _order(provenance: _Provenance) -> int:
 
 def _by_age(known: Mapping[int, _Provenance]) -> list[int]:
     """Sort steps by when they were saved: by their order, which clocks do not disturb."""
-    orders, newest, last = {}, 0, 0
+    orders: dict[int, int] = {}
+    newest = last = 0
     # One without an order, which something else than a manager has saved, is as new as the newest
     # that its clock says was there.
     sound = [(str(one.get(_CREATED)), step) for step, one in known.items() if one is not None]
