@@ -6,7 +6,8 @@ import os
 
 import pytest
 import torch
-from faulty_storage import FaultyStorage, disk_full_once
+from faulty_storage import AtCall, FaultyStorage, disk_full_once
+from object_store import ObjectStore
 from vescale_ckpt import (
     CheckpointManager,
     ExistsError,
@@ -14,7 +15,10 @@ from vescale_ckpt import (
     NotFoundError,
     StorageError,
     read,
+    save,
 )
+from vescale_ckpt._manager.manager import _by_age
+from vescale_ckpt._storage.local import LocalStorage
 
 
 def state(step):
@@ -88,6 +92,100 @@ def test_what_is_damaged_pushes_out_nothing_and_stays(tmp_path):
         manager.save(step, state(step))
         assert manager.steps() == kept
         assert restored(manager) == step
+
+
+def test_what_says_nothing_of_its_order_is_as_new_as_its_clock_says(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager.save(10, state(10))
+    save(manager.path(20), state(20))
+    assert manager.latest() == restored(manager) == 20
+    manager.save(15, state(15))
+    assert manager.steps() == [15, 20]
+
+
+def test_the_order_counts_more_than_the_clock():
+    known = {
+        # Saved before there were orders, and two of a program that writes none.
+        50: {"created": "1"},
+        100: {"created": "2"},
+        120: {"created": "4"},
+        125: {"created": "4"},
+        # In order, by clocks that are not.
+        60: {"created": "3", "order": 1},
+        130: {"created": "8", "order": 2},
+        110: {"created": "7", "order": 3},
+        # Damaged: where its step is.
+        90: None,
+    }
+    assert _by_age(known) == [50, 100, 60, 90, 120, 125, 130, 110]
+
+
+class WithBadManifests(LocalStorage):
+    """Manifests are written with a byte that is wrong; those of steps in `away` cannot be read."""
+
+    bad, away = False, ()
+
+    def put(self, path, content):
+        wrong = self.bad and path.endswith("manifest.json")
+        super().put(path, content[:-1] + b" " if wrong else content)
+
+    def open(self, path):
+        if path.endswith("manifest.json") and any(f"{step:08d}/" in path for step in self.away):
+            raise StorageError(f"cannot open {path}: 503")
+        return super().open(path)
+
+
+def test_one_that_was_saved_damaged_pushes_out_nothing(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager._storage = storage = WithBadManifests()
+    manager.save(1, state(1))
+    storage.bad = True
+    manager.save(2, state(2))
+    assert manager.steps() == [1, 2]
+    storage.bad = False
+    manager.save(3, state(3))
+    # What is damaged stays to be looked at.
+    assert manager.steps() == [2, 3]
+
+
+def test_in_an_outage_no_older_one_is_the_newest(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (50, 100, 60):
+        manager.save(step, state(step))
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager._storage = storage = WithBadManifests()
+    storage.away = (60,)
+    for call in (manager.latest, lambda: restored(manager), lambda: manager.save(70, state(70))):
+        with pytest.raises(StorageError, match="503"):
+            call()
+    assert manager.steps() == [50, 60, 100]
+    # Removed by another process between two looks: that is no outage.
+    steps = manager.steps()
+    manager.steps = lambda: [*steps, 200]
+    storage.away = ()
+    assert manager.latest() == restored(manager) == 60
+
+
+@pytest.mark.parametrize("storage", [LocalStorage(), ObjectStore()])
+def test_where_all_are_kept_a_save_looks_at_no_other(tmp_path, storage):
+    counting = AtCall(storage, math.inf, None)
+    calls = []
+    manager = CheckpointManager(tmp_path)
+    manager._storage = counting
+    for step in range(5):
+        manager.save(step, state(step))
+        calls.append(len(counting.log))
+        counting.log.clear()
+    assert calls[1] == calls[-1]
+
+
+def test_the_newest_is_found_without_looking_at_data_files(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1))
+    manager = CheckpointManager(tmp_path)
+    manager._storage = counting = AtCall(LocalStorage(), math.inf, None)
+    assert manager.latest() == 1
+    assert not [call for call in counting.log if "safetensors" in call]
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path):

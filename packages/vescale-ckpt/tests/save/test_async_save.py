@@ -1,6 +1,7 @@
 """An asynchronous save is the state as it was when it was called, whatever happens afterwards."""
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -160,6 +161,13 @@ def test_a_failure_that_was_raised_is_not_told_again(path, caplog):
     del handle
     gc.collect()
     assert "nothing has waited for it" not in caplog.text
+
+
+def test_a_log_that_raises_ends_the_save(path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vescale_ckpt"), "warning", pytest.fail)
+    handle = fail_in_the_background(path)
+    with pytest.raises(StorageError, match="No space left"):
+        handle.wait(20)
 
 
 def test_a_thread_that_ends_itself_ends_the_save(path):

@@ -95,6 +95,10 @@ def test_casts(path):
         load(path, {"w": torch.zeros(50, dtype=torch.int32)}, cast=True, strict=False)
     with pytest.raises(MismatchError, match="holds float32"):
         load(path, {"w": torch.zeros(49)}, cast=True, strict=False)
+    # Numbers that torch knows and a checkpoint does not hold.
+    for wanted in (torch.bits8, torch.uint4, torch.float4_e2m1fn_x2):
+        with pytest.raises(MismatchError, match="holds int16"):
+            load(path, {"i": torch.empty(3, dtype=wanted)}, cast=True, strict=False)
 
 
 DTYPES = [getattr(torch, name) for name in STORED_AS]

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from vescale_ckpt._errors import CorruptError, NotFoundError, UncommittedError, listed
-from vescale_ckpt._format.manifest import COMMIT, MANIFEST, Manifest
+from vescale_ckpt._format.manifest import COMMIT, MANIFEST, CommitRecord, Manifest
 from vescale_ckpt._format.parse import parse_manifest
 from vescale_ckpt._storage.base import Storage, read_all
 from vescale_ckpt._storage.committed import has_commit, read_commit
@@ -38,6 +38,13 @@ def open_checkpoint(storage: Storage, path: str) -> Checkpoint:
     # replaces the checkpoint now, files of this generation are missing, which is an error and no
     # mixture.
     record = read_commit(storage, path)
+    checkpoint = Checkpoint(path, record.generation, read_manifest(storage, path, record))
+    _check_sizes(storage, checkpoint)
+    return checkpoint
+
+
+def read_manifest(storage: Storage, path: str, record: CommitRecord) -> Manifest:
+    """Read and verify the manifest that a commit record names; looks at no data file."""
     manifest_path = f"{path}/{record.generation}/{MANIFEST}"
     if not storage.exists(manifest_path):
         raise CorruptError(f"{manifest_path} is missing, though COMMIT names it")
@@ -49,9 +56,7 @@ def open_checkpoint(storage: Storage, path: str) -> Checkpoint:
             f"{manifest_path}: its {len(content)} bytes do not have the digest that COMMIT holds"
         )
     # Parsed only after its digest is verified.
-    checkpoint = Checkpoint(path, record.generation, parse_manifest(content))
-    _check_sizes(storage, checkpoint)
-    return checkpoint
+    return parse_manifest(content)
 
 
 def _check_sizes(storage: Storage, checkpoint: Checkpoint) -> None:

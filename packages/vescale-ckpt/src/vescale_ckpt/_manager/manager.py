@@ -15,12 +15,18 @@ from vescale_ckpt._coordination.coordinator import (
 )
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.meeting import Call, call_of
-from vescale_ckpt._errors import CheckpointError, ExistsError, MismatchError, NotFoundError
+from vescale_ckpt._errors import (
+    CheckpointError,
+    ExistsError,
+    MismatchError,
+    NotFoundError,
+    StorageError,
+)
 from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.manifest import COMMIT
 from vescale_ckpt._format.parse import is_generation
 from vescale_ckpt._load.load import LoadOptions, StateT, load_with
-from vescale_ckpt._load.open import open_checkpoint
+from vescale_ckpt._load.open import read_manifest
 from vescale_ckpt._manager.retention import Policy
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
@@ -35,6 +41,8 @@ _LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re
 
 # Keys in a manifest's provenance: the metric, and the how manyth save into the root it was.
 _METRIC, _ORDER = "metric", "order"
+# And the time, which every save writes there.
+_CREATED = "created"
 # What the manifest of a checkpoint says about its origin; None where it is damaged.
 _Provenance = dict[str, Any] | None
 
@@ -42,8 +50,9 @@ _Provenance = dict[str, Any] | None
 class CheckpointManager:
     """Checkpoints of one training run: `root/step-00000100` and so on.
 
-    One job at a time writes into a root. Where torch.distributed is initialised, `save` and
-    `restore` are collective calls over `group`; `latest` and `steps` are not.
+    One job at a time writes into a root, through one manager. Where torch.distributed is
+    initialised, `save` and `restore` are collective calls over `group`; `latest` and `steps` are
+    not.
 
     Args:
         root: The directory that holds the checkpoints; made by the first save.
@@ -112,7 +121,10 @@ class CheckpointManager:
         return sorted(step for step in found if is_committed(self._storage, self.path(step)))
 
     def latest(self) -> int | None:
-        """Return the committed step that was saved last, or None if there is none."""
+        """Return the committed step that was saved last, or None if there is none.
+
+        Reads the manifests of all that this object does not know yet; `steps` reads none.
+        """
         return next(reversed(_by_age(self._known())), None)
 
     def latest_healthy(self) -> int | None:
@@ -125,7 +137,15 @@ class CheckpointManager:
 
     def _known(self) -> dict[int, _Provenance]:
         """Return what all committed steps say of themselves, in ascending order."""
-        return {step: self._provenance(step) for step in self.steps()}
+        known: dict[int, _Provenance] = {}
+        for step in self.steps():
+            try:
+                known[step] = self._provenance(step)
+            except StorageError:
+                # In an outage nobody knows which is the newest. Or it has just been removed.
+                if is_committed(self._storage, self.path(step)):
+                    raise
+        return known
 
     def _provenance(self, step: int) -> _Provenance:
         """Return what the manifest of a step says about its origin: read once for a generation."""
@@ -134,8 +154,11 @@ class CheckpointManager:
             commit = read_commit(self._storage, path)
             generation, provenance = self._read.get(step, ("", {}))
             if generation != commit.generation:
-                provenance = open_checkpoint(self._storage, path).manifest.provenance
+                # Not the sizes of the data files: those are two questions for each rank's file.
+                provenance = read_manifest(self._storage, path, commit).provenance
                 self._read[step] = commit.generation, provenance
+        except StorageError:
+            raise
         except CheckpointError:
             return None
         return provenance
@@ -311,15 +334,11 @@ class CheckpointManager:
         return [None, chosen, sorted(_unhealthy(known)) if chosen is None else []]
 
     def _prune(self, just_saved: int) -> None:
-        known = self._known()
-        # What is damaged counts for nothing; but that is no reason to remove it.
-        sound = {step: one for step, one in known.items() if one is not None}
-        kept = self._policy.kept(_by_age(sound), just_saved, _metrics(sound), _unhealthy(sound))
-        # Nothing is removed unless the checkpoint that was just saved is there to be seen.
-        if just_saved in known:
-            for step in sound:
-                if step not in kept:
-                    self._remove(step)
+        # Nothing is removed unless the checkpoint that was just saved is there, and not damaged.
+        there = is_committed(self._storage, self.path(just_saved))
+        if there and self._provenance(just_saved) is not None:
+            for step in self._not_kept(just_saved):
+                self._remove(step)
             if not self._storage.renames:
                 self._remove_other_generations(just_saved)
         if not self._storage.renames:
@@ -330,10 +349,21 @@ class CheckpointManager:
             if _LEFTOVER.fullmatch(name):
                 remove_tree(self._storage, f"{self.root}/{name}")
 
+    def _not_kept(self, just_saved: int) -> list[int]:
+        # Then there may be thousands, and none of them need be looked at.
+        if self._policy.keeps_all:
+            return []
+        # What is damaged counts for nothing; but that is no reason to remove it.
+        sound = {step: one for step, one in self._known().items() if one is not None}
+        kept = self._policy.kept(_by_age(sound), just_saved, _metrics(sound), _unhealthy(sound))
+        return [step for step in sound if step not in kept]
+
     def _remove_uncommitted(self, just_saved: int) -> None:
         """Remove what a save that died has written to an object store, at its final path."""
         for match in map(_STEP.fullmatch, self._storage.names_in(self.root)):
-            if match and int(match[1]) != just_saved:
+            step = int(match[1]) if match else just_saved
+            # What was read was committed; only `_remove` takes that back.
+            if match and step != just_saved and step not in self._read:
                 path = f"{self.root}/{match[0]}"
                 if self._storage.is_directory(path) and not has_commit(self._storage, path):
                     remove_tree(self._storage, path)
@@ -383,12 +413,19 @@ def _order(provenance: _Provenance) -> int:
 
 
 def _by_age(known: Mapping[int, _Provenance]) -> list[int]:
-    """Sort steps by when they were saved; what does not say so, by step."""
-    orders, last = {}, 0
-    for step, one in sorted(known.items()):
+    """Sort steps by when they were saved: by their order, which clocks do not disturb."""
+    orders: dict[int, int] = {}
+    newest = last = 0
+    # One without an order, which something else than a manager has saved, is as new as the newest
+    # that its clock says was there.
+    sound = [(str(one.get(_CREATED)), step) for step, one in known.items() if one is not None]
+    for _, step in sorted(sound):
+        order = _order(known[step])
+        newest = max(newest, order)
+        orders[step] = order or newest
+    for step in sorted(known):
         # A damaged one stands where its step is among the others.
-        last = last if one is None else _order(one)
-        orders[step] = last
+        last = orders.setdefault(step, last)
     return sorted(orders, key=lambda step: (orders[step], step))
 
 

@@ -27,6 +27,11 @@ class Policy:
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever to be removed."""
+        return self.last is self.every is self.best is None
+
     def kept(
         self,
         steps: Sequence[int],
@@ -40,7 +45,7 @@ class Policy:
 
         An unhealthy one counts for nothing: it pushes out no other, and goes with the next save.
         """
-        if self.last is self.every is self.best is None:
+        if self.keeps_all:
             return {*steps, just_saved}
         bad = just_saved in unhealthy
         # By when they were saved and not by step: after a restart from step 50 the old step 100

@@ -165,8 +165,8 @@ class SaveHandle:
 
         Raises:
             TimeoutError: It has not ended yet. Waiting again is fine.
-            CheckpointError: It failed, on every rank; nothing was committed. Or it is that of the
-                process from which this one was forked.
+            CheckpointError: It failed, on every rank; nothing was committed, unless the message
+                says that it may be. Or it is that of the process from which this one was forked.
         """
         if not self._ended.is_set():
             self._notice.refuse_a_fork(self.path)
@@ -179,11 +179,14 @@ class SaveHandle:
     def end(self, error: Exception | None) -> None:
         """Record how it ended. Called by the background, once."""
         self._error = error
-        if error is not None:
-            # Said now, as it may take long until somebody waits for it.
-            self._notice.words = f"the asynchronous save of {self.path} failed: {error}"
-            _log.warning("%s", self._notice.words)
-        self._ended.set()
+        try:
+            if error is not None:
+                # Said now, as it may take long until somebody waits for it.
+                self._notice.words = f"the asynchronous save of {self.path} failed: {error}"
+                _log.warning("%s", self._notice.words)
+        finally:
+            # Also where the user's log raises: somebody may wait already.
+            self._ended.set()
 
 
 class _FailureNotice:

@@ -80,7 +80,7 @@ def save(
             called something else. Nothing was written. Or a rank died; if that was at the very
             end, the message says so, and the new checkpoint may be there, whole.
         CheckpointError: On every rank, naming the rank that failed and why. Nothing is committed
-            then, and what was at `path` before is still there.
+            then, and what was at `path` before is still there, unless the message says otherwise.
 
     Examples:
         >>> import tempfile, torch, vescale_ckpt

@@ -71,6 +71,8 @@ def converts(saved: torch.dtype, wanted: torch.dtype) -> bool:
     """
     if saved == wanted:
         return True
+    if str(wanted).removeprefix("torch.") not in STORED_AS:
+        return False
     if saved.is_complex or wanted.is_complex:
         return saved.is_complex and wanted.is_complex
     if saved.is_floating_point or wanted.is_floating_point:
