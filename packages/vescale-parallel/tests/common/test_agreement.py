@@ -123,4 +123,5 @@ def test_checksums_see_order_and_every_bit():
     assert checksum(x.to_sparse()) == checksum(x)
     assert checksum(torch.tensor([1 + 2j]).conj()) == checksum(torch.tensor([1 - 2j]))
     assert checksum(torch.ones(0)) == checksum(torch.ones(0, 3))
+    assert checksum(torch.ones(2)[::2]) == checksum(torch.ones(1))
     assert checksum(torch.ones(3, dtype=torch.bfloat16)) != checksum(torch.zeros(3).bfloat16())

@@ -41,7 +41,10 @@ def digest(tensor: Tensor) -> Tensor:
         # Its strides may be such that torch views no words in it.
         return torch.zeros(1, dtype=torch.int64, device=tensor.device)
     # As bytes, so that NaN equals itself and dtypes need no cases; -0.0 and 0.0 differ.
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    if flat.stride(0) != 1:  # a single element may have any
+        flat = flat.as_strided(flat.shape, (1,))
+    flat = flat.view(torch.uint8)
     if flat.numel() % 8 or flat.storage_offset() % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
     words = flat.view(torch.int64)

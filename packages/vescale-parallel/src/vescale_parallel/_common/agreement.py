@@ -203,5 +203,7 @@ def element_bytes(tensor: Tensor) -> memoryview:
     # Sparse tensors and lazy conjugates have no bytes that could be seen as they are.
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     flat = dense.resolve_conj().resolve_neg().contiguous().flatten().cpu()
+    # A single element may have any stride, and is seen as bytes with that of one alone.
+    flat = flat.as_strided(flat.shape, (1,))
     # numpy has no bfloat16 and no float8; every dtype can be seen as bytes.
     return flat.view(torch.uint8).numpy().data

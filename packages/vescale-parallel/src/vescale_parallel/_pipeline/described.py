@@ -54,6 +54,13 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def bytes_of(local: Tensor) -> Tensor:
+    """The bytes of a tensor's elements, one after another, whatever lies between these."""
+    flat = local.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # A single element may have any stride, and is seen as bytes with that of one alone.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def require_dense(tensor: Tensor) -> None:
     """Refuse a tensor whose elements do not lie in memory one by one.
 

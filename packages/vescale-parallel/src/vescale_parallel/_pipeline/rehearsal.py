@@ -8,7 +8,7 @@ itself nothing but tensors has to be sent, and each stage knows where in the str
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from vescale_parallel._pipeline.measured import KeptBytes
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.stage import StageForward
-from vescale_parallel._pipeline.state import State
+from vescale_parallel._pipeline.state import Place, State
 from vescale_parallel._pipeline.streams import words_between
 from vescale_parallel._pipeline.text import add_record, to_text
 from vescale_parallel._pipeline.used import LOSS, reaches_of
@@ -66,6 +66,9 @@ class Rehearsal:
     Args:
         scene: this rank's part.
         lines: its connections.
+
+    Attributes:
+        problem: of a forward that has run, why no step may, as far as this rank knows.
     """
 
     def __init__(self, scene: Scene, lines: Lines) -> None:
@@ -74,8 +77,10 @@ class Rehearsal:
         self._given: dict[int, tuple[Mapping[str, Tensor], Foreign]] = {}
         self._received: dict[int, tuple[dict[str, int], list[Tensor]]] = {}
         self._loss: Tensor | None = None
-        # By stage, which tensors functions took.
+        # By stage, which tensors functions took, and which of modules' were written to.
         self._taken: dict[int, set[int]] = {}
+        self._changed: dict[int, set[int]] = {}
+        self.problem: PipelineError | None = None
         self._asked: set[int] = set()
         self._handles: list[Any] = []
 
@@ -95,7 +100,7 @@ class Rehearsal:
                 # Each stage runs the model from its beginning, and draws or skips all of it: one
                 # stage behind another has to begin where the microbatch does.
                 scene.streams.seek(start)
-            self._require_own_state(kind)
+            self.problem = self._own_state_problem(kind)
             doubled = tuple([(at, path) for at in self._received for path in self._doubled(at)])
             return trimmed(kind)._replace(reaches=tuple(self._reaches(kind)), doubled=doubled)
         finally:
@@ -127,18 +132,44 @@ class Rehearsal:
                 found.append((at, path, tuple([p for p, one in places.items() if one in used])))
         return found
 
-    def _require_own_state(self, kind: Kind) -> None:
-        """Refuse what one stage reads and only another one writes, of tensors in modules."""
+    def _own_state_problem(self, kind: Kind) -> PipelineError | None:
+        """What is wrong with tensors in modules that stages do not have for themselves."""
         for stage, taken in self._taken.items():
             own = {one.place for one in kind.writes if one.stage == stage}
             others = [one.place for one in kind.writes if one.place not in own]
-            found = [".".join(one[:2]).lstrip(".") for one in self._state.among(taken, others)]
+            found = _names(self._state.among(taken, others))
             if found:
-                raise PipelineError(
+                return PipelineError(
                     f"stage {stage} reads {listed(found)}, to which a forward of another stage "
                     "writes: it would find what was there before the step. Let blocks return it, "
                     "or read it between two steps."
                 )
+        for stage, changed in self._changed.items():
+            found = _names(self._shared(kind, stage, changed))
+            if found:
+                return PipelineError(
+                    f"blocks of several stages hold {listed(found)} and write to it: each would "
+                    "go on from what was there before the step. Give each block its own."
+                )
+        return None
+
+    def _shared(self, kind: Kind, stage: int, changed: set[int]) -> list[Place]:
+        """Where a tensor is that a stage and others write, and blocks of several stages hold."""
+        scene, state = self._scene, self._state
+        others = state.among(changed, {one.place for one in kind.writes if one.stage != stage})
+        if not others:
+            return []
+        holders: dict[int, set[int]] = {}
+        for at, blocks in enumerate(scene.split.stages):
+            for name in blocks:
+                for module in scene.model.get_submodule(name).modules():
+                    holders.setdefault(id(module), set()).add(at)
+        for one in changed:
+            places = state.among({one}) if state.among({one}, others) else []
+            modules = [scene.model.get_submodule(place.module) for place in places]
+            if len(set().union(*(holders.get(id(m), ()) for m in modules))) > 1:
+                return places
+        return []
 
     def _doubled(self, stage: int) -> list[str]:
         """What a stage received more than once."""
@@ -183,7 +214,9 @@ class Rehearsal:
         written = _Parameters(scene)
         with KeptBytes(scene.model) if scene.split.is_auto else nullcontext() as kept:
             found = running.run(part)
-        writes = writes_of(stage, self._state.written(), running.foreign)
+        changed = self._state.changed()
+        self._changed[stage] = self._state.tensors(changed)
+        writes = writes_of(stage, self._state.written(changed), running.foreign)
         # Another stage of this rank begins where the microbatch does.
         self._state.restore()
         leaks = running.foreign.leaks
@@ -296,3 +329,7 @@ class _Parameters:
                 "pipeline go forward before earlier ones have gone back, so each would compute "
                 "with what others wrote. Write between steps: this rehearsal has done so once."
             )
+
+
+def _names(places: Iterable[Place]) -> list[str]:
+    return [".".join(one[:2]).lstrip(".") for one in places]

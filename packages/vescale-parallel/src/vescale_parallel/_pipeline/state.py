@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._pipeline.described import TensorSpec, local_of
+from vescale_parallel._pipeline.described import TensorSpec, bytes_of, local_of
 from vescale_parallel._pipeline.text import add_record
 
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
@@ -102,9 +102,17 @@ class State:
     def _now(self) -> dict[Place, dict[str, Any]]:
         return _places(self._model) if self._only is None else self._only
 
-    def written(self) -> dict[Place, Any]:
+    def changed(self) -> set[int]:
+        """Objects with another content now, by `id`."""
+        return {at for at, content in self._contents.items() if content.has_changed()}
+
+    def tensors(self, objects: set[int]) -> set[int]:
+        """Those of the objects that are tensors."""
+        return {one for one in objects if isinstance(self._contents[one].value, Tensor)}
+
+    def written(self, changed: set[int] | None = None) -> dict[Place, Any]:
         """Where something else is now, or the same object with another content; and what."""
-        changed = {at for at, content in self._contents.items() if content.has_changed()}
+        changed = self.changed() if changed is None else changed
         found = {}
         for place, table in (self._now() | self._gone()).items():
             value, before = table.get(place.name, _MISSING), self._values.get(place, _MISSING)
@@ -112,9 +120,10 @@ class State:
                 found[place] = value
         return found
 
-    def among(self, taken: set[int], places: Iterable[Place]) -> list[Place]:
-        """Those of places in which one of these objects was, given by `id`."""
-        return [one for one in places if self._reaches(self._values.get(one), taken)]
+    def among(self, objects: set[int], places: Iterable[Place] | None = None) -> list[Place]:
+        """Those of places, or of all, in which one of these objects was, given by `id`."""
+        looked_at = self._values if places is None else places
+        return [one for one in looked_at if self._reaches(self._values.get(one), objects)]
 
     def _gone(self) -> dict[Place, dict[str, Any]]:
         now = self._now()
@@ -154,20 +163,28 @@ def _places(model: nn.Module) -> dict[Place, dict[str, Any]]:
     }
 
 
-def copied(value: Any) -> Any:
-    """What may be written to in place of a value; the value itself where nothing can be."""
+def copied(value: Any, made: dict[int, Any]) -> Any:
+    """What may be written to in place of a value; the value itself where nothing can be.
+
+    Args:
+        value: what a module holds.
+        made: copies by the `id` of what they are of: what several places hold is copied once.
+    """
     content = _content_of(value)
     if content is None or isinstance(value, tuple):
         return value
+    if id(value) in made:
+        return made[id(value)]
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    made = copy.copy(value)
-    if isinstance(made, dict):
-        made.update({key: copied(one) for key, one in made.items()})
-    elif isinstance(made, list | deque):
-        for at, one in enumerate(made):
-            made[at] = copied(one)
-    return made
+        made[id(value)] = value.detach().clone()
+        return made[id(value)]
+    own = made[id(value)] = copy.copy(value)
+    if isinstance(own, dict):
+        own.update({key: copied(one, made) for key, one in own.items()})
+    elif isinstance(own, list | deque):
+        for at, one in enumerate(own):
+            own[at] = copied(one, made)
+    return own
 
 
 def take_over(value: Any, other: Any) -> None:
@@ -224,7 +241,8 @@ class _Content(NamedTuple):
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     dense = one.layout is torch.strided and not (one.is_nested or one.is_quantized)
-    return not dense or bool(torch.equal(one, other))
+    # Bits, as NaN equals nothing.
+    return not dense or torch.equal(bytes_of(one), bytes_of(other))
 
 
 def _version_of(value: Any) -> int | None:

@@ -353,16 +353,20 @@ class StagedStep:
         # All at once and by number, so that every rank forgets at the same call.
         if len(self._kinds) >= _KINDS:
             self._forget_kinds()
+        problem: Exception | None = None
         try:
             for (one, _), key in zip(parts, keys, strict=True):
                 if key not in self._kinds:
+                    rehearsal = Rehearsal(self._scene, self._lines)
                     # With a graph also for an evaluation: what needs gradients is known for both.
                     with torch.enable_grad():
-                        self._kinds[key] = Rehearsal(self._scene, self._lines).run(one)
+                        self._kinds[key] = rehearsal.run(one)
+                    # After the last one: ranks that know of none go on to the next rehearsal.
+                    problem = problem or rehearsal.problem
                     forget_held(self._scene.held)
         except Exception as error:
             return error
-        return None
+        return problem
 
     def _forget_kinds(self) -> None:
         self._kinds.clear()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.described import TensorSpec, local_of, spec_of, wrapped
+from vescale_parallel._pipeline.described import TensorSpec, bytes_of, local_of, spec_of, wrapped
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.scene import Scene
@@ -60,8 +60,9 @@ class OwnState:
         self._places = {p: s for p, s in stages.items() if len(s) > 1 or not all(s.values())}
         self._before = {place: place.value(self._model) for place in self._places}
         self._values: dict[int, dict[Place, Any]] = {}
+        made: dict[int, dict[int, Any]] = {}
         self._copies = {
-            (place, stage): copied(self._before[place])
+            (place, stage): copied(self._before[place], made.setdefault(stage, {}))
             for place, known in self._places.items()
             for stage in known
         }
@@ -146,8 +147,7 @@ def _tell(scene: Scene, lines: Lines, rank: int, writes: list[Write]) -> None:
     if rank == lines.rank:
         for one, part in zip(writes, parts, strict=True):
             if one.spec is not None:
-                local = local_of(one.place.value(scene.model).detach())
-                part.copy_(local.reshape(-1).view(torch.uint8))
+                part.copy_(bytes_of(local_of(one.place.value(scene.model))))
     if joined.numel():
         joined = lines.broadcast(joined, rank)
     if rank != lines.rank:

@@ -29,7 +29,7 @@ from vescale_dtensor._ops.reduce.linear import partial_norm, reduced_dims, reduc
 from vescale_dtensor._ops.reduce.log_sums import log_of_sums, scaled_sum
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
-from vescale_dtensor._torch.opmath import product_dtype, to_opmath
+from vescale_dtensor._torch.opmath import product_dtype, result_dtype, to_opmath
 
 Axes = tuple[int, ...]
 
@@ -117,15 +117,21 @@ def _usual(call: OpCall) -> tuple[tuple[int, ...] | None, bool]:
 
 
 def _prod(reduction: ShardedReduction) -> Tensor:
-    own = reduction.kwargs.get("dtype") or reduction.x.dtype
+    own = reduction.kwargs.get("dtype") or _own_dtype(torch.prod, reduction.x)
     wide = product_dtype(own)
-    widened = wide is not own and not any_autocast()  # which widens by itself
+    widened = wide is not own
     if widened:
         # The product of a shard may be too large, or too small, where that of all is not.
         reduction.kwargs = {**reduction.kwargs, "dtype": wide}
     # Gathered and not all-reduced: torch's derivative of `prod` handles zeros among the factors.
     total = torch.prod(reduction.gather(reduction.local_result()), 0)
     return reduction.as_output(total.to(own) if widened else total)
+
+
+def _own_dtype(func: Callable[..., Tensor], x: Tensor) -> torch.dtype:
+    """The dtype of a reduction; torch is asked where that may be another than the operand's."""
+    asks = any_autocast() or not (x.is_floating_point() or x.is_complex())
+    return result_dtype(func, x.new_zeros(1), 0) if asks else x.dtype
 
 
 def _logical(reduction: ShardedReduction) -> Tensor:
@@ -137,7 +143,7 @@ def _logsumexp(reduction: ShardedReduction) -> Tensor:
     x = reduction.x
     if x.is_complex():
         return reduction.as_output(reduction.gather(reduction.local_result()).logsumexp(0))
-    own = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+    own = _own_dtype(torch.logsumexp, x)
     part = scaled_sum(to_opmath(x.to(own)), reduction.dims, reduction.keepdim)
     return reduction.as_output(log_of_sums(reduction.gather(part)).to(own))
 
@@ -233,7 +239,7 @@ def _arg(reduction: ShardedReduction) -> Tensor:
 
 
 def _vector_norm(reduction: ShardedReduction) -> Tensor:
-    """The norm of the ranks' norms; for order zero, which counts, their sum."""
+    """The norm of the ranks' norms; for order zero, which counts, and for one, their sum."""
     order = reduction.context.call.argument(1, "ord", 2)
     dtype = reduction.context.call.kwargs.get("dtype")
     # An extreme of absolute values, so that its gradient is shared among ties.
@@ -249,7 +255,8 @@ def _vector_norm(reduction: ShardedReduction) -> Tensor:
     else:
         norm = reduction.local_result()
     norms = reduction.gather(norm)
-    total = norms.sum(0) if order == 0 else _norm_of_norms(norms, order)
+    # Of order one also where a norm is NaN: the gradient of other elements is their sign.
+    total = norms.sum(0) if order in (0, 1) else _norm_of_norms(norms, order)
     return reduction.as_output(total)
 
 
