@@ -10,6 +10,7 @@ from vescale_comm import CommArgumentError, as_group, bound_waits, simulate
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.crash import CrashNote
 from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.log_store import LogStore
 from vescale_comm._watchdog.watcher import Watcher
 from vescale_comm.testing import run
 
@@ -139,3 +140,33 @@ def test_a_simulated_world_has_none_since_its_deadlocks_are_found_at_once():
 def test_times_are_positive(times):
     with pytest.raises(CommArgumentError, match="has to be positive"):
         bound_waits(**times)
+
+
+def test_worlds_of_several_sizes_share_a_store():
+    store, seen = dist.HashStore(), set()
+    for size in (3, 2, 2, 4, 3, 1):
+        worlds = {LogStore(store, rank, size)._world for rank in range(size)}
+        assert len(worlds) == 1, "the ranks of a world meet"
+        assert not worlds & seen, "and read nothing of earlier ones"
+        seen |= worlds
+
+
+FORKED = """
+import os, signal
+from vescale_comm._watchdog.crash import CrashNote
+note = CrashNote()
+note.open()
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGSEGV)
+os.waitpid(child, 0)
+print(repr(note.path.read_text()))
+note.close()
+"""
+
+
+def test_the_crash_of_a_forked_process_is_its_own():
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}
+    command = [sys.executable, "-c", FORKED]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "''"

@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from vescale_comm._torch.call_site import is_inside_file
@@ -37,6 +38,7 @@ class CrashNote:
         self._file, path = tempfile.mkstemp(_SUFFIX, _PREFIX)
         self.path = Path(path)
         faulthandler.enable(self._file)
+        _open.add(self)
 
     def close(self) -> None:
         """Remove the file: the process ends, or leaves its world, as it should."""
@@ -45,6 +47,19 @@ class CrashNote:
             os.close(self._file)
             self.path.unlink(missing_ok=True)
             self.path = None
+            _open.discard(self)
+
+
+_open: weakref.WeakSet[CrashNote] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked process: a crash of it is not one of the process whose note is open."""
+    if _open:
+        faulthandler.disable()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def remove_old_notes() -> None:

@@ -31,8 +31,10 @@ class LogStore:
         own = own.clone()
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
         base = PrefixStore("vescale_comm/logs", own)
-        # The store may outlive a world of these ranks: what an earlier one left is no news.
-        self._base, self._world = base, (base.add("joined", 1) - 1) // size
+        # The store may outlive a world of these ranks: what an earlier one has written stays there.
+        # Worlds of one size are counted by themselves, as ranks that join tell no more.
+        joined = base.add(f"joined/{size}", 1)
+        self._base, self._world = base, f"{size}/{(joined - 1) // size}"
         self._epoch = -1
         self.renew()
 
