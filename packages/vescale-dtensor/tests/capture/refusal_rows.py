@@ -143,6 +143,20 @@ def with_history():
     return lambda x: x * hidden
 
 
+def storing_a_gathered_parameter():
+    stored = spread(torch.ones(4)).requires_grad_()
+
+    def function(x):
+        leaf = vd.local_leaf(stored)
+        given = vd.gathered(stored, leaf.clone(), stored.device_mesh, stored.placements)
+        vd.Gathering.watch_data([given], [])
+        with torch.no_grad():
+            given.data = given.detach() * 2
+        return x * given
+
+    return function
+
+
 def returning_a_gradient():
     weight = spread(torch.ones(4)).requires_grad_()
 
@@ -411,6 +425,12 @@ ROWS = [
         "Pass it as an argument",
         "pass it as an argument, or `detach()` it",
         Built(with_history),
+    ),
+    Row(
+        "`p.data = value` of a parameter that ZeRO gathers for each call",
+        "Write into it: p",
+        "`p.copy_(value)` under `no_grad`",
+        Built(storing_a_gathered_parameter),
     ),
     Row(
         "`p.grad` as a result",
