@@ -6,15 +6,13 @@ combined is the sum, scaled by the part's largest element, and the logarithm is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from vescale_dtensor._ops.common.sharded_dim import extreme_identity, pad_empty_dims
 
 
-def scaled_sum(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+def scaled_sum(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """A part's sum of exponentials, divided by that of its largest element, and that element.
 
     Args:
