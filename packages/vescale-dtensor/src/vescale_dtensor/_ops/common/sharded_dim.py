@@ -23,6 +23,7 @@ from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, Signature, Strategy
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
+from vescale_dtensor._torch.compat import no_torch_function
 from vescale_dtensor._torch.overridable import overridable
 
 Kernel = Callable[[LocalContext, Any, Any], Any]
@@ -100,7 +101,8 @@ def check_kind(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     key = (func, x.dtype, x.device.type, *given)
     if key not in _refusals:
         said = None
-        with warnings.catch_warnings():
+        # Hidden from function modes: the question is no part of the program that a mode records.
+        with warnings.catch_warnings(), torch.no_grad(), no_torch_function():
             warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
             try:
                 func(x.new_ones((1,) * x.ndim), *args[1:], **kwargs)
