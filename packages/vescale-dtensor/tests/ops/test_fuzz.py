@@ -82,6 +82,7 @@ def test_a_sample_of_all_cases(mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("seed", range(4))
 def test_all_cases(mesh, seed):

@@ -9,7 +9,7 @@ thousands. And neighbours of one shape are taken together: of uneven shards, all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, product
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -248,15 +248,34 @@ def unpack(flat: Tensor, how: Packing, shape: Shape) -> Tensor:
         parts.append((run.first.start, run.assembled(flat.narrow(0, offset, numel))))
         offset += numel
     # A run may be assembled as a transposed view, but steps hand on contiguous tensors.
-    return _joined(parts, 0).contiguous()
+    return _joined(parts).contiguous()
 
 
-def _joined(parts: list[tuple[Shape, Tensor]], dim: int) -> Tensor:
-    """Concatenate boxes that tile a tensor, joining each slab along later dims first."""
+def _joined(parts: list[tuple[Shape, Tensor]]) -> Tensor:
+    """Concatenate boxes that tile a tensor: slabs along the first dim that divides all of them.
+
+    One placement after the other has divided the tensor, each along one dim, so there is such a
+    dim for every part of it. It need not be the first: halves along dim 1 may be divided at
+    different rows.
+    """
     if len(parts) == 1:
         return parts[0][1]
-    # Boxes with the same start along `dim` form one slab of it, since together they tile the
-    # tensor.
-    ordered = groupby(sorted(parts, key=lambda part: part[0][dim]), key=lambda part: part[0][dim])
-    slabs = [_joined(list(slab), dim + 1) for _, slab in ordered]
-    return torch.cat(slabs, dim) if len(slabs) > 1 else slabs[0]
+    for dim in range(parts[0][1].dim()):
+        slabs = _slabs(parts, dim)
+        if len(slabs) > 1:
+            return torch.cat([_joined(slab) for slab in slabs], dim)
+    raise AssertionError(f"no dim divides the boxes at {[start for start, _ in parts]}")
+
+
+def _slabs(parts: list[tuple[Shape, Tensor]], dim: int) -> list[list[tuple[Shape, Tensor]]]:
+    """Return the boxes by slab along a dim: those of two slabs have no index of it in common."""
+    slabs: list[list[tuple[Shape, Tensor]]] = []
+    end = -1
+    for part in sorted(parts, key=lambda part: part[0][dim]):
+        start = part[0][dim]
+        if start < end:
+            slabs[-1].append(part)
+        else:
+            slabs.append([part])
+        end = max(end, start + part[1].shape[dim])
+    return slabs
