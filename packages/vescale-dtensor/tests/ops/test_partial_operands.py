@@ -50,6 +50,57 @@ def test_functions_of_partial_sums():
     simulate(2).run(of_partial_sums)
 
 
+WIDENED = {
+    "times a number": lambda s: s * 3,
+    "times a float": lambda s: s * 2.0,
+    "times another dtype": lambda s: s * torch.ones(3, dtype=torch.int64),
+    "times a small dtype": lambda s: s * torch.ones(3, dtype=torch.int8),
+    "times itself": lambda s: s * s,
+    "halved": lambda s: s / 2,
+    "negated": lambda s: s if s.dtype is torch.bool else -s,
+    "or": lambda s: s + s,
+    "plus another dtype": lambda s: s + s.to(torch.int32),
+    "plus a number": lambda s: s + 1,
+    "summed": lambda s: s.sum(),
+    "summed as itself": lambda s: s.sum(dtype=s.dtype),
+    "averaged": lambda s: s.mean(dtype=torch.float64),
+    "counted": lambda s: s.count_nonzero(),
+    "cast": lambda s: s.to(torch.int64),
+    "float": lambda s: s.float(),
+    "copied": lambda s: (s != s).float().copy_(s),
+    "joined": lambda s: torch.cat([s, s.to(torch.int16)]),
+    "stacked": lambda s: torch.stack([s, s]),
+    "contracted": lambda s: torch.einsum("i->", s),
+    "accumulated": lambda s: s.cumsum(0),
+    "product": lambda s: s.prod(),
+    "transformed": lambda s: torch.fft.fft(s).real,
+    "differences": lambda s: s.diff(),
+    "compared": lambda s: s == s.flip(0),
+    "added to": lambda s: s.to(torch.float32).add_(s),
+}
+
+
+def of_integers(rank, world_size):
+    mesh = device_mesh((world_size,), ("tp",))
+    values = torch.tensor([[1, 0, 125], [0, 0, 90], [1, 1, 125], [1, 0, 60]])
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64):
+        large = values * (2**24 if dtype is torch.int32 else 1)
+        whole = large.to(dtype)
+        x = vd.distribute_tensor(whole, mesh, [Shard(0)])
+        for made in (lambda t: t.sum(0, dtype=t.dtype), lambda t: t[0] + t[3]):
+            for name, function in WIDENED.items():
+                expected = function(made(whole))
+                found = function(made(x)).full_tensor()
+                assert found.dtype is expected.dtype, (name, dtype)
+                torch.testing.assert_close(
+                    found, expected, msg=lambda said, name=name: f"{name}: {said}"
+                )
+
+
+def test_integer_sums_wrap_before_they_are_widened():
+    simulate(2).run(of_integers)
+
+
 TABLE = torch.arange(4096.0).view(1024, 4)
 AT = torch.tensor([1023, 0, 511, 512, 7])
 LOOKED_UP = {

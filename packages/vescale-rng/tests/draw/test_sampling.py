@@ -149,3 +149,9 @@ def test_refusals():
         randperm(-1)
     with pytest.raises(DistributionError, match="torch says"):
         randperm(300, dtype=torch.uint8)
+
+
+def test_a_permutation_too_long_for_words_of_32_bits_takes_two_for_each_place():
+    # What `torch.randperm` moves its generator by; compared by hand, as it takes gigabytes.
+    words = [draws(RandPerm(), (n,), torch.int64) for n in (214_748_363, 214_748_364)]
+    assert words == [214_748_362, 2 * 214_748_364]

@@ -31,6 +31,7 @@ from vescale_dtensor._planning.select import (
     relative_sizes,
 )
 from vescale_dtensor._planning.strategy import AxisStrategy, Signature, Strategy
+from vescale_dtensor._planning.widened_sums import without_widened_sums
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.schemas import in_signature_order, refuses_flags
 
@@ -195,6 +196,7 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
         return None
     mesh = mesh_of(call)
     actual = layouts_of(call, mesh)
+    strategy = without_widened_sums(strategy, call, actual)
     itemsizes = [_itemsize(operand) for operand in call.operands]
     sizes = relative_sizes(call.size_ratios(), itemsizes)
     whole = whole_sums.of(mesh)

@@ -28,6 +28,10 @@ class StreamOp(ABC):
         """
 
 
+_WIDE_PERMUTATION = (2**32 - 1) // 20
+"""The length from which ATen's `randperm_cpu` draws 64 bits for a place."""
+
+
 @dataclass(frozen=True)
 class RandPerm(StreamOp):
     """`torch.randperm(n)`; its shape is (n,)."""
@@ -35,6 +39,8 @@ class RandPerm(StreamOp):
     def words(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """See `StreamOp.words`."""
         each = _linear("randperm", lambda n, g: torch.randperm(n + 1, generator=g, device="cpu"))
+        if prod(shape) >= _WIDE_PERMUTATION:
+            return 2 * prod(shape)  # also for the last place: not measured, which takes gigabytes
         # The last place of a permutation has one choice left, and draws nothing.
         return max(0, prod(shape) - 1) * each
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from vescale_dtensor._layout.placements import Partial, ReduceOp
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters
+from vescale_dtensor._ops.common.sharded_dim import as_partial_value, sum_over_axes
 from vescale_dtensor._planning import (
     AxisStrategy,
     Dims,
@@ -23,7 +24,7 @@ from vescale_dtensor._planning import (
     Strategy,
 )
 from vescale_dtensor._planning.op_call import wrap_dim
-from vescale_dtensor._torch.opmath import opmath_dtype
+from vescale_dtensor._torch.opmath import opmath_dtype, result_dtype
 
 
 def reduced_dims(call: OpCall, position: int = 1, name: str = "dim") -> tuple[int, ...] | None:
@@ -85,6 +86,8 @@ def _sum(call: OpCall) -> Strategy | None:
     dtype, own = call.kwargs.get("dtype"), call.operands[0].dtype
     # A cast to integers comes before the sum: of partial operands it would round each by itself.
     rounded = dtype is not None and not dtype.is_floating_point and own.is_floating_point
+    if opmath_dtype(dtype or own) is not (dtype or own) and _is_total(call):
+        return _half_total(call)
     return _reduction(call, "sum", linear=not rounded and dtype is not torch.bool)
 
 
@@ -92,7 +95,38 @@ def _mean(call: OpCall) -> Strategy | None:
     # The dtype that was asked for counts: torch averages integers too, if they are cast.
     if not (call.kwargs.get("dtype") or call.operands[0].dtype).is_floating_point:
         return None  # complex, or what torch refuses
+    own = call.kwargs.get("dtype") or call.operands[0].dtype
+    if opmath_dtype(own) is not own and _is_total(call):
+        return _half_total(call)
     return _reduction(call, "sum", _local_mean, linear=True)
+
+
+def _half_total(call: OpCall) -> Strategy | None:
+    """The sum or mean of all halves: reduced at once, in single precision, and rounded once.
+
+    It is one number. Parts that each rank had rounded could not be added to it any more.
+    """
+    found = _reduction(call, "sum", _local_half_total)
+    if found is None:
+        return None
+    # A partial operand is summed in the same way: what the rank has is one of the terms.
+    summed = AxisStrategy((Partial(),), (Partial(),))
+    return replace(found, candidates=(*found.candidates, summed), specialize=None)
+
+
+def _local_half_total(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
+    """The total on the first of the ranks that share the sum, and zeros on the others."""
+    layout = context.output_layout()
+    axes = tuple(a for a, p in enumerate(layout.placements) if p.is_partial())
+    if not axes:
+        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    wanted = context.call.kwargs.get("dtype")
+    # Autocast may have the total of halves in single precision.
+    wanted = wanted or result_dtype(context.call.func, args[0].new_zeros(1))
+    total = sum_over_axes(torch.sum(args[0], dtype=torch.float32), layout, axes)
+    if context.call.func.__name__ == "mean":
+        total = total / prod(context.call.operands[0].shape)
+    return as_partial_value(total.to(wanted), layout, axes)
 
 
 def _local_mean(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
