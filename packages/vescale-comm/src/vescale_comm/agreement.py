@@ -92,8 +92,8 @@ def gather_texts(text: str, group: GroupLike = None) -> list[str]:
     if not several_ranks(group):
         return [text]
     # Lists of collectives and the like have much the same words again and again.
-    found = gather_bytes(zlib.compress(text.encode()) if text else b"", group)
-    return [zlib.decompress(one).decode() if one else "" for one in found]
+    found = gather_bytes(zlib.compress(_encoded(text)) if text else b"", group)
+    return [_decoded(zlib.decompress(one)) if one else "" for one in found]
 
 
 def gather_bytes(content: bytes, group: GroupLike = None) -> list[bytes]:
@@ -145,7 +145,7 @@ def broadcast_text(text: str, source: int, group: GroupLike = None) -> str:
     if not several_ranks(group):
         return text
     device = message_device(group)
-    packed = text.encode() if dist.get_rank() == source else b""
+    packed = _encoded(text) if dist.get_rank() == source else b""
     length = torch.tensor([len(packed)], device=device)
     # Its length first: the others cannot know how much they have to receive.
     _broadcast(length, source, group)
@@ -155,7 +155,7 @@ def broadcast_text(text: str, source: int, group: GroupLike = None) -> str:
         return ""
     sent = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     _broadcast(sent, source, group)
-    return bytes(sent.cpu().tolist()).decode()
+    return _decoded(bytes(sent.cpu().tolist()))
 
 
 def digest(text: str) -> int:
@@ -164,7 +164,7 @@ def digest(text: str) -> int:
     Not negative, and of less than 64 bits: it and its negative are int64, so that one reduction of
     both to their maximum tells whether all members have the same.
     """
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+    return int.from_bytes(blake2b(_encoded(text), digest_size=7).digest(), "little")
 
 
 def by_ranks(said: Iterable[Hashable], ranks: Iterable[int]) -> str:
@@ -185,6 +185,16 @@ def message_device(group: GroupLike = None) -> str:
     backends = as_group(group).backends
     # As "cpu:gloo,cuda:nccl": what is on the host then never waits for work on the device.
     return "cpu" if "cpu" in backends else next(iter(backends))
+
+
+def _encoded(text: str) -> bytes:
+    # Names of files that are no UTF-8 hold surrogates, and so do errors about them: one rank would
+    # raise here while the others wait for it.
+    return text.encode(errors="surrogatepass")
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode(errors="surrogatepass")
 
 
 def _gathered_bytes(own: bytes, size: int, group: GroupLike) -> list[bytes]:

@@ -15,6 +15,7 @@ from vescale_comm._engine.autograd import Linear
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._engine.sharded import LinearAllGather
 from vescale_comm._groups.group import Group
+from vescale_comm._torch.buffers import flattened
 from vescale_comm._wire.block_format import QUANTISED, blocks
 from vescale_comm._wire.fold import fold
 from vescale_comm._wire.formats import (
@@ -44,7 +45,7 @@ class CompressedAllReduce(Linear):
         # Each member folds one part in fp32: elements are decoded once and rounded once, and the
         # traffic is that of a reduce-scatter and a gather, whatever the number of members.
         sizes = flat_ops.near_equal(x.numel(), group.size)
-        flat = x.contiguous().view(-1).to(torch.float32)
+        flat = flattened(x).to(torch.float32)
         # Encoded again before it is gathered, so that all decode the same bits, its owner included.
         part = yield from _reduced(flat, sizes, self, x, "all_reduce")
         data = tuple(encoded_bytes(wire, size) for size in sizes)

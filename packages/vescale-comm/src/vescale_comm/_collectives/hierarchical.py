@@ -14,7 +14,7 @@ from vescale_comm._engine.pending import run_or_start
 from vescale_comm._engine.primitives import Steps
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
-from vescale_comm._torch.buffers import copy
+from vescale_comm._torch.buffers import copy, flattened
 from vescale_comm._wire.fold import Order
 from vescale_comm._wire.reduction import Reduction, divided_in, reduction
 
@@ -30,7 +30,7 @@ class HierarchicalAllReduce(Linear):
 
     def steps(self, x: Tensor) -> Steps[Tensor]:
         """Reduce inside, then across, and gather inside."""
-        flat, op, mean = x.contiguous().view(-1), self.op, self.op == "avg"
+        flat, op, mean = flattened(x), self.op, self.op == "avg"
         inner, outer = (group.backends[x.device.type] for group in (self.inner, self.outer))
         reduction(op, x.dtype, inner, self.order)  # it is defined for the dtype
         if mean:

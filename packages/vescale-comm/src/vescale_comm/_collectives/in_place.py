@@ -172,7 +172,7 @@ def _reduce(x: Tensor, group: Group, op: str, native: Any, mean: bool) -> Steps[
 
 def _gather(out: Tensor, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Steps[Tensor]:
     each = prod(x.shape[1:])
-    flat, target = flattened(plain(x.detach())), out.detach().view(-1)
+    flat, target = flattened(plain(x.detach())), flattened(out.detach())
     if group.size == 1:
         target.copy_(flat)
         return out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vescale_comm._engine.primitives import AllGather, AllToAll, Reduce, ReduceScatter, Steps
 from vescale_comm._groups.group import Group
-from vescale_comm._torch.buffers import nbytes
+from vescale_comm._torch.buffers import flattened, nbytes
 from vescale_comm._wire.reduction import Reduction
 
 Sizes = tuple[int, ...]
@@ -70,7 +70,7 @@ def all_reduce(x: Tensor, group: Group, how: Reduction, *, owned: bool = False) 
 
 
 def _folded_all_reduce(x: Tensor, group: Group, how: Reduction) -> Steps[Tensor]:
-    buffer = how.encode(x.contiguous().view(-1))
+    buffer = how.encode(flattened(x))
     if nbytes(buffer) <= SMALL_BYTES:
         sizes = (buffer.numel(),) * group.size
         rows = yield from gather(buffer, group, sizes, x, "all_reduce", how)

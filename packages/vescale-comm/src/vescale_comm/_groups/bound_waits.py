@@ -46,7 +46,7 @@ def bound_waits(
         compare: whether what ranks execute is compared; the same on every rank, at the same point.
 
     Raises:
-        CommArgumentError: a time that is not positive.
+        CommArgumentError: a time that is not positive, or a timeout that is infinite.
 
     Examples:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -55,6 +55,8 @@ def bound_waits(
     for name, value in (("timeout", timeout), ("report_after", report_after)):
         if not value > 0:
             raise CommArgumentError(f"bound_waits: {name} is {value} s; it has to be positive")
+    if timeout == float("inf"):
+        raise CommArgumentError("bound_waits: torch bounds every wait: timeout is a finite number")
     use_timeout(timedelta(seconds=timeout))
     for process_group in process_groups():
         set_group_timeout(process_group, timedelta(seconds=timeout))

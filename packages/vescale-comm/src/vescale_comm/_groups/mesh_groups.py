@@ -13,7 +13,7 @@ from vescale_comm._groups.group import (
     group_with_axes,
     ranks_of,
 )
-from vescale_comm._groups.new_group import another_process_group, process_group_of
+from vescale_comm._groups.new_group import lane_of, process_group_of
 from vescale_comm._torch.compat import no_torch_function
 from vescale_comm._torch.ranks import compact
 from vescale_comm._torch.weak_by_id import WeakById
@@ -91,7 +91,7 @@ def _lane(group: Group, lane: int, device: str) -> Group:
     lanes = _lanes.setdefault(group, {})
     if lane not in lanes:
         with no_torch_function():
-            made = another_process_group(group.process_group, device)
+            made = lane_of(group.process_group, lane, device)
             lanes[lane] = group_with_axes(made, group.axes)
             connect(lanes[lane], device)
     return lanes[lane]

@@ -29,6 +29,20 @@ _made: "weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, weakref.ref[ProcessGr
 )
 
 
+# What was made as a further lane, by the process group that has the same ranks, and by number.
+_lanes: "weakref.WeakKeyDictionary[ProcessGroup, dict[int, weakref.ref[ProcessGroup]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+# How many groups there have to be before another one of these ranks is made, by the default process
+# group, where torch names them by that number: a name that was given before, to a group that has
+# been destroyed, leads to the addresses that it left in the store.
+_named_by: "weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], int]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
 # How long collectives of such groups wait, by the default process group as well.
 _timeouts: "weakref.WeakKeyDictionary[ProcessGroup, timedelta]" = weakref.WeakKeyDictionary()
 
@@ -70,14 +84,21 @@ def process_group_of(
     return process_group
 
 
-def another_process_group(like: ProcessGroup, device: str) -> ProcessGroup:
-    """Make a process group of the same ranks in the same order: a new one at each call.
+def lane_of(like: ProcessGroup, lane: int, device: str) -> ProcessGroup:
+    """Make another process group of the same ranks in the same order, or find the one made before.
 
     Args:
         like: the ranks, who all come here.
+        lane: tells apart those that have the same ranks.
         device: type of a device that it communicates from.
     """
-    return _made_by_members(ranks_of(like), [like], device, dist.get_backend_config(like))
+    lanes = _lanes.setdefault(like, {})
+    known = lanes[lane]() if lane in lanes else None
+    if known is not None and is_registered(known):
+        return known
+    made = _made_by_members(ranks_of(like), [like], device, dist.get_backend_config(like))
+    lanes[lane] = weakref.ref(made)
+    return made
 
 
 def _made_by_members(
@@ -87,7 +108,10 @@ def _made_by_members(
         with new_groups_numbered(_next_number(along, device)):
             return _new_group(list(ranks), backend)
     # Destroyed below: they exist only so that torch counts alike on all members.
-    fillers = _catch_up(along, device)
+    numbers = _named_by.setdefault(default_process_group(), {})
+    same = tuple(sorted(ranks))
+    fillers = _catch_up(along, device, numbers.get(same, 0))
+    numbers[same] = (process_group_count() or 0) + 1
     process_group = _new_group(list(ranks), backend)
     for filler in fillers:
         dist.destroy_process_group(filler)
@@ -111,8 +135,8 @@ def _largest(mine: int, along: Sequence[ProcessGroup], device: str) -> int:
     return int(most.item())
 
 
-def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
-    """Make groups of this rank alone until all members have equally many.
+def _catch_up(along: Sequence[ProcessGroup], device: str, least: int) -> list[ProcessGroup]:
+    """Make groups of this rank alone until all members have equally many, and at least so many.
 
     torch derives the name under which the members of a new group look for each other from how many
     groups a process has; members that have made different numbers would wait for ever.
@@ -120,7 +144,7 @@ def _catch_up(along: Sequence[ProcessGroup], device: str) -> list[ProcessGroup]:
     count = process_group_count()
     if count is None:
         return []
-    lacking = range(_largest(count, along, device) - count)
+    lacking = range(_largest(max(count, least), along, device) - count)
     me = [dist.get_rank()]
     return [dist.new_group(me, use_local_synchronization=True) for _ in lacking]
 

@@ -17,6 +17,7 @@ from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._simulation.group import SimulatedGroup
+from vescale_comm._torch.buffers import flattened
 
 Kind = Literal["delay", "drop", "corrupt", "die"]
 
@@ -146,5 +147,5 @@ def _flip(tensors: list[Tensor], dice: random.Random) -> None:
         return
     with torch.no_grad():
         # As bytes: a flipped exponent bit is the fault that a sum check has to find.
-        data = dice.choice(filled).view(-1).view(torch.uint8)
+        data = flattened(dice.choice(filled)).view(torch.uint8)
         data[dice.randrange(data.numel())] ^= 1 << dice.randrange(8)

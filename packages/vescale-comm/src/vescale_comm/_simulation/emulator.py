@@ -23,7 +23,7 @@ from vescale_comm._groups.group import Group
 from vescale_comm._torch.buffers import plain, views
 from vescale_comm._wire.fold import Order
 from vescale_comm._wire.formats import Feedback, Wire
-from vescale_comm._wire.reduction import reduction
+from vescale_comm._wire.reduction import divided_in, reduction
 
 
 def _no_process_group() -> None:
@@ -194,8 +194,10 @@ class Emulator:
                 f"Emulator.all_reduce_hierarchical: groups of {inner} do not divide {count} members"
             )
         reduction(op, xs[0].dtype, "gloo", order)  # as the function itself, before anything
-        summed = "sum" if op == "avg" else op  # the average is computed once, over all
-        rows = [xs[start : start + inner] for start in range(0, count, inner)]
+        # As there, the average is computed once, over all, of a sum that torch can divide.
+        dtype, summed = xs[0].dtype, "sum" if op == "avg" else op
+        wide = [x.to(divided_in(dtype)) for x in xs] if op == "avg" else xs
+        rows = [wide[start : start + inner] for start in range(0, count, inner)]
         # Full tensors in both steps: which part of them a member would hold changes no bits.
         inside = [Emulator(inner).all_reduce(row, op=summed, order=order) for row in rows]
         across = Emulator(len(rows))
@@ -204,7 +206,7 @@ class Emulator:
             for column in zip(*inside, strict=True)
         ]
         found = [totals[member % inner][member // inner] for member in range(count)]
-        return [x / count for x in found] if op == "avg" else found
+        return [(x / count).to(dtype) for x in found] if op == "avg" else found
 
     def _inputs(self, xs: Sequence[Any]) -> Sequence[Any]:
         if len(xs) != len(self.groups):

@@ -17,6 +17,8 @@ _INSIDE = tuple(
         Path(torch.__file__).parent,
     )
 )
+# What is typed at a prompt has no file, and is the user's; other code without one is generated.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input")
 _STDLIB = tuple(
     f"{sysconfig.get_paths()['stdlib']}/{name}.py" for name in ("contextlib", "threading")
 )
@@ -31,7 +33,7 @@ def is_inside(code: CodeType) -> bool:
 @lru_cache(maxsize=1024)
 def is_inside_file(name: str) -> bool:
     """Return whether a source file is of this package, of torch, or of what runs them."""
-    return name.startswith((*_INSIDE, *_STDLIB, "<"))
+    return name.startswith((*_INSIDE, *_STDLIB, "<")) and not name.startswith(_TYPED)
 
 
 CallPlace = tuple[CodeType, int]

@@ -34,14 +34,22 @@ class CrashNote:
         """Have crashes written to the file, unless somebody has them written elsewhere."""
         if faulthandler.is_enabled():
             return
-        remove_old_notes()
-        self._file, path = tempfile.mkstemp(_SUFFIX, _PREFIX)
+        try:
+            remove_old_notes()
+            self._file, path = tempfile.mkstemp(_SUFFIX, _PREFIX)
+        except OSError:  # no place for it: a crash is then told without its line
+            return
         self.path = Path(path)
         faulthandler.enable(self._file)
         _open.add(self)
 
     def close(self) -> None:
-        """Remove the file: the process ends, or leaves its world, as it should."""
+        """Remove the file: the process ends, or leaves its world, as it should.
+
+        Crashes are then written nowhere: Python does not tell whether the program has enabled
+        faulthandler after `open`, which has taken the file's place. Who wants it to stay enables it
+        before the first collective.
+        """
         if self.path is not None:
             faulthandler.disable()
             os.close(self._file)

@@ -118,6 +118,9 @@ class ExecutionLog:
         # Where the user's line was found, by what followed what.
         self._depths: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[str, int] = {}
+        # Of this log alone: what is equal and no equal text (1, 1.0 and True) has the number of the
+        # one that was met first, and in a log every rank meets the same.
+        self._tokens: dict[Hashable, int] = {}
         # The fields of an `Event` each.
         self._window: deque[tuple[int, int, int, Hashable, CodeType | None, int]]
         self._window = deque(maxlen=WINDOW)
@@ -153,8 +156,8 @@ class ExecutionLog:
             return
         if comparison.trouble is not None:
             raise comparison.error()
-        known = _tokens.get(what)
-        value = hash((token(what) if known is None else known, detail))
+        known = self._tokens.get(what)
+        value = hash((self._token(what) if known is None else known, detail))
         # In a steady program events follow each other as they did before, so that one which was
         # left out is something new, like one that was never met.
         following = hash((self._value, value))
@@ -217,6 +220,12 @@ class ExecutionLog:
         self._patient = agreed
         return agreed
 
+    def _token(self, what: Hashable) -> int:
+        if len(self._tokens) >= _MOST_VALUES:
+            self._tokens.clear()
+        found = self._tokens[what] = token(what)
+        return found
+
     def is_sample(self, kind: str) -> bool:
         """Return whether this is the 1st, 2nd, 4th, … or the 64th, 128th, … of this kind."""
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
@@ -233,19 +242,13 @@ class ExecutionLog:
         return dict(further) | {event[0]: event[1] for event in window[-_STRIDE:]}
 
 
-_tokens: dict[Hashable, int] = {}
-_MOST_TOKENS = 65536
 # Functions that the user wrote, and others, so that a stack is walked quickly.
 _users: dict[CodeType, bool] = {}
 
 
 def token(what: Hashable) -> int:
     """Return a number for what is equal as text: the same in every process, unlike `hash`."""
-    found = int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
-    if len(_tokens) >= _MOST_TOKENS:
-        _tokens.clear()
-    _tokens[what] = found
-    return found
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 
 def _users_place(depths: tuple[int, ...]) -> tuple[CodeType | None, int, int]:

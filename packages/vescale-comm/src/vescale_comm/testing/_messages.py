@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_comm._torch.buffers import flattened, plain
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -101,8 +103,8 @@ def receive(connection: "Connection[Any, Any]") -> Any:
 
 
 def _take_apart(x: Tensor) -> tuple[Any, ...]:
-    plain = x.detach().cpu().contiguous()
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    sent = plain(x.detach().cpu())
+    data = flattened(sent).view(torch.uint8).numpy().tobytes()
     # Bytes, because numpy has no bfloat16 or fp8.
     return _put_together, (data, x.dtype, tuple(x.shape))
 
