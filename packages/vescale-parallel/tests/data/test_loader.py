@@ -223,6 +223,57 @@ def test_resumed_with_another_size_amid_a_batch():
     assert simulate(2)(on_a_rank) == [[[4], [6, 7]], [[5], [8]]]
 
 
+class FailsOnce(Rows):
+    """A file system that is away when it is first asked for."""
+
+    fails = False
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.fails:
+            self.fails = False
+            raise OSError("away")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's generator", "own generator"])
+@pytest.mark.parametrize("stop", [0, 2])
+def test_a_first_read_that_fails_keeps_the_position(stop: int, own: bool):
+    def on_a_rank(rank: int, world_size: int) -> list[list[int]]:
+        def fresh(dataset: Rows) -> Loader:
+            torch.manual_seed(3)
+            generator = torch.Generator().manual_seed(3) if own else None
+            return made({"dp": 2}, dataset, 4, shuffle=True, generator=generator)
+
+        reads, found = fresh(Rows(12)), list[list[int]]()
+        state = reads.state_dict()
+        for one in reads if stop else ():
+            found.append(seen(one))
+            if len(found) == stop:
+                state = reads.state_dict()
+                break
+        again = FailsOnce(12)
+        resumed = fresh(again)
+        resumed.load_state_dict(state)
+        again.fails = True
+        before = torch.get_rng_state()
+        with pytest.raises(OSError, match="away"):
+            iter(resumed)
+        assert not stop or torch.equal(before, torch.get_rng_state())
+        if not (stop or own):  # torch's own generator is the caller's
+            torch.set_rng_state(before)
+        assert resumed.state_dict()["samples"] == state["samples"]
+        return found + [seen(one) for one in resumed]
+
+    def whole(rank: int, world_size: int) -> list[list[int]]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(3) if own else None
+        return [
+            seen(one) for one in made({"dp": 2}, Rows(12), 4, shuffle=True, generator=generator)
+        ]
+
+    assert simulate(2)(on_a_rank) == simulate(2)(whole)
+
+
 def test_strings_of_tuples_in_a_batch_without_rows():
     def on_a_rank(rank: int, world_size: int) -> list[Any]:
         return [list(one[1]) for one in made({"dp": 2}, [(0, "a"), (1, "b"), (2, "c")], 2)]

@@ -227,11 +227,28 @@ class Loader:
             DisagreementError: on every rank: ranks are at other places, or their generators are in
                 other states; at the end of the epoch: their samplers gave other samples.
         """
-        resumed, self._resumes = self._resumes, None
-        samples = 0 if resumed is None else resumed["samples"]
+        resumed = self._resumes
         own = self._generator if self._generator is not None else torch.default_generator
         now = own.get_state()
-        if samples and resumed is not None and resumed["generator"] is not None:
+        try:
+            found = self._begun(resumed, own)
+        finally:
+            if resumed is not None and resumed["samples"] and self._generator is None:
+                # torch's own generator is where the caller has put it; the order was drawn again.
+                torch.set_rng_state(now)
+        # Only now: where nothing could be read, the next iteration begins there again.
+        self._resumes = None
+        return self._passed_on(*found)
+
+    def _begun(
+        self, resumed: dict[str, Any] | None, own: torch.Generator
+    ) -> tuple[_Passed | None, Iterator[_Passed]]:
+        """Read the first batch; returns it, and those behind it."""
+        samples = 0 if resumed is None else resumed["samples"]
+        # At the beginning of an epoch an own generator stands there already, unless the first read
+        # has failed before.
+        is_here = samples or self._generator is not None
+        if is_here and resumed is not None and resumed["generator"] is not None:
             own.set_state(resumed["generator"])
         # Before the order is drawn: from here a resumed epoch draws the same order again, and skips
         # what was passed on.
@@ -247,11 +264,7 @@ class Loader:
         batches = self._batches(samples)
         # At once, and not when the caller asks: a sampler draws when it is first asked, and must do
         # so while the generator stands where the epoch began.
-        first = next(batches, None)
-        if samples and self._generator is None:
-            # torch's own generator is where the caller has put it; the order was drawn again.
-            torch.set_rng_state(now)
-        return self._passed_on(first, batches)
+        return next(batches, None), batches
 
     def _passed_on(self, first: _Passed | None, rest: Iterator[_Passed]) -> Iterator[Any]:
         digest = 0
