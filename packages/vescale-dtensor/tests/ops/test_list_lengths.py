@@ -1,7 +1,8 @@
 """Functions of lists refuse lists of different lengths, with torch's error and on every rank.
 
 They neither leave out what is too many nor fail on what is missing, and write to nothing. Numbers
-in a list belong to their elements: a stored call answers those of equal effect only.
+in a list belong to their elements: a stored call answers those of equal effect only. Backwards do
+not depend on how many rows of an element a rank has.
 """
 
 import pytest
@@ -94,3 +95,32 @@ def test_factors_in_a_tensor():
                 )
 
     on_mesh((4,), run)
+
+
+def divided_by_lists(lists):
+    written = [x * 1 for x in lists[1]]
+    torch._foreach_addcdiv_(written, lists[0], lists[2], value=0.5)
+    return [*torch._foreach_addcdiv(*lists, scalars=[1.0, 2.0, 3.0]), *written]
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_gradients_of_quotients_where_ranks_have_fewer_rows_than_there_are_tensors(rows):
+    generator = torch.Generator().manual_seed(rows)
+    values = torch.rand(3, 3, rows, 2, generator=generator, dtype=torch.float64) + 0.5
+
+    def gradients(lists):
+        leaves = [x for each in lists for x in each]
+        total = sum((x * x).sum() for x in divided_by_lists(lists))
+        return torch.autograd.grad(total, leaves)
+
+    def program(mesh):
+        lists = [
+            [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in each]
+            for each in values
+        ]
+        return [x.full_tensor() for x in gradients(lists)]
+
+    expected = gradients([[x.clone().requires_grad_() for x in each] for each in values])
+    for found in on_mesh((2,), program):
+        for own, one in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, one)

@@ -68,7 +68,9 @@ def _foreach(func: Callable[..., Any], single: Callable[..., Any]) -> Callable[.
         ]
         # All elements are planned before the first one communicates or is written.
         planned = [_plan(alone, e, n) for e, n in zip(elements, named, strict=True)]
-        if any(plan is None or plan.strategy.local is not None for _, plan in planned):
+        if any(
+            plan is None or plan.strategy.local is not None for _, plan in planned
+        ) or _has_derivative_by_rows(alone, planned):
             return _element_by_element(alone, elements, named), _REDISTRIBUTED
         # Asked before `_ready`, which may reduce a gradient and so change its layout.
         in_layout = all(_has_layout(call, plan) for call, plan in planned if plan is not None)
@@ -108,6 +110,21 @@ def _count(func: Callable[..., Any], arguments: tuple[Any, ...], kwargs: dict[st
 
 
 _REDISTRIBUTED = object()
+
+
+def _has_derivative_by_rows(
+    single: Callable[..., Any], planned: list[tuple[OpCall, OpPlan | None]]
+) -> bool:
+    """Whether the backward of the lists may fail on some ranks only.
+
+    That of torch's `_foreach_addcdiv` looks for row i of the divisor of element i, so it raises
+    where a shard has fewer rows than the lists have elements. That of one element does not.
+    """
+    return (
+        single.__name__ in ("addcdiv", "addcdiv_")
+        and torch.is_grad_enabled()
+        and any(operand.requires_grad for call, _ in planned for operand in call.operands)
+    )
 
 
 def _has_layout(call: OpCall, plan: OpPlan) -> bool:
