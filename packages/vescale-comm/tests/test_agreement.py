@@ -21,8 +21,9 @@ from vescale_comm.agreement import (
 )
 from vescale_comm.testing import WorkerError, device_mesh, run
 
-# Nothing, what goes along with its length, what does not, and what is not ASCII.
-TEXTS = ["", "short", "".join(map(chr, range(0x100, 0x900))), "x" * 100_000]
+# Nothing, what goes along with its length, what does not, what is not ASCII, and the name of a file
+# that is no UTF-8, as Python has it.
+TEXTS = ["", "short", "caf\udce9", "".join(map(chr, range(0x100, 0x900))), "x" * 100_000]
 LONG = [random.Random(rank).randbytes(2000).hex() for rank in range(3)]
 
 
@@ -32,6 +33,8 @@ def exchanged(rank, world_size):
         texts = [gather_texts(text if rank else "") for text in TEXTS]
         long = gather_texts(LONG[rank])
         heard = [broadcast_text(f"{rank}" * size, 1) for size in (0, 1, 5000)]
+        assert broadcast_text(TEXTS[2], 1) == TEXTS[2]
+        assert digest(TEXTS[2]) == digest("caf\udce9")
     return numbers, texts, long, heard, sent.counts()
 
 

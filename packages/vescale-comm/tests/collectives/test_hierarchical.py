@@ -69,7 +69,11 @@ def test_ordered_it_is_the_fold_inside_and_then_across(order):
     assert all(torch.equal(first, other) for other in others)
 
 
-CASES = itertools.product((torch.float32, torch.bfloat16), ("sum", "avg", "max"), ("rank", "tree"))
+CASES = [
+    *itertools.product((torch.float32, torch.bfloat16), ("sum", "avg", "max"), ("rank", "tree")),
+    # What torch cannot divide by itself.
+    *itertools.product((torch.float8_e4m3fn, torch.complex32), ("sum", "avg"), ("rank", "tree")),
+]
 
 
 def emulated(rank, world_size, cases):
@@ -84,8 +88,9 @@ def emulated(rank, world_size, cases):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (dtype, how)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_the_emulator_has_its_bits():
-    run(emulated, 6, [*CASES])
+    run(emulated, 6, CASES)
 
 
 def test_the_emulator_refuses_groups_that_do_not_divide():

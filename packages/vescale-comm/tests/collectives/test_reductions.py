@@ -10,7 +10,15 @@ from functools import partial
 import pytest
 import torch
 import vescale_comm_dense as dense
-from vescale_comm import CommArgumentError, all_reduce, reduce_scatter
+from vescale_comm import (
+    WIRES,
+    CommArgumentError,
+    all_gather,
+    all_gather_into,
+    all_reduce,
+    all_reduce_,
+    reduce_scatter,
+)
 from vescale_comm_dense import COMPLEX, FLOAT8, FLOATS, INTEGERS
 from vescale_comm_worlds import refusals, run
 
@@ -50,6 +58,28 @@ def random_sizes(rng, world_size):
 
 def strided(rng, x):
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim and rng.random() < 0.5 else x
+
+
+def check_one_element(rank, world_size):
+    """A column of a batch of one is contiguous for torch, and yet cannot be viewed as bytes."""
+    for dtype in (*FLOATS, *FLOAT8, *COMPLEX, torch.bool, torch.int16):
+        x = torch.full((1, 3), rank + 1.0).to(dtype)[:, 1]
+        options = [{"order": "rank"}, {"order": "native"}]
+        if dtype.is_floating_point:
+            options += [{"wire": wire} for wire in WIRES]
+        for how in options:
+            expected = all_reduce(x.clone(), **how)
+            assert torch.equal(all_reduce(x, **how), expected), (dtype, how)
+            out = torch.zeros(1, 3, dtype=dtype)[:, 1]
+            assert torch.equal(all_reduce_(out.copy_(x), **how), expected), (dtype, how)
+        alone = [1] + [0] * (world_size - 1)
+        own = x if rank == 0 else x[:0]
+        out = torch.zeros(1, 3, dtype=dtype)[:, 1]
+        assert torch.equal(all_gather_into(out, own, sizes=alone), all_gather(own, sizes=alone))
+
+
+def test_one_element_of_any_stride():
+    run(check_one_element, 2)
 
 
 def check_all_reduce(rank, world_size):

@@ -64,8 +64,17 @@ def test_values_travel_both_ways():
         assert pair.right.tolist() == [[1.0, 1.0]] * 3
         assert pair.right.is_contiguous()
         assert not pair.right.requires_grad
+    number = torch.tensor([1 + 2j])
+    for found, one in zip(run(views, 1)[0], ([3.0], number.conj(), [-2.0]), strict=True):
+        assert torch.equal(found, torch.as_tensor(one))
     parameter = run(parameters, 1)[0]
     assert type(parameter) is torch.nn.Parameter
+
+
+def views(rank, world_size):
+    """One element of a strided column, and what is conjugated or negated lazily."""
+    conjugated = torch.tensor([1 + 2j]).conj()
+    return torch.arange(6.0).view(1, 6)[:, 3], conjugated, conjugated.imag
 
 
 def parameters(rank, world_size):

@@ -82,6 +82,15 @@ def test_a_note_is_there_while_its_process_is_and_old_ones_go(tmp_path, monkeypa
     assert enabled == []
 
 
+def test_without_a_place_for_a_note_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr("faulthandler.is_enabled", lambda: False)
+    note = CrashNote()
+    note.open()
+    assert note.path is None
+    note.close()
+
+
 def test_one_question_serves_all_that_wait(channels, monkeypatch, caplog):
     """Without its thread: a watcher looks when it is told to."""
     watchers = [Watcher(channel, server=None) for channel in channels]
@@ -140,6 +149,11 @@ def test_a_simulated_world_has_none_since_its_deadlocks_are_found_at_once():
 def test_times_are_positive(times):
     with pytest.raises(CommArgumentError, match="has to be positive"):
         bound_waits(**times)
+
+
+def test_an_infinite_timeout_is_refused():
+    with pytest.raises(CommArgumentError, match="timeout is a finite number"):
+        bound_waits(timeout=float("inf"))
 
 
 def test_worlds_of_several_sizes_share_a_store():

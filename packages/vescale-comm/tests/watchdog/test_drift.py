@@ -159,6 +159,28 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch):
     assert comparison.trouble is None
 
 
+class Alone:
+    """A comparison with nobody."""
+
+    trouble, enabled = None, True
+
+    def meet(self, log, count, value):
+        pass
+
+
+def test_what_is_equal_is_no_difference_whatever_else_a_rank_has_met():
+    """1, 1.0 and True are one key of a dict, and three texts."""
+    digests = []
+    for first in ((), (1, 1.0), (True,)):
+        others, log = (ExecutionLog(ranks, "", Alone()) for ranks in ((1, 2), (0, 1)))
+        for value in first:
+            others.record(("mul", value))
+        for value in (1.0, True, 2):
+            log.record(("mul", value))
+        digests.append(log.digest)
+    assert len(set(digests)) == 1
+
+
 def off(rank, world_size):
     all_reduce(torch.ones(4))
     bound_waits(compare=False)
