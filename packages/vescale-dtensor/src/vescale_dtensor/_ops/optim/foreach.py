@@ -117,7 +117,7 @@ def _has_derivative_by_rows(
 ) -> bool:
     """Whether the backward of the lists may fail on some ranks only.
 
-    That of torch's `_foreach_addcdiv` looks for row i of the divisor of element i, so it raises
+    That of torch looks, for quotients, for row i of the divisor of element i, so it raises
     where a shard has fewer rows than the lists have elements. That of one element does not.
     """
     return (
