@@ -50,3 +50,24 @@ def refused(rank, world_size):
 
 def test_writes_are_refused():
     simulate(2).run(refused)
+
+
+def dropped(rank, world_size):
+    mesh = vd.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    whole = torch.arange(12.0)
+    vd.refuse_writes(whole, lambda local: OwnError())
+    # Its storage lives on, as one that is given the same address would.
+    x = vd.DTensor.from_local(whole[4:10].data, mesh, [Replicate()])
+    with pytest.raises(OwnError):
+        x.mul_(2)
+    again = whole.data
+    del whole
+    x.mul_(2)
+    vd.refuse_writes(again, lambda local: OwnError())
+    with pytest.raises(OwnError):
+        x.mul_(2)
+    vd.permit_writes(again)
+
+
+def test_what_was_refused_is_permitted_when_nobody_holds_the_memory():
+    simulate(2).run(dropped)

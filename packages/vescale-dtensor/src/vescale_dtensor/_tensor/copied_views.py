@@ -25,8 +25,8 @@ from vescale_dtensor._torch.compat import storage_identity
 # reused while the entry counts.
 live_copies: dict[int, weakref.WeakSet[DTensor]] = {}
 
-# Base storage -> what to raise for a write by a DTensor to a local tensor that lies there.
-unwritable: dict[int, Callable[[Tensor], Exception]] = {}
+# Base storage -> the memory, and what to raise for a write by a DTensor to a local tensor there.
+unwritable: dict[int, tuple[weakref.ref[Tensor], Callable[[Tensor], Exception]]] = {}
 
 
 def refuse_writes(memory: Tensor, error: Callable[[Tensor], Exception]) -> None:
@@ -36,14 +36,21 @@ def refuse_writes(memory: Tensor, error: Callable[[Tensor], Exception]) -> None:
     is written to a local tensor that was handed out is not seen here.
 
     Args:
-        memory: a tensor; all of its storage is meant.
+        memory: a tensor; all of its storage is meant, until this tensor dies.
         error: given the local tensor that was to be written to, returns what is raised.
     """
-    unwritable[_address(memory)] = error
+    address = _address(memory)
+
+    def forget(dead: weakref.ref[Tensor]) -> None:
+        # A model that is dropped amid a forward permits nothing: others may get its memory.
+        if address in unwritable and unwritable[address][0] is dead:
+            del unwritable[address]
+
+    unwritable[address] = weakref.ref(memory, forget), error
 
 
 def permit_writes(memory: Tensor) -> None:
-    """Undo `refuse_writes`, before the memory is freed."""
+    """Undo `refuse_writes`."""
     unwritable.pop(_address(memory), None)
 
 
@@ -86,8 +93,8 @@ def check_unshared(local: Tensor, what: Callable[[], str]) -> None:
         UnsupportedError: such a view is still alive.
         Exception: what `refuse_writes` was told for this memory.
     """
-    if unwritable and (error := unwritable.get(_address(local))) is not None:
-        raise error(local)
+    if unwritable and (found := unwritable.get(_address(local))) is not None:
+        raise found[1](local)
     if live_copies and _live_copy(local):
         raise UnsupportedError(
             f"{what()}, of which a view lives whose layout forced a copy: the view would not "
