@@ -50,7 +50,19 @@ def test_functions_of_partial_sums():
     simulate(2).run(of_partial_sums)
 
 
+def assigned(x, index, value):
+    """A copy in which something was assigned, which returns nothing by itself."""
+    copy = x.clone()
+    copy[index] = value
+    return copy
+
+
 WIDENED = {
+    "assigned a number": lambda s: assigned(s, 1, 7) * 2,
+    "assigned where it is large": lambda s: assigned(s, s > 1, 2.5),
+    "assigned rows": lambda s: assigned(s, torch.tensor([0, 2]), -1 if s.dtype.is_signed else 3),
+    "assigned to another dtype": lambda s: assigned(s.to(torch.int64), slice(0, 2), s[1:]),
+    "masked": lambda s: s.masked_fill(s > 1, 1) * 2,
     "times a number": lambda s: s * 3,
     "times a float": lambda s: s * 2.0,
     "times another dtype": lambda s: s * torch.ones(3, dtype=torch.int64),

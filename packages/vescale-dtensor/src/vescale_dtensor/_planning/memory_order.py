@@ -100,7 +100,8 @@ def _called(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | Non
     # error of the call itself is raised when it runs.
     except Exception:
         return None
-    results = [result] if isinstance(result, Tensor) else list(result)
+    # Assignments return None.
+    results = result if isinstance(result, list | tuple) else [result]
     return [r for r in results if isinstance(r, Tensor)]
 
 

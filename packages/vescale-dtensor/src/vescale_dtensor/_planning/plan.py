@@ -196,7 +196,7 @@ def build(call: OpCall, rule: Rule, *, moves_target: bool = False) -> OpPlan | N
         return None
     mesh = mesh_of(call)
     actual = layouts_of(call, mesh)
-    strategy = without_widened_sums(strategy, call, actual)
+    strategy = without_widened_sums(strategy, call, actual, rule.writes)
     itemsizes = [_itemsize(operand) for operand in call.operands]
     sizes = relative_sizes(call.size_ratios(), itemsizes)
     whole = whole_sums.of(mesh)

@@ -21,8 +21,17 @@ from vescale_dtensor._planning.strategy import AxisStrategy, Strategy
 _EXACT = ("max", "min")
 
 
-def without_widened_sums(strategy: Strategy, call: OpCall, actual: Sequence[Layout]) -> Strategy:
-    """The strategy without the candidates that would widen an integer sum before ranks add it."""
+def without_widened_sums(
+    strategy: Strategy, call: OpCall, actual: Sequence[Layout], writes: int | None
+) -> Strategy:
+    """The strategy without the candidates that would widen an integer sum before ranks add it.
+
+    Args:
+        strategy: what a rule returned.
+        call: the parsed call.
+        actual: layouts of its operands.
+        writes: index of the operand that is changed in place, which is then the result.
+    """
     spread = [
         operand
         for operand, layout in zip(call.operands, actual, strict=True)
@@ -31,8 +40,8 @@ def without_widened_sums(strategy: Strategy, call: OpCall, actual: Sequence[Layo
     if not spread:
         return strategy
     # The sums of ranks are integers modulo the size of the dtype, with + and * of that ring.
-    results = views_on_one_device(call)
-    known = {result.dtype for result in results or ()}
+    results = (views_on_one_device(call) or ()) if writes is None else [call.operands[writes]]
+    known = {result.dtype for result in results}
 
     def keeps(candidate: AxisStrategy) -> bool:
         return all(
