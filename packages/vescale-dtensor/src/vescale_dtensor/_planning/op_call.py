@@ -37,6 +37,8 @@ class Reads:
     """Which extents are one and which are equal, if shapes differ; not the extents themselves."""
     ATTENTION_WAY = 8
     """How ranks share attention of sharded sequences; see `sequence_attention`."""
+    STRIDES = 16
+    """The global strides of operand 0 where these leave gaps, or expand a dim."""
 
 
 class OpCall:
@@ -72,6 +74,8 @@ class OpCall:
         found.append(self.differentiable)
         if reads & Reads.ATTENTION_WAY:
             found.append(attention_way())
+        if reads & Reads.STRIDES:
+            found.append(_strides_with_gaps(self.operands[0]))
         if reads & Reads.SHAPES:
             found.append(self.shapes())
         elif self._has_order():
@@ -173,6 +177,13 @@ class OpCall:
     def dim(self, position: int, default: int | None = None) -> int | None:
         """The argument `dim` as a dim of operand 0; None where it is none, or not given."""
         return wrap_dim(self.argument(position, "dim", default), self.operands[0].ndim)
+
+
+def _strides_with_gaps(operand: Tensor) -> Hashable:
+    if not isinstance(operand, DTensor) or not operand._spec.has_gaps:
+        return None
+    stride: tuple[int, ...] = operand._spec.tensor_meta.stride
+    return stride
 
 
 def _any_wanted(operands: list[Tensor]) -> bool:
