@@ -13,11 +13,9 @@ from torch import Tensor
 from vescale_dtensor._planning.op_call import expanded_dims
 from vescale_dtensor._tensor.dtensor import DTensor
 
-# Torch lets these write: each element gets the same value, or an order is nobody's concern.
-_NAMES = """
-fill_ zero_ _foreach_zero_ index_put_ index_fill_ masked_fill_ tril_ triu_ fill_diagonal_
-__setitem__ requires_grad_ detach_
-"""
+# Torch lets these write: each element gets the same value. It lets others, too (`index_put_`,
+# `tril_`), with a warning that they will be refused; what they leave depends on the kernel.
+_NAMES = "fill_ zero_ _foreach_zero_ masked_fill_ fill_diagonal_ requires_grad_ detach_"
 _PERMITTED = frozenset(name for name in _NAMES.split())
 
 

@@ -49,7 +49,7 @@ def views_on_one_device(call: OpCall) -> Sequence[Tensor] | None:
     None if torch refuses the call.
     """
     with alone(), torch.no_grad():
-        result = _called(call, [_exact_stand_in(operand) for operand in call.operands])
+        result = _called(call, [exact_stand_in(operand) for operand in call.operands])
     return result
 
 
@@ -58,12 +58,12 @@ def views_without_data(call: OpCall, base: Tensor) -> Sequence[Tensor] | None:
 
     None if torch refuses the call.
     """
-    others = [_exact_stand_in(operand) for operand in call.operands[1:]]
+    others = [exact_stand_in(operand) for operand in call.operands[1:]]
     with alone(), torch.no_grad():
         return _called(call, [base, *others])
 
 
-def _exact_stand_in(operand: Tensor) -> Tensor:
+def exact_stand_in(operand: Tensor) -> Tensor:
     """A tensor without data with the global shape and strides of an operand, gaps included."""
     meta = operand._spec.tensor_meta if isinstance(operand, DTensor) else None
     stride = operand.stride() if meta is None else meta.stride

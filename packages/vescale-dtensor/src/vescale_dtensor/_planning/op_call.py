@@ -34,7 +34,10 @@ class Reads:
     SHAPES = 2
     """Global shapes."""
     BROADCAST_PATTERN = 4
-    """Which extents are one and which are equal, if shapes differ; not the extents themselves."""
+    """Which extents are one and which are equal, if shapes differ; not the extents themselves.
+
+    Of several operands the key has it in any case: whether they fit together depends on it.
+    """
     ATTENTION_WAY = 8
     """How ranks share attention of sharded sequences; see `sequence_attention`."""
     STRIDES = 16
@@ -82,7 +85,8 @@ class OpCall:
             # The results' orders are part of the plan, and dims of extent one have no place in
             # memory, so the order depends on which dims these are.
             found.append(self._broadcast_pattern())
-        elif reads & Reads.BROADCAST_PATTERN and len(self.operands) > 1:
+        elif len(self.operands) > 1:
+            # Whatever the rule reads: operands of one plan fit together, or none of them do.
             found.append(self._extents())
         self.key = tuple(found)
 
@@ -136,7 +140,7 @@ class OpCall:
         return False
 
     def _extents(self) -> Hashable:
-        """What `Reads.BROADCAST_PATTERN` adds to the key; for equal shapes only their length."""
+        """What several operands add to the key: their pattern; for equal shapes their length."""
         first = self.operands[0].shape
         for operand in self.operands[1:]:
             if operand.shape != first:

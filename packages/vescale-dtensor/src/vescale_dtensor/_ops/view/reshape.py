@@ -36,7 +36,7 @@ from vescale_dtensor._planning import (
     Signature,
     Strategy,
 )
-from vescale_dtensor._planning.memory_order import alone
+from vescale_dtensor._planning.memory_order import alone, exact_stand_in
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._redistribute.states import replace_placements
 from vescale_dtensor._tensor.copied_views import same_memory
@@ -133,11 +133,12 @@ def _on_one_device(call: OpCall, target: Shape) -> tuple[bool, Order | None]:
     Raises:
         RuntimeError: torch's own, where a view was asked for and there is none.
     """
-    spec = call.operands[0]._spec
+    operand: Any = call.operands[0]
+    spec = operand._spec
     if spec.layout.order is None and not spec.has_gaps:
         return True, None  # row-major tensors are viewed in any shape
     with alone(), torch.no_grad():
-        base = torch.empty_strided(spec.shape, spec.tensor_meta.stride, device="meta")
+        base = exact_stand_in(operand)
         if call.func not in _MAY_COPY:
             result = base.view(target)
         elif call.func in _RAVEL:
@@ -236,11 +237,20 @@ def _view(call: OpCall) -> Shape | None:
         return tuple(call.operands[1].shape)
     # `view(dtype)` reinterprets memory: another op under the same name.
     if any(isinstance(v, torch.dtype) for v in (*call.args, *call.kwargs.values())):
+        _refuse_other_strides(call)
         return None
     sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
     if not _inferable(sizes):
         return None
     return inferred(sizes, operand.numel())
+
+
+def _refuse_other_strides(call: OpCall) -> None:
+    """Raise what torch does where global strides allow no view in another dtype."""
+    operand = call.operands[0]
+    if isinstance(operand, DTensor):
+        with alone(), torch.no_grad():
+            exact_stand_in(operand).view(*call.args[1:], **call.kwargs)
 
 
 def _flatten(call: OpCall) -> Shape | None:
