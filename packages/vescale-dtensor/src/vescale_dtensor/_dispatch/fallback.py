@@ -70,7 +70,9 @@ def run_replicated(call: OpCall) -> Any:
     for index in foretold:
         # Before it runs: an operand that is replicated already is passed itself, not as a copy.
         check_writable(call.operands[index], function_name(call.func))
-        refuse_overlapping(call.operands[index], call.func, len(call.operands))
+        # Of `x[0] = …` the part counts: torch looks at that, in memory that lies as on one device.
+        if call.func is not torch.Tensor.__setitem__:
+            refuse_overlapping(call.operands[index], call.func, len(call.operands))
     locals_ = _locals(call, mesh)
     watch = WriteWatch(call, locals_)
     # To tell afterwards whether autograd recorded a write: then it has to be recorded back, too.

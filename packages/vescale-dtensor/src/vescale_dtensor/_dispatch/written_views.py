@@ -55,10 +55,10 @@ def write_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     copies = [t for t in written if isinstance(t, DTensor) and t._way_back is not None]
     if not copies or len({id(t._view_copy_of) for t in copies}) < len(copies):
         return None
-    for copied in copies:
-        refuse_overlapping(copied, func, len(tensors_within((args, kwargs))))
     if func.__name__ == "__setitem__" and any(expanded_dims(t) for t in copies):
         return None  # torch refuses some of these, by the strides of the part that is written to
+    for copied in copies:
+        refuse_overlapping(copied, func, len(tensors_within((args, kwargs))))
     if func.__name__ in _DRAWING and any(t._spec.has_gaps for t in copies):
         return None
     operands = tensors_within((args, kwargs))

@@ -62,12 +62,12 @@ def _permute(call: OpCall) -> Strategy | None:
 def _movedim(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     given = [call.argument(1, "source"), call.argument(2, "destination")]
-    source, destination = (
-        [wrap_dim(d, ndim) for d in ([v] if isinstance(v, int) else v)] for v in given
-    )
+    asked = [[v] if isinstance(v, int) else list(v) for v in given]
+    source, destination = ([d for d in dims if wrap_dim(d, ndim) is not None] for dims in asked)
+    source, destination = ([d % ndim for d in dims] for dims in (source, destination))
     # What torch refuses goes to the fallback, and a scalar, of which there is nothing to move.
-    for dims in (source, destination):
-        if None in dims or len(set(dims)) < len(dims) or len(dims) != len(source):
+    for dims in (asked[0], asked[1], destination, {*source}, {*destination}):
+        if len(dims) != len(source):
             return None
     rest = [d for d in range(ndim) if d not in source]
     placed = dict(zip(destination, source, strict=True))
