@@ -88,3 +88,22 @@ def test_bad_input_is_told_and_buffers_come_back():
         return x.shape
 
     assert on_mesh((2,), program) == [(1, 2, 4, 3)] * 2
+
+
+def two_lengths(rank, world_size):
+    """Of 8 tokens and of 7 the first rank has four each, and the second four and three."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for lengths in ((7, 8), (8, 7), (5, 5), (4, 8)):
+        wholes = [torch.randn(1, 2, length, 4) for length in lengths]
+        wanted = [F.scaled_dot_product_attention(x, x, x) for x in wholes]
+        buffers = [x.clone() for x in wholes]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2]):
+            for x, whole in zip(buffers, wanted, strict=True):
+                found = F.scaled_dot_product_attention(x, x, x)
+                start = -(-whole.shape[2] // world_size) * rank
+                torch.testing.assert_close(found, whole[:, :, start : start + x.shape[2]])
+
+
+def test_sequences_of_several_lengths():
+    simulate(2)(two_lengths)

@@ -4,7 +4,6 @@ A closed door raises on every rank; an open one gives what one device gives. All
 processes, mesh dp=2 x tp=2. The doors of raw communication are in `test_doors_communication`.
 """
 
-import copy
 import inspect
 import io
 import pickle  # noqa: TID251 (refused, that is the test)
@@ -97,8 +96,6 @@ CLOSED = {
     "cuda array interface": (lambda x: x.__cuda_array_interface__, None),
     "pickle": (pickle.dumps, "vescale_ckpt"),
     "pickle of a module": (lambda x: pickle.dumps(module_with(x)), "vescale_ckpt"),
-    "copy.copy": (copy.copy, "vescale_ckpt"),
-    "copy.copy of a Parameter": (lambda x: copy.copy(nn.Parameter(x)), "vescale_ckpt"),
     "torch.save": (lambda x: saved({"a": [x]}), "vescale_ckpt"),
     "torch.save, legacy": (
         lambda x: saved(x, _use_new_zipfile_serialization=False),

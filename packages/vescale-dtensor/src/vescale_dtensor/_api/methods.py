@@ -260,6 +260,29 @@ def _drop_gradient(self: DTensor) -> None:
     grad_property.set_gradient(self, None)
 
 
+def _copy(self: DTensor) -> DTensor:
+    """`copy.copy`: another tensor of the same memory, a leaf of its own."""
+    made: Any = self.detach()
+    for name, value in self.__dict__.items():
+        if not hasattr(DTensor, name):  # the class has defaults of all that is this very tensor's
+            setattr(made, name, value)
+    return made.requires_grad_(self.requires_grad)  # type: ignore[no-any-return]
+
+
+def _part_of_complex(name: str) -> property:
+    """`x.real`, `x.imag`: torch's setters ask no override, and write to the wrapper itself."""
+    of_torch: Any = getattr(torch.Tensor, name)
+
+    def get(self: DTensor) -> Tensor:
+        return of_torch.__get__(self)  # type: ignore[no-any-return]
+
+    def write(self: DTensor, value: Any) -> None:
+        part = get(self)
+        part.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=part.dtype))
+
+    return property(get, write, doc=f"`Tensor.{name}`.")
+
+
 _METHODS = (to_local, full_tensor, redistribute, to_torch)
 _PROPERTIES: dict[str, property] = {
     "data": property(_get_data, set_data.set_data, doc="The same values outside of autograd."),
@@ -271,6 +294,8 @@ _PROPERTIES: dict[str, property] = {
     ),
     "grad_fn": property(function_bridge.node_of, doc="The autograd node that made this tensor."),
     "is_leaf": property(function_bridge.is_leaf, doc="Whether no recorded operation made this."),
+    "real": _part_of_complex("real"),
+    "imag": _part_of_complex("imag"),
     "requires_grad": property(
         _get_requires_grad, _set_requires_grad, doc="Whether gradients are wanted."
     ),
@@ -288,6 +313,7 @@ def install() -> None:
     own: Any = DTensor
     own.from_local = classmethod(from_local)
     own.from_torch = staticmethod(from_torch)
+    own.__copy__ = _copy
     own._attach_function_node = function_bridge.bridge
     # Assigned after the class was made, so that defining the class imports none of this.
     own.__torch_dispatch__ = classmethod(torch_dispatch)

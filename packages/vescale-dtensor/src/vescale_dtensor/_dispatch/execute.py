@@ -18,6 +18,7 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.observers import notify_plan
+from vescale_dtensor._dispatch.overlapping import refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.ways_back import note_ways_back
 from vescale_dtensor._layout.layout import Layout, Shape
@@ -44,7 +45,7 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
 
     Raises:
         UnsupportedError: a write to a copied view, or to a tensor that has a living one.
-        RuntimeError: a recorded write to a view of a leaf.
+        RuntimeError: a recorded write to a view of a leaf, or one to elements that share memory.
     """
     if observers:
         notify_plan(call, plan)
@@ -52,6 +53,7 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
     if target is not None:
         check_writable(call.operands[target], function_name(call.func))
         refuse_view_of_leaf(call.operands[target])
+        refuse_overlapping(call.operands[target], call.func, len(call.operands))
     redistributed_operands = _redistributed_operands(plan, call)
     # Only now, when all are redistributed: the fast path does it in the same order, and nodes that
     # communicate in backward have to be made in one order on all ranks.

@@ -19,6 +19,7 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like
 from vescale_dtensor._dispatch.observers import notify_fallback
+from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.ways_back import note_ways_back
 from vescale_dtensor._dispatch.writes import WriteWatch, foretold_writes
@@ -69,6 +70,9 @@ def run_replicated(call: OpCall) -> Any:
     for index in foretold:
         # Before it runs: an operand that is replicated already is passed itself, not as a copy.
         check_writable(call.operands[index], function_name(call.func))
+        # Of `x[0] = …` the part counts: torch looks at that, in memory that lies as on one device.
+        if call.func is not torch.Tensor.__setitem__:
+            refuse_overlapping(call.operands[index], call.func, len(call.operands))
     locals_ = _locals(call, mesh)
     watch = WriteWatch(call, locals_)
     # To tell afterwards whether autograd recorded a write: then it has to be recorded back, too.
@@ -167,7 +171,7 @@ def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> No
     # Every rank holds the same new value, so this sends nothing: each rank keeps its own shard.
     replicated_local = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))
     piece = redistributed(replicated_local, target._spec.layout)
-    target._local_tensor.copy_(piece._local_tensor)
+    copy_into(target._local_tensor, piece._local_tensor)
     after_mutation(target)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation, local_of, refuse_view_of_leaf
+from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
@@ -51,11 +52,12 @@ def mutate_via_copy(call: OpCall, index: int, layout: Layout) -> Any:
     target = call.operands[index]
     assert isinstance(target, DTensor)
     check_writable(target, function_name(call.func))
+    refuse_overlapping(target, call.func, len(call.operands))
     # A clone: the redistributed tensor may be a cached one that other uses share.
     copy: Any = redistributed(target, layout).clone()
     args, kwargs = call.replaced([copy if i == index else o for i, o in enumerate(call.operands)])
     call.func(*args, **kwargs)
     refuse_view_of_leaf(target)
     # Into the local tensor itself, so that autograd records the write on it and not on an alias.
-    local_of(target).copy_(local_for_use(redistributed(copy, target._spec.layout), 0))
+    copy_into(local_of(target), local_for_use(redistributed(copy, target._spec.layout), 0))
     return after_mutation(target)

@@ -16,7 +16,9 @@ from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation
+from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
 from vescale_dtensor._dispatch.ways_back import Scatter
+from vescale_dtensor._planning.op_call import expanded_dims
 from vescale_dtensor._tensor.copied_views import is_copied_only_as
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.state import local_replaced
@@ -42,6 +44,9 @@ def write_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
 
     Returns:
         What the op returns, as the only item.
+
+    Raises:
+        RuntimeError: a write to elements that share memory, as in torch.
     """
     if not args or not _writes(getattr(func, "__name__", "")):
         return None
@@ -50,6 +55,10 @@ def write_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     copies = [t for t in written if isinstance(t, DTensor) and t._way_back is not None]
     if not copies or len({id(t._view_copy_of) for t in copies}) < len(copies):
         return None
+    if func.__name__ == "__setitem__" and any(expanded_dims(t) for t in copies):
+        return None  # torch refuses some of these, by the strides of the part that is written to
+    for copied in copies:
+        refuse_overlapping(copied, func, len(tensors_within((args, kwargs))))
     if func.__name__ in _DRAWING and any(t._spec.has_gaps for t in copies):
         return None
     operands = tensors_within((args, kwargs))
@@ -108,5 +117,5 @@ def _store(tensor: DTensor, values: DTensor) -> None:
         tensor._local_tensor = local.clone()
         local_replaced(tensor)
     else:
-        tensor._local_tensor.copy_(local)
+        copy_into(tensor._local_tensor, local)
     after_mutation(tensor)

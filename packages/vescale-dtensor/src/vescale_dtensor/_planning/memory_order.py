@@ -48,8 +48,8 @@ def views_on_one_device(call: OpCall) -> Sequence[Tensor] | None:
 
     None if torch refuses the call.
     """
-    with _alone(), torch.no_grad():
-        result = _called(call, [_exact_stand_in(operand) for operand in call.operands])
+    with alone(), torch.no_grad():
+        result = _called(call, [exact_stand_in(operand) for operand in call.operands])
     return result
 
 
@@ -58,12 +58,12 @@ def views_without_data(call: OpCall, base: Tensor) -> Sequence[Tensor] | None:
 
     None if torch refuses the call.
     """
-    others = [_exact_stand_in(operand) for operand in call.operands[1:]]
-    with _alone(), torch.no_grad():
+    others = [exact_stand_in(operand) for operand in call.operands[1:]]
+    with alone(), torch.no_grad():
         return _called(call, [base, *others])
 
 
-def _exact_stand_in(operand: Tensor) -> Tensor:
+def exact_stand_in(operand: Tensor) -> Tensor:
     """A tensor without data with the global shape and strides of an operand, gaps included."""
     meta = operand._spec.tensor_meta if isinstance(operand, DTensor) else None
     stride = operand.stride() if meta is None else meta.stride
@@ -86,7 +86,7 @@ def _asked(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
     real = strategy.probe_order in ("real", "zeros") or (
         strategy.elementwise and strategy.local is None
     )
-    with _alone(), torch.no_grad(), _no_data(call, real):
+    with alone(), torch.no_grad(), _no_data(call, real):
         stand_ins = _stand_ins(call, real, strategy.probe_order != "zeros")
         return _called(call, stand_ins) or ()
 
@@ -106,7 +106,7 @@ def _called(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | Non
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Hide calls from modes: one that records or counts must not see planning as the program."""
     with no_torch_function(), no_dispatch_modes():
         yield

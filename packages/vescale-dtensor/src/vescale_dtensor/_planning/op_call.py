@@ -34,9 +34,14 @@ class Reads:
     SHAPES = 2
     """Global shapes."""
     BROADCAST_PATTERN = 4
-    """Which extents are one and which are equal, if shapes differ; not the extents themselves."""
+    """Which extents are one and which are equal, if shapes differ; not the extents themselves.
+
+    Of several operands the key has it in any case: whether they fit together depends on it.
+    """
     ATTENTION_WAY = 8
     """How ranks share attention of sharded sequences; see `sequence_attention`."""
+    STRIDES = 16
+    """The global strides of operand 0 where these leave gaps, or expand a dim."""
 
 
 class OpCall:
@@ -72,13 +77,16 @@ class OpCall:
         found.append(self.differentiable)
         if reads & Reads.ATTENTION_WAY:
             found.append(attention_way())
+        if reads & Reads.STRIDES:
+            found.append(_strides_with_gaps(self.operands[0]))
         if reads & Reads.SHAPES:
             found.append(self.shapes())
         elif self._has_order():
             # The results' orders are part of the plan, and dims of extent one have no place in
             # memory, so the order depends on which dims these are.
             found.append(self._broadcast_pattern())
-        elif reads & Reads.BROADCAST_PATTERN and len(self.operands) > 1:
+        elif len(self.operands) > 1:
+            # Whatever the rule reads: operands of one plan fit together, or none of them do.
             found.append(self._extents())
         self.key = tuple(found)
 
@@ -132,7 +140,7 @@ class OpCall:
         return False
 
     def _extents(self) -> Hashable:
-        """What `Reads.BROADCAST_PATTERN` adds to the key; for equal shapes only their length."""
+        """What several operands add to the key: their pattern; for equal shapes their length."""
         first = self.operands[0].shape
         for operand in self.operands[1:]:
             if operand.shape != first:
@@ -173,6 +181,13 @@ class OpCall:
     def dim(self, position: int, default: int | None = None) -> int | None:
         """The argument `dim` as a dim of operand 0; None where it is none, or not given."""
         return wrap_dim(self.argument(position, "dim", default), self.operands[0].ndim)
+
+
+def _strides_with_gaps(operand: Tensor) -> Hashable:
+    if not isinstance(operand, DTensor) or not operand._spec.has_gaps:
+        return None
+    stride: tuple[int, ...] = operand._spec.tensor_meta.stride
+    return stride
 
 
 def _any_wanted(operands: list[Tensor]) -> bool:

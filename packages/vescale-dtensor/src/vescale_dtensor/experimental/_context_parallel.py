@@ -62,7 +62,7 @@ def context_parallel(
         raise MeshError(f"context_parallel takes a mesh of one dim, not {describe(mesh)}")
     given, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept = _checked(given, dims, no_restore_buffers or set())
-    extents: dict[int, int] = {}
+    lengths = {one.shape[dim] for one, dim in zip(given, dims, strict=True)}
     before = [
         (one, one.untyped_storage(), one.storage_offset(), one.size(), one.stride())
         for one in given
@@ -70,8 +70,8 @@ def context_parallel(
     ]
     try:
         for one, dim in zip(given, dims, strict=True):
-            _shard(one, dim, mesh, extents)
-        with _Attention(mesh, extents):
+            _shard(one, dim, mesh)
+        with _Attention(mesh, lengths):
             yield
     finally:
         with torch.no_grad():
@@ -98,12 +98,11 @@ def _checked(given: list[Tensor], dims: list[int], kept: set[Tensor]) -> list[Te
     return stays
 
 
-def _shard(buffer: Tensor, dim: int, mesh: DeviceMesh, extents: dict[int, int]) -> None:
-    """Make a buffer this rank's part of it, in place; notes how long the whole is."""
+def _shard(buffer: Tensor, dim: int, mesh: DeviceMesh) -> None:
+    """Make a buffer this rank's part of it, in place."""
     dim %= buffer.ndim
     layout = Layout.of(mesh, [Shard(dim)])
     low, high = local_interval(layout, tuple(buffer.shape), dim)
-    extents[high - low] = buffer.shape[dim]
     with torch.no_grad():
         # Other memory: what is written to the part leaves the whole as it is.
         buffer.set_(buffer.narrow(dim, low, high - low).clone())  # type: ignore[call-overload]
@@ -114,12 +113,20 @@ class _Attention(TorchFunctionMode):
 
     Args:
         mesh: whose ranks share sequences.
-        extents: how long a sequence is, by what this rank has of it.
+        lengths: how long sequences are: of the global buffers, so equal on every rank.
     """
 
-    def __init__(self, mesh: DeviceMesh, extents: dict[int, int]) -> None:
+    def __init__(self, mesh: DeviceMesh, lengths: set[int]) -> None:
         super().__init__()
-        self._mesh, self._extents = mesh, extents
+        self._mesh = mesh
+        uneven = any(length % mesh.size() for length in lengths)
+        # By what it has of several lengths, a rank cannot tell them apart, and another one might.
+        self._asks = uneven and len(lengths) > 1
+        self._known: dict[int, int] = {}
+        if uneven and not self._asks:
+            (length,) = lengths
+            low, high = local_interval(Layout.of(mesh, [Shard(0)]), (length,), 0)
+            self._known[high - low] = length
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -145,8 +152,10 @@ class _Attention(TorchFunctionMode):
     def _part(self, local: Tensor) -> DTensor:
         """A part as the distributed tensor of the whole sequence."""
         rows = local.shape[_ROWS]
-        shape = list(local.shape)
-        # Of lengths that follow none of the buffers all ranks have as many.
-        shape[_ROWS] = self._extents.get(rows, rows * self._mesh.size())
+        shape: list[int] | None = None
+        if not self._asks:
+            shape = list(local.shape)
+            # Of lengths that follow none of the buffers all ranks have as many.
+            shape[_ROWS] = self._known.get(rows, rows * self._mesh.size())
         found: DTensor = DTensor.from_local(local, self._mesh, [Shard(_ROWS)], shape=shape)
         return found

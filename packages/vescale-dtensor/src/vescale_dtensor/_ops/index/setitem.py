@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import after_mutation, refuse_view_of_leaf
 from vescale_dtensor._dispatch.fallback import fallback
+from vescale_dtensor._dispatch.overlapping import refuse_overlapping_copy
 from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._ops.index.basic import basic
 from vescale_dtensor._ops.index.gather import dims_taken, spread_out
@@ -46,6 +47,8 @@ def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
     # Views of the shards: a rank that owns none of the elements has an empty one to write.
     view = target[index]
     refuse_view_of_leaf(view)
+    if isinstance(view, DTensor):
+        refuse_overlapping_copy(view)
     # A view that had to be a copy: writing to it would not reach the target.
     if not isinstance(view, DTensor) or view._view_copy_of is not None:
         return False

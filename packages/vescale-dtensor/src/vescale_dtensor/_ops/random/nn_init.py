@@ -48,6 +48,7 @@ def _kaiming_uniform(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """What `nn.Linear` starts with: its bound follows from the global shape alone."""
+    mode = mode.lower()  # type: ignore[assignment]
     if tensor.ndim < 2 or 0 in tensor.shape or mode not in ("fan_in", "fan_out"):
         # torch's own words for what it refuses, and its own way of doing nothing.
         stand_in = torch.empty(tensor.shape, device="meta")

@@ -16,7 +16,7 @@ from vescale_dtensor._autograd.set_data import set_requires_grad
 from vescale_dtensor._ops.common.functions import entries, functions, getter, setter
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.state import history_replaced
-from vescale_dtensor._torch.compat import detach_own, without_overrides
+from vescale_dtensor._torch.compat import detach_own, no_torch_function, without_overrides
 
 # The wrapper's own C++ metadata is global and true: shape, strides, dtype, device.
 _METADATA = """
@@ -145,7 +145,16 @@ def _leaf_of(tensor: DTensor) -> Any:
 
 
 def _type(self: DTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
-    return self._local_tensor.type() if dtype is None else self.to(dtype)
+    if dtype is None:
+        return self._local_tensor.type()
+    if not isinstance(dtype, torch.dtype):
+        # A type or its name ("torch.DoubleTensor") states a device, too: torch reads it.
+        with no_torch_function():
+            typed: Any = torch.empty(0, dtype=self.dtype, device=self.device).type(dtype)
+        if typed.device != self.device:
+            return self.to(typed.device, typed.dtype, non_blocking=non_blocking)
+        dtype = typed.dtype
+    return self.to(dtype)
 
 
 _CONSTANTS = """

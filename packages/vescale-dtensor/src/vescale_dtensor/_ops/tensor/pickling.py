@@ -87,7 +87,7 @@ def _reduce_ex(self: DTensor, protocol: Any = None) -> Any:
     part = _part.get()
     if part is None:
         raise UnsupportedError(
-            f"pickling {self!r} (torch.save, copy.copy, multiprocessing): say which part of it, "
+            f"pickling {self!r} (torch.save, multiprocessing): say which part of it, "
             'with vescale_dtensor.state_dict: `with pickled("whole"):` on every rank, or `with '
             'pickled("local"):` for a file of each rank. `torch.save(full_state_dict(model), path)`'
             " saves a model as one device does; vescale_ckpt.save and save and load of "

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor._layout.layout import Layout, Shape
+from vescale_dtensor._layout.layout import Layout, Order, Shape
 from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import Replicate, Shard, is_flat
-from vescale_dtensor._layout.spec import order_of, strides_of
+from vescale_dtensor._layout.spec import order_of
 from vescale_dtensor._ops.common.functions import entries, functions
 from vescale_dtensor._ops.common.letters import no_letters
 from vescale_dtensor._ops.view.reshape_propagation import (
@@ -36,6 +36,7 @@ from vescale_dtensor._planning import (
     Signature,
     Strategy,
 )
+from vescale_dtensor._planning.memory_order import alone, exact_stand_in
 from vescale_dtensor._planning.op_call import wrap_dim
 from vescale_dtensor._redistribute.states import replace_placements
 from vescale_dtensor._tensor.copied_views import same_memory
@@ -54,15 +55,19 @@ def _strategy(call: OpCall, target: Shape) -> Strategy | None:
     if not isinstance(operand, DTensor):
         return None
     layout = operand._spec.layout
-    view = _is_view(call, layout, source, target)
+    view, order = _on_one_device(call, target)
+    # The same on every rank: which local tensors can be viewed differs from rank to rank.
+    apart = view and operand._spec.has_gaps and _joins_inside(layout, source, target)
     # Not letters: which shards stay depends on extents, mesh axis by mesh axis.
     return Strategy(
         (AxisStrategy((Replicate(),) * len(call.operands), (Replicate(),)),),
         axis_candidates=_candidates(layout, source, target, len(call.operands)),
         shapes=(target,),
-        local=_reshape if view else _copied,
-        specialize=_specialized if view else None,
+        local=_reshape if view and not apart else _copied,
+        specialize=_specialized if view and not apart else _specialized_copy,
         copy_on_one_device=not view,
+        copy_on_shards=apart,
+        output_orders=(order,),
     )
 
 
@@ -119,20 +124,41 @@ def _resharded_dim(
     return None
 
 
-def _is_view(call: OpCall, layout: Layout, source: Shape, target: Shape) -> bool:
-    """Whether one device would give a view of the operand's memory.
+def _on_one_device(call: OpCall, target: Shape) -> tuple[bool, Order | None]:
+    """Whether one device would give a view of the operand's memory, and the result's memory order.
+
+    Asked of torch, of a tensor without data that has the global strides: gaps between elements may
+    leave no view of this shape.
 
     Raises:
         RuntimeError: torch's own, where a view was asked for and there is none.
     """
-    if layout.order is None:
-        return True  # row-major tensors are viewed in any shape
-    # Asked of torch, on a tensor without data.
-    dense = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
-    if call.func not in _MAY_COPY:
-        dense.view(target)
-        return True
-    return bool(dense.reshape(target)._is_view())
+    operand: Any = call.operands[0]
+    spec = operand._spec
+    if spec.layout.order is None and not spec.has_gaps:
+        return True, None  # row-major tensors are viewed in any shape
+    with alone(), torch.no_grad():
+        base = exact_stand_in(operand)
+        if call.func not in _MAY_COPY:
+            result = base.view(target)
+        elif call.func in _RAVEL:
+            # Not `reshape`, which gives a view of elements that have equal gaps between them.
+            result = base.contiguous().view(target)
+        else:
+            result = base.reshape(target)
+    return same_memory(result, base), order_of(target, result.stride())
+
+
+def _joins_inside(layout: Layout, source: Shape, target: Shape) -> bool:
+    """Whether a sharded dim is joined with one outside of it.
+
+    There may be gaps before each row of a shard although one device has none: of every second
+    column of four, two lie next to the following row's; of the three that a rank has, they do not.
+    """
+    inside = {dim for group in reshape_groups(source, target) for dim in group.source[1:]}
+    return any(
+        isinstance(p, Sharded) and not inside.isdisjoint(p.cut_dims()) for p in layout.placements
+    )
 
 
 def fixed_candidates(
@@ -165,8 +191,20 @@ def _specialized(context: LocalContext) -> Callable[..., Tensor]:
 
 def _copied(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """A copy where one device copies, also if the local tensor could be viewed."""
-    result = _reshape(context, args, kwargs)
-    return result.clone() if same_memory(result, args[0]) else result
+    return _copy_of(args[0], context.local_output_shape())
+
+
+def _specialized_copy(context: LocalContext) -> Callable[..., Tensor]:
+    """`_copied` for these shapes."""
+    shape = context.local_output_shape()
+    return lambda local, *_, **__: _copy_of(local, shape)
+
+
+def _copy_of(local: Tensor, shape: Shape) -> Tensor:
+    result = local.reshape(shape)
+    # As `reshape` copies: row-major.
+    contiguous = torch.contiguous_format
+    return result.clone(memory_format=contiguous) if same_memory(result, local) else result
 
 
 def _viewed(local: Tensor, shape: Shape) -> Tensor:
@@ -199,11 +237,20 @@ def _view(call: OpCall) -> Shape | None:
         return tuple(call.operands[1].shape)
     # `view(dtype)` reinterprets memory: another op under the same name.
     if any(isinstance(v, torch.dtype) for v in (*call.args, *call.kwargs.values())):
+        _refuse_other_strides(call)
         return None
     sizes = sizes_argument(call, "shape" if "shape" in call.kwargs else "size")
     if not _inferable(sizes):
         return None
     return inferred(sizes, operand.numel())
+
+
+def _refuse_other_strides(call: OpCall) -> None:
+    """Raise what torch does where global strides allow no view in another dtype."""
+    operand = call.operands[0]
+    if isinstance(operand, DTensor):
+        with alone(), torch.no_grad():
+            exact_stand_in(operand).view(*call.args[1:], **call.kwargs)
 
 
 def _flatten(call: OpCall) -> Shape | None:
@@ -264,19 +311,10 @@ def _shape_class(
         found = tuple(
             _token(group, layout, source, target) for group in reshape_groups(source, target)
         )
-        lies = _view_order(call, layout, source, target)
+        lies = _on_one_device(call, target)
         return (layout, len(source), len(target), found, lies), target
 
     return alike
-
-
-def _view_order(call: OpCall, layout: Layout, source: Shape, target: Shape) -> Hashable:
-    """Whether one device gives a view, and its memory order; None where everything is row-major."""
-    if layout.order is None:
-        return None
-    dense = torch.empty_strided(source, strides_of(source, layout.order), device="meta")
-    result = dense.reshape(target) if call.func in _MAY_COPY else dense.view(target)
-    return result._is_view(), order_of(target, result.stride())
 
 
 def _token(group: ReshapeGroup, layout: Layout, source: Shape, target: Shape) -> Hashable:
@@ -332,10 +370,12 @@ def _repeat_interleave(call: OpCall) -> Strategy | None:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 _MAY_COPY = frozenset(functions("reshape reshape_as flatten ravel"))
+_RAVEL = frozenset(functions("ravel"))
 
 
 def _rule(name: str, shape_of: Callable[[OpCall], Shape | None]) -> Rule:
-    return Rule(name, _to(shape_of), _READS, views=True, shape_class=_shape_class(shape_of))
+    reads = _READS | Reads.STRIDES
+    return Rule(name, _to(shape_of), reads, views=True, shape_class=_shape_class(shape_of))
 
 
 VIEW, RESHAPE = _rule("view", _view), _rule("reshape", _view)

@@ -45,6 +45,7 @@ def slice_strategy(
         many: whether a tuple is returned.
     """
     shape = tuple(call.operands[0].shape)
+    separate = call.func.__name__.startswith("unsafe_")
     # For all mesh axes at once: whether an inner shard stays depends on what the outer ones leave.
     passed = slice_placements(layout, shape, results)
     replicated = AxisStrategy((Replicate(),), (Replicate(),) * len(results))
@@ -62,7 +63,11 @@ def slice_strategy(
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
         found = [_one(context, args[0], shape, result, i, pick) for i, result in enumerate(results)]
-        return tuple(found) if many else found[0]
+        if not many:
+            return found[0]
+        # Also where autograd asks: it refuses a recorded write to one of several views.
+        recorded = args[0].requires_grad and torch.is_grad_enabled() and not separate
+        return tuple([each[None].unbind()[0] for each in found] if recorded else found)
 
     shapes = tuple(result.shape for result in results)
     return Strategy(

@@ -12,7 +12,7 @@ from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
-from vescale_dtensor._planning.op_call import expanded_dims
+from vescale_dtensor._planning.op_call import expanded_dims, wrap_dim
 
 
 def _permuted(call: OpCall, source: Sequence[int]) -> Strategy:
@@ -59,12 +59,18 @@ def _permute(call: OpCall) -> Strategy | None:
     return _permuted(call, dims) if sorted(dims) == list(range(ndim)) else None
 
 
-def _movedim(call: OpCall) -> Strategy:
+def _movedim(call: OpCall) -> Strategy | None:
     ndim = call.operands[0].ndim
     given = [call.argument(1, "source"), call.argument(2, "destination")]
-    source, destination = ([v] if isinstance(v, int) else list(v) for v in given)
-    rest = [d for d in range(ndim) if d not in {s % ndim for s in source}]
-    placed = {d % ndim: s % ndim for s, d in zip(source, destination, strict=True)}
+    asked = [[v] if isinstance(v, int) else list(v) for v in given]
+    source, destination = ([d for d in dims if wrap_dim(d, ndim) is not None] for dims in asked)
+    source, destination = ([d % ndim for d in dims] for dims in (source, destination))
+    # What torch refuses goes to the fallback, and a scalar, of which there is nothing to move.
+    for dims in (asked[0], asked[1], destination, {*source}, {*destination}):
+        if len(dims) != len(source):
+            return None
+    rest = [d for d in range(ndim) if d not in source]
+    placed = dict(zip(destination, source, strict=True))
     return _permuted(call, [placed[i] if i in placed else rest.pop(0) for i in range(ndim)])
 
 
