@@ -1,7 +1,8 @@
 """One module whose forward is computed again in backward, bitwise the same.
 
-The random numbers are: torch restores the generators, and vescale-rng draws by them. Buffers that
-forward writes to are as they were for a recomputation, and untouched by it.
+The random numbers are: torch restores its generators, by which vescale-rng draws, and those of
+Python, of numpy and of the module are restored beside them. Buffers that forward writes to are as
+they were for a recomputation, and untouched by it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from vescale_comm.generators import States, generators_of
 from vescale_comm.nested import map_tensors, tensors_within
 from vescale_dtensor import attention_way, checkpoint, sequence_attention, untraced
 from vescale_rng import policy, use
@@ -91,16 +93,18 @@ class Region:
             pairs = zip(tensors, leaves, strict=True)
             rest = iter([one if leaf else one.view(one.shape) for one, leaf in pairs])
             inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow, copies=True)
-            with buffers.as_before():
+            with buffers.as_before(), drawn.again():
                 return forward(*inner_args, **inner_kwargs)
 
         # Before the forward, which may write to them. `run` finds this name when it is called.
         buffers = _Buffers(self.name, self.module)
+        drawn = _Drawn(self.module)
         # An argument on the device, whatever the others are: torch asks arguments for devices.
         here = torch.empty(0, device=self.device_type)
         contexts = partial(_contexts, self.saved)  # of no call: what captures this asks it anew
         output = checkpoint(run, here, *tensors, context_fn=contexts)
         buffers.require_unwritten()
+        drawn.end()
         return output
 
     def _require_no_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,6 +156,32 @@ class _Again:
 
     def __exit__(self, *raised: Any) -> Any:
         return self._open.pop().__exit__(*raised)
+
+
+class _Drawn:
+    """Generators that torch does not set back for a recomputation, as they are before a forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = generators_of(module)
+        self._before: States | None = States(self._own)
+
+    def end(self) -> None:
+        """The forward has run: states of which it drew nothing are let go of."""
+        if self._before is not None and not self._before.moved():
+            self._before = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw what the forward has drawn; afterwards they stand where they stood."""
+        if self._before is None:
+            yield
+            return
+        now = States(self._own)
+        self._before.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
 
 class _Buffers:

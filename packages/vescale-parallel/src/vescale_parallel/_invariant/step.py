@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
+from vescale_comm.generators import States, generators_of
 from vescale_dtensor import DTensor, local_leaf
 
 from vescale_parallel._common.agreement import checksum, require_same
@@ -154,7 +155,7 @@ class InvariantStep:
             # Ranks that gather parameters together take as many turns: the last ones idly, with
             # the first shard, of which nothing is kept.
             shard = own[turn] if turn < len(own) else 0
-            torch.manual_seed(seeds[shard])
+            self._seed(seeds[shard])
             # Weighed before backward and not after the sum: the rows of the last shards may be
             # fewer.
             loss = self._run_one(parts[shard], sizes[shard] / sum(sizes))
@@ -211,7 +212,7 @@ class InvariantStep:
             # As many turns on every rank: the function may gather parameters.
             for turn in range(max(len(each) for each in shards)):
                 shard = mine[turn] if turn < len(mine) else 0
-                torch.manual_seed(seeds[shard])
+                self._seed(seeds[shard])
                 like = function(*parts[shard].args, **parts[shard].kwargs)
                 values = values_within(like)
                 if turn < len(mine):
@@ -287,12 +288,21 @@ class InvariantStep:
         devices = [] if device == "cpu" else [torch.accelerator.current_device_index()]
         # `fork_rng` needs the name of an accelerator, also where no device of it is forked.
         kind = "cuda" if device == "cpu" else device
+        self._others = States(generators_of(self.model))
         with torch.random.fork_rng(devices, device_type=kind):
             self.running = True
             try:
                 yield
             finally:
                 self.running = False
+                self._others.restore()
+
+    def _seed(self, seed: int) -> None:
+        """Let a shard draw its own numbers, from whatever generator."""
+        torch.manual_seed(seed)
+        # Of the same seed: Python's and numpy's stand elsewhere on each rank where nobody has
+        # seeded them.
+        self._others.seed(seed)
 
     def _find_destinations(self) -> None:
         """Know where sums go, also when parameters were frozen since."""
