@@ -38,7 +38,7 @@ def generators_of(holder: Any) -> dict[str, Any]:
                 continue
             for generator in _within(value):
                 found.setdefault(id(generator), (f"{name}.{attribute}".lstrip("."), generator))
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, generator in found.values():
         kept[name if name not in kept else f"{name} ({len(kept)})"] = generator
     return kept
