@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 KINDS = ["torch", "python", "numpy", "own", "own numpy"]
@@ -28,6 +28,7 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         draw = {
+            "none": lambda: 1.0,
             "torch": lambda: torch.rand(()).item(),
             "python": random.random,
             "numpy": numpy.random.rand,
@@ -97,3 +98,24 @@ def test_a_recomputation_draws_what_the_forward_has_drawn(kind: str):
         assert first == second
 
     simulate(1)(on_a_rank)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_refuse_generators_that_they_do_not_know(kind: str):
+    named = {"python": "Python's random", "numpy": "numpy.random", "torch": ""}.get(kind, "own")
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(Draws("none"), Draws(kind))
+        plan = Plan(pipeline={"stages": "?", "schedule": "1f1b", "microbatches": 2})
+        parallelize(model, make_mesh(device_type="cpu", pp=2), plan)
+        before = states(model)
+        call = (model, torch.ones(4, 3)), {"loss": (nn.functional.mse_loss, torch.ones(4, 3))}
+        if not named:
+            forward_backward(*call[0], **call[1])
+            return
+        with pytest.raises(PipelineError, match=named):
+            forward_backward(*call[0], **call[1])
+        assert states(model) == before
+
+    simulate(2)(on_a_rank)

@@ -22,10 +22,8 @@ from vescale_dtensor import attention_way, checkpoint, sequence_attention, untra
 from vescale_rng import policy, use
 
 from vescale_parallel._checkpoint.kept import Results
+from vescale_parallel._common.written import CHECKED, SMALL, Before
 from vescale_parallel._errors import ParallelError
-
-_SMALL: Final = 16_384
-"""Elements of a buffer that is kept for the recomputation, whether or not it is written to."""
 
 
 class Region:
@@ -46,6 +44,7 @@ class Region:
         self.name, self.module, self.saved = name, module, tuple(saved)
         self.device_type = device_type
         self.is_on = True
+        self._calls = 0
         # One that somebody has set before, as accelerate does.
         self._own: Any = vars(module).get("forward")
 
@@ -97,7 +96,8 @@ class Region:
                 return forward(*inner_args, **inner_kwargs)
 
         # Before the forward, which may write to them. `run` finds this name when it is called.
-        buffers = _Buffers(self.name, self.module)
+        self._calls += 1
+        buffers = _Buffers(self.name, self.module, copies=self._calls <= CHECKED)
         drawn = _Drawn(self.module)
         # An argument on the device, whatever the others are: torch asks arguments for devices.
         here = torch.empty(0, device=self.device_type)
@@ -187,7 +187,7 @@ class _Drawn:
 class _Buffers:
     """The buffers of a module as they are before its forward."""
 
-    def __init__(self, region: str, module: nn.Module) -> None:
+    def __init__(self, region: str, module: nn.Module, *, copies: bool) -> None:
         self._region = region
         places = [
             (one, name, buffer)
@@ -198,12 +198,12 @@ class _Buffers:
         self._small = [
             (one, name, buffer.detach().clone())
             for one, name, buffer in places
-            if buffer.numel() <= _SMALL or isinstance(one, _NormBase)
+            if buffer.numel() <= SMALL or isinstance(one, _NormBase)
         ]
         self._large = [
-            (one, name, buffer, buffer._version)
+            (one, name, buffer, Before(buffer, copies=copies))
             for one, name, buffer in places
-            if buffer.numel() > _SMALL and not (isinstance(one, _NormBase) or buffer.is_inference())
+            if buffer.numel() > SMALL and not isinstance(one, _NormBase)
         ]
 
     def require_unwritten(self) -> None:
@@ -212,8 +212,8 @@ class _Buffers:
         Raises:
             ParallelError: it would be written to again.
         """
-        for module, name, buffer, version in self._large:
-            if module._buffers.get(name) is not buffer or buffer._version != version:
+        for module, name, buffer, before in self._large:
+            if before.has_changed(module._buffers.get(name)):
                 raise ParallelError(
                     f"checkpoint: module '{self._region}' writes to its buffer '{name}' of shape "
                     f"{tuple(buffer.shape)}, and would again when it is recomputed. Give it 'none' "

@@ -4,5 +4,6 @@
 - `agreement`: whether all ranks hold the same, told by a few bytes; who differs, where they do not
   (on what `vescale_comm.agreement` sends and hears).
 - `messages`: lists of names, the names nearest to a wrong one, bytes as people read them.
+- `written`: whether a tensor has other values than before.
 - `torch_compat`: the one list of what is used of torch beyond its public API.
 """

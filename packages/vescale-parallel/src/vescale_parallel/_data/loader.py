@@ -17,10 +17,12 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+from vescale_comm.generators import States, generators_of, mixed
 
 from vescale_parallel._common.agreement import require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
 from vescale_parallel._common.rows import shard_of, sharing_axes
+from vescale_parallel._data.draws import CollateRead, SeededSamples
 from vescale_parallel._data.rows import (
     CollateRows,
     RowsOfBatches,
@@ -56,11 +58,12 @@ def loader(
 ) -> Loader:
     """Return a loader of which each rank reads its rows of the batches of one device.
 
-    Batches, their order and what is drawn from generators are those of
-    `DataLoader(dataset, batch_size, ...)` on one device. A rank gets the rows that the plan's
-    `batch` layout gives it, the last and uneven batch included; where a batch has fewer rows than
-    ranks, some get tensors of no rows. Ranks that differ along other axes (tp) get the same rows.
-    The plan has to say `batch_is="local"`.
+    Batches, their order and where generators end are those of
+    `DataLoader(dataset, batch_size, ...)` on one device; random numbers that a sample draws belong
+    to its number in the epoch, on any number of ranks and with any number of workers. A rank gets
+    the rows that the plan's `batch` layout gives it, the last and uneven batch included; where a
+    batch has fewer rows than ranks, some get tensors of no rows. Ranks that differ along other axes
+    (tp) get the same rows. The plan has to say `batch_is="local"`.
 
     Args:
         dataset: with `__getitem__`, which is called for the rows of this rank only; or an
@@ -102,9 +105,10 @@ def loader(
             start = SkippingSampler(_first(sampler, random, SequentialSampler(dataset)))
             batch_sampler = BatchSampler(start, batch_size, drop_last)
         rows = RowsOfBatches(batch_sampler, share)
-        batches = {"batch_sampler": rows, "collate_fn": collate}
-    inner = loader_type(dataset, generator=generator, **batches, **options)
-    return Loader(inner, mesh, plan, collate, generator, rows, start)
+        batches = {"batch_sampler": rows, "collate_fn": CollateRead(collate)}
+    read = dataset if rows is None else SeededSamples(dataset)
+    inner = loader_type(read, generator=generator, **batches, **options)
+    return Loader(inner, dataset, mesh, plan, collate, generator, rows, start)
 
 
 def _require_meaning(
@@ -140,6 +144,10 @@ def _share(mesh: DeviceMesh, plan: Plan) -> Share:
     return Share(extents, shard_of([here[axis] for axis in axes], extents))
 
 
+def _digest(state: torch.Tensor) -> bytes:
+    return hashlib.sha256(state.numpy().tobytes()).digest()
+
+
 _Passed = tuple[int, Any, int]
 """Samples of a global batch, this rank's rows of it, and a digest of which samples they are."""
 
@@ -155,6 +163,7 @@ class Loader:
     def __init__(
         self,
         inner: Any,
+        dataset: Any,
         mesh: DeviceMesh,
         plan: Plan,
         collate: Callable[[list[Any]], Any],
@@ -163,11 +172,12 @@ class Loader:
         start: SkippingSampler | None,
     ) -> None:
         self.inner, self.epoch = inner, 0
-        self._mesh, self._plan, self._collate = mesh, plan, collate
+        self._dataset, self._mesh, self._plan, self._collate = dataset, mesh, plan, collate
         self._generator, self._rows, self._start = generator, rows, start
         # Global samples that were passed on in this epoch, and the generator at its beginning.
         self._samples = 0
         self._began: torch.Tensor | None = None
+        self._seed = 0
         self._resumes: dict[str, Any] | None = None
         self._form: Any = None
 
@@ -178,7 +188,7 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, the batch sampler and the dataset, as far as they want to know."""
         self.epoch = epoch
-        told = [self.inner.dataset]
+        told = [self._dataset]
         if self._start is not None:
             told.append(self._start.sampler)
         elif self._rows is not None:
@@ -253,6 +263,8 @@ class Loader:
         # Before the order is drawn: from here a resumed epoch draws the same order again, and skips
         # what was passed on.
         self._samples, self._began = samples, own.get_state()
+        # By the state and not drawn: more must not be drawn than on one device.
+        self._seed = int.from_bytes(_digest(self._began)[:8], "little")
         # Before the first sample is read: ranks that would read other batches raise here, on all of
         # them.
         self._agree({"begins": self._begins()})
@@ -261,7 +273,7 @@ class Loader:
             samples = 0
         elif samples and resumed is not None and self._rows is None:
             self._require_workers(resumed)
-        batches = self._batches(samples)
+        batches = self._batches(samples, self._samples - samples)
         # At once, and not when the caller asks: a sampler draws when it is first asked, and must do
         # so while the generator stands where the epoch began.
         return next(batches, None), batches
@@ -279,10 +291,15 @@ class Loader:
         self._agree({"ends": f"after {self._samples} samples, digest {digest:08x}"})
         self._samples, self._began = 0, None
 
-    def _batches(self, skip: int) -> Iterator[_Passed]:
-        """Sizes of the global batches, this rank's rows of each, and digests."""
+    def _batches(self, skip: int, number: int) -> Iterator[_Passed]:
+        """Sizes of the global batches, this rank's rows of each, and digests.
+
+        Args:
+            skip: samples that come, and were passed on.
+            number: of the first that comes.
+        """
         if self._rows is None:
-            for size, batch in self.inner:
+            for size, batch in self._stream(number):
                 if skip and skip >= size:
                     skip -= size
                 elif skip:
@@ -294,8 +311,9 @@ class Loader:
                 else:
                     yield size, batch, size
             return
+        self._rows.seed = self._seed
         if self._start is not None:
-            self._start.skip = skip
+            self._start.skip = self._rows.number = skip
         else:
             self._rows.skip = skip
         iterator = iter(self.inner)
@@ -315,12 +333,44 @@ class Loader:
             whole = noted.popleft()
             yield whole.samples, batch, whole.digest
 
+    def _stream(self, number: int) -> Iterator[tuple[int, Any]]:
+        """Batches of a stream, with how many samples each has of all ranks."""
+        # Workers have seeds of torch's, alike on all ranks. Here each batch has its own: other
+        # draws, of the model, come in between, and not again where the stream is resumed.
+        is_here = getattr(self.inner, "num_workers", 0) == 0
+        states = States()
+        states.seed(self._seed)
+        try:
+            iterator = iter(self.inner)
+        finally:
+            states.restore()
+        while True:
+            states = States(default=True)
+            if is_here:
+                states.seed(mixed(self._seed, number))
+            try:
+                found = next(iterator, None)
+            finally:
+                states.restore()
+            if found is None:
+                return
+            number += found[0]
+            yield found
+
     def _empty(self, near: Any, first: Any) -> Any:
         """A batch of no rows."""
         if self._form is None:
-            seen = near if near is not None else self._collate([self.inner.dataset[first]])
+            seen = near if near is not None else self._sample(first)
             self._form = without_rows(seen)
         return without_rows(self._form)
+
+    def _sample(self, first: Any) -> Any:
+        """A batch of one sample, of which the form is looked at."""
+        states = States(generators_of(self._dataset), default=True)
+        try:
+            return self._collate([self._dataset[first]])
+        finally:
+            states.restore()
 
     def _workers(self) -> list[int]:
         """Workers and batch size, where the order of a stream depends on them."""
@@ -339,10 +389,10 @@ class Loader:
     def _begins(self) -> str:
         where = self._began
         assert where is not None
-        digest = hashlib.sha256(where.numpy().tobytes()).hexdigest()[:16]
-        size = len(self.inner.dataset) if hasattr(self.inner.dataset, "__len__") else "any"
+        digest = _digest(where).hex()[:16]
+        size = len(self._dataset) if hasattr(self._dataset, "__len__") else "any"
         return (
-            f"{type(self.inner.dataset).__name__} of {size} samples, epoch {self.epoch}, after "
+            f"{type(self._dataset).__name__} of {size} samples, epoch {self.epoch}, after "
             f"{self._samples} samples, generator {digest}"
         )
 

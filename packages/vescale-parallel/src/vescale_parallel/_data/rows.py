@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import Any, Final, NamedTuple
 
 from torch.utils.data import Sampler
+from vescale_comm.generators import mixed
 from vescale_comm.nested import field_names, map_tensors, with_fields
 
 from vescale_parallel._common.rows import row_counts
+from vescale_parallel._data.draws import SeedsOfStream, Wanted, collated
 
 _LEAVES: Final = (str, bytes, int, float, type(None))
 
@@ -62,7 +64,7 @@ class SkippingSampler(Sampler[Any]):
         return len(self.sampler)  # type: ignore[arg-type]
 
 
-class RowsOfBatches(Sampler[list[Any]]):
+class RowsOfBatches(Sampler[list[Wanted]]):
     """This rank's samples of each batch of one device; batches without any are left out.
 
     torch's `DataLoader` reads ahead; so what each batch was like is put down for the loader, which
@@ -72,27 +74,32 @@ class RowsOfBatches(Sampler[list[Any]]):
     def __init__(self, batches: Iterable[Sequence[Any]], share: Share) -> None:
         self.batches, self.share = batches, share
         self.noted: deque[Batch] = deque()
-        self.skip = 0
+        # Of the epoch: from it and a sample's number follows the seed of its random numbers.
+        self.skip, self.seed, self.number = 0, 0, 0
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[Wanted]]:
         # Not a generator itself: an iterator that was left halfway must not note into a new queue.
         self.noted = deque()
-        skip, self.skip = self.skip, 0
-        return self._walk(self.noted, skip)
+        # Not reset: with workers torch asks for an iterator twice, and goes by the second.
+        return self._walk(self.noted, self.skip, self.number, self.seed)
 
-    def _walk(self, noted: deque[Batch], skip: int) -> Iterator[list[Any]]:
+    def _walk(
+        self, noted: deque[Batch], skip: int, number: int, seed: int
+    ) -> Iterator[list[Wanted]]:
+        after = number
         for one in self.batches:
             samples = list(one)
+            number, after = after, after + len(samples)
             if skip and skip >= len(samples):
                 skip -= len(samples)
                 continue
             # Of a batch that was passed on in part, as another size cut them, what is left of it.
-            samples, skip = samples[skip:], 0
-            mine = self.share.of(samples)
+            samples, number, skip = samples[skip:], number + skip, 0
+            mine = self.share.of(range(len(samples)))
             first = samples[0] if samples else None
             noted.append(Batch(len(samples), len(mine), first, zlib.crc32(repr(samples).encode())))
             if mine:
-                yield mine
+                yield [Wanted(samples[at], mixed(seed, number + at)) for at in mine]
 
 
 class CollateRows:
@@ -100,13 +107,13 @@ class CollateRows:
 
     def __init__(self, collate: Callable[[list[Any]], Any], share: Share) -> None:
         self.collate, self.share = collate, share
+        self.seeds = SeedsOfStream(share.shard)
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any]:
         """Return how many samples the whole batch has, and the rows of this rank."""
         mine = self.share.of(samples)
-        if mine:
-            return len(samples), self.collate(mine)
-        return len(samples), without_rows(self.collate(samples[:1]))
+        found = collated(self.collate, mine or samples[:1], self.seeds.take())
+        return len(samples), found if mine else without_rows(found)
 
 
 def without_rows(batch: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vescale_dtensor import gradient_total, local_leaf
 
 from vescale_parallel._common.messages import listed
+from vescale_parallel._common.written import CHECKED, SMALL, Before
 from vescale_parallel._errors import ParallelError, StaleParameterError
 from vescale_parallel._zero.schedule import Schedule
 from vescale_parallel._zero.unit import Unit
@@ -40,6 +41,8 @@ class Collected:
         self.in_units = {self.number(one.stored) for unit in units for one in unit.held}
         self._found: list[Tensor | None] = [None] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
+        self._steps = 0
+        self._before: dict[str, Before] = {}
         for unit in units:
             # Units then hand their gradients over, and reduce nothing: the sum over ranks is the
             # tree's.
@@ -92,21 +95,29 @@ class Collected:
             one.grad = None
         self._found = [None] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
-        # Versions count writes in place; the identity tells a buffer that was replaced.
-        self._versions = self._written()
+        self._steps += 1
+        self._before = {
+            name: Before(one, copies=one.numel() <= SMALL or self._steps <= CHECKED)
+            for name, one in self.model.named_buffers()
+        }
+        self._versions = self._parameters()
         for unit in self._units:
             unit.taken.clear()
         try:
             yield
         finally:
+            self._before = {}
             self._found = [None] * len(self.parameters)
             for one, gradient in zip(rest, before, strict=True):
                 one.grad = gradient
 
     def problem(self) -> str:
         """Return what was wrong with the forwards; empty if nothing was."""
-        now = self._written()
+        now = self._parameters()
         written = {name for name in now if now[name] != self._versions.get(name)}
+        here = dict(self.model.named_buffers())
+        gone = self._before.keys() ^ here.keys()
+        written |= gone | {n for n, one in self._before.items() if one.has_changed(here.get(n))}
         written = written.union(*(unit.taken for unit in self._units))
         if not written:
             return ""
@@ -116,11 +127,10 @@ class Collected:
             "of forward, or return what they collect with the loss."
         )
 
-    def _written(self) -> dict[str, tuple[int, int]]:
-        found = {name: (id(one), one._version) for name, one in self.model.named_buffers()}
-        for name, one in self.model.named_parameters():
-            found[name] = id(one), local_leaf(one)._version
-        return found
+    def _parameters(self) -> dict[str, tuple[int, int]]:
+        # Versions count writes in place; the identity tells one that was replaced.
+        named = self.model.named_parameters()
+        return {name: (id(one), local_leaf(one)._version) for name, one in named}
 
     def require_same_parameters(self) -> None:
         """Refuse parameters that were replaced or added.

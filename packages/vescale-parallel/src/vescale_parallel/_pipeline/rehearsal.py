@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from vescale_comm.generators import States, generators_of
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
@@ -74,6 +75,7 @@ class Rehearsal:
     def __init__(self, scene: Scene, lines: Lines) -> None:
         self._scene, self._lines = scene, lines
         self._state = State(scene.model)
+        self._others = States(generators_of(scene.model))
         self._given: dict[int, tuple[Mapping[str, Tensor], Foreign]] = {}
         self._received: dict[int, tuple[dict[str, int], list[Tensor]]] = {}
         self._loss: Tensor | None = None
@@ -105,6 +107,7 @@ class Rehearsal:
             return trimmed(kind)._replace(reaches=tuple(self._reaches(kind)), doubled=doubled)
         finally:
             scene.streams.seek(start)
+            self._others.restore()
             self._state.restore()
             # It holds the graphs of all stages of this rank.
             self._given.clear()
@@ -222,6 +225,7 @@ class Rehearsal:
         leaks = running.foreign.leaks
         self._taken[stage] = set() if leaks is None else leaks.taken
         written.require_unchanged()
+        self._require_known_generators()
         self._received[stage] = running.places, running.received
         self._loss = found if found is not None else self._loss
         if kept is not None:
@@ -239,6 +243,16 @@ class Rehearsal:
             tuple((dict(kind.uses) | dict.fromkeys(sorted(running.foreign.used), stage)).items()),
             writes=(*kind.writes, *writes),
         )
+
+    def _require_known_generators(self) -> None:
+        """Refuse draws by which other stages would have to move generators, and cannot."""
+        moved = self._others.moved()
+        if moved:
+            raise PipelineError(
+                f"a forward draws from {listed(moved)}: stages know how far each part of a model "
+                "moves torch's default generators, and no others, so that their numbers would not "
+                "be those of one device. Draw by torch without generator=."
+            )
 
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
         """Ask the stage before for its values, and hear what they are."""
