@@ -12,6 +12,7 @@ from tools.bench._timing import microseconds
 from tools.bench._wire import Wire
 
 
+@pytest.mark.slow
 def test_dispatch_has_a_line_for_each_reference_of_each_case():
     rows = list(dispatch.measure(rounds=1))
     assert not dist.is_initialized()

@@ -92,6 +92,7 @@ def test_a_kernel_with_a_wrong_mask_is_found(tmp_path):
     assert (status, found["kernels", "fold"].status) == (1, findings.DIFFERS)
 
 
+@pytest.mark.slow
 def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(tmp_path, capsys):
     limit = ("--minutes", "4", "--case-limit", "5")
     fault = ("--with", str(FAULTS / "ends_badly.py"))

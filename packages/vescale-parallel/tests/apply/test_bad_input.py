@@ -83,8 +83,8 @@ def train_until_killed(place: str, zero: int, rank: int) -> None:
 @pytest.mark.parametrize(
     ("place", "zero"),
     [
-        ("in_backward", 3),
         # Processes take long to start.
+        pytest.param("in_backward", 3, marks=pytest.mark.slow),
         pytest.param("in_forward", 3, marks=pytest.mark.slow),
         pytest.param("before_the_step", 0, marks=pytest.mark.slow),
     ],
