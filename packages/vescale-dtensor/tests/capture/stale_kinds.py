@@ -45,12 +45,27 @@ def mutated(function):
     return change
 
 
-def times(x, value):
-    return x * value
+def another(name, make, change, read):
+    """State of which `change` gives another value, and `read` a number to multiply by."""
+    kind(name, make, change, lambda x, value: x * read(value))
 
 
-def of_attribute(x, value):
-    return x * value.factor
+def in_place(name, make, write, read):
+    """State that is changed in place."""
+    another(name, make, mutated(write), read)
+
+
+def grow(name):
+    """What adds one to an attribute."""
+    return lambda value: setattr(value, name, getattr(value, name) + 1)
+
+
+def itself(value):
+    return value
+
+
+def factor(value):
+    return value.factor
 
 
 # --- values
@@ -63,7 +78,7 @@ class Mode(enum.Enum):
 
 Pair = namedtuple("Pair", "scale shift")
 
-kind("float", lambda: 2.0, lambda v: v + 1, times)
+another("float", lambda: 2.0, lambda v: v + 1, itself)
 kind("bool", lambda: True, lambda v: not v, lambda x, v: x.sin() if v else x.cos())
 kind("string", lambda: "sin", lambda v: "cos", lambda x, v: getattr(x, v)())
 kind("None", lambda: None, lambda v: 3.0, lambda x, v: x if v is None else x * v)
@@ -74,76 +89,52 @@ kind(
     lambda x, v: x.sin() if v is Mode.SINE else x.cos(),
 )
 kind("dtype", lambda: torch.float32, lambda v: torch.float64, lambda x, v: x.to(v))
-kind("tuple", lambda: (2.0, 3.0), lambda v: (2.0, 4.0), lambda x, v: x * v[1])
+another("tuple", lambda: (2.0, 3.0), lambda v: (2.0, 4.0), lambda v: v[1])
 kind("slice", lambda: slice(0, 1), lambda v: slice(1, 3), lambda x, v: x[:, v].sum())
-kind("range", lambda: range(2), lambda v: range(3), lambda x, v: x * sum(v))
+another("range", lambda: range(2), lambda v: range(3), sum)
 kind(
     "named tuple",
     lambda: Pair(2.0, 1.0),
     lambda v: v._replace(shift=3.0),
     lambda x, v: x * v.scale + v.shift,
 )
-kind("set", lambda: {1, 2}, mutated(lambda v: v.add(3)), lambda x, v: x * len(v))
-kind("frozen set", lambda: frozenset({1, 2}), lambda v: v | {3}, lambda x, v: x * len(v))
-kind(
-    "numpy scalar", lambda: numpy.float32(2), lambda v: numpy.float32(3), lambda x, v: x * float(v)
-)
-kind(
-    "numpy array", lambda: numpy.ones(2), mutated(lambda v: v.fill(3)), lambda x, v: x * float(v[0])
-)
-kind(
-    "bytearray", lambda: bytearray(b"a"), mutated(lambda v: v.extend(b"b")), lambda x, v: x * len(v)
-)
+in_place("set", lambda: {1, 2}, lambda v: v.add(3), len)
+another("frozen set", lambda: frozenset({1, 2}), lambda v: v | {3}, len)
+another("numpy scalar", lambda: numpy.float32(2), lambda v: numpy.float32(3), float)
+in_place("numpy array", lambda: numpy.ones(2), lambda v: v.fill(3), lambda v: float(v[0]))
+in_place("bytearray", lambda: bytearray(b"a"), lambda v: v.extend(b"b"), len)
 
 
 # --- containers
 
-kind(
-    "entry of a dict",
-    lambda: {"a": 2.0},
-    mutated(lambda v: v.update(a=3.0)),
-    lambda x, v: x * v["a"],
-)
-kind(
+in_place("entry of a dict", lambda: {"a": 2.0}, lambda v: v.update(a=3.0), lambda v: v["a"])
+in_place(
     "entry of a nested dict",
     lambda: {"model": {"scale": [1.0, 2.0]}},
-    mutated(lambda v: v["model"]["scale"].__setitem__(1, 5.0)),
-    lambda x, v: x * v["model"]["scale"][1],
+    lambda v: v["model"]["scale"].__setitem__(1, 5.0),
+    lambda v: v["model"]["scale"][1],
 )
-kind(
-    "default dict",
-    lambda: defaultdict(int, a=2),
-    mutated(lambda v: v.update(a=3)),
-    lambda x, v: x * v["a"],
+in_place("default dict", lambda: defaultdict(int, a=2), lambda v: v.update(a=3), lambda v: v["a"])
+in_place(
+    "ordered dict", lambda: OrderedDict(a=2), lambda v: v.update(b=3), lambda v: sum(v.values())
 )
-kind(
-    "ordered dict",
-    lambda: OrderedDict(a=2),
-    mutated(lambda v: v.update(b=3)),
-    lambda x, v: x * sum(v.values()),
-)
-kind(
+another(
     "read-only view of a dict",
     lambda: types.MappingProxyType({"a": 2}),
     lambda v: types.MappingProxyType({"a": 3}),
-    lambda x, v: x * v["a"],
+    lambda v: v["a"],
 )
-kind(
-    "entry of a list",
-    lambda: [2.0, 3.0],
-    mutated(lambda v: v.__setitem__(0, 4.0)),
-    lambda x, v: x * v[0],
-)
-kind("appended list", lambda: [2.0], mutated(lambda v: v.append(4.0)), lambda x, v: x * sum(v))
-kind("deque", lambda: deque([2.0]), mutated(lambda v: v.append(4.0)), lambda x, v: x * sum(v))
-kind("iterator", lambda: iter(range(2, 99)), lambda v: v, lambda x, v: x * next(v))
+in_place("entry of a list", lambda: [2.0, 3.0], lambda v: v.__setitem__(0, 4.0), lambda v: v[0])
+in_place("appended list", lambda: [2.0], lambda v: v.append(4.0), sum)
+in_place("deque", lambda: deque([2.0]), lambda v: v.append(4.0), sum)
+another("iterator", lambda: iter(range(2, 99)), lambda v: v, next)
 
 
 def counting():
     yield from range(2, 99)
 
 
-kind("generator", counting, lambda v: v, lambda x, v: x * next(v))
+another("generator", counting, lambda v: v, next)
 
 
 # --- objects
@@ -177,35 +168,35 @@ def factor_is(number):
     return mutated(lambda value: setattr(value, "factor", number))
 
 
-kind("field of a dataclass", Settings, factor_is(3.0), of_attribute)
-kind("another dataclass", Settings, lambda v: replace(v, factor=3.0), of_attribute)
-kind("frozen dataclass", Frozen, lambda v: replace(v, factor=3.0), of_attribute)
-kind("dataclass with slots", Slotted, factor_is(3.0), of_attribute)
-kind("object with slots", lambda: OldSlots(2.0), factor_is(3.0), of_attribute)
-kind(
+another("field of a dataclass", Settings, factor_is(3.0), factor)
+another("another dataclass", Settings, lambda v: replace(v, factor=3.0), factor)
+another("frozen dataclass", Frozen, lambda v: replace(v, factor=3.0), factor)
+another("dataclass with slots", Slotted, factor_is(3.0), factor)
+another("object with slots", lambda: OldSlots(2.0), factor_is(3.0), factor)
+in_place(
     "nested dataclass",
     lambda: Settings(inner=Settings()),
-    mutated(lambda v: setattr(v.inner, "factor", 3.0)),
-    lambda x, v: x * v.inner.factor,
+    lambda v: setattr(v.inner, "factor", 3.0),
+    lambda v: v.inner.factor,
 )
-kind(
+in_place(
     "list in a dataclass with slots",
     lambda: Slotted(others=[2.0]),
-    mutated(lambda v: v.others.append(3.0)),
-    lambda x, v: x * sum(v.others),
+    lambda v: v.others.append(3.0),
+    lambda v: sum(v.others),
 )
-kind("simple namespace", lambda: types.SimpleNamespace(factor=2.0), factor_is(3.0), of_attribute)
-kind(
+another("simple namespace", lambda: types.SimpleNamespace(factor=2.0), factor_is(3.0), factor)
+in_place(
     "tensor in a dataclass",
     lambda: Settings(inner=torch.ones(4)),
-    mutated(lambda v: setattr(v, "inner", torch.full((4,), 3.0))),
-    lambda x, v: x * v.inner,
+    lambda v: setattr(v, "inner", torch.full((4,), 3.0)),
+    lambda v: v.inner,
 )
-kind(
+another(
     "weak reference",
     lambda: weakref.ref(KEPT.setdefault(0, Settings())),
     lambda v: weakref.ref(KEPT.setdefault(1, Settings(3.0))),
-    lambda x, v: x * v().factor,
+    lambda v: v().factor,
 )
 KEPT: dict[int, Settings] = {}
 
@@ -216,4 +207,4 @@ def context_variable():
     return variable
 
 
-kind("context variable", context_variable, mutated(lambda v: v.set(3.0)), lambda x, v: x * v.get())
+in_place("context variable", context_variable, lambda v: v.set(3.0), lambda v: v.get())

@@ -20,7 +20,7 @@ import types
 from typing import Any
 
 import torch
-from stale_kinds import Settings, factor_is, kind, mutated, of_attribute
+from stale_kinds import Settings, another, factor, factor_is, grow, in_place, kind, mutated
 from stale_kinds_typed import KINDS as KINDS
 from torch import nn
 
@@ -50,53 +50,50 @@ def setting(name, apply, use):
     kind(name, make, change, lambda x, value: use(x))
 
 
-def doubled_if(condition):
-    return lambda x: x * 2 if condition() else x
+def asked(name, apply, ask):
+    """A setting that code multiplies by, as it asks for it."""
+    setting(name, apply, lambda x: x * ask())
 
 
-setting(
+asked(
     "deterministic algorithms",
     lambda n: torch.use_deterministic_algorithms(bool(n % 2)),
-    doubled_if(torch.are_deterministic_algorithms_enabled),
+    torch.are_deterministic_algorithms_enabled,
 )
-setting("number of threads", lambda n: torch.set_num_threads(1 + n % 2), lambda x: x * threads())
-setting(
+asked("number of threads", lambda n: torch.set_num_threads(1 + n % 2), lambda: threads())
+asked(
     "fast path of attention",
     lambda n: torch.backends.mha.set_fastpath_enabled(n % 2 == 0),
-    doubled_if(torch.backends.mha.get_fastpath_enabled),
+    torch.backends.mha.get_fastpath_enabled,
 )
-setting(
+asked(
     "anomaly detection",
     lambda n: torch.autograd.set_detect_anomaly(n % 2 == 1),
-    doubled_if(torch.is_anomaly_enabled),
+    torch.is_anomaly_enabled,
 )
-setting("seed", torch.manual_seed, lambda x: x * torch.initial_seed())
+asked("seed", torch.manual_seed, torch.initial_seed)
 setting(
     "arguments of the program",
     lambda n: sys.argv.__setitem__(slice(1, None), ["a"] * n),
     lambda x: argv(x),
 )
-setting("working directory", lambda n: os.chdir((HERE, "/usr")[n % 2]), lambda x: x * len(cwd()))
-setting(
-    "recursion limit",
-    lambda n: sys.setrecursionlimit(DEEP + n % 2),
-    lambda x: x * sys.getrecursionlimit(),
-)
+asked("working directory", lambda n: os.chdir((HERE, "/usr")[n % 2]), lambda: len(cwd()))
+asked("recursion limit", lambda n: sys.setrecursionlimit(DEEP + n % 2), sys.getrecursionlimit)
 LOGGER = logging.getLogger("capture.stale")
-setting(
+asked(
     "level of a logger",
     lambda n: LOGGER.setLevel((logging.INFO, logging.DEBUG)[n % 2]),
-    doubled_if(lambda: LOGGER.isEnabledFor(logging.DEBUG)),
+    lambda: LOGGER.isEnabledFor(logging.DEBUG),
 )
 setting(
     "name among the builtins",
     lambda n: setattr(builtins, "CAPTURE_FACTOR", 2.0 + n),
     lambda x: x * CAPTURE_FACTOR,  # noqa: F821
 )
-setting(
+asked(
     "variable in a path",
     lambda n: os.environ.__setitem__("CAPTURE_PATH", "a" * n),
-    lambda x: x * len(os.path.expandvars("$CAPTURE_PATH!")),
+    lambda: len(os.path.expandvars("$CAPTURE_PATH!")),
 )
 
 
@@ -144,10 +141,10 @@ def imported_again(x):
 
 
 setting("another module of the name", other_module, imported_again)
-setting(
+asked(
     "module by its name",
     other_module,
-    lambda x: x * importlib.import_module("capture_settings_later").factor,
+    lambda: importlib.import_module("capture_settings_later").factor,
 )
 setting("module that is there later", optional_module, maybe_imported)
 
@@ -159,7 +156,7 @@ class Lazy(types.ModuleType):
         return 2.0
 
 
-kind("name of a lazy module", lambda: Lazy("lazy"), factor_is(3.0), of_attribute)
+another("name of a lazy module", lambda: Lazy("lazy"), factor_is(3.0), factor)
 
 # --- classes
 
@@ -178,19 +175,19 @@ class Asking:
         self.interface = abc.ABCMeta("Interface", (), {})
 
 
-kind("attribute of a metaclass", with_metaclass, of_metaclass("factor", 3.0), of_attribute)
-kind(
+another("attribute of a metaclass", with_metaclass, of_metaclass("factor", 3.0), factor)
+in_place(
     "registered with an abstract class",
     Asking,
-    mutated(lambda v: v.interface.register(type(v))),
-    lambda x, v: x * 2 if isinstance(v, v.interface) else x,
+    lambda v: v.interface.register(type(v)),
+    lambda v: isinstance(v, v.interface),
 )
 CHILDREN: list[Any] = []
-kind(
+in_place(
     "subclasses",
     lambda: type("Parent", (), {}),
-    mutated(lambda v: CHILDREN.append(type("Child", (v,), {}))),
-    lambda x, v: x * (1 + len(v.__subclasses__())),
+    lambda v: CHILDREN.append(type("Child", (v,), {})),
+    lambda v: 1 + len(v.__subclasses__()),
 )
 
 # --- what a function remembers
@@ -211,11 +208,11 @@ def remembering():
     return found
 
 
-kind(
+in_place(
     "result in a cache",
     remembering,
-    mutated(lambda v: v("factor").__setitem__(0, 5.0)),
-    lambda x, v: x * v("factor")[0],
+    lambda v: v("factor").__setitem__(0, 5.0),
+    lambda v: v("factor")[0],
 )
 
 # --- attributes that other code reads, or patterns and formats
@@ -247,11 +244,11 @@ kind(
     mutated(lambda v: setattr(v, "factor", v.factor + "a")),
     lambda x, v: x * len("{0.factor}".format(v)),  # noqa: UP030, UP032
 )
-kind(
+another(
     "equal namespaces",
     lambda: types.SimpleNamespace(factor=2.0),
     factor_is(3.0),
-    lambda x, v: x * 2 if v == types.SimpleNamespace(factor=2.0) else x,
+    lambda v: v == types.SimpleNamespace(factor=2.0),
 )
 
 
@@ -266,32 +263,24 @@ def closing():
     return function
 
 
-kind(
-    "variable of a closure, read",
-    closing,
-    mutated(lambda v: v()),
-    lambda x, v: x * v.__closure__[0].cell_contents,
+in_place(
+    "variable of a closure, read", closing, lambda v: v(), lambda v: v.__closure__[0].cell_contents
 )
 
 # --- state in C
 
-kind(
-    "number of ctypes",
-    lambda: ctypes.c_int(2),
-    mutated(lambda v: setattr(v, "value", v.value + 1)),
-    lambda x, v: x * v.value,
-)
-kind(
+in_place("number of ctypes", lambda: ctypes.c_int(2), grow("value"), lambda v: v.value)
+in_place(
     "lock",
     threading.Lock,
-    mutated(lambda v: v.release() if v.locked() else v.acquire()),
-    lambda x, v: x * 2 if v.locked() else x,
+    lambda v: v.release() if v.locked() else v.acquire(),
+    lambda v: v.locked(),
 )
-kind(
+in_place(
     "seed of a generator",
     lambda: torch.Generator().manual_seed(3),
-    mutated(lambda v: v.manual_seed(v.initial_seed() + 1)),
-    lambda x, v: x * v.initial_seed(),
+    lambda v: v.manual_seed(v.initial_seed() + 1),
+    lambda v: v.initial_seed(),
 )
 
 # --- what code asks of tensors that it does not use
@@ -306,39 +295,26 @@ def other_data(value):
     return value
 
 
-kind(
+in_place(
     "requires_grad of a tensor that is not used",
     lambda: nn.Parameter(torch.ones(4)),
-    mutated(lambda v: v.requires_grad_(not v.requires_grad)),
-    lambda x, v: x * 2 if v.requires_grad else x,
+    lambda v: v.requires_grad_(not v.requires_grad),
+    lambda v: v.requires_grad,
 )
-kind(
-    "size of a tensor that is not used",
-    lambda: torch.ones(4),
-    resized,
-    lambda x, v: x * v.shape[0],
+another("size of a tensor that is not used", lambda: torch.ones(4), resized, lambda v: v.shape[0])
+another(
+    "data of a parameter that is not used", lambda: nn.Parameter(torch.ones(4)), other_data, len
 )
-kind(
-    "data of a parameter that is not used",
-    lambda: nn.Parameter(torch.ones(4)),
-    other_data,
-    lambda x, v: x * len(v),
-)
-kind(
+in_place(
     "gradient of a tensor that is not used",
     lambda: nn.Parameter(torch.ones(4)),
-    mutated(lambda v: setattr(v, "grad", None if v.grad is not None else torch.ones(4))),
-    lambda x, v: x * 2 if v.grad is None else x,
+    lambda v: setattr(v, "grad", None if v.grad is not None else torch.ones(4)),
+    lambda v: v.grad is None,
 )
-kind(
+another(
     "place of a slice in memory",
     lambda: torch.arange(20.0)[4:8],
     lambda v: v.as_strided((4,), (1,), v.storage_offset() + 1),
-    lambda x, v: x * v.storage_offset(),
+    lambda v: v.storage_offset(),
 )
-kind(
-    "version of a tensor",
-    lambda: torch.ones(4),
-    mutated(lambda v: v.add_(1)),
-    lambda x, v: x * v._version,
-)
+in_place("version of a tensor", lambda: torch.ones(4), lambda v: v.add_(1), lambda v: v._version)

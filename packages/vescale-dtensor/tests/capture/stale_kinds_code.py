@@ -11,14 +11,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 import torch
-from stale_kinds import (
-    KINDS,
-    Settings,
-    factor_is,
-    kind,
-    mutated,
-    of_attribute,
-)
+from stale_kinds import KINDS, Settings, another, factor, factor_is, in_place, kind, mutated
 
 # --- code
 
@@ -121,8 +114,8 @@ kind(
     mutated(lambda v: setattr(type(v), "static", staticmethod(tripled))),
     lambda x, v: v.static(x),
 )
-kind("class attribute", own_class, mutated(lambda v: setattr(type(v), "factor", 3.0)), of_attribute)
-kind("property", Shared, scale_is(3.0), lambda x, v: x * v.scale)
+in_place("class attribute", own_class, lambda v: setattr(type(v), "factor", 3.0), factor)
+another("property", Shared, scale_is(3.0), lambda v: v.scale)
 kind(
     "method of a base",
     lambda: own_class(type("Base", (Shared,), {})),
@@ -130,12 +123,7 @@ kind(
     lambda x, v: v.method(x),
 )
 kind("callable object", Shared, scale_is(3.0), called)
-kind(
-    "hasattr",
-    Shared,
-    mutated(lambda v: setattr(v, "extra", 3.0)),
-    lambda x, v: x * 3 if hasattr(v, "extra") else x,
-)
+in_place("hasattr", Shared, lambda v: setattr(v, "extra", 3.0), lambda v: hasattr(v, "extra"))
 
 
 def inner_local(x, value):
@@ -221,14 +209,9 @@ behind(
     lambda owner: owner.update(b=3.0),
     lambda x, v: x * sum(v),
 )
-kind("attrgetter", lambda: operator.attrgetter("factor"), lambda v: v, lambda x, v: x * v(COUNTED))
-kind(
-    "event",
-    threading.Event,
-    mutated(set_flag),
-    lambda x, v: x * 2 if v.is_set() else x,
-)
-kind("array", lambda: array("f", [2.0]), mutated(lambda v: v.append(3.0)), lambda x, v: x * sum(v))
+another("attrgetter", lambda: operator.attrgetter("factor"), lambda v: v, lambda v: v(COUNTED))
+in_place("event", threading.Event, set_flag, lambda v: v.is_set())
+in_place("array", lambda: array("f", [2.0]), lambda v: v.append(3.0), sum)
 COUNTED = Settings()
 KINDS["attrgetter"] = replace(
     KINDS["attrgetter"],
@@ -326,9 +309,9 @@ def with_signature(v):
     return v
 
 
-kind(
+another(
     "signature that a function is given",
     lambda: lambda a, b: a,
     with_signature,
-    lambda x, v: x * len(inspect.signature(v).parameters),
+    lambda v: len(inspect.signature(v).parameters),
 )

@@ -14,8 +14,8 @@ import typing
 import xml.etree.ElementTree
 
 import torch
-from stale_kinds import factor_is, kind, mutated, of_attribute
-from stale_kinds_asked import setting
+from stale_kinds import another, factor, factor_is, in_place, kind, mutated
+from stale_kinds_asked import asked
 from stale_kinds_models import KINDS as KINDS
 
 # --- functions in C that C calls, of which no profiler hears
@@ -26,48 +26,42 @@ def called_by_c(function):
     return next(iter(function, None))
 
 
-setting(
+asked(
     "folder, asked by C",
     lambda n: os.chdir(("/", "/tmp")[n % 2]),
-    lambda x: x * len(called_by_c(os.getcwd)),
+    lambda: len(called_by_c(os.getcwd)),
 )
-kind(
+in_place(
     "getter that is handed over",
     lambda: [torch.get_num_threads],
-    mutated(lambda v: torch.set_num_threads(3 - torch.get_num_threads())),
-    lambda x, v: x * next(iter(v[0], None)),
+    lambda v: torch.set_num_threads(3 - torch.get_num_threads()),
+    lambda v: next(iter(v[0], None)),
 )
-kind(
+in_place(
     "method that is called by its name",
     lambda: [1.0, 2.0],
-    mutated(lambda v: v.append(3.0)),
-    lambda x, v: x * operator.methodcaller("__len__")(v),
+    lambda v: v.append(3.0),
+    lambda v: operator.methodcaller("__len__")(v),
 )
 
 # --- what modules of the standard library keep for users to set
 
-setting(
-    "first day", lambda n: calendar.setfirstweekday(n % 7), lambda x: x * calendar.firstweekday()
-)
-setting(
-    "longest field",
-    lambda n: csv.field_size_limit(9 + n),
-    lambda x: x * csv.field_size_limit(),
-)
-setting(
+asked("first day", lambda n: calendar.setfirstweekday(n % 7), calendar.firstweekday)
+asked("longest field", lambda n: csv.field_size_limit(9 + n), csv.field_size_limit)
+asked(
     "type of a file",
     lambda n: mimetypes.add_type("a/" + "b" * (n + 1), ".capture"),
-    lambda x: x * len(mimetypes.guess_type("a.capture")[0]),
+    lambda: len(mimetypes.guess_type("a.capture")[0]),
 )
-setting(
+asked(
     "how processes start",
     lambda n: multiprocessing.set_start_method(("spawn", "fork")[n % 2], force=True),
-    lambda x: x * len(multiprocessing.get_start_method()),
+    lambda: len(multiprocessing.get_start_method()),
 )
-setting(
+asked(
     "names in XML",
     lambda n: xml.etree.ElementTree.register_namespace("a" * (n + 1), "capture"),
-    lambda x: x * len(xml.etree.ElementTree.tostring(xml.etree.ElementTree.Element("{capture}b"))),
+    lambda: len(xml.etree.ElementTree.tostring(xml.etree.ElementTree.Element("{capture}b"))),
 )
 
 
@@ -76,10 +70,10 @@ class Copied:
 
 
 COPIED = Copied()
-setting(
+asked(
     "how objects are copied",
     lambda n: copyreg.pickle(Copied, lambda one: (int, (n + 2,))),
-    lambda x: x * copy.copy(COPIED),
+    lambda: copy.copy(COPIED),
 )
 
 # --- objects of libraries with attributes of the user's, and classes that answer for others
@@ -91,7 +85,7 @@ def logger():
     return found
 
 
-kind("attribute of a logger", logger, factor_is(3.0), of_attribute)
+another("attribute of a logger", logger, factor_is(3.0), factor)
 
 
 def answering():
@@ -110,7 +104,7 @@ def other_table(value):
     type(value).table = {"factor": type(value).table["factor"] + 1}
 
 
-kind("class of a Python module", answering, mutated(other_table), of_attribute)
+in_place("class of a Python module", answering, other_table, factor)
 
 
 @typing.runtime_checkable
@@ -126,12 +120,7 @@ def goes(value):
     type(value).go = lambda self: None
 
 
-kind(
-    "protocol",
-    may_go,
-    mutated(goes),
-    lambda x, v: x * 2 if isinstance(v, Going) else x,
-)
+in_place("protocol", may_go, goes, lambda v: isinstance(v, Going))
 
 
 def with_builtins():

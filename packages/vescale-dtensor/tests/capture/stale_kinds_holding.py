@@ -5,7 +5,7 @@ import functools
 import weakref
 
 import numpy
-from stale_kinds import Settings, kind, mutated, of_attribute
+from stale_kinds import Settings, factor, grow, in_place
 from stale_kinds_process import KINDS as KINDS
 from torch import nn
 
@@ -21,11 +21,11 @@ class Cached:
         return self.base + 1
 
 
-kind(
+in_place(
     "cached property, overwritten",
     Cached,
-    mutated(lambda v: setattr(v, "factor", getattr(v, "factor", 1.0) + 1)),
-    of_attribute,
+    lambda v: setattr(v, "factor", getattr(v, "factor", 1.0) + 1),
+    factor,
 )
 
 
@@ -46,12 +46,7 @@ class Described:
     factor = Clamped()
 
 
-kind(
-    "value that a descriptor keeps",
-    Described,
-    mutated(lambda v: setattr(v, "factor", v.factor + 1)),
-    of_attribute,
-)
+in_place("value that a descriptor keeps", Described, grow("factor"), factor)
 
 
 class Forwarding:
@@ -62,11 +57,11 @@ class Forwarding:
         return getattr(self.inner, name)
 
 
-kind(
+in_place(
     "attribute that __getattr__ forwards",
     Forwarding,
-    mutated(lambda v: setattr(v.inner, "factor", v.inner.factor + 1)),
-    of_attribute,
+    lambda v: setattr(v.inner, "factor", v.inner.factor + 1),
+    factor,
 )
 
 
@@ -83,90 +78,85 @@ def other_bases(value):
     cls.__bases__ = (Two, One) if cls.__bases__[0] is One else (One, Two)
 
 
-kind(
-    "order of bases",
-    lambda: type("Own", (One, Two), {})(),
-    mutated(other_bases),
-    of_attribute,
-)
+in_place("order of bases", lambda: type("Own", (One, Two), {})(), other_bases, factor)
 
 
-kind(
+in_place(
     "truth of an object",
     lambda: type("Own", (), {"__bool__": lambda self: True, "on": 1})(),
-    mutated(lambda v: setattr(type(v), "__bool__", lambda self: False)),
-    lambda x, v: x * 2 if v else x,
+    lambda v: setattr(type(v), "__bool__", lambda self: False),
+    lambda v: 2 if v else 1,
 )
 
 
-kind(
+in_place(
     "equality of an object",
     lambda: type("Own", (), {"__eq__": lambda self, other: True, "__hash__": None})(),
-    mutated(lambda v: setattr(type(v), "__eq__", lambda self, other: False)),
-    lambda x, v: x * 2 if v == 3 else x,
+    lambda v: setattr(type(v), "__eq__", lambda self, other: False),
+    lambda v: v == 3,
 )
 
 
 # --- containers
 
-kind(
+in_place(
     "inner dict of a chain",
     lambda: collections.ChainMap({}, {"scale": 1.0}),
-    mutated(lambda v: v.maps[1].update(scale=v["scale"] + 1)),
-    lambda x, v: x * v["scale"],
+    lambda v: v.maps[1].update(scale=v["scale"] + 1),
+    lambda v: v["scale"],
 )
-kind(
+in_place(
     "user dict",
     lambda: collections.UserDict(scale=1.0),
-    mutated(lambda v: v.update(scale=v["scale"] + 1)),
-    lambda x, v: x * v["scale"],
+    lambda v: v.update(scale=v["scale"] + 1),
+    lambda v: v["scale"],
 )
-kind(
+in_place(
     "order of an ordered dict",
     lambda: collections.OrderedDict(a=1.0, b=2.0),
-    mutated(lambda v: v.move_to_end(next(iter(v)))),
-    lambda x, v: x * next(iter(v.values())),
+    lambda v: v.move_to_end(next(iter(v))),
+    lambda v: next(iter(v.values())),
 )
-kind(
+in_place(
     "rotated deque",
     lambda: collections.deque([1.0, 2.0, 3.0]),
-    mutated(lambda v: v.rotate(1)),
-    lambda x, v: x * v[0],
+    lambda v: v.rotate(1),
+    lambda v: v[0],
 )
-kind(
+in_place(
     "bytes in a byte array",
     lambda: {"raw": bytearray(b"\x01")},
-    mutated(lambda v: v["raw"].__setitem__(0, v["raw"][0] + 1)),
-    lambda x, v: x * v["raw"][0],
+    lambda v: v["raw"].__setitem__(0, v["raw"][0] + 1),
+    lambda v: v["raw"][0],
 )
-kind(
+in_place(
     "field of a numpy record",
     lambda: numpy.array([(1.0, 2)], dtype=[("a", "f8"), ("b", "i4")]),
-    mutated(lambda v: v["a"].__iadd__(1.0)),
-    lambda x, v: x * float(v["a"][0]),
+    lambda v: v["a"].__iadd__(1.0),
+    lambda v: float(v["a"][0]),
 )
-kind(
+in_place(
     "numpy structured scalar",
     lambda: numpy.array([(1.0, 2)], dtype=[("a", "f8"), ("b", "i4")])[0],
-    mutated(lambda v: v.__setitem__("a", v["a"] + 1)),
-    lambda x, v: x * float(v["a"]),
+    lambda v: v.__setitem__("a", v["a"] + 1),
+    lambda v: float(v["a"]),
 )
-kind(
+in_place(
     "list in a tuple in a dict",
     lambda: {"a": ([1.0], 2.0)},
-    mutated(lambda v: v["a"][0].append(len(v["a"][0]) + 1.0)),
-    lambda x, v: x * v["a"][0][-1],
+    lambda v: v["a"][0].append(len(v["a"][0]) + 1.0),
+    lambda v: v["a"][0][-1],
 )
 PROXIED = Settings(1.0)
-kind(
+in_place(
     "kept weak proxy",
     lambda: (setattr(PROXIED, "factor", 1.0), weakref.proxy(PROXIED))[1],
-    mutated(lambda v: setattr(v, "factor", v.factor + 1)),
-    of_attribute,
+    grow("factor"),
+    factor,
 )
-kind(
+in_place(
     "weak set",
     lambda: [weakref.WeakSet(), []],
-    mutated(lambda v: (v[1].append(nn.Identity()), v[0].add(v[1][-1]))),
-    lambda x, v: x * len(v[0]),
+    lambda v: (v[1].append(nn.Identity()), v[0].add(v[1][-1])),
+    lambda v: len(v[0]),
 )

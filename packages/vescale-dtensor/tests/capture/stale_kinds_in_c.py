@@ -12,17 +12,13 @@ import types
 import weakref
 
 import numpy
-from stale_kinds import Settings, kind, mutated, of_attribute
+from stale_kinds import Settings, another, factor, grow, in_place, itself, kind, mutated
 from stale_kinds_handed import KINDS as KINDS
 
 
 def grown_in(get):
     """A change of the factor of the object that `get` finds in a value."""
     return mutated(lambda v: setattr(get(v), "factor", get(v).factor + 1))
-
-
-def itself(value):
-    return value
 
 
 def factor_of(get):
@@ -47,11 +43,11 @@ class Derived(Base):
 
 # --- objects in C that lead to others
 
-kind(
+another(
     "object behind super()",
     lambda: super(Derived, Derived()),
     grown_in(lambda v: v.__self__),
-    lambda x, v: x * v.scale(),
+    lambda v: v.scale(),
 )
 
 
@@ -64,17 +60,14 @@ def wrapping(make):
 
 
 grown_shared = mutated(lambda v: setattr(SHARED, "factor", SHARED.factor + 1))
-kind(
+another(
     "method in a ufunc",
     wrapping(lambda: numpy.frompyfunc(SHARED.product, 1, 1)),
     grown_shared,
-    lambda x, v: x * v(2.0),
+    lambda v: v(2.0),
 )
-kind(
-    "weak method",
-    wrapping(lambda: weakref.WeakMethod(SHARED.scale)),
-    grown_shared,
-    lambda x, v: x * v()(),
+another(
+    "weak method", wrapping(lambda: weakref.WeakMethod(SHARED.scale)), grown_shared, lambda v: v()()
 )
 
 
@@ -85,7 +78,7 @@ def own_alias():
     return types.GenericAlias(Own, (int,))
 
 
-kind("class behind a generic alias", own_alias, grown_in(lambda v: v.__origin__), of_attribute)
+another("class behind a generic alias", own_alias, grown_in(lambda v: v.__origin__), factor)
 kind(
     "object in a slice",
     lambda: slice(Settings(), None),
@@ -110,11 +103,11 @@ for title, make in {
     "argument": lambda: operator.methodcaller("asked", GIVEN),
     "keyword": lambda: operator.methodcaller("asked", box=GIVEN),
 }.items():
-    kind(
+    in_place(
         f"{title} of a method caller",
         method_caller(make),
-        mutated(lambda v: setattr(GIVEN, "factor", GIVEN.factor + 1)),
-        lambda x, v: x * v(Asked()),
+        lambda v: setattr(GIVEN, "factor", GIVEN.factor + 1),
+        lambda v: v(Asked()),
     )
 
 
@@ -125,17 +118,17 @@ class Zone(datetime.tzinfo):
         return datetime.timedelta(hours=self.factor)
 
 
-kind(
+another(
     "own zone of a moment",
     lambda: datetime.datetime(2020, 1, 1, tzinfo=Zone()),
     grown_in(lambda v: v.tzinfo),
-    lambda x, v: x * v.utcoffset().seconds,
+    lambda v: v.utcoffset().seconds,
 )
-kind(
+in_place(
     "match in a byte array",
     lambda: re.match(b"a+", bytearray(b"aab")),
-    mutated(lambda v: v.string.__setitem__(1, v.string[1] + 1)),
-    lambda x, v: x * v.group()[1],
+    lambda v: v.string.__setitem__(1, v.string[1] + 1),
+    lambda v: v.group()[1],
 )
 
 
@@ -157,11 +150,11 @@ def variable_elsewhere():
     return context, variable
 
 
-kind(
+in_place(
     "variable of another context, read",
     variable_elsewhere,
-    mutated(lambda v: v[0].run(v[1].set, v[0][v[1]] + 1)),
-    lambda x, v: x * v[0][v[1]],
+    lambda v: v[0].run(v[1].set, v[0][v[1]] + 1),
+    lambda v: v[0][v[1]],
 )
 
 # --- what runs
@@ -207,9 +200,9 @@ def started(coroutine):
     return coroutine
 
 
-kind("coroutine", lambda: started(waiting()), itself, lambda x, v: x * v.send(None))
-kind("cycle", lambda: itertools.cycle([1.0, 2.0]), itself, lambda x, v: x * next(v))
-kind("random instance", lambda: random.Random(0), itself, lambda x, v: x * v.random())
+another("coroutine", lambda: started(waiting()), itself, lambda v: v.send(None))
+another("cycle", lambda: itertools.cycle([1.0, 2.0]), itself, next)
+another("random instance", lambda: random.Random(0), itself, lambda v: v.random())
 
 # --- what exceptions hold in C
 
@@ -220,15 +213,10 @@ def error_with_cause():
     return error
 
 
-kind(
+in_place(
     "__cause__ of an error",
     error_with_cause,
-    mutated(lambda v: setattr(v, "__cause__", KeyError(3.0))),
-    lambda x, v: x * v.__cause__.args[0],
+    lambda v: setattr(v, "__cause__", KeyError(3.0)),
+    lambda v: v.__cause__.args[0],
 )
-kind(
-    "errno of an error",
-    lambda: OSError(2, "none"),
-    mutated(lambda v: setattr(v, "errno", v.errno + 1)),
-    lambda x, v: x * v.errno,
-)
+in_place("errno of an error", lambda: OSError(2, "none"), grow("errno"), lambda v: v.errno)

@@ -9,7 +9,7 @@ import weakref
 
 import numpy
 import torch
-from stale_kinds import kind, mutated
+from stale_kinds import another, in_place, kind, mutated
 from stale_kinds_in_c import KINDS as KINDS
 from stale_kinds_in_c import SHARED
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,33 +29,27 @@ def tried(x, lock, **how):
 
 
 kind(
-    "lock that is tried",
-    threading.Lock,
-    mutated(turned),
-    lambda x, v: tried(x, v, blocking=False),
+    "lock that is tried", threading.Lock, mutated(turned), lambda x, v: tried(x, v, blocking=False)
 )
-kind(
-    "finalizer",
-    lambda: weakref.finalize(SHARED, int),
-    mutated(lambda v: v.detach()),
-    lambda x, v: x * (1 + v.alive),
+in_place(
+    "finalizer", lambda: weakref.finalize(SHARED, int), lambda v: v.detach(), lambda v: 1 + v.alive
 )
 
 # --- memory
 
 
 next_byte = mutated(lambda v: v.__setitem__(0, v[0] + 1))
-kind(
+another(
     "storage of a tensor",
     lambda: torch.ones(4, dtype=torch.uint8).untyped_storage(),
     next_byte,
-    lambda x, v: x * v[0],
+    lambda v: v[0],
 )
-kind(
+in_place(
     "names of a numpy dtype",
     lambda: numpy.dtype([("a", "f4")]),
-    mutated(lambda v: setattr(v, "names", (v.names[0] + "b",))),
-    lambda x, v: x * len(v.names[0]),
+    lambda v: setattr(v, "names", (v.names[0] + "b",)),
+    lambda v: len(v.names[0]),
 )
 MEMORY = numpy.ones(1)
 
@@ -65,11 +59,11 @@ def address():
     return MEMORY.ctypes.data
 
 
-kind(
+in_place(
     "memory by its address",
     address,
-    mutated(lambda v: MEMORY.fill(MEMORY[0] + 1)),
-    lambda x, v: x * ctypes.cast(v, ctypes.POINTER(ctypes.c_double))[0],
+    lambda v: MEMORY.fill(MEMORY[0] + 1),
+    lambda v: ctypes.cast(v, ctypes.POINTER(ctypes.c_double))[0],
 )
 
 # --- objects of libraries
@@ -83,11 +77,11 @@ def by_tensors():
     return found
 
 
-kind(
+in_place(
     "dictionary by tensors",
     by_tensors,
-    mutated(lambda v: v.__setitem__(LETTER, v[LETTER] + 1)),
-    lambda x, v: x * v[LETTER],
+    lambda v: v.__setitem__(LETTER, v[LETTER] + 1),
+    lambda v: v[LETTER],
 )
 
 
@@ -97,33 +91,28 @@ def parsed():
     return found
 
 
-kind(
+in_place(
     "entry of a configuration file",
     parsed,
-    mutated(lambda v: v["model"].__setitem__("rate", "3.0")),
-    lambda x, v: x * v.getfloat("model", "rate"),
+    lambda v: v["model"].__setitem__("rate", "3.0"),
+    lambda v: v.getfloat("model", "rate"),
 )
-kind(
+in_place(
     "adapter of a logger",
     lambda: logging.LoggerAdapter(logging.getLogger("stale"), {"scale": 2.0}),
-    mutated(lambda v: v.extra.update(scale=3.0)),
-    lambda x, v: x * v.extra["scale"],
+    lambda v: v.extra.update(scale=3.0),
+    lambda v: v.extra["scale"],
 )
-kind(
-    "level of a handler",
-    logging.NullHandler,
-    mutated(lambda v: v.setLevel(30)),
-    lambda x, v: x * (1 + v.level),
-)
+in_place("level of a handler", logging.NullHandler, lambda v: v.setLevel(30), lambda v: 1 + v.level)
 
 
 class Pickled:
     factor = 2.0
 
 
-kind(
+in_place(
     "class of what was pickled",
     lambda: (setattr(Pickled, "factor", 2.0), pickle.dumps(Pickled()))[1],
-    mutated(lambda v: setattr(Pickled, "factor", 3.0)),
-    lambda x, v: x * pickle.loads(v).factor,
+    lambda v: setattr(Pickled, "factor", 3.0),
+    lambda v: pickle.loads(v).factor,
 )

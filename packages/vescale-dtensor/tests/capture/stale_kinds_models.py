@@ -5,7 +5,7 @@ import functools
 
 import torch
 from capture_guards import linear, rows, spread
-from stale_kinds import kind, mutated, times
+from stale_kinds import another, in_place, itself, kind, mutated
 from stale_kinds_values import KINDS as KINDS
 from torch import nn
 from torch.nn.utils import parametrize
@@ -156,11 +156,11 @@ kind(
     mutated(lambda v: v.update({"a": v.pop("a")})),
     lambda x, v: functools.reduce(lambda y, m: m(y), v.values(), x),
 )
-kind(
+in_place(
     "parameter in a parameter list",
     lambda: nn.ParameterList([spread(torch.ones(4), Replicate())]),
-    mutated(lambda v: v.append(v[-1].detach() * 2)),
-    lambda x, v: x * v[len(v) - 1],
+    lambda v: v.append(v[-1].detach() * 2),
+    lambda v: v[len(v) - 1],
 )
 kind(
     "forward of one module",
@@ -287,10 +287,10 @@ def scheduled():
 
 # --- iterators
 
-kind(
+another(
     "dataset",
     lambda: torch.utils.data.TensorDataset(torch.arange(4.0)),
     lambda v: torch.utils.data.TensorDataset(v.tensors[0] + 1),
-    lambda x, v: x * v[1][0],
+    lambda v: v[1][0],
 )
-kind("rows of a batch", lambda: rows(), lambda v: v + 1, times)
+another("rows of a batch", lambda: rows(), lambda v: v + 1, itself)

@@ -9,7 +9,7 @@ import weakref
 
 import numpy
 import torch
-from stale_kinds import kind, mutated
+from stale_kinds import another, grow, in_place, kind, mutated
 from stale_kinds_replaced import KINDS as KINDS
 from torch import nn
 
@@ -42,11 +42,11 @@ for name in ("__name__", "__doc__"):
     kind(f"{name} of a class", make, longer(name), length_of(name))
 
 
-kind(
+in_place(
     "function by the type of its argument",
     lambda: functools.singledispatch(lambda value: 1.0),
-    mutated(lambda v: v.register(float)(lambda other: 5.0)),
-    lambda x, v: x * v(2.0),
+    lambda v: v.register(float)(lambda other: 5.0),
+    lambda v: v(2.0),
 )
 
 
@@ -62,11 +62,11 @@ def raised_number(value):
     vars(type(value))["read"].number += 1
 
 
-kind(
+in_place(
     "number of a descriptor",
     lambda: own_class(read=Descriptor())(),
-    mutated(raised_number),
-    lambda x, v: x * v.read,
+    raised_number,
+    lambda v: v.read,
 )
 
 
@@ -77,11 +77,11 @@ class Meta(type):
         return made
 
 
-kind(
+in_place(
     "__call__ of a metaclass",
     lambda: Meta("Made", (), {"scale": 2.0}),
-    mutated(lambda v: setattr(v, "scale", v.scale + 1)),
-    lambda x, v: x * v().factor,
+    grow("scale"),
+    lambda v: v().factor,
 )
 # --- containers
 
@@ -93,12 +93,7 @@ class Missing(dict):
         return self.number
 
 
-kind(
-    "__missing__ of a dict",
-    Missing,
-    mutated(lambda v: setattr(v, "number", v.number + 1)),
-    lambda x, v: x * v["a"],
-)
+in_place("__missing__ of a dict", Missing, grow("number"), lambda v: v["a"])
 
 
 def other_factory(value):
@@ -107,42 +102,42 @@ def other_factory(value):
     value.default_factory = lambda: number + 1
 
 
-kind(
+in_place(
     "factory of a default dict",
     lambda: collections.defaultdict(lambda: 2.0),
-    mutated(other_factory),
-    lambda x, v: x * v.default_factory(),
+    other_factory,
+    lambda v: v.default_factory(),
 )
-kind(
+in_place(
     "order of a dict",
     lambda: {"a": 2.0, "b": 3.0},
-    mutated(lambda v: v.update(a=v.pop("a")) if next(iter(v)) == "a" else v.update(b=v.pop("b"))),
-    lambda x, v: x * next(iter(v.values())),
+    lambda v: v.update(a=v.pop("a")) if next(iter(v)) == "a" else v.update(b=v.pop("b")),
+    lambda v: next(iter(v.values())),
 )
-kind(
+another(
     "longest length of a deque",
     lambda: collections.deque([1.0], 2),
     lambda v: collections.deque(v, v.maxlen + 1),
-    lambda x, v: x * v.maxlen,
+    lambda v: v.maxlen,
 )
-kind(
+in_place(
     "one object in two places",
     lambda: [[1], [1]],
-    mutated(lambda v: v.__setitem__(1, v[0] if v[1] is not v[0] else [1])),
-    lambda x, v: x * 2 if v[0] is v[1] else x,
+    lambda v: v.__setitem__(1, v[0] if v[1] is not v[0] else [1]),
+    lambda v: v[0] is v[1],
 )
 HELD = own_class()
-kind(
+in_place(
     "dict by weak keys",
     lambda: weakref.WeakKeyDictionary({HELD: 2.0}),
-    mutated(lambda v: v.update({HELD: v[HELD] + 1})),
-    lambda x, v: x * v[HELD],
+    lambda v: v.update({HELD: v[HELD] + 1}),
+    lambda v: v[HELD],
 )
-kind(
+in_place(
     "value of an enum",
     lambda: enum.Enum("Own", "A B"),
-    mutated(lambda v: setattr(v.A, "_value_", v.A.value + 1)),
-    lambda x, v: x * v["A"].value,
+    lambda v: setattr(v.A, "_value_", v.A.value + 1),
+    lambda v: v["A"].value,
 )
 kind(
     "number or enum",
@@ -165,33 +160,30 @@ def remembering():
     return found
 
 
-kind("hits of a cache", remembering, mutated(lambda v: v(1)), lambda x, v: x * v.cache_info()[0])
+in_place("hits of a cache", remembering, lambda v: v(1), lambda v: v.cache_info()[0])
 
 # --- arrays and tensors
 
-kind(
+in_place(
     "array behind a view",
     lambda: numpy.ones(4)[1:3],
-    mutated(lambda v: v.base.__setitem__(0, v.base[0] + 1)),
-    lambda x, v: x * float(v.base[0]),
+    lambda v: v.base.__setitem__(0, v.base[0] + 1),
+    lambda v: float(v.base[0]),
 )
-kind(
+in_place(
     "whether an array can be written",
     lambda: numpy.ones(2),
-    mutated(lambda v: v.setflags(write=not v.flags.writeable)),
-    lambda x, v: x * 2 if v.flags.writeable else x,
+    lambda v: v.setflags(write=not v.flags.writeable),
+    lambda v: v.flags.writeable,
 )
-kind(
+in_place(
     "mask of an array",
     lambda: numpy.ma.array([1.0, 2.0], mask=[0, 0]),
-    mutated(lambda v: v.mask.__setitem__(0, not v.mask[0])),
-    lambda x, v: x * float(v.sum()),
+    lambda v: v.mask.__setitem__(0, not v.mask[0]),
+    lambda v: float(v.sum()),
 )
-kind(
-    "text of a tensor by str",
-    lambda: torch.ones(2),
-    mutated(lambda v: v.mul_(1e3)),
-    lambda x, v: x * len(str(v)),
+in_place(
+    "text of a tensor by str", lambda: torch.ones(2), lambda v: v.mul_(1e3), lambda v: len(str(v))
 )
 kind(
     "strides of a parameter",

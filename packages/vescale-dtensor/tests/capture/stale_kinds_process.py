@@ -17,7 +17,7 @@ import warnings
 
 import numpy
 import torch
-from stale_kinds_asked import doubled_if, setting
+from stale_kinds_asked import asked, setting
 from stale_kinds_objects import KINDS as KINDS
 from torch import nn
 
@@ -28,40 +28,38 @@ FILE = os.path.join(tempfile.gettempdir(), f"capture_stale_{os.getpid()}")
 # --- the interpreter
 
 VARIABLE = contextvars.ContextVar("capture_scale", default=2.0)
-setting(
+asked(
     "copy of the context",
     lambda n: VARIABLE.set(2.0 + n),
-    lambda x: x * contextvars.copy_context()[VARIABLE],
+    lambda: contextvars.copy_context()[VARIABLE],
 )
-setting(
-    "garbage collector",
-    lambda n: gc.set_threshold(700 + n, 10, 10),
-    lambda x: x * gc.get_threshold()[0],
+asked(
+    "garbage collector", lambda n: gc.set_threshold(700 + n, 10, 10), lambda: gc.get_threshold()[0]
 )
-setting(
+asked(
     "locale",
     lambda n: locale.setlocale(locale.LC_ALL, ("C", "C.UTF-8")[n % 2]),
-    lambda x: x * len(locale.setlocale(locale.LC_ALL)),
+    lambda: len(locale.setlocale(locale.LC_ALL)),
 )
-setting(
+asked(
     "attribute of sys",
     lambda n: setattr(sys, "capture_factor", 2.0 + n),
-    lambda x: x * sys.capture_factor,
+    lambda: sys.capture_factor,
 )
-setting(
+asked(
     "name among the modules",
     lambda n: (
         sys.modules.setdefault("capture_named") if n % 2 else sys.modules.pop("capture_named", None)
     ),
-    lambda x: x * 2 if "capture_named" in sys.modules else x,
+    lambda: "capture_named" in sys.modules,
 )
-setting("getrefcount", lambda n: KEPT.append(CONFIG), lambda x: x * sys.getrefcount(CONFIG))
-setting("frame of the caller", lambda n: None, lambda x: x * len(sys._getframe(1).f_locals))
-setting("stack", lambda n: None, lambda x: x * len(inspect.stack()))
-setting(
+asked("getrefcount", lambda n: KEPT.append(CONFIG), lambda: sys.getrefcount(CONFIG))
+asked("frame of the caller", lambda n: None, lambda: len(sys._getframe(1).f_locals))
+asked("stack", lambda n: None, lambda: len(inspect.stack()))
+asked(
     "code that is evaluated",
     lambda n: CONFIG.update(scale=2.0 + n),
-    lambda x: x * eval("CONFIG['scale']"),
+    lambda: eval("CONFIG['scale']"),
 )
 
 # --- warnings and logs
@@ -80,26 +78,26 @@ setting(
     lambda n: warnings.filterwarnings("error" if n % 2 else "ignore", "capture_stale"),
     warned,
 )
-setting(
+asked(
     "level of a logger by its name",
     lambda n: logging.getLogger("capture.named").setLevel(10 + n),
-    lambda x: x * logging.getLogger("capture.named").level,
+    lambda: logging.getLogger("capture.named").level,
 )
 LOGGER = logging.getLogger("capture.above")
-setting(
+asked(
     "level of a parent's logger",
     lambda n: LOGGER.setLevel((10, 30)[n % 2]),
-    doubled_if(lambda: LOGGER.getChild("below").isEnabledFor(20)),
+    lambda: LOGGER.getChild("below").isEnabledFor(20),
 )
-setting(
+asked(
     "all messages off",
     lambda n: logging.disable(10 * (n % 2)),
-    doubled_if(lambda: logging.root.manager.disable),
+    lambda: logging.root.manager.disable,
 )
-setting(
+asked(
     "handlers of the root",
     lambda n: logging.root.addHandler(logging.NullHandler()),
-    lambda x: x * (1 + len(logging.root.handlers)),
+    lambda: 1 + len(logging.root.handlers),
 )
 
 # --- threads and processes
@@ -111,12 +109,12 @@ def another_thread(number):
         KEPT[-1].start()
 
 
-setting(
+asked(
     "attribute of the process",
     lambda n: setattr(multiprocessing.current_process(), "capture_factor", 2.0 + n),
-    lambda x: x * multiprocessing.current_process().capture_factor,
+    lambda: multiprocessing.current_process().capture_factor,
 )
-setting("number of threads that run", another_thread, lambda x: x * threading.active_count())
+asked("number of threads that run", another_thread, threading.active_count)
 
 # --- files and the world
 
@@ -127,36 +125,36 @@ def written(number):
     linecache.checkcache()
 
 
-setting("line of a file", written, lambda x: x * len(linecache.getline(FILE, 1)))
-setting(
+asked("line of a file", written, lambda: len(linecache.getline(FILE, 1)))
+asked(
     "file of numpy",
     lambda n: numpy.array([n + 1.0]).tofile(FILE),
-    lambda x: x * float(numpy.fromfile(FILE)[0]),
+    lambda: float(numpy.fromfile(FILE)[0]),
 )
-setting("process", lambda n: None, lambda x: x * subprocess.run(["true"]).returncode)
+asked("process", lambda n: None, lambda: subprocess.run(["true"]).returncode)
 
 # --- numpy and random numbers
 
-setting(
+asked(
     "what numpy does about errors",
     lambda n: numpy.seterr(over=("warn", "ignore", "raise")[n % 3]),
-    lambda x: x * len(numpy.geterr()["over"]),
+    lambda: len(numpy.geterr()["over"]),
 )
-setting(
+asked(
     "state of numpy's generator",
     numpy.random.seed,
-    lambda x: x * float(numpy.random.get_state()[1][0] % 97),
+    lambda: float(numpy.random.get_state()[1][0] % 97),
 )
-setting("state of random", random.seed, lambda x: x * (random.getstate()[1][0] % 97))
-setting("state of torch's generator", torch.manual_seed, lambda x: x * torch.get_rng_state().sum())
+asked("state of random", random.seed, lambda: random.getstate()[1][0] % 97)
+asked("state of torch's generator", torch.manual_seed, lambda: torch.get_rng_state().sum())
 
 # --- torch
 
 TANH = nn.Tanh()
-setting(
+asked(
     "setting of the compiler",
     lambda n: setattr(torch._dynamo.config, "recompile_limit", 8 + n),
-    lambda x: x * torch._dynamo.config.recompile_limit,
+    lambda: torch._dynamo.config.recompile_limit,
 )
 
 

@@ -7,9 +7,9 @@ import types
 
 import torch
 import torch.nn.functional as F
-from stale_kinds import kind, mutated
+from stale_kinds import in_place, kind, mutated
 from stale_kinds_asked import KINDS as KINDS
-from stale_kinds_asked import doubled_if, setting
+from stale_kinds_asked import asked, setting
 from torch import nn
 
 # --- names of torch, which users replace by functions of their own
@@ -55,9 +55,7 @@ def added_or_not(n):
 
 
 setting(
-    "function added to torch",
-    added_or_not,
-    lambda x: getattr(F, ACTIVATIONS["new"], F.relu)(x - 1),
+    "function added to torch", added_or_not, lambda x: getattr(F, ACTIVATIONS["new"], F.relu)(x - 1)
 )
 
 # --- settings behind objects of libraries
@@ -74,25 +72,25 @@ def native_kernels():
     )
 
 
-setting(
+asked(
     "digits of decimals",
     lambda n: setattr(decimal.getcontext(), "prec", 28 - n),
-    lambda x: x * float(decimal.Decimal(1) / decimal.Decimal(7)),
+    lambda: float(decimal.Decimal(1) / decimal.Decimal(7)),
 )
-setting(
+asked(
     "policy of event loops",
     lambda n: asyncio.set_event_loop_policy(POLICY if n % 2 else None),
-    doubled_if(lambda: asyncio.get_event_loop_policy() is POLICY),
+    lambda: asyncio.get_event_loop_policy() is POLICY,
 )
-setting(
+asked(
     "kernels of torch in Python",
     lambda n: setattr(native_kernels(), "enabled", n % 2 == 0),
-    doubled_if(lambda: native_kernels().enabled),
+    lambda: native_kernels().enabled,
 )
-setting(
+asked(
     "name of the thread",
     lambda n: setattr(threading.current_thread(), "name", "Thread" + "a" * n),
-    lambda x: x * len(threading.current_thread().name),
+    lambda: len(threading.current_thread().name),
 )
 
 # --- orders of equal sets
@@ -122,9 +120,9 @@ kind(
 
 # --- what exceptions have beside their namespaces
 
-kind(
+in_place(
     "arguments of an exception",
     lambda: ValueError(2.0),
-    mutated(lambda v: setattr(v, "args", (v.args[0] + 1,))),
-    lambda x, v: x * v.args[0],
+    lambda v: setattr(v, "args", (v.args[0] + 1,)),
+    lambda v: v.args[0],
 )

@@ -10,7 +10,7 @@ import threading
 
 import numpy
 import torch
-from stale_kinds_asked import setting
+from stale_kinds_asked import asked, setting
 from stale_kinds_users import KINDS as KINDS
 
 # --- functions of torch that set what others give
@@ -63,10 +63,10 @@ def number(value):
 
 for setter, getter, values in FUNCTIONS:
     if named(setter) is not None and named(getter) is not None:
-        setting(
+        asked(
             f"torch.{setter}",
             lambda n, name=setter, values=values: named(name)(values[n % len(values)]),
-            lambda x, name=getter: x * number(named(name)()),
+            lambda name=getter: number(named(name)()),
         )
 
 # --- attributes of backends
@@ -86,27 +86,27 @@ ATTRIBUTES = {
 for path, values in ATTRIBUTES.items():
     owner, _, name = path.rpartition(".")
     if hasattr(named(owner), name):
-        setting(
+        asked(
             f"torch.{path}",
             lambda n, owner=owner, name=name, values=values: setattr(
                 named(owner), name, values[n % len(values)]
             ),
-            lambda x, owner=owner, name=name: x * number(getattr(named(owner), name)),
+            lambda owner=owner, name=name: number(getattr(named(owner), name)),
         )
 
 
 WEIGHT = torch.full((4, 4), 1.0 / 3)
 
 
-setting(
+asked(
     "dtype of autocast on cpu",
     lambda n: torch.set_autocast_dtype("cpu", (torch.bfloat16, torch.float64)[n % 2]),
-    lambda x: x * number(torch.get_autocast_dtype("cpu")),
+    lambda: number(torch.get_autocast_dtype("cpu")),
 )
-setting(
+asked(
     "autocast on another device",
     lambda n: torch.set_autocast_enabled("xpu", bool(n % 2)),
-    lambda x: x * number(torch.is_autocast_enabled("xpu")),
+    lambda: number(torch.is_autocast_enabled("xpu")),
 )
 
 
@@ -137,14 +137,14 @@ def reconfigured(**options):
 
 
 ERRORS = ("strict", "ignore", "backslashreplace")
-setting("errors of a stream", reconfigured(errors=ERRORS), lambda x: x * len(sys.quiet.errors))
-setting(
+asked("errors of a stream", reconfigured(errors=ERRORS), lambda: len(sys.quiet.errors))
+asked(
     "name of the main thread",
     lambda n: setattr(threading.main_thread(), "name", "MainThread" + "-" * n),
-    lambda x: x * len(threading.main_thread().name),
+    lambda: len(threading.main_thread().name),
 )
-setting(
+asked(
     "numpy's call at errors",
     lambda n: numpy.seterrcall((None, print)[n % 2]),
-    lambda x: x * (2 if numpy.geterrcall() is print else 3),
+    lambda: 2 if numpy.geterrcall() is print else 3,
 )

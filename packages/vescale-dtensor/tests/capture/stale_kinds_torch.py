@@ -4,25 +4,25 @@ from dataclasses import replace
 
 import torch
 from capture_guards import linear, rows, spread
-from stale_kinds import KINDS, Settings, factor_is, kind, mutated, times
+from stale_kinds import KINDS, Settings, another, factor_is, in_place, itself, kind, mutated
 from stale_kinds_code import called, maybe_scaled
 from torch import nn
 from vescale_dtensor import Replicate
 
 # --- modules and tensors
 
-kind("tensor", lambda: torch.ones(4), lambda v: torch.full((4,), 3.0), times)
-kind(
+another("tensor", lambda: torch.ones(4), lambda v: torch.full((4,), 3.0), itself)
+another(
     "tensor in nested containers",
     lambda: {"a": [(torch.ones(4),)]},
     lambda v: {"a": [(torch.full((4,), 3.0),)]},
-    lambda x, v: x * v["a"][0][0],
+    lambda v: v["a"][0][0],
 )
-kind(
+in_place(
     "replaced tensor in nested containers",
     lambda: {"a": [torch.ones(4)]},
-    mutated(lambda v: v["a"].__setitem__(0, torch.full((4,), 3.0))),
-    lambda x, v: x * v["a"][0],
+    lambda v: v["a"].__setitem__(0, torch.full((4,), 3.0)),
+    lambda v: v["a"][0],
 )
 kind(
     "module in nested containers",

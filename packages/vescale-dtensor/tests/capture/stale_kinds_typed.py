@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy
 import torch
-from stale_kinds import kind, mutated, of_attribute
+from stale_kinds import another, factor, in_place, kind, mutated
 from stale_kinds_torch import KINDS as KINDS
 from torch import nn
 
@@ -43,17 +43,17 @@ kind(
     lambda v: nested(True if type(next(iter(v))[0]) is int else 1.0),
     lambda x, v: by_type(x, next(iter(v))),
 )
-kind(
+in_place(
     "sign of zero in a set",
     lambda: {0.0},
-    mutated(lambda v: (v.clear(), v.add(-0.0))),
-    lambda x, v: x * (1 if str(next(iter(v))) == "0.0" else 2),
+    lambda v: (v.clear(), v.add(-0.0)),
+    lambda v: 1 if str(next(iter(v))) == "0.0" else 2,
 )
-kind(
+another(
     "end of a range",
     lambda: range(0, 3, 2),
     lambda v: range(0, v.stop + 1 if v.stop == 3 else 3, 2),
-    lambda x, v: x * v.stop,
+    lambda v: v.stop,
 )
 
 
@@ -65,7 +65,7 @@ def other_array(value):
     return value
 
 
-kind("numpy array of no dims", lambda: numpy.array(2.0), other_array, lambda x, v: x * float(v))
+another("numpy array of no dims", lambda: numpy.array(2.0), other_array, float)
 
 
 # --- attributes of what counts as its contents
@@ -98,13 +98,10 @@ def replaced_by(make):
     return change
 
 
-MAKES = {
-    "tuple": lambda: OwnTuple((1, 2)),
-    "number": lambda: OwnInt(2),
-}
+MAKES = {"tuple": lambda: OwnTuple((1, 2)), "number": lambda: OwnInt(2)}
 for name, make in MAKES.items():
-    kind(f"attribute of a {name}", make, mutated(raised), of_attribute)
-    kind(f"another {name} with an attribute", make, replaced_by(make), of_attribute)
+    in_place(f"attribute of a {name}", make, raised, factor)
+    another(f"another {name} with an attribute", make, replaced_by(make), factor)
 
 
 def with_factor(value):
@@ -112,13 +109,8 @@ def with_factor(value):
     return value
 
 
-kind("attribute of an enum", lambda: with_factor(Color.RED), mutated(raised), of_attribute)
-kind(
-    "attribute of a partial",
-    lambda: with_factor(functools.partial(float)),
-    mutated(raised),
-    of_attribute,
-)
+in_place("attribute of an enum", lambda: with_factor(Color.RED), raised, factor)
+in_place("attribute of a partial", lambda: with_factor(functools.partial(float)), raised, factor)
 
 
 def equal_then_changed(value):
@@ -204,7 +196,7 @@ def hooked():
     return module
 
 
-kind("another namespace of an object", OddObject, mutated(other_namespace), of_attribute)
+in_place("another namespace of an object", OddObject, other_namespace, factor)
 for cls in (Plain, OddModule):
     kind(f"another namespace of a {cls.__name__}", cls, mutated(other_namespace), calls)
 kind("another dict of buffers", Plain, table("_buffers"), calls)

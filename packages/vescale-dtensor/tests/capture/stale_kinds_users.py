@@ -4,8 +4,8 @@ import sys
 
 import torch
 import vescale_dtensor as vd
-from stale_kinds import Settings, kind, mutated, of_attribute
-from stale_kinds_asked import setting
+from stale_kinds import Settings, factor, in_place, kind, mutated
+from stale_kinds_asked import asked, setting
 from stale_kinds_world import KINDS as KINDS
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -19,22 +19,11 @@ def kept_there(number):
     KEPT.factor = TABLE["scale"] = number + 1.0
 
 
-LIBRARIES = {
-    "torch.nn": nn,
-    "sys": sys,
-    "tensors": torch.Tensor,
-    "DTensors": vd.DTensor,
-}
+LIBRARIES = {"torch.nn": nn, "sys": sys, "tensors": torch.Tensor, "DTensors": vd.DTensor}
 for title, holder in LIBRARIES.items():
     holder.stale_box, holder.stale_table = KEPT, TABLE
-    setting(
-        f"object kept on {title}", kept_there, lambda x, holder=holder: x * holder.stale_box.factor
-    )
-    setting(
-        f"table kept on {title}",
-        kept_there,
-        lambda x, holder=holder: x * holder.stale_table["scale"],
-    )
+    asked(f"object kept on {title}", kept_there, lambda holder=holder: holder.stale_box.factor)
+    asked(f"table kept on {title}", kept_there, lambda holder=holder: holder.stale_table["scale"])
 setting(
     "method added to DTensors",
     lambda n: setattr(vd.DTensor, "stale_times", lambda self: self * (n + 1)),
@@ -95,11 +84,11 @@ class Own(torch.Tensor):
     factor = 2.0
 
 
-kind(
+in_place(
     "class of an own tensor",
     lambda: (setattr(Own, "factor", 2.0), torch.ones(4).as_subclass(Own))[1],
-    mutated(lambda v: setattr(Own, "factor", 3.0)),
-    of_attribute,
+    lambda v: setattr(Own, "factor", 3.0),
+    factor,
 )
 TENSORS = {
     "resized": (lambda v: v.resize_(5 - v.numel()).fill_(3), lambda x, v: x * v.sum()),

@@ -15,8 +15,8 @@ import types
 
 import torch
 import torch.nn.functional as F
-from stale_kinds import kind, mutated
-from stale_kinds_asked import doubled_if, setting
+from stale_kinds import another, in_place, kind, mutated
+from stale_kinds_asked import asked, setting
 from stale_kinds_holding import KINDS as KINDS
 
 # --- values of the library
@@ -28,39 +28,31 @@ class Flags(enum.Flag):
     HALF = 4
 
 
-kind(
-    "flags",
-    lambda: Flags.SINE,
-    lambda v: v ^ Flags.DOUBLE,
-    lambda x, v: x * 2 if Flags.DOUBLE in v else x,
+another("flags", lambda: Flags.SINE, lambda v: v ^ Flags.DOUBLE, lambda v: Flags.DOUBLE in v)
+another("decimal", lambda: decimal.Decimal("1.5"), lambda v: v + 1, float)
+another("complex", lambda: 1 + 1j, lambda v: v + 1, lambda v: v.real)
+another(
+    "date", lambda: datetime.date(2020, 1, 1), lambda v: v + datetime.timedelta(1), lambda v: v.day
 )
-kind("decimal", lambda: decimal.Decimal("1.5"), lambda v: v + 1, lambda x, v: x * float(v))
-kind("complex", lambda: 1 + 1j, lambda v: v + 1, lambda x, v: x * v.real)
-kind(
-    "date",
-    lambda: datetime.date(2020, 1, 1),
-    lambda v: v + datetime.timedelta(1),
-    lambda x, v: x * v.day,
-)
-kind(
+another(
     "moment with a zone",
     lambda: datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
     lambda v: v.astimezone(datetime.timezone(datetime.timedelta(hours=v.hour + 1))),
-    lambda x, v: x * v.hour,
+    lambda v: v.hour,
 )
-kind("path", lambda: pathlib.Path("a"), lambda v: v / "b", lambda x, v: x * len(v.parts))
-kind(
+another("path", lambda: pathlib.Path("a"), lambda v: v / "b", lambda v: len(v.parts))
+another(
     "pattern",
     lambda: re.compile("a"),
     lambda v: re.compile(v.pattern + "a"),
-    lambda x, v: x * 2 if v.fullmatch("aa") else x,
+    lambda v: 2 if v.fullmatch("aa") else 1,
 )
-kind("shape", lambda: torch.Size([1, 2]), lambda v: torch.Size([*v, 3]), lambda x, v: x * v.numel())
-kind(
+another("shape", lambda: torch.Size([1, 2]), lambda v: torch.Size([*v, 3]), lambda v: v.numel())
+another(
     "device",
     lambda: torch.device("cpu"),
     lambda v: torch.device("meta" if v.type == "cpu" else "cpu"),
-    lambda x, v: x * len(v.type),
+    lambda v: len(v.type),
 )
 kind(
     "generator that is drawn from",
@@ -70,11 +62,7 @@ kind(
     lambda v: v.get_state(),
 )
 LOCAL = threading.local()
-setting(
-    "thread-local",
-    lambda n: setattr(LOCAL, "scale", 1.0 + n),
-    lambda x: x * LOCAL.scale,
-)
+asked("thread-local", lambda n: setattr(LOCAL, "scale", 1.0 + n), lambda: LOCAL.scale)
 SCALE = contextvars.ContextVar("capture_holding", default=1.0)
 
 
@@ -84,31 +72,27 @@ kind(
     mutated(lambda v: v.get().update(scale=v.get()["scale"] + 1)),
     lambda x, v: x * v.get()["scale"],
 )
-kind(
+in_place(
     "context variable, set to None",
     lambda: contextvars.ContextVar("not_set"),
-    mutated(lambda v: v.set(None)),
-    lambda x, v: x * 2 if v.get(3.0) is None else x,
+    lambda v: v.set(None),
+    lambda v: v.get(3.0) is None,
 )
-setting(
+asked(
     "environment",
     lambda n: os.environ.update(CAPTURE_HOLDING="a" * (n + 1)),
-    lambda x: x * len(os.environ["CAPTURE_HOLDING"]),
+    lambda: len(os.environ["CAPTURE_HOLDING"]),
 )
 ASCII = ascii
-setting(
+asked(
     "replaced builtin",
     lambda n: setattr(builtins, "ascii", (lambda v: ASCII(v) + "a") if n % 2 else ASCII),
-    lambda x: x * len(ascii("ab")),
+    lambda: len(ascii("ab")),
 )
 LAZY = types.ModuleType("capture_lazy")
 LAZY.table = {"scale": 1.0}
 exec("def __getattr__(name):\n    return table[name]", vars(LAZY))
-setting(
-    "module-level __getattr__",
-    lambda n: LAZY.table.update(scale=1.0 + n),
-    lambda x: x * LAZY.scale,
-)
+asked("module-level __getattr__", lambda n: LAZY.table.update(scale=1.0 + n), lambda: LAZY.scale)
 HERE = pathlib.Path(os.environ.get("TMPDIR", "/tmp")) / f"capture_reloaded_{os.getpid()}.py"
 
 
@@ -130,29 +114,27 @@ setting("reloaded module", reloaded, lambda x: RELOADED[0].scaled(x))
 
 # --- settings of torch
 
-setting(
+asked(
     "default dtype of what is made",
     lambda n: torch.set_default_dtype((torch.float32, torch.float64)[n % 2]),
-    lambda x: x * torch.ones(4),
+    lambda: torch.ones(4),
 )
-setting(
+asked(
     "default device of what is made",
     lambda n: torch.set_default_device((None, "cpu")[n % 2]),
-    lambda x: x * torch.ones(4),
+    lambda: torch.ones(4),
 )
-setting(
-    "grad mode", lambda n: torch.set_grad_enabled(n % 2 == 0), doubled_if(torch.is_grad_enabled)
-)
+asked("grad mode", lambda n: torch.set_grad_enabled(n % 2 == 0), torch.is_grad_enabled)
 setting(
     "autocast, switched on",
     lambda n: torch.set_autocast_enabled("cpu", bool(n % 2)),
     lambda x: F.linear(x, WEIGHT),
 )
 WEIGHT = torch.ones(4, 4)
-setting(
+asked(
     "filled memory",
     lambda n: setattr(torch.utils.deterministic, "fill_uninitialized_memory", n % 2 == 0),
-    doubled_if(lambda: torch.utils.deterministic.fill_uninitialized_memory),
+    lambda: torch.utils.deterministic.fill_uninitialized_memory,
 )
 
 

@@ -31,9 +31,8 @@ from pathlib import Path
 
 import numpy
 import torch
-from stale_kinds import Settings, kind, mutated, of_attribute
-from stale_kinds_asked import doubled_if, setting
-from stale_kinds_in_c import itself
+from stale_kinds import Settings, factor, grow, in_place, itself, kind, mutated
+from stale_kinds_asked import asked
 from stale_kinds_library_objects import KINDS as KINDS
 
 # On one core, on other systems, and where no safetensors are installed.
@@ -41,22 +40,22 @@ MAY_BE_LACKING = {"cores of the process", "file of safetensors"}
 
 # --- the process
 
-setting(
+asked(
     "handler of faults",
-    lambda n: faulthandler.enable() if n % 2 else faulthandler.disable(),
-    doubled_if(faulthandler.is_enabled),
+    lambda n: faulthandler.enable(sys.__stderr__) if n % 2 else faulthandler.disable(),
+    faulthandler.is_enabled,
 )
-setting(
+asked(
     "trace function",
     lambda n: sys.settrace((lambda *event: None) if n % 2 else None),
-    doubled_if(lambda: sys.gettrace() is None),
+    lambda: sys.gettrace() is None,
 )
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 if len(CORES) > 1:
-    setting(
+    asked(
         "cores of the process",
         lambda n: os.sched_setaffinity(0, CORES[: len(CORES) - n % 2]),
-        lambda x: x * len(os.sched_getaffinity(0)),
+        lambda: len(os.sched_getaffinity(0)),
     )
 
 
@@ -69,28 +68,28 @@ for title, use in {
     "from a number": lambda: 1 + datetime.datetime.fromtimestamp(172800).hour,
     "of the C library": lambda: time.mktime((2020, 1, 1, 0, 0, 0, 0, 0, 0)) % 100000,
 }.items():
-    setting(f"zone of the process, {title}", in_zone, lambda x, use=use: x * use())
-setting(
+    asked(f"zone of the process, {title}", in_zone, lambda use=use: use())
+asked(
     "name of a level",
     lambda n: logging.addLevelName(10, "D" * (n + 1)),
-    lambda x: x * len(logging.getLevelName(10)),
+    lambda: len(logging.getLevelName(10)),
 )
-setting(
+asked(
     "handler of encodings",
     lambda n: codecs.register_error("stale", lambda error: ("?" * (n + 1), error.end)),
-    lambda x: x * len("ä".encode("ascii", "stale")),
+    lambda: len("ä".encode("ascii", "stale")),
 )
 INDEX = ctypes.c_int.in_dll(ctypes.CDLL(None), "optind")
-setting(
+asked(
     "variable of C",
     lambda n: setattr(INDEX, "value", n + 1),
-    lambda x: x * ctypes.c_int.in_dll(ctypes.CDLL(None), "optind").value,
+    lambda: ctypes.c_int.in_dll(ctypes.CDLL(None), "optind").value,
 )
 FSUM, DEFAULT = statistics.fsum, json.JSONEncoder.default
-setting(
+asked(
     "function that the standard library calls",
     lambda n: setattr(statistics, "fsum", (lambda values: n) if n else FSUM),
-    lambda x: x * statistics.fmean([1.0, 2.0]),
+    lambda: statistics.fmean([1.0, 2.0]),
 )
 
 # --- files that libraries read
@@ -114,23 +113,23 @@ def texts(name, form="{}"):
 file("stale_package/__init__.py")
 IN_PACKAGE = "stale_package/text.txt"
 TEXT = file("stale.txt")
-setting(
+asked(
     "data of a package",
     texts(IN_PACKAGE),
-    lambda x: x * len(pkgutil.get_data("stale_package", "text.txt")),
+    lambda: len(pkgutil.get_data("stale_package", "text.txt")),
 )
-setting(
+asked(
     "program that is run",
     texts("stale.txt", "text = '{}'"),
-    lambda x: x * len(runpy.run_path(TEXT)["text"]),
+    lambda: len(runpy.run_path(TEXT)["text"]),
 )
 if importlib.util.find_spec("safetensors"):
     SAVED = f"{FOLDER}/stale.safetensors"
     files = import_module("safetensors.torch")
-    setting(
+    asked(
         "file of safetensors",
         lambda n: files.save_file({"scale": torch.full((4,), n + 1.0)}, SAVED),
-        lambda x: x * files.load_file(SAVED)["scale"],
+        lambda: files.load_file(SAVED)["scale"],
     )
 
 # --- names of libraries
@@ -175,11 +174,11 @@ def named(value):
 
 
 next_in_table = mutated(lambda v: NAMED.TABLE.update(scale=NAMED.TABLE["scale"] + 1))
-next_factor = mutated(lambda v: setattr(v, "factor", v.factor + 1))
+next_factor = mutated(grow("factor"))
 for title, value, change, use in (
     ("table of", NAMED, next_in_table, lambda x, v: x * v.TABLE["scale"]),
     ("function of", NAMED, next_in_table, lambda x, v: v.scaled(x)),
-    ("class of", OWN, next_factor, of_attribute),
+    ("class of", OWN, next_factor, lambda x, v: x * v.factor),
 ):
     kind(f"{title} a module named as one of Python's", lambda v=value: named(v), change, use)
 BESIDE = str(Path(torch.__file__).parent)
@@ -224,7 +223,7 @@ def changed_by_a_thread(value):
     thread.join()
 
 
-kind("changed by another thread", Settings, mutated(changed_by_a_thread), of_attribute)
+in_place("changed by another thread", Settings, changed_by_a_thread, factor)
 for title, use in {
     "tensor of a pool": lambda x, v: workers()[0].submit(lambda: x * v.factor).result(),
     "answer by a queue": lambda x, v: x * asked_by_queue(lambda: v.factor),
