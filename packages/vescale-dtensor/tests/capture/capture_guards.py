@@ -4,7 +4,7 @@ import torch
 import vescale_dtensor as vd
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Shard
 
 
@@ -55,3 +55,12 @@ def rows(count=5, columns=4, seed=0):
 def linear():
     torch.manual_seed(0)
     return vd.distribute_module(nn.Linear(4, 3), line())
+
+
+def on_both(case):
+    """Run a case on two ranks."""
+    run(_on_a_rank, 2, case)
+
+
+def _on_a_rank(rank, world_size, case):
+    case()

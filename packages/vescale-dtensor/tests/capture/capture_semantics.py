@@ -65,7 +65,8 @@ def same(one, two):
 CALLS = 4
 
 
-def check(case):
+def check(rank, world_size, case):
+    """Run a case on a rank, in eager mode and captured."""
     torch.manual_seed(0)
     expected = case(eager)
     torch.manual_seed(0)

@@ -9,17 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_semantics import check, data, spread
+from named_cases import named_cases
 from vescale_comm import trace
 from vescale_comm.testing import run
 from vescale_dtensor import Replicate, Shard
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
+CASES, case = named_cases()
 
 # --- gradients
 
@@ -253,10 +248,6 @@ def autocast_inside(wrap):
     return call
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_as_in_eager(name):
-    run(run_case, 4, name)
-
-
-def run_case(rank, world_size, name):
-    check(CASES[name])
+    run(check, 4, CASES[name])

@@ -9,16 +9,11 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 import vescale_rng
-from capture_guards import Recorded, line, linear, rows, same, spread
-from vescale_comm.testing import run
+from capture_guards import Recorded, line, linear, on_both, rows, same, spread
+from named_cases import named_cases
 from vescale_dtensor import Partial, Replicate, Shard
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+CASES, case = named_cases()
 
 
 def double(x):
@@ -269,10 +264,6 @@ def position_or_name():
     seen(x=x)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_a_change_records_again(name):
-    run(check, 2, name)
-
-
-def check(rank, world_size, name):
-    CASES[name]()
+    on_both(CASES[name])

@@ -1,52 +1,37 @@
-"""Modules and tensors from outside are guarded: changing them records another program.
+"""What is read from outside is guarded: modules, tensors and names; a change records again.
 
 A case makes a `Recorded` of a function, calls it, changes one thing, and calls it again. Every call
 is made in eager too and compared; the first one of its kind must record, the same again must not.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from capture_guards import Recorded, line, linear, rows, same, spread
+from capture_guards import Recorded, linear, on_both, rows, same, spread
+from named_cases import named_cases
 from torch import nn
-from vescale_comm.testing import run
+from torch.distributed import tensor as torch_tensor
 from vescale_dtensor import Replicate, Shard
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
+CASES, case = named_cases()
 
 # --- modules
 
 
-@case
-def train_flag():
-    model = nn.Sequential(linear(), nn.Sequential(nn.Dropout(0.5)))
-    seen, x = Recorded(model), spread(rows())
+def hooked(name):
+    model = nn.Sequential(linear(), nn.ReLU())
+    seen, x = Recorded(model), spread(rows()).requires_grad_() * 1
     seen(x)
-    model[1][0].eval()
-    seen(x)
-
-
-def hook_case(register):
-    def hooked():
-        model = nn.Sequential(linear(), nn.ReLU())
-        seen, x = Recorded(model), spread(rows()).requires_grad_() * 1
+    handle = HOOKS[name](model[0])
+    try:
         seen(x)
-        handle = register(model[0])
-        try:
-            seen(x)
-        finally:
-            handle.remove()
-        seen.again(x)
-        assert len(seen.captured.programs) == 2  # the first program serves again
-
-    return hooked
+    finally:
+        handle.remove()
+    seen.again(x)
+    assert len(seen.captured.programs) == 2  # the first program serves again
 
 
 def twice(module, args, result):
@@ -67,7 +52,7 @@ HOOKS = {
     "global_forward_hook": lambda m: EVERY.register_module_forward_hook(twice),
     "global_forward_pre_hook": lambda m: EVERY.register_module_forward_pre_hook(lambda m, a: None),
 }
-CASES.update({name: hook_case(register) for name, register in HOOKS.items()})
+CASES.update({name: partial(hooked, name) for name in HOOKS})
 
 
 @case
@@ -102,42 +87,6 @@ def identity_of_a_parameter():
 
 
 @case
-def identity_of_a_buffer():
-    model = vd.distribute_module(nn.BatchNorm1d(4, affine=False).eval(), line())
-    seen, x = Recorded(model), spread(rows(), Replicate())
-    seen(x)
-    model.running_mean = spread(torch.ones(4), Replicate())
-    seen(x)
-
-
-@case
-def identity_of_a_submodule():
-    model = nn.Sequential(linear(), nn.ReLU())
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model[1] = nn.Tanh()
-    seen(x)
-
-
-@case
-def a_module_inside_of_a_function():
-    model = nn.Sequential(nn.Sequential(linear(), nn.Dropout(0.5)))
-    seen, x = Recorded(lambda x: model[0](x) * 2), spread(rows())
-    seen(x)
-    model.eval()
-    seen(x)
-
-
-@case
-def requires_grad_of_a_parameter():
-    model = linear()
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model.weight.requires_grad_(False)
-    seen(x)
-
-
-@case
 def layout_and_dtype_of_a_parameter():
     model = linear()
     seen, x = Recorded(lambda x: F.linear(x.to(model.weight.dtype), model.weight)), spread(rows())
@@ -159,47 +108,6 @@ def state_of_a_plain_tensor_from_outside():
     table.data = torch.ones(1)
     seen(x)
     table.requires_grad_()
-    seen(x)
-
-
-@case
-def identity_of_a_tensor_in_a_closure():
-    held = spread(rows(), Replicate())
-
-    def closed(x):
-        return x + held
-
-    seen, x = Recorded(closed), spread(rows())
-    seen(x)
-    held = spread(rows(seed=5), Replicate())
-    seen(x)
-
-
-@case
-def identity_of_a_global_tensor():
-    global TABLE
-    TABLE = torch.ones(4)
-    seen, x = Recorded(of_table), spread(rows())
-    seen(x)
-    TABLE = torch.full((4,), 3.0)
-    seen(x)
-
-
-TABLE = None
-
-
-def of_table(x):
-    return x * TABLE
-
-
-@case
-def identity_of_a_tensor_on_a_module():
-    model = linear()
-    model.table = torch.ones(3)
-    model.register_forward_hook(lambda m, a, r: r * m.table)
-    seen, x = Recorded(model), spread(rows())
-    seen(x)
-    model.table = torch.full((3,), 3.0)
     seen(x)
 
 
@@ -250,10 +158,144 @@ def parameters_that_are_put_in_for_a_call():
     assert (len(captured.programs), captured.replays) == (1, 2)
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+# --- names
+
+FACTOR = 2.0
+EVERYWHERE = torch_tensor.Replicate()
+
+
+class NamedShard(torch_tensor.Shard):
+    """A placement of torch's with an attribute that code may read."""
+
+    factor = 1.0
+
+
+ROWS = NamedShard(0)
+
+
+def scaled(x):
+    return x * FACTOR
+
+
+class Settings:
+    """An object with a number."""
+
+    def __init__(self, shift):
+        self.shift = shift
+        self.table = None
+
+    def shifted(self, x):
+        return x + self.shift
+
+
+@case
+def a_global():
+    global FACTOR
+    seen, x = Recorded(lambda x: scaled(x) + 1), spread(rows())
+    seen(x)
+    FACTOR = 3.0
+    seen(x)
+    FACTOR = 2.0
+    seen.again(x)
+
+
+@case
+def a_closure():
+    factor = 2.0
+
+    def closed(x):
+        return x * factor
+
+    seen, x = Recorded(lambda x: closed(x) + 1), spread(rows())
+    seen(x)
+    factor = 3.0
+    seen(x)
+    factor = True
+    seen(x)
+    factor = 1.0
+    seen(x)
+
+
+@case
+def what_a_hook_reads():
+    factor, model = 2.0, linear()
+    model.register_forward_hook(lambda m, a, r: r * factor)
+    seen, x = Recorded(model), spread(rows())
+    seen(x)
+    factor = 3.0
+    seen(x)
+
+
+@case
+def an_object_in_a_partial():
+    owner, x = Settings(2.0), spread(rows())
+    seen = Recorded(partial(lambda o, x: x + o.shift, owner))
+    seen(x)
+    owner.shift = 3.0
+    seen(x)
+
+
+@case
+def what_the_function_counts_itself():
+    """With permission, that is its own side effect, which happens once."""
+    count = 0
+
+    def counted(x):
+        nonlocal count
+        count += 1
+        return x * 2
+
+    captured, x = vd.capture(counted, unguarded=["count"]), spread(rows())
+    for _ in range(3):
+        captured(x)
+    assert (count, len(captured.programs)) == (1, 1)
+    count = 5
+    captured(x)
+    assert len(captured.programs) == 1
+
+
+@case
+def a_name_of_something_else():
+    """A global that only has the name of an attribute is not read."""
+    global step
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    captured, x = vd.capture(train), spread(rows())
+    for step in range(6):  # noqa: B007
+        captured(x)
+    assert len(captured.programs) <= 2
+
+
+step = 0
+
+
+@case
+def placements_of_torch():
+    """Those of torch count as constants, those of a user's class with their attributes."""
+    global EVERYWHERE
+    seen, x = Recorded(lambda x: x.redistribute(placements=[EVERYWHERE]) * 2), spread(rows())
+    seen(x)
+    EVERYWHERE = torch_tensor.Shard(1)
+    seen(x)
+    EVERYWHERE = torch_tensor.Replicate()
+    seen.again(x)
+
+    def factor(x):
+        return x.redistribute(placements=[torch_tensor.Shard(ROWS.dim)]) * ROWS.factor
+
+    seen = Recorded(factor)
+    seen(x)
+    ROWS.factor = 3.0
+    seen(x)
+    del ROWS.factor
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_change_records_again(name):
-    run(check, 2, name)
-
-
-def check(rank, world_size, name):
-    CASES[name]()
+    on_both(CASES[name])

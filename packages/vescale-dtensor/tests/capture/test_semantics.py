@@ -13,18 +13,13 @@ import torch.nn.functional as F
 import vescale_comm
 import vescale_dtensor as vd
 from capture_semantics import check, data, grid, spread
+from named_cases import named_cases
 from torch import nn
 from vescale_comm import trace
 from vescale_comm.testing import run
 from vescale_dtensor import Partial, Shard
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
+CASES, case = named_cases()
 
 # --- writes and aliases
 
@@ -265,13 +260,9 @@ def a_module_with_backward_hooks(wrap):
     return call
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_as_in_eager(name):
-    run(run_case, 4, name)
-
-
-def run_case(rank, world_size, name):
-    check(CASES[name])
+    run(check, 4, CASES[name])
 
 
 def written_copy(rank, world_size):
