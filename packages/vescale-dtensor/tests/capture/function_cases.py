@@ -31,9 +31,7 @@ class Scaled(Function):
 class Pair(Function):
     """Two results, and a context that is set up apart."""
 
-    @staticmethod
-    def forward(x, y, shift):
-        return x * y + shift, (x + y).sin()
+    forward = staticmethod(lambda x, y, shift: (x * y + shift, (x + y).sin()))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -54,9 +52,7 @@ class Masked(Function):
         ctx.save_for_backward(mask)
         return x * mask
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
+    backward = staticmethod(lambda ctx, gradient: gradient * ctx.saved_tensors[0])
 
 
 class Linear(Function):
@@ -79,19 +75,12 @@ class Summed(Function):
         ctx.shape = x.shape
         return x.sum()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.expand(ctx.shape) * 1.0
+    backward = staticmethod(lambda ctx, gradient: gradient.expand(ctx.shape) * 1.0)
 
 
 class Viewed(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
+    backward = staticmethod(lambda ctx, gradient: -gradient)
 
 
 class Cubed(Function):
@@ -102,19 +91,12 @@ class Cubed(Function):
         ctx.save_for_backward(x)
         return x**3
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+    backward = staticmethod(lambda ctx, gradient: 3 * ctx.saved_tensors[0] ** 2 * gradient)
 
 
 class Nested(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return Scaled.apply(x) * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 7
+    forward = staticmethod(lambda ctx, x: Scaled.apply(x) * 2)
+    backward = staticmethod(lambda ctx, gradient: gradient * 7)
 
 
 class Exponential(Function):
@@ -126,19 +108,12 @@ class Exponential(Function):
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
+    backward = staticmethod(lambda ctx, gradient: gradient * ctx.saved_tensors[0])
 
 
 class Returned(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
+    forward = staticmethod(lambda ctx, x: x)
+    backward = staticmethod(lambda ctx, gradient: -gradient)
 
 
 class Gathered(Function):
@@ -149,19 +124,12 @@ class Gathered(Function):
         ctx.shape = x.shape
         return x.full_tensor().sum(0)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.expand(ctx.shape)
+    backward = staticmethod(lambda ctx, gradient: gradient.expand(ctx.shape))
 
 
 class Listed(Function):
-    @staticmethod
-    def forward(ctx, tensors):
-        return tensors[0] * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
+    forward = staticmethod(lambda ctx, tensors: tensors[0] * 2)
+    backward = staticmethod(lambda ctx, gradient: None)
 
 
 PLAIN = torch.arange(4.0)

@@ -1,4 +1,4 @@
-"""Whole training steps, captured, train bit for bit as in eager.
+"""Whole training steps of unusual parts, captured, train bit for bit as in eager.
 
 A case builds a step of a model and an optimizer. It is built twice from one seed; one copy runs in
 eager, the other captured; losses, parameters and the states of optimizers are compared after every
@@ -7,80 +7,12 @@ step.
 
 import pytest
 import torch
-from captured_training import (
-    STEPS,
-    Training,
-    adam,
-    losses,
-    network,
-    plain_step,
-    sgd,
-    trains,
-    with_optimizer,
-)
+from captured_training import STEPS, Training, adam, losses, network, plain_step, sgd, trains
+from named_cases import named_cases
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
-from vescale_comm import simulate
 from vescale_comm.testing import run
 
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
-
-def step_case(name, body):
-    """A case of SGD whose step is `body(model, optimizer, x)`."""
-
-    def build(wrap):
-        model = network()
-        optimizer = sgd(model)
-        return Training(model, optimizer, wrap(lambda x: body(model, optimizer, x)))
-
-    CASES[name] = build
-
-
-def clipped_by(clip):
-    def body(model, optimizer, x):
-        optimizer.zero_grad()
-        loss = losses(model, x)
-        loss.backward()
-        clip(model.parameters())
-        optimizer.step()
-        return loss.detach()
-
-    return body
-
-
-def accumulated(model, optimizer, x):
-    optimizer.zero_grad()
-    total = torch.zeros(())
-    for scale in (0.25, 0.75):
-        loss = losses(model, x * scale) * scale
-        loss.backward()
-        total = total + loss.detach()
-    optimizer.step()
-    return total
-
-
-step_case("clipping by norm", clipped_by(lambda p: nn.utils.clip_grad_norm_(p, 0.1)))
-step_case(
-    "clipping by norm, for-loop",
-    clipped_by(lambda p: nn.utils.clip_grad_norm_(p, 0.1, foreach=False)),
-)
-step_case("clipping by value", clipped_by(lambda p: nn.utils.clip_grad_value_(p, 0.01)))
-step_case("accumulation inside", accumulated)
-
-
-@case
-def scheduler_outside(wrap):
-    training = with_optimizer("SGD foreach")(wrap)
-    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, step_size=5, gamma=0.5)
-    training.after = scheduler.step
-    return training
+CASES, case = named_cases()
 
 
 @case
@@ -91,69 +23,6 @@ def learning_rate_that_is_a_tensor(wrap):
     training = Training(model, optimizer, wrap(lambda x: plain_step(model, optimizer, x)))
     training.after = lambda: rate.mul_(0.9)
     return training
-
-
-@case
-def exponential_average(wrap):
-    model = network()
-    optimizer = sgd(model)
-    average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    training = Training(model, optimizer, wrap(lambda x: plain_step(model, optimizer, x)))
-    training.after = lambda: average.update_parameters(model)
-    training.more = (average,)
-    return training
-
-
-@case
-def average_inside(wrap):
-    model = network()
-    optimizer = sgd(model)
-    averages = [p.detach().clone() for p in model.parameters()]
-
-    def step(x):
-        loss = plain_step(model, optimizer, x)
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, list(model.parameters()), 0.1)
-        return loss
-
-    return Training(model, optimizer, wrap(step), more=tuple(averages))
-
-
-@case
-def evaluation_in_between(wrap):
-    model = network()
-    optimizer = sgd(model)
-    forward = wrap(model)
-
-    def step(x):
-        optimizer.zero_grad()
-        loss = (forward(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            seen = forward(x).sum()
-        model.train()
-        return loss.detach() + seen
-
-    return Training(model, optimizer, step)
-
-
-@case
-def checkpoint_around(wrap):
-    model = network()
-    optimizer = sgd(model)
-    up = wrap(lambda x: model.up(x).relu())
-
-    def step(x):
-        optimizer.zero_grad()
-        hidden = checkpoint(up, x.detach().requires_grad_(), use_reentrant=False)
-        loss = model.down(hidden).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return Training(model, optimizer, step)
 
 
 class Trainer:
@@ -237,20 +106,6 @@ def accumulation_over_calls(wrap):
 
 
 @case
-def average_of_torch_inside(wrap):
-    model = network()
-    optimizer = adam(model, foreach=True)
-    average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-
-    def step(x):
-        loss = plain_step(model, optimizer, x)
-        average.update_parameters(model)
-        return loss
-
-    return Training(model, optimizer, wrap(step), more=(average,))
-
-
-@case
 def an_optimizer_made_inside(wrap):
     model = network()
     optimizer = sgd(model)
@@ -331,11 +186,3 @@ def combination(rank, world_size, name):
 @pytest.mark.parametrize("name", list(CASES))
 def test_combinations(name):
     run(combination, 2, name)
-
-
-SIMULATED = ["clipping by norm", "average_of_torch_inside", "evaluation_in_between"]
-
-
-@pytest.mark.parametrize("name", SIMULATED)
-def test_simulated_ranks_that_are_threads(name):
-    simulate(2)(combination, name)

@@ -5,7 +5,6 @@ results, what the caller does with them, and what is left behind are those of ea
 """
 
 import copy
-import dataclasses
 import threading
 import types
 import warnings
@@ -71,13 +70,6 @@ def verdict(make):
 # --- what goes in and comes out
 
 
-@dataclasses.dataclass
-class Batch:
-    x: object
-    count: int
-    more: list
-
-
 class Slotted:
     __slots__ = ("count", "x")
 
@@ -125,20 +117,6 @@ def returned_twice():
     return both, [nothing], one, lambda result: (result[0].add_(1), result[1])
 
 
-def order_of_a_dict():
-    def given(seed):
-        return (*one(seed), {1: 0, 2: 0} if seed < 10 else {2: 0, 1: 0})
-
-    return (lambda x, d: x * next(iter(d))), [nothing], given
-
-
-def batches():
-    def given(seed):
-        return (Batch(*one(seed), 1 + seed // 10, [1] * (1 + seed // 20)),)
-
-    return (lambda b: b.x * b.count * len(b.more)), [nothing, nothing], given
-
-
 def slotted_batches():
     def given(seed):
         return (Slotted(*one(seed), 1 + seed // 10),)
@@ -152,37 +130,6 @@ def changed_arguments():
         return x * len(found)
 
     return function, [nothing], lambda seed: (*one(seed), [])
-
-
-def given_functions():
-    functions = [lambda x, k=k: x * k for k in (1, 2, 3)]
-    return (lambda x, f: f(x)), [nothing, nothing], lambda seed: (*one(seed), functions[seed // 10])
-
-
-def tags_of_tensors():
-    def given(seed):
-        (x,) = one(seed)
-        x.tag = seed // 10
-        return (x,)
-
-    return (lambda x: x * (1 + x.tag)), [nothing, nothing], given
-
-
-def resized_storage():
-    weight = torch.ones(4)
-
-    def resize():
-        weight.untyped_storage().resize_(0)
-        weight.untyped_storage().resize_(16)
-        weight.fill_(3)
-
-    return (lambda x: x * weight), [resize, lambda: weight.resize_(1).fill_(5)]
-
-
-def set_storage():
-    weight = torch.ones(4)
-    changes = [lambda: weight.set_(torch.full((4,), 3.0)), lambda: setattr(weight, "data", -weight)]
-    return (lambda x: x * weight), changes
 
 
 def errors_by_state():
@@ -223,9 +170,8 @@ PROGRAMS = {
     each.__name__: each
     for each in (
         *(fresh_list, fresh_nested, outside_list, outside_tensor, argument_returned),
-        *(returned_twice, order_of_a_dict, batches, slotted_batches),
-        *(changed_arguments, given_functions),
-        *(tags_of_tensors, resized_storage, set_storage, errors_by_state, decorated_methods),
+        *(returned_twice, slotted_batches),
+        *(changed_arguments, errors_by_state, decorated_methods),
     )
 }
 

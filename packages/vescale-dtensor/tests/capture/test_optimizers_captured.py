@@ -11,7 +11,6 @@ from captured_training import (
     STEPS,
     Training,
     adam,
-    losses,
     network,
     plain_step,
     trains,
@@ -44,37 +43,9 @@ def verdict(rank, world_size, name):
     return "live" if function.programs[0].live else "recorded"
 
 
-OUTSIDE = ("SGD fused", "Adam for-loop", "AdamW foreach", "Adafactor for-loop", "NAdam foreach")
-
-
-def outside_table(rank, world_size):
-    for name in OUTSIDE:
-        cls, options = OPTIMIZERS[name]
-
-        def build(wrap, cls=cls, options=options):
-            model = network()
-            optimizer = cls(model.parameters(), lr=0.01, **options)
-            forward = wrap(lambda x: losses(model, x))
-
-            def step(x):
-                optimizer.zero_grad()
-                loss = forward(x)
-                loss.backward()
-                optimizer.step()
-                return loss.detach()
-
-            return Training(model, optimizer, step)
-
-        assert len(trains(build).programs) == 1
-
-
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_optimizers_inside(name):
     assert run(verdict, 2, name) == ["live" if name in LIVE else "recorded"] * 2
-
-
-def test_optimizers_outside():
-    run(outside_table, 2)
 
 
 def rate_of_each_step(rank, world_size):

@@ -236,13 +236,8 @@ def training(rank, world_size):
 
 
 class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.full_tensor() * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
+    forward = staticmethod(lambda ctx, x: x.full_tensor() * 2)
+    backward = staticmethod(lambda ctx, gradient: gradient * 2)
 
 
 def plain_results(rank, world_size):
