@@ -26,9 +26,7 @@ class OfOwnMode(torch.autograd.Function):
         with torch.enable_grad():
             return FORWARDS[how](x)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.full_like(grad, 5.0) * grad, None
+    backward = staticmethod(lambda ctx, grad: (torch.full_like(grad, 5.0) * grad, None))
 
 
 def _used_inside(x):
@@ -77,13 +75,8 @@ def test_forward_that_enables_grad(name):
 
 
 class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 5
+    forward = staticmethod(lambda ctx, x: x * 2)
+    backward = staticmethod(lambda ctx, grad: grad * 5)
 
 
 def _outcome(change, y):

@@ -45,27 +45,18 @@ class Exponential(torch.autograd.Function):
         ctx.save_for_backward(result)
         return result
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0]
+    backward = staticmethod(lambda ctx, grad: grad * ctx.saved_tensors[0])
 
 
 class Reversal(torch.autograd.Function):
     """Returns its input."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
+    forward = staticmethod(lambda ctx, x: x)
+    backward = staticmethod(lambda ctx, grad: -grad)
 
 
 class Alias(Reversal):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
 
 
 class Product(torch.autograd.Function):
@@ -114,23 +105,17 @@ class WithIndices(torch.autograd.Function):
         ctx.mark_non_differentiable(largest)
         return x * factor, largest
 
-    @staticmethod
-    def backward(ctx, grad, _):
-        return grad * ctx.factor, None
+    backward = staticmethod(lambda ctx, grad, _: (grad * ctx.factor, None))
 
 
 class WithContext(torch.autograd.Function):
-    @staticmethod
-    def forward(x, factor):
-        return x * factor
+    forward = staticmethod(lambda x, factor: x * factor)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.factor = inputs[1]
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
+    backward = staticmethod(lambda ctx, grad: (grad * ctx.factor, None))
 
 
 class Buffered(torch.autograd.Function):
@@ -142,21 +127,14 @@ class Buffered(torch.autograd.Function):
         ctx.mark_dirty(buffer)
         return buffer
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None
+    backward = staticmethod(lambda ctx, grad: (grad * 2, None))
 
 
 class Rounded(torch.autograd.Function):
     """A straight-through estimate, whose backward clamps."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return (x * 3).round()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.clamp(-1, 1)
+    forward = staticmethod(lambda ctx, x: (x * 3).round())
+    backward = staticmethod(lambda ctx, grad: grad.clamp(-1, 1))
 
 
 PROGRAMS = {
@@ -219,13 +197,8 @@ def test_bridged(name):
 class Total(torch.autograd.Function):
     """Gives plain tensors, of this rank's part: nobody can tell what their gradients are."""
 
-    @staticmethod
-    def forward(ctx, x, leave):
-        return leave(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.expand(6, 4), None
+    forward = staticmethod(lambda ctx, x, leave: leave(x))
+    backward = staticmethod(lambda ctx, grad: (grad.expand(6, 4), None))
 
 
 LEAVING = {

@@ -6,10 +6,5 @@ import torch
 class Doubled(torch.autograd.Function):
     """`x * 2`."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
+    forward = staticmethod(lambda ctx, x: x * 2)
+    backward = staticmethod(lambda ctx, gradient: gradient * 2)

@@ -88,17 +88,13 @@ class Saved(torch.autograd.Function):
 
 
 class WithContext(torch.autograd.Function):
-    @staticmethod
-    def forward(x, factor=3):
-        return torch.zeros(x.shape).copy_(x * factor)
+    forward = staticmethod(lambda x, factor=3: torch.zeros(x.shape).copy_(x * factor))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.factor = inputs[1]
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
+    backward = staticmethod(lambda ctx, grad: (grad * ctx.factor, None))
 
 
 class Decorated(Squares):
@@ -125,18 +121,14 @@ class Rebinding(torch.autograd.Function):
 class WithSizes(torch.autograd.Function):
     """Its context asks its result, which has no history yet."""
 
-    @staticmethod
-    def forward(x):
-        return torch.zeros(x.shape).copy_(x)
+    forward = staticmethod(lambda x: torch.zeros(x.shape).copy_(x))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         assert isinstance(output, torch.Tensor)
         ctx.rows = (output * 0 + 1).sum(0)[0].item()
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.rows
+    backward = staticmethod(lambda ctx, grad: grad * ctx.rows)
 
 
 class Once(torch.autograd.Function):
@@ -178,9 +170,7 @@ class Buffered(torch.autograd.Function):
         ctx.mark_dirty(buffer)
         return buffer
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None
+    backward = staticmethod(lambda ctx, grad: (grad * 2, None))
 
 
 class Beside(torch.autograd.Function):
@@ -206,9 +196,7 @@ class OfList(torch.autograd.Function):
         ctx.factor = gathered(sum(o.sum() for o in others))
         return torch.zeros(x.shape).copy_(x * ctx.factor)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
+    backward = staticmethod(lambda ctx, grad: (grad * ctx.factor, None))
 
 
 class View(torch.autograd.Function):
@@ -236,6 +224,4 @@ class Numbers(torch.autograd.Function):
         ctx.shape = x.shape
         return leave(x)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.expand(ctx.shape), None
+    backward = staticmethod(lambda ctx, grad: (grad.expand(ctx.shape), None))
