@@ -95,7 +95,7 @@ asked(
 # --- files that libraries read
 
 FOLDER = tempfile.mkdtemp()
-sys.path.append(FOLDER)
+sys.path.insert(0, FOLDER)  # before that of the process which has started this one
 
 
 def file(name, text=""):
