@@ -95,7 +95,7 @@ asked(
 # --- files that libraries read
 
 FOLDER = tempfile.mkdtemp()
-sys.path.insert(0, FOLDER)  # before that of the process which has started this one
+sys.path.insert(0, FOLDER)
 
 
 def file(name, text=""):
@@ -111,6 +111,7 @@ def texts(name, form="{}"):
 
 
 file("stale_package/__init__.py")
+import_module("stale_package")  # of this process, and not of the one which has started it
 IN_PACKAGE = "stale_package/text.txt"
 TEXT = file("stale.txt")
 asked(
