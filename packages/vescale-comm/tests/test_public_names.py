@@ -33,8 +33,8 @@ PUBLIC = {
         "with_fields",
     ],
     "vescale_comm.testing": [
-        "Failed", "Ok", "Outcome", "WorkerError", "choose_core", "device_mesh", "outcomes",
-        "preload", "run", "shutdown",
+        "Failed", "Ok", "Outcome", "WorkerError", "choose_core", "device_mesh", "on_ranks",
+        "outcomes", "preload", "run", "shutdown",
     ],
     "vescale_comm.ddp": ["install"],
     "vescale_comm.fsdp2": ["ReduceScatter", "install"],

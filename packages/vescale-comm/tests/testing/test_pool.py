@@ -22,13 +22,14 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from vescale_comm import all_reduce
+from vescale_comm import SimulationError, all_reduce
 from vescale_comm.testing import (
     Failed,
     Ok,
     WorkerError,
     _pool,
     device_mesh,
+    on_ranks,
     outcomes,
     run,
     shutdown,
@@ -49,6 +50,24 @@ def echo(rank, world_size, *args):
 def test_each_rank_is_called_in_a_world_of_that_size(world_size):
     expected = [(rank, world_size, rank, world_size, ("x", 1)) for rank in range(world_size)]
     assert run(echo, world_size, "x", 1) == expected
+
+
+@pytest.mark.parametrize("more", ["a", "b"])
+@on_ranks(2)
+def test_a_test_may_be_what_each_rank_does(rank, world_size, more):
+    assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+    assert more in "ab"
+
+
+@on_ranks(3, simulated=True)
+def wrong(more):
+    assert more != dist.get_world_size()
+
+
+def test_what_a_rank_finds_fails_the_test():
+    wrong(more=2)
+    with pytest.raises(SimulationError, match="assert"):
+        wrong(more=3)
 
 
 def returned(rank, world_size, pair):

@@ -20,9 +20,11 @@ case makes live on for a while: make meshes with `device_mesh`, or in the case, 
 import inspect
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from vescale_comm._outcome import Failed, Ok, Outcome
+from vescale_comm._simulation.simulate import simulate
 from vescale_comm.testing._core import choose_core
 from vescale_comm.testing._mesh import device_mesh
 from vescale_comm.testing._messages import Case, pack
@@ -37,6 +39,7 @@ __all__ = [
     "WorkerError",
     "choose_core",
     "device_mesh",
+    "on_ranks",
     "outcomes",
     "preload",
     "run",
@@ -100,6 +103,53 @@ def outcomes(
     # Sooner than the case is given up, so that who is missing is named.
     patience = timeout / 2 if check else None
     return outcomes_of(_case(fn, args, patience), world_size, timeout)
+
+
+def on_ranks(
+    world_size: int, *, simulated: bool = False, timeout: float = 120, check: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of pytest's of what each rank does: a decorator, nearest to the function.
+
+        @pytest.mark.parametrize("dim", [0, 1])
+        @on_ranks(2)
+        def test_sum(rank, world_size, dim):
+            ...
+
+    The function gets its rank and the world size where its first parameters have these names; all
+    others are pytest's.
+
+    Args:
+        world_size: number of ranks.
+        simulated: whether they are those of `simulate`, and not processes as `run` has them.
+        timeout: as of `run`.
+        check: as of `run`.
+
+    Returns:
+        The decorator.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+        first = ("rank", "world_size")
+        told = 2 if tuple(signature.parameters)[:2] == first else 0
+        own = tuple(signature.parameters.values())[told:]
+
+        @wraps(body)
+        def test(*on_a_rank: Any, **given: Any) -> None:
+            # Workers find the function by its name, which is that of the test.
+            if on_a_rank:
+                body(*on_a_rank[:told], *on_a_rank[2:])
+                return
+            values = [given[parameter.name] for parameter in own]
+            if simulated:
+                simulate(world_size)(test, *values)
+            else:
+                run(test, world_size, *values, timeout=timeout, check=check)
+
+        test.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def _case(fn: Callable[..., Any], args: tuple[Any, ...], patience: float | None) -> Case:
