@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from named_cases import named_cases
 from one_device import check, full_tensors
 from torch.utils.checkpoint import checkpoint
-from vescale_comm import simulate
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
 PROGRAMS, program = named_cases()
@@ -81,13 +80,10 @@ def checkpointing_draws_the_same_mask_again(place):
     return w.grad, x.grad, torch.get_rng_state()
 
 
-def run_program(rank, world, name):
-    check(PROGRAMS[name], rtol=2e-5, atol=2e-6)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(4, simulated=True)
 def test_autograd(name):
-    simulate(4).run(run_program, name)
+    check(PROGRAMS[name], rtol=2e-5, atol=2e-6)
 
 
 def smooth(x, w, b):
@@ -128,10 +124,7 @@ def of_each_order(place, places):
     return found
 
 
-def run_orders(rank, world):
+@on_ranks(4)
+def test_second_and_third_derivatives():
     for places in PLACED:
         check(lambda place: of_each_order(place, places), rtol=1e-9, atol=1e-9)  # noqa: B023
-
-
-def test_second_and_third_derivatives():
-    run(run_orders, 4)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as stock
 import vescale_dtensor as vd
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import (
     DisagreementError,
     InterleavedShard,
@@ -52,24 +52,13 @@ def test_uneven_and_empty_shards_find_their_shape(extent, dim):
     simulate(4)(_one_axis, extent, dim)
 
 
-def _shapes_in_turn(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_calls_that_nothing_is_compared_in_any_more_have_their_own_shapes(rank, world_size):
     mesh = device_mesh((world_size,))
     for shape in [(2, 3)] * 4 + [(3, 3), (2, 3), (3, 2)]:  # the first two of a kind are compared
         for local in (torch.ones(shape), torch.ones(shape[::-1]).t()):
             made = from_local(local, mesh, [Replicate()])
             assert (made.shape, made.stride()) == (local.shape, local.stride())
-
-
-def test_calls_that_nothing_is_compared_in_any_more_have_their_own_shapes():
-    simulate(2)(_shapes_in_turn)
-
-
-def _any_layout(rank, world_size, placements, shape):
-    mesh, whole = device_mesh((2, 2)), torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    laid = vd.distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    made = from_local(laid.to_local(), mesh, placements)
-    assert made.shape == whole.shape
-    assert torch.equal(made.full_tensor(), whole)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +75,13 @@ def _any_layout(rank, world_size, placements, shape):
         ([Replicate(), Replicate()], ()),
     ],
 )
+@on_ranks(4, simulated=True)
 def test_every_layout(placements, shape):
-    simulate(4)(_any_layout, placements, shape)
+    mesh, whole = device_mesh((2, 2)), torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    laid = vd.distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    made = from_local(laid.to_local(), mesh, placements)
+    assert made.shape == whole.shape
+    assert torch.equal(made.full_tensor(), whole)
 
 
 def _wrong(rank, world_size, case):
@@ -169,7 +163,9 @@ WRONG = {
 }  # fmt: skip
 
 
-def _differing_at_the_end(rank, world_size, argument):
+@pytest.mark.parametrize("argument", ["shape", "stride", "units"])
+@on_ranks(40, simulated=True)
+def test_a_difference_at_the_end_of_a_long_text_is_found(rank, world_size, argument):
     """Rank 1 passes something else than all others, behind 256 bytes of units."""
     mesh, other = device_mesh((world_size,)), int(rank == 1)
     units = [1, *[10_000_001] * (world_size - 2)]  # no common divisor, so they stay as long
@@ -185,35 +181,25 @@ def _differing_at_the_end(rank, world_size, argument):
     assert from_local(torch.ones(2), mesh, [Shard(0)]).sum().item() == 2 * world_size
 
 
-@pytest.mark.parametrize("argument", ["shape", "stride", "units"])
-def test_a_difference_at_the_end_of_a_long_text_is_found(argument):
-    simulate(40)(_differing_at_the_end, argument)
+@on_ranks(2, simulated=True)
+def test_all_dims_of_a_tensor_fit_into_what_is_sent(rank, world_size):
+    local = torch.ones((1,) * 61 + (2, 3, 2 - rank))
+    result = from_local(local, device_mesh((2,)), [Shard(63)])
+    assert result.shape == (*local.shape[:-1], 3)
+    with pytest.raises(DisagreementError, match="rank 1: f64"):
+        from_local(local.double() if rank else local, device_mesh((2,)), [Shard(63)])
 
 
-def test_all_dims_of_a_tensor_fit_into_what_is_sent():
-    def made(rank, world_size):
-        local = torch.ones((1,) * 61 + (2, 3, 2 - rank))
-        result = from_local(local, device_mesh((2,)), [Shard(63)])
-        assert result.shape == (*local.shape[:-1], 3)
-        with pytest.raises(DisagreementError, match="rank 1: f64"):
-            from_local(local.double() if rank else local, device_mesh((2,)), [Shard(63)])
-
-    simulate(2)(made)
-
-
-def test_calls_of_some_ranks_alone_do_not_count():
+@on_ranks(2, simulated=True)
+def test_calls_of_some_ranks_alone_do_not_count(rank, world_size):
     """Those ranks would count further, and the next call of all would wait for them."""
-
-    def called(rank, world_size):
-        mesh = device_mesh((2,))
-        if rank == 0:
-            token = silent.set(True)
-            from_local(torch.ones(2), mesh, [Replicate()])
-            silent.reset(token)
-        for _ in range(3):
-            assert from_local(torch.ones(2), mesh, [Replicate()]).sum().item() == 2
-
-    simulate(2)(called)
+    mesh = device_mesh((2,))
+    if rank == 0:
+        token = silent.set(True)
+        from_local(torch.ones(2), mesh, [Replicate()])
+        silent.reset(token)
+    for _ in range(3):
+        assert from_local(torch.ones(2), mesh, [Replicate()]).sum().item() == 2
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -263,7 +249,8 @@ def test_what_is_exchanged(exchanges, extents, given, expected):
     assert {name: n for name, n in exchanges.items() if n} == expected
 
 
-def _checked(rank, world_size):
+@on_ranks(4, simulated=True)
+def test_run_check_compares_and_takes_over(rank, world_size):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     local = torch.full((3,), float(rank)).requires_grad_()
     made = from_local(local, mesh, [Replicate(), Shard(0)], run_check=True)
@@ -273,7 +260,3 @@ def _checked(rank, world_size):
     assert torch.equal(local.grad, torch.ones(3))
     with pytest.raises(DisagreementError, match="shape="):
         from_local(torch.ones(3), mesh, [Replicate()] * 2, shape=(3 + rank // 2,), run_check=True)
-
-
-def test_run_check_compares_and_takes_over():
-    simulate(4)(_checked)

@@ -33,7 +33,7 @@ from plain_result_functions import (
 )
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import SimulationError, simulate
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._autograd import function_results
 from vescale_dtensor._torch.compat import apply_code
@@ -261,16 +261,14 @@ def a_plain_result_that_was_saved_cannot_be_differentiated_again(place):
         first.sum().backward()
 
 
-def run_case(rank, world, name):
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(4, simulated=True)
+def test_cases(name):
     check(CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_cases(name):
-    simulate(4)(run_case, name)
-
-
-def profiled(rank, world):
+@on_ranks(4)
+def test_a_profiler_of_somebody_else_stays():
     """A profiler of somebody else stays; without ours, the backward says what is missing."""
     x, seen = Place(device_mesh((2, 2), ("dp", "tp")))(X, grad=True), []
 
@@ -285,10 +283,6 @@ def profiled(rank, world):
         sys.setprofile(None)
     with pytest.raises(vd.UnsupportedError, match="returned plain tensors"):
         loss.backward()
-
-
-def test_a_profiler_of_somebody_else_stays():
-    run(profiled, 4)
 
 
 def noted(rank, world):

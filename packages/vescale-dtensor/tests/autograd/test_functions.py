@@ -16,8 +16,7 @@ from named_cases import named_cases
 from one_device import Place, check, differences, full_tensors
 from torch import nn
 from torch_library import network
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import Replicate, Shard, UnsupportedError
 
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
@@ -182,16 +181,13 @@ def second_gradients(place, program, layouts, leaf):
     return [first, x.grad]
 
 
-def run_program(rank, world, name):
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(4, simulated=True)
+def test_bridged(name):
     for layouts in LAYOUTS.values():
         for leaf in (True, False):
             for what in (gradients, second_gradients):
                 check(lambda place: what(place, PROGRAMS[name], layouts, leaf))  # noqa: B023
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_bridged(name):
-    simulate(4)(run_program, name)
 
 
 class Total(torch.autograd.Function):
@@ -301,13 +297,10 @@ def flags_are_right_before_and_after_the_first_use(place):
     assert torch.autograd.grad(Square.apply(x).sum(), x)[0].placements == x.placements
 
 
-def run_case(rank, world, name):
-    CASES[name](Place(device_mesh((2, 2), ("dp", "tp"))))
-
-
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(4)
 def test_functions(name):
-    run(run_case, 4, name)
+    CASES[name](Place(device_mesh((2, 2), ("dp", "tp"))))
 
 
 class Attention(nn.Module):
@@ -368,14 +361,11 @@ MODULE_HOOKS = {
 }
 
 
-def run_module_hooks(rank, world, name):
+@pytest.mark.parametrize("name", MODULE_HOOKS)
+@on_ranks(4)
+def test_module_hooks_are_called_with_dtensors(name):
     with warnings.catch_warnings(action="ignore"):
         check(MODULE_HOOKS[name])
-
-
-@pytest.mark.parametrize("name", MODULE_HOOKS)
-def test_module_hooks_are_called_with_dtensors(name):
-    run(run_module_hooks, 4, name)
 
 
 @torch.library.custom_op("vescale_test::twice", mutates_args=())
@@ -387,14 +377,11 @@ twice.register_fake(torch.empty_like)
 twice.register_autograd(lambda ctx, grad: grad * 2)
 
 
-def run_custom_op(rank, world):
+@on_ranks(4)
+def test_a_custom_op_takes_the_fallback_and_keeps_its_gradient():
     place = Place(device_mesh((2, 2), ("dp", "tp")))
     ours = place(X, grad=True)
     result = twice(ours)
     assert isinstance(result, vd.DTensor)
     (result * ours).sum().backward()
     assert torch.allclose(ours.grad.full_tensor(), X * 4)
-
-
-def test_a_custom_op_takes_the_fallback_and_keeps_its_gradient():
-    run(run_custom_op, 4)

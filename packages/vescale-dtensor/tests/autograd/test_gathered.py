@@ -6,7 +6,7 @@ import vescale_dtensor as vd
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DTensor, LayoutError, Partial, RaggedShard, Replicate, Shard
 
 
@@ -41,7 +41,8 @@ def stored_and_whole(mesh: DeviceMesh) -> tuple[DTensor, DTensor]:
     return stored, vd.gathered(stored, whole, mesh, [Replicate(), Shard(0)])
 
 
-def varying_and_invariant(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_uses_that_vary_and_uses_that_do_not():
     mesh = device_mesh((2, 2), ("dp", "tp"))
     dense = (torch.arange(24.0).reshape(6, 4) / 24).requires_grad_()
     x = torch.linspace(-1, 1, 20).reshape(5, 4)
@@ -58,10 +59,6 @@ def varying_and_invariant(rank: int, world_size: int) -> None:
     torch.testing.assert_close(found.full_tensor(), loss.detach())
     torch.testing.assert_close(stored.grad.full_tensor(), dense.grad)
     assert "all_gather" not in seen.counts()
-
-
-def test_uses_that_vary_and_uses_that_do_not():
-    run(varying_and_invariant, 4)
 
 
 class Unit(torch.autograd.Function):
@@ -85,7 +82,8 @@ class Unit(torch.autograd.Function):
         return None, None, None, *found
 
 
-def many_at_once(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_many_parameters_share_one_node():
     mesh = device_mesh((2, 2), ("dp", "tp"))
     dense = [(torch.arange(8.0).reshape(4, 2) + k).requires_grad_() for k in range(4)]
     stored = [
@@ -119,11 +117,8 @@ def many_at_once(rank: int, world_size: int) -> None:
         gathering.aliases([torch.ones(3, 2)] * 4)
 
 
-def test_many_parameters_share_one_node():
-    run(many_at_once, 4)
-
-
-def replicated_elsewhere(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_gradient_is_partial_where_the_parameter_is_replicated():
     mesh = device_mesh((2, 2), ("dp", "tp"))
     dense = torch.ones(4, requires_grad=True)
     x = torch.arange(12.0).reshape(3, 4)
@@ -139,11 +134,8 @@ def replicated_elsewhere(rank: int, world_size: int) -> None:
     torch.testing.assert_close(vd.gradient_total(stored).full_tensor(), dense.grad)
 
 
-def test_the_gradient_is_partial_where_the_parameter_is_replicated():
-    run(replicated_elsewhere, 4)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_gathered_is_refused():
     mesh = device_mesh((2,), ("dp",))
     stored = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
     with pytest.raises(LayoutError, match="gives this rank the shape"):
@@ -156,11 +148,8 @@ def refused(rank: int, world_size: int) -> None:
         vd.before_backward(stored, print)
 
 
-def test_what_cannot_be_gathered_is_refused():
-    run(refused, 2)
-
-
-def watched(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_call_before_backward_needs_no_gradient():
     mesh = device_mesh((2,), ("dp",))
     stored = vd.distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
     events: list[str] = []
@@ -179,10 +168,6 @@ def watched(rank: int, world_size: int) -> None:
     assert not vd.written_unseen(other)
     other.data = vd.distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
     assert vd.written_unseen(other)
-
-
-def test_a_call_before_backward_needs_no_gradient():
-    run(watched, 2)
 
 
 def test_what_is_no_leaf_is_named_without_its_values():

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import (
     DTensor,
     Partial,
@@ -49,7 +49,8 @@ def gradient(parameter: nn.Parameter) -> list[float]:
     return values
 
 
-def program(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_kept_gradients_are_found(rank: int, world_size: int):
     parameter, keeper = made(rank)
     assert parameter.grad is parameter.grad
     assert parameter.grad.placements == (Partial("sum"),)
@@ -76,11 +77,8 @@ def program(rank: int, world_size: int) -> None:
     assert keeper.kept.tolist() == [0.0] * 3
 
 
-def test_kept_gradients_are_found() -> None:
-    simulate(2).run(program)
-
-
-def after_a_look(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_gradients_are_kept_beside_one_that_was_read(rank: int, world_size: int):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     whole = torch.tensor([4.0, 5.0, 6.0])
     for released in (False, True):
@@ -94,7 +92,3 @@ def after_a_look(rank: int, world_size: int) -> None:
             assert gradient(parameter) == [10.0, 10.0, 10.0]
         else:
             assert gradient(parameter) == [13.0, 16.0, 19.0]
-
-
-def test_gradients_are_kept_beside_one_that_was_read() -> None:
-    simulate(2).run(after_a_look)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Replicate, Shard, gradient_total
 
 MOVES = (
@@ -69,7 +68,16 @@ class Side:
                 weight.sub_(weight.grad, alpha=0.01)
 
 
-def alike(rank: int, world_size: int, seed: int) -> None:
+def close(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    # Values that go through float32 may be rounded to the next one.
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}"
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+@on_ranks(3, simulated=True)
+def test_gradients_are_those_of_one_device(rank: int, world_size: int, seed: int):
     dense = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
     x = torch.linspace(-2, 2, 15, dtype=torch.float64).reshape(5, 3)
     mesh = device_mesh((world_size,), ("dp",))
@@ -88,19 +96,8 @@ def alike(rank: int, world_size: int, seed: int) -> None:
         close(there.weight.detach().full_tensor(), here.weight.detach(), where)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
-    # Values that go through float32 may be rounded to the next one.
-    torch.testing.assert_close(
-        found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}"
-    )
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_gradients_are_those_of_one_device(seed: int):
-    simulate(3)(alike, seed)
-
-
-def registered(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_it_is_registered_once(rank: int, world_size: int):
     mesh = device_mesh((world_size,), ("dp",))
     placed = vd.distribute_tensor(torch.ones(4, 3), mesh, [Replicate()], src_data_rank=None)
     weight = nn.Parameter(placed)
@@ -117,7 +114,3 @@ def registered(rank: int, world_size: int) -> None:
     assert weight._leaf_gradient.accumulation_hook is not None
     F.linear(x, weight).square().sum().backward()
     assert weight._leaf_gradient.accumulation_hook is None
-
-
-def test_it_is_registered_once():
-    simulate(2)(registered)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from vescale_comm import all_reduce_bucketed, group_of, simulate
+from vescale_comm import all_reduce_bucketed, group_of
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import (
     PendingGradient,
     Replicate,
@@ -80,63 +81,53 @@ def same(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def on_each_rank(test: Callable[[], None]) -> None:
-    simulate(2)(lambda rank, world_size: test())
-
-
+@on_ranks(2, simulated=True)
 def test_totals_become_gradients_without_a_copy():
-    def program() -> None:
-        place = Place()
-        for _ in range(3):
-            place.backward()
-            assert place.reduce() == [True] * 3
-            assert same(place.values(), expected([1.0]))
-            # No views of each other, and no common count of writes, on which autograd relies.
-            one, other, _ = locals_(place.parameters)
-            assert not one._is_view()
-            before = other._version
-            one.mul_(2)
-            assert other._version == before
-            assert same(locals_(place.parameters)[1:], expected([1.0])[1:])
-            for p in place.parameters:
-                p.grad = None
-
-    on_each_rank(program)
-
-
-def test_what_follows_accumulates_and_what_was_kept_stays():
-    def program() -> None:
-        place = Place()
+    place = Place()
+    for _ in range(3):
         place.backward()
-        place.reduce()
-        kept = place.parameters[0].grad
-        assert kept is not None
-        place.backward(2.0)  # adds to what was adopted
-        # The first is what somebody holds, so that all stay where they are.
-        assert place.reduce() == [False] * 3
-        assert same(place.values(), expected([1.0, 2.0]))
-        assert torch.equal(kept.full_tensor(), expected([1.0, 2.0])[0])
-        for p in place.parameters[1:]:
-            p.grad = None
-        assert torch.equal(kept.full_tensor(), expected([1.0, 2.0])[0])
-        place.parameters[0].grad = None
-        place.backward(3.0)
         assert place.reduce() == [True] * 3
-        assert torch.equal(kept.full_tensor(), expected([1.0, 2.0])[0])
-        assert same(place.values(), expected([3.0]))
+        assert same(place.values(), expected([1.0]))
+        # No views of each other, and no common count of writes, on which autograd relies.
+        one, other, _ = locals_(place.parameters)
+        assert not one._is_view()
+        before = other._version
+        one.mul_(2)
+        assert other._version == before
+        assert same(locals_(place.parameters)[1:], expected([1.0])[1:])
+        for p in place.parameters:
+            p.grad = None
 
-    on_each_rank(program)
+
+@on_ranks(2, simulated=True)
+def test_what_follows_accumulates_and_what_was_kept_stays():
+    place = Place()
+    place.backward()
+    place.reduce()
+    kept = place.parameters[0].grad
+    assert kept is not None
+    place.backward(2.0)  # adds to what was adopted
+    # The first is what somebody holds, so that all stay where they are.
+    assert place.reduce() == [False] * 3
+    assert same(place.values(), expected([1.0, 2.0]))
+    assert torch.equal(kept.full_tensor(), expected([1.0, 2.0])[0])
+    for p in place.parameters[1:]:
+        p.grad = None
+    assert torch.equal(kept.full_tensor(), expected([1.0, 2.0])[0])
+    place.parameters[0].grad = None
+    place.backward(3.0)
+    assert place.reduce() == [True] * 3
+    assert torch.equal(kept.full_tensor(), expected([1.0, 2.0])[0])
+    assert same(place.values(), expected([3.0]))
 
 
+@on_ranks(2, simulated=True)
 def test_twice_without_anybody_looking():
-    def program() -> None:
-        place = Place()
-        for number in range(1, 4):
-            place.backward()
-            assert place.reduce() == [True] * 3
-            assert same(place.values(), expected([1.0] * number))
-
-    on_each_rank(program)
+    place = Place()
+    for number in range(1, 4):
+        place.backward()
+        assert place.reduce() == [True] * 3
+        assert same(place.values(), expected([1.0] * number))
 
 
 def look(place: Place) -> Any:
@@ -153,35 +144,31 @@ def strides(place: Place) -> Any:
 
 
 @pytest.mark.parametrize("before", [look, view, strides])
+@on_ranks(2, simulated=True)
 def test_who_has_looked_sees_the_total(before: Callable[[Place], Any]):
-    def program() -> None:
-        place = Place()
-        place.backward()
-        held = before(place)
-        addresses = [one.data_ptr() for one in locals_(place.parameters)]
-        # All or none: a buffer would live beside gradients of their own.
-        assert not any(place.reduce())
-        assert [one.data_ptr() for one in locals_(place.parameters)] == addresses
-        assert same(place.values(), expected([1.0]))
-        if held is not None:
-            wanted = expected([1.0])[1]
-            assert torch.equal(held.full_tensor(), wanted if held.ndim == 2 else wanted[0])
-
-    on_each_rank(program)
+    place = Place()
+    place.backward()
+    held = before(place)
+    addresses = [one.data_ptr() for one in locals_(place.parameters)]
+    # All or none: a buffer would live beside gradients of their own.
+    assert not any(place.reduce())
+    assert [one.data_ptr() for one in locals_(place.parameters)] == addresses
+    assert same(place.values(), expected([1.0]))
+    if held is not None:
+        wanted = expected([1.0])[1]
+        assert torch.equal(held.full_tensor(), wanted if held.ndim == 2 else wanted[0])
 
 
+@on_ranks(2, simulated=True)
 def test_beside_a_gradient_that_is_assigned():
-    def program() -> None:
-        place = Place()
-        place.backward()
-        place.parameters[1].grad = place.parameters[1].grad * 1  # type: ignore[operator]
-        assert place.reduce() == [True, False, True]
-        assert same(place.values(), expected([1.0]))
-        place.backward()
-        assert place.reduce() == [True, False, True]
-        assert same(place.values(), expected([1.0, 1.0]))
-
-    on_each_rank(program)
+    place = Place()
+    place.backward()
+    place.parameters[1].grad = place.parameters[1].grad * 1  # type: ignore[operator]
+    assert place.reduce() == [True, False, True]
+    assert same(place.values(), expected([1.0]))
+    place.backward()
+    assert place.reduce() == [True, False, True]
+    assert same(place.values(), expected([1.0, 1.0]))
 
 
 class Passes(TorchFunctionMode):
@@ -203,61 +190,55 @@ class Counts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", [Passes, Counts, torch.inference_mode])
+@on_ranks(2, simulated=True)
 def test_where_others_see_calls_totals_are_written(mode: Callable[[], Any]):
-    def program() -> None:
-        place = Place()
-        place.backward()
-        with mode():
-            assert not any(place.reduce())
-        assert same(place.values(), expected([1.0]))
-        place.backward()  # adds to what is there
-        assert place.reduce() == [True] * 3
-        assert same(place.values(), expected([1.0, 1.0]))
-
-    on_each_rank(program)
-
-
-def test_totals_that_a_reducer_keeps_are_written():
-    def program() -> None:
-        place = Place(owned=False)
-        place.backward()
+    place = Place()
+    place.backward()
+    with mode():
         assert not any(place.reduce())
-        for one in place.totals:
-            one.zero_()
-        assert same(place.values(), expected([1.0]))
+    assert same(place.values(), expected([1.0]))
+    place.backward()  # adds to what is there
+    assert place.reduce() == [True] * 3
+    assert same(place.values(), expected([1.0, 1.0]))
 
-    on_each_rank(program)
+
+@on_ranks(2, simulated=True)
+def test_totals_that_a_reducer_keeps_are_written():
+    place = Place(owned=False)
+    place.backward()
+    assert not any(place.reduce())
+    for one in place.totals:
+        one.zero_()
+    assert same(place.values(), expected([1.0]))
 
 
+@on_ranks(2, simulated=True)
 def test_within_a_backward_and_by_a_program_totals_are_written():
-    def program() -> None:
-        place = Place()
+    place = Place()
 
-        def hook(_: Tensor) -> None:
-            if not found:
-                reduce_gradients(place.parameters)
-                found.extend(locals_(place.parameters[:1]))
+    def hook(_: Tensor) -> None:
+        if not found:
+            reduce_gradients(place.parameters)
+            found.extend(locals_(place.parameters[:1]))
 
-        found: list[Tensor] = []
-        place.parameters[0].register_post_accumulate_grad_hook(hook)
-        place.backward()
-        place.reduce()
-        assert same(place.values(), expected([1.0]))
-        # A program has read `.grad` in one step and uses it in another.
-        other = Place()
+    found: list[Tensor] = []
+    place.parameters[0].register_post_accumulate_grad_hook(hook)
+    place.backward()
+    place.reduce()
+    assert same(place.values(), expected([1.0]))
+    # A program has read `.grad` in one step and uses it in another.
+    other = Place()
 
-        @capture
-        def step(x: Tensor) -> Any:
-            for p in other.parameters:
-                p.grad = None
-            other.backward(x=x)
-            reduce_gradients(other.parameters)
-            return [gradient * 2 for one in other.parameters if (gradient := one.grad) is not None]
+    @capture
+    def step(x: Tensor) -> Any:
+        for p in other.parameters:
+            p.grad = None
+        other.backward(x=x)
+        reduce_gradients(other.parameters)
+        return [gradient * 2 for one in other.parameters if (gradient := one.grad) is not None]
 
-        for _ in range(4):
-            results = step(other.batch())
-            assert same([one.full_tensor() / 2 for one in results], expected([1.0]))
-            assert same(other.values(), expected([1.0]))
-        assert step._misses.replays >= 2
-
-    on_each_rank(program)
+    for _ in range(4):
+        results = step(other.batch())
+        assert same([one.full_tensor() / 2 for one in results], expected([1.0]))
+        assert same(other.values(), expected([1.0]))
+    assert step._misses.replays >= 2

@@ -13,7 +13,7 @@ from one_device import Place, check
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 
 X = torch.linspace(-1, 1, 20).reshape(5, 4)
@@ -135,7 +135,8 @@ def test_in_processes(name):
     run(run_program, 4, name)
 
 
-def refused(rank, world):
+@on_ranks(4)
+def test_what_cannot_be_done_is_refused_in_torchs_words():
     place = Place(device_mesh((2, 2), ("dp", "tp")))
     x, w = place(X, grad=True), place(W, grad=True)
     with warnings.catch_warnings(action="ignore"):
@@ -149,7 +150,3 @@ def refused(rank, world):
         hooked.grad_fn.register_hook(lambda *_: None)
         with pytest.raises(RuntimeError, match="use_reentrant=True"):
             hooked.sum().backward()
-
-
-def test_what_cannot_be_done_is_refused_in_torchs_words():
-    run(refused, 4)

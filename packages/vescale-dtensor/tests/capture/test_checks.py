@@ -9,7 +9,7 @@ import torch
 import vescale_dtensor as vd
 from capture_guards import rows, spread
 from torch import nn
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 from vescale_dtensor import Replicate
 
 
@@ -82,20 +82,6 @@ def copied_views_in_inference(rank, world_size):
     assert captured.programs
 
 
-def ranks_that_record_apart(rank, world_size, check):
-    def step(x, label):
-        return (x * 2).sum()
-
-    captured = vd.capture(step, check=check)
-    for call in range(12):
-        # Each rank has other calls of kinds that are new to it.
-        label = call if call % (rank + 2) == 0 else -1
-        x = spread(rows(seed=call))
-        assert torch.equal(captured(x, label).full_tensor(), step(x, label).full_tensor())
-    recorded = captured._misses.recordings
-    assert recorded == len({c if c % (rank + 2) == 0 else -1 for c in range(12)})
-
-
 def ranks_that_look(rank, world_size):
     inner = vd.capture(lambda x: (x * 3).sum(), check=True)
     outer = vd.capture(lambda x: inner(x) + 1, check="sampled")
@@ -150,5 +136,16 @@ def test_checked_as_eager(case):
 
 
 @pytest.mark.parametrize("check", [True, "sampled"])
-def test_ranks_that_record_at_different_calls(check):
-    run(ranks_that_record_apart, 2, check)
+@on_ranks(2)
+def test_ranks_that_record_at_different_calls(rank, world_size, check):
+    def step(x, label):
+        return (x * 2).sum()
+
+    captured = vd.capture(step, check=check)
+    for call in range(12):
+        # Each rank has other calls of kinds that are new to it.
+        label = call if call % (rank + 2) == 0 else -1
+        x = spread(rows(seed=call))
+        assert torch.equal(captured(x, label).full_tensor(), step(x, label).full_tensor())
+    recorded = captured._misses.recordings
+    assert recorded == len({c if c % (rank + 2) == 0 else -1 for c in range(12)})

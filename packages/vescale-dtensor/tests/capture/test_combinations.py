@@ -10,7 +10,7 @@ import torch
 from captured_training import STEPS, Training, adam, losses, network, plain_step, sgd, trains
 from named_cases import named_cases
 from torch import nn
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 
 CASES, case = named_cases()
 
@@ -176,13 +176,10 @@ def a_custom_operator(wrap):
 ONLY_ONCE = {"an_optimizer_with_hooks"}
 
 
-def combination(rank, world_size, name):
+@pytest.mark.parametrize("name", list(CASES))
+@on_ranks(2)
+def test_combinations(name):
     captured = trains(CASES[name])
     assert captured.replays >= STEPS - 3  # two recordings, and a new rate
     if name not in ONLY_ONCE:
         trains(CASES[name], check="sampled")
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_combinations(name):
-    run(combination, 2, name)

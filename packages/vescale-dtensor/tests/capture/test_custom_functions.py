@@ -12,6 +12,7 @@ from function_cases import Masked, Pair, Returned, Scaled, Viewed, second
 from torch import nn
 from torch.autograd import Function
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
 STEPS = 5
@@ -153,14 +154,12 @@ def test_on_local_tensors_of_dtensors_and_under_checks():
 
 
 @pytest.mark.parametrize("words", REFUSED)
+@on_ranks(1, simulated=True)
 def test_what_is_refused(words):
-    def refused(rank, world_size):
-        captured = vd.capture(stepping(REFUSED[words]))
-        with pytest.raises(vd.CaptureError, match=words):
-            [captured(rows()) for _ in range(2)]
-        runs_on = vd.capture(stepping(REFUSED[words]), refused="run")
-        for _ in range(3):
-            found, expected = runs_on(rows()), stepping(REFUSED[words])(rows())
-            assert all(map(torch.equal, found, expected))
-
-    simulate(1)(refused)
+    captured = vd.capture(stepping(REFUSED[words]))
+    with pytest.raises(vd.CaptureError, match=words):
+        [captured(rows()) for _ in range(2)]
+    runs_on = vd.capture(stepping(REFUSED[words]), refused="run")
+    for _ in range(3):
+        found, expected = runs_on(rows()), stepping(REFUSED[words])(rows())
+        assert all(map(torch.equal, found, expected))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from function_cases import LAYOUTS, REFUSED, REPLAYED, Scaled, Steps
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 
 STEPS, CHANGED = 5, 3
 
@@ -57,7 +57,8 @@ def test_in_every_layout(where, check):
     run(cases_are_eagers, 4, where, check, list(LAYOUTS), timeout=110)
 
 
-def refused_by_name(rank, world_size):
+@on_ranks(4, timeout=60)
+def test_refused_by_name():
     for words, case in REFUSED.items():
         steps = Steps(case, "outside", vd.capture)
         with pytest.raises(vd.CaptureError, match=words):
@@ -77,11 +78,8 @@ def refused_by_name(rank, world_size):
             assert found == expected if len(found) == 1 else all(map(alike, found, expected))
 
 
-def test_refused_by_name():
-    run(refused_by_name, 4, timeout=60)
-
-
-def uneven_recordings(rank, world_size):
+@on_ranks(4, timeout=60)
+def test_ranks_that_record_at_different_calls(rank, world_size):
     """A rank that records while others replay communicates as they do."""
     switch = {"on": False}
 
@@ -96,7 +94,3 @@ def uneven_recordings(rank, world_size):
         expected = eager.run(seed, LAYOUTS["rows over dp"])
         assert all(map(alike, expected, captured.run(seed, LAYOUTS["rows over dp"])))
     assert len(captured.step.programs) == (2 if rank == 1 else 1)
-
-
-def test_ranks_that_record_at_different_calls():
-    run(uneven_recordings, 4, timeout=60)

@@ -21,6 +21,7 @@ import vescale_dtensor as vd
 from capture_guards import rows, spread
 from torch.overrides import TorchFunctionMode
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 
 CLOCKS = {"clock": time.time}
 NOW = operator.methodcaller("now")
@@ -42,13 +43,11 @@ HANDED = {
 }
 
 
+@on_ranks(2, simulated=True)
 def test_what_is_handed_on_is_refused():
-    def refused(rank, world_size):
-        for function in HANDED.values():
-            with pytest.raises(vd.CaptureError, match=r"another value each time|would not see"):
-                vd.capture(function)(spread(rows()))
-
-    simulate(2)(refused)
+    for function in HANDED.values():
+        with pytest.raises(vd.CaptureError, match=r"another value each time|would not see"):
+            vd.capture(function)(spread(rows()))
 
 
 def timed(x, on):
@@ -57,14 +56,12 @@ def timed(x, on):
     return x * 2 + began * 0
 
 
+@on_ranks(2, simulated=True)
 def test_a_clock_that_is_not_asked_is_no_reason():
-    def function(rank, world_size):
-        captured = vd.capture(timed)
-        for _ in range(3):
-            assert torch.equal(captured(spread(rows()), False).full_tensor(), rows() * 2)
-        assert captured.replays == 2
-
-    simulate(2)(function)
+    captured = vd.capture(timed)
+    for _ in range(3):
+        assert torch.equal(captured(spread(rows()), False).full_tensor(), rows() * 2)
+    assert captured.replays == 2
 
 
 class Doubling(TorchFunctionMode):
@@ -76,32 +73,28 @@ class Doubling(TorchFunctionMode):
         return result * 2 if wrapped and func is torch.relu else result
 
 
+@on_ranks(2, simulated=True)
 def test_a_mode_of_the_users_sees_every_call():
-    def function(rank, world_size):
-        captured = vd.capture(lambda x: torch.relu(x) * 3)
-        expected = rows().relu() * 3
-        for factor in (1, 1, 2, 2, 1):
-            replays = captured.replays
-            if factor == 2:
-                with Doubling():
-                    found = captured(spread(rows()))
-            else:
+    captured = vd.capture(lambda x: torch.relu(x) * 3)
+    expected = rows().relu() * 3
+    for factor in (1, 1, 2, 2, 1):
+        replays = captured.replays
+        if factor == 2:
+            with Doubling():
                 found = captured(spread(rows()))
-            assert torch.equal(found.full_tensor(), expected * factor)
-        assert captured.replays == replays + 1
+        else:
+            found = captured(spread(rows()))
+        assert torch.equal(found.full_tensor(), expected * factor)
+    assert captured.replays == replays + 1
 
-    simulate(2)(function)
 
-
+@on_ranks(2, simulated=True)
 def test_a_default_device_is_no_such_mode():
-    def function(rank, world_size):
-        captured = vd.capture(lambda x: x * torch.ones(4))
-        for _ in range(3):
-            with torch.device("cpu"):
-                captured(spread(rows()))
-        assert captured.replays == 2
-
-    simulate(2)(function)
+    captured = vd.capture(lambda x: x * torch.ones(4))
+    for _ in range(3):
+        with torch.device("cpu"):
+            captured(spread(rows()))
+    assert captured.replays == 2
 
 
 def test_a_replaced_function_of_torch_is_refused(monkeypatch):

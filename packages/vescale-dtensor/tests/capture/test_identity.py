@@ -3,12 +3,13 @@
 import torch
 import vescale_dtensor as vd
 from capture_guards import rows, spread
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 
 HELD = [2.0]
 
 
-def asks_for_arguments(rank, world_size):
+@on_ranks(2)
+def test_lists_among_the_arguments_are_told_apart_where_code_asks():
     def function(x, one, two):
         return x * (1 + (one is two) + 2 * (one is HELD))
 
@@ -27,22 +28,16 @@ def asks_for_arguments(rank, world_size):
     assert len(captured.programs) == 4
 
 
-def test_lists_among_the_arguments_are_told_apart_where_code_asks():
-    run(asks_for_arguments, 2)
-
-
-def asks_for_nothing(rank, world_size):
+@on_ranks(2)
+def test_lists_count_by_contents_where_no_code_asks():
     captured = vd.capture(lambda x, items: x * items[0] + HELD[0])
     for items in (HELD, [2.0], HELD, [2.0]):
         assert torch.equal(captured(spread(rows()), items).full_tensor(), rows() * 2 + 2)
     assert len(captured.programs) == 1
 
 
-def test_lists_count_by_contents_where_no_code_asks():
-    run(asks_for_nothing, 2)
-
-
-def returns_twice(rank, world_size):
+@on_ranks(2)
+def test_a_tensor_that_is_returned_twice_is_one():
     def function(x):
         y, plain = x * 2, x.to_local() * 3
         return y, {"again": y}, plain, [plain]
@@ -55,7 +50,3 @@ def returns_twice(rank, world_size):
         assert torch.equal(one.full_tensor(), rows() * 2)
         assert torch.equal(three, spread(rows()).to_local() * 3)
     assert len(captured.programs) == 1
-
-
-def test_a_tensor_that_is_returned_twice_is_one():
-    run(returns_twice, 2)

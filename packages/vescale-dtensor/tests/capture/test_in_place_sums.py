@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
 
@@ -97,7 +97,9 @@ class Training:
         return loss.detach().full_tensor(), self.up.grad.full_tensor(), self.down.grad.full_tensor()
 
 
-def is_eagers(rank, world_size, name):
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(4, timeout=60)
+def test_sums_in_place(name):
     function, inside, count = CASES[name]
     eager, captured = Training(function, inside), Training(function, inside, vd.capture)
     for seed in range(5):
@@ -110,8 +112,3 @@ def is_eagers(rank, world_size, name):
     # No copy of a residual, which nothing but an addition reads; only of what is cut out of more.
     copied = [node.args[0].target for node in program.graph.nodes if node.target == "clone"]
     assert set(copied) <= {"narrow"}, program.explain()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sums_in_place(name):
-    run(is_eagers, 4, name, timeout=60)

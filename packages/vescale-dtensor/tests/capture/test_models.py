@@ -6,7 +6,7 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from torch import nn
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Replicate, Shard
 
 pytestmark = [
@@ -62,7 +62,9 @@ def built(name, mesh):
     return vd.distribute_module(model, mesh)
 
 
-def trains(rank, world_size, name):
+@pytest.mark.parametrize("name", sorted(MODELS))
+@on_ranks(4, timeout=200)
+def test_trains_as_in_eager(name):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     model, twin = built(name, mesh), built(name, mesh)
     captured = vd.capture(model)
@@ -83,8 +85,3 @@ def trains(rank, world_size, name):
         for one, two in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(one._local_tensor, two._local_tensor)
     assert len(captured.programs) == 1
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_trains_as_in_eager(name):
-    run(trains, 4, name, timeout=200)

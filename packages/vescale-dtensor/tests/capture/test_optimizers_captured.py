@@ -16,7 +16,7 @@ from captured_training import (
     trains,
     with_optimizer,
 )
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 
 # They read a step count, or a value, into Python numbers: called again at each replay.
 LIVE = {
@@ -48,10 +48,7 @@ def test_optimizers_inside(name):
     assert run(verdict, 2, name) == ["live" if name in LIVE else "recorded"] * 2
 
 
-def rate_of_each_step(rank, world_size):
+@on_ranks(2)
+def test_a_rate_of_each_step_is_right_and_named():
     with pytest.warns(UserWarning, match=r"another value of .*param_groups\[0\]\['lr'\]"):
         trains(a_scheduler_of_each_step, steps=10)
-
-
-def test_a_rate_of_each_step_is_right_and_named():
-    run(rate_of_each_step, 2)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 
 CLIPS = {
     "none": lambda parameters: None,
@@ -149,7 +149,9 @@ def build(one):
     return made
 
 
-def trained(rank, world_size, number):
+@pytest.mark.parametrize("number", range(40))
+@on_ranks(2, simulated=True)
+def test_random_combinations(number):
     one = combination(number)
     print(one)
     with warnings.catch_warnings():
@@ -164,8 +166,3 @@ def trained(rank, world_size, number):
         assert "item reads the value" in captured.refusal
     else:  # a step that has another rate each time is recorded anew
         assert captured.replays or (whole_step and one.scheduler == "cosine"), one
-
-
-@pytest.mark.parametrize("number", range(40))
-def test_random_combinations(number):
-    simulate(2)(trained, number)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import ExecutionLog
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Shard, capture, distribute_tensor
 
 
@@ -33,13 +33,10 @@ def asked_by(mesh: DeviceMesh) -> list[tuple[tuple[int, ...], bool]]:
     return answers
 
 
-def on_a_rank(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_of_other_meshes_are_not_asked(rank: int, world_size: int):
     pair, alone = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])
     if rank < 2:
         assert asked_by(pair) == [((0, 1), True)]
     else:
         assert asked_by(alone) == []
-
-
-def test_ranks_of_other_meshes_are_not_asked():
-    run(on_a_rank, 3)

@@ -12,7 +12,7 @@ import torch
 import vescale_dtensor as vd
 from capture_guards import line, rows, spread
 from torch import nn
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Shard
 from vescale_dtensor._capture import reads
 from vescale_dtensor._capture.looks import Steady
@@ -88,18 +88,8 @@ def costs(depth):
     return eager, recorded, replayed, sum(one.count for one in searches)
 
 
-def linear(rank, world_size):
-    costs(1)  # what is worked out once for each function
-    found = [costs(depth) for depth in DEPTHS]
-    for eager, _, replayed, searches in found:
-        assert replayed <= eager, found
-        assert searches == 0, found
-    (_, few, *_), (_, some, *_), (_, many, *_) = found
-    each = (some - few) / (DEPTHS[1] - DEPTHS[0])
-    assert (many - some) / (DEPTHS[2] - DEPTHS[1]) <= 1.02 * each, found
-
-
-def missing(rank, world_size):
+@on_ranks(2)
+def test_what_is_not_recorded_costs_little():
     """A call that is not recorded costs as much after many kinds as after two."""
     step, lengths = (lambda x: x.square().sum()), range(2, 102, 2)
     captured, given = vd.capture(step), [spread(rows(count)) for count in lengths]
@@ -125,18 +115,25 @@ def missing(rank, world_size):
     assert extra[:2] == extra[2:], extra
 
 
-def test_what_is_not_recorded_costs_little():
-    run(missing, 2)
-
-
+@on_ranks(2)
 def test_recording_is_linear_in_the_ops():
-    run(linear, 2)
+    costs(1)  # what is worked out once for each function
+    found = [costs(depth) for depth in DEPTHS]
+    for eager, _, replayed, searches in found:
+        assert replayed <= eager, found
+        assert searches == 0, found
+    (_, few, *_), (_, some, *_), (_, many, *_) = found
+    each = (some - few) / (DEPTHS[1] - DEPTHS[0])
+    assert (many - some) / (DEPTHS[2] - DEPTHS[1]) <= 1.02 * each, found
 
 
 Pair = tuple[int, str]
 
 
-def with_long_tables(rank, world_size):
+@on_ranks(2)
+def test_lengths_of_long_tables_and_what_aliases_refer_to_are_compared_in_c():
+    """The former are new numbers each time, never identical; the latter are many."""
+
     def step(x):
         return x * len(Pair.__args__) if "torch" in sys.modules else x
 
@@ -153,8 +150,3 @@ def with_long_tables(rank, world_size):
     ):
         captured(x)
     assert captured.replays == 2
-
-
-def test_lengths_of_long_tables_and_what_aliases_refer_to_are_compared_in_c():
-    """The former are new numbers each time, never identical; the latter are many."""
-    run(with_long_tables, 2)

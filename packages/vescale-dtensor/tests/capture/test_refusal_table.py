@@ -16,7 +16,7 @@ import vescale_dtensor._capture
 from capture_guards import rows, spread
 from refusal_rows import ROWS, Built
 from state_keepers import Keeper, keep_count
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "capture.md").read_text()
 
@@ -55,7 +55,9 @@ def test_the_table_has_each_refusal():
     assert not missing
 
 
-def refused(rank, world_size, number):
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number].words)
+@on_ranks(2)
+def test_each_row_is_refused(number):
     row = ROWS[number]
     for function in row.functions:
         more = {}
@@ -68,12 +70,8 @@ def refused(rank, world_size, number):
             [captured(spread(rows()), **more) for _ in range(2)]
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number].words)
-def test_each_row_is_refused(number):
-    run(refused, 2, number)
-
-
-def allowed(rank, world_size):
+@on_ranks(2)
+def test_unguarded_names_are_allowed():
     keeper = Keeper()
     captured = vd.capture(lambda x: keep_count(x, keeper), unguarded=["calls"])
     clocked = vd.capture(lambda x: x * (time.perf_counter() > 0), unguarded=["perf_counter"])
@@ -82,7 +80,3 @@ def allowed(rank, world_size):
         assert torch.equal(clocked(spread(rows())).full_tensor(), rows())
     assert keeper.calls == 1
     assert len(captured.programs) == len(clocked.programs) == 1
-
-
-def test_unguarded_names_are_allowed():
-    run(allowed, 2)

@@ -18,7 +18,7 @@ from function_cases import Returned
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import CaptureError, Shard
 
 CASES, FINE = {}, {}
@@ -203,7 +203,9 @@ def clipped(x):
     return torch.nn.utils.clip_grad_norm_([weight], 1.0) * x
 
 
-def check_refused(rank, world_size, name):
+@pytest.mark.parametrize("name", sorted(CASES))
+@on_ranks(2)
+def test_refused_with_the_line(name):
     function, reason = CASES[name]
     lines, first = inspect.getsourcelines(function)
     torch.manual_seed(5)  # a seed that is set inside to what it was changes nothing
@@ -222,22 +224,14 @@ def check_refused(rank, world_size, name):
     assert len(captured.programs) == 1
 
 
-def check_fine(rank, world_size, name):
+@pytest.mark.parametrize("name", sorted(FINE))
+@on_ranks(2)
+def test_recorded_though_close_to_it(name):
     captured = vd.capture(FINE[name])
     for _ in range(3):
         expected = FINE[name](rows())
         assert torch.equal(captured(rows()).full_tensor(), expected.full_tensor())
     assert len(captured.programs) == 1
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_refused_with_the_line(name):
-    run(check_refused, 2, name)
-
-
-@pytest.mark.parametrize("name", sorted(FINE))
-def test_recorded_though_close_to_it(name):
-    run(check_fine, 2, name)
 
 
 def kept_outside(rank, world_size):

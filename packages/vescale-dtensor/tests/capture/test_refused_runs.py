@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate
 
 CALLS = 3
@@ -63,7 +63,8 @@ def alike(one, two):
     return len(ones) == len(twos) and all(map(alike, ones, twos))
 
 
-def every_case(rank, world_size):
+@on_ranks(2)
+def test_every_refused_function_runs_as_in_eager_mode():
     different = []
     for name, (function, reason) in CASES.items():
         eager, call = surrounded(function), surrounded(function)
@@ -78,10 +79,6 @@ def every_case(rank, world_size):
         if captured.programs or not (raised or reason in (captured.refusal or "")):
             different.append((name, captured.refusal))
     assert not different, different
-
-
-def test_every_refused_function_runs_as_in_eager_mode():
-    run(every_case, 2)
 
 
 def refused_after_it_ran(rank, world_size):
@@ -124,25 +121,6 @@ def programs_stay(rank, world_size):
     assert len(captured.programs) == len(inner.programs) == 1
     assert captured._misses.replays == CALLS
     assert inner._misses.replays == CALLS - 2
-
-
-def one_rank_alone(rank, world_size):
-    """Ranks may differ in what is refused: they communicate the same, also where they compare."""
-
-    def step(x, weight):
-        loss = (x * weight).sum()
-        if rank == 0:
-            loss.to_local().item()
-        return loss
-
-    captured = vd.capture(step, refused="run", check="sampled")
-    weight = spread(torch.ones(4), Replicate())
-    for seed in range(9):
-        x = rows(seed=seed)
-        assert torch.equal(
-            captured(spread(x), weight).full_tensor(), step(spread(x), weight).full_tensor()
-        )
-    assert bool(captured.programs) == (rank != 0)
 
 
 def checked_inside(rank, world_size):
@@ -270,8 +248,24 @@ def test_what_runs_on(case):
     simulate(2)(case)
 
 
-def test_ranks_that_differ_in_what_is_refused():
-    run(one_rank_alone, 2)
+@on_ranks(2)
+def test_ranks_that_differ_in_what_is_refused(rank, world_size):
+    """Ranks may differ in what is refused: they communicate the same, also where they compare."""
+
+    def step(x, weight):
+        loss = (x * weight).sum()
+        if rank == 0:
+            loss.to_local().item()
+        return loss
+
+    captured = vd.capture(step, refused="run", check="sampled")
+    weight = spread(torch.ones(4), Replicate())
+    for seed in range(9):
+        x = rows(seed=seed)
+        assert torch.equal(
+            captured(spread(x), weight).full_tensor(), step(spread(x), weight).full_tensor()
+        )
+    assert bool(captured.programs) == (rank != 0)
 
 
 def test_another_word_is_an_error():

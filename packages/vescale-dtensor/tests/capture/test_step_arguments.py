@@ -15,7 +15,7 @@ import vescale_dtensor as vd
 from capture_guards import rows, spread
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 from vescale_dtensor import Replicate
 
 Pair = namedtuple("Pair", "first second")
@@ -217,24 +217,18 @@ RESULTS = {
 }
 
 
-def refused_hook(rank, world_size, name):
+@pytest.mark.parametrize("name", sorted(HOOKS))
+@on_ranks(2)
+def test_hooks_that_hold_what_belongs_to_one_call_are_refused(name):
     for make in (lambda: rows(), lambda: spread(rows(), Replicate())):
         captured = vd.capture(hook_of(HOOKS[name]))
         with pytest.raises(vd.CaptureError, match="replays would keep the first"):
             [captured(make()) for _ in range(2)]
 
 
-@pytest.mark.parametrize("name", sorted(HOOKS))
-def test_hooks_that_hold_what_belongs_to_one_call_are_refused(name):
-    run(refused_hook, 2, name)
-
-
-def refused_result(rank, world_size, name):
+@pytest.mark.parametrize("name", sorted(RESULTS))
+@on_ranks(2)
+def test_results_that_hold_what_belongs_to_one_call_are_refused(name):
     captured = vd.capture(RESULTS[name])
     with pytest.raises(vd.CaptureError, match="is returned, of which each call"):
         [captured(spread(rows())) for _ in range(2)]
-
-
-@pytest.mark.parametrize("name", sorted(RESULTS))
-def test_results_that_hold_what_belongs_to_one_call_are_refused(name):
-    run(refused_result, 2, name)

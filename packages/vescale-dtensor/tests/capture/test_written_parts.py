@@ -2,11 +2,12 @@
 
 import torch
 import vescale_dtensor as vd
-from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
 
-def trained(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_replays_write_as_well(rank, world_size):
     mesh = vd.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     losses = {}
     for wrap in (lambda function: function, vd.capture):
@@ -32,7 +33,3 @@ def trained(rank, world_size):
     assert function._misses.replays > 0
     eager, captured = losses.values()
     assert all(map(torch.equal, eager, captured))
-
-
-def test_replays_write_as_well():
-    simulate(2).run(trained)

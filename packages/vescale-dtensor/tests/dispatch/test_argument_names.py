@@ -12,7 +12,7 @@ import pytest
 import torch
 from one_device import check
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._dispatch.argument_names import NUMPY, named_as_torch_does
 
@@ -142,17 +142,14 @@ def _refuses(tensor, name, args, named):
     return False
 
 
-def _refused(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_methods_refuse_names_that_torch_lacks():
+    """A rule reads what it knows, and would leave out the rest in silence."""
     x = distribute_tensor(WHOLE, device_mesh((2,)), [Shard(0)])
     calls = [(n, *w) for n, w in itertools.product(METHODS, WRONG) if _refuses(WHOLE, n, *w)]
     assert len(calls) > 2 * len(METHODS)
     for call in calls * 2:  # the second call finds what the first one left
         assert _refuses(x, *call), call
-
-
-def test_methods_refuse_names_that_torch_lacks():
-    """A rule reads what it knows, and would leave out the rest in silence."""
-    simulate(2)(_refused)
 
 
 def test_names_of_their_own_are_left_alone():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import Partial, Replicate, Shard
 from vescale_dtensor._fast_path import lookup
 
@@ -78,7 +78,8 @@ def test_four_ranks(program):
     run(program, 4)
 
 
-def of_three(rank, world_size):
+@on_ranks(1)
+def test_a_layer_without_bias_is_looked_up_without_grad():
     mesh = device_mesh((1,))
     weight = vd.distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
     x, other = (vd.distribute_tensor(torch.randn(n, 4), mesh, [Replicate()]) for n in (3, 2))
@@ -92,7 +93,3 @@ def of_three(rank, world_size):
         F.linear(other, weight, None)
         assert walked == [F.linear]
     assert torch.equal(found.to_local(), expected.to_local())
-
-
-def test_a_layer_without_bias_is_looked_up_without_grad():
-    run(of_three, 1)

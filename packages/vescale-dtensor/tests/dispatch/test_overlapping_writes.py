@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
 
 ONES = torch.ones(3, 4)
@@ -58,7 +57,9 @@ def refused(write, x):
     return None
 
 
-def program(rank, world_size):
+@pytest.mark.filterwarnings("ignore:Use of")
+@on_ranks(4, simulated=True)
+def test_expanded_tensors_are_written_as_on_one_device(rank, world_size):
     mesh = device_mesh((world_size,))
     column = torch.arange(3.0).reshape(3, 1)
     # Of three rows over four ranks, the last holds none.
@@ -71,8 +72,3 @@ def program(rank, world_size):
         for name, write in REFUSED.items():
             y = distribute_tensor(column, mesh, [placement], src_data_rank=None).expand(3, 4)
             assert refused(write, y) == SHARED, name
-
-
-@pytest.mark.filterwarnings("ignore:Use of")
-def test_expanded_tensors_are_written_as_on_one_device():
-    simulate(4)(program)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Replicate, Shard, distribute_tensor
 
 
@@ -44,7 +43,8 @@ def answered(func, operands):
         return None
 
 
-def program(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_operands_that_do_not_fit_are_refused_after_some_that_did(rank, world_size):
     mesh = device_mesh((world_size,))
     for func, cases in CASES.items():
         for layout in LAYOUTS:
@@ -58,7 +58,3 @@ def program(rank, world_size):
                 assert (found is None) == (wanted is None), (func, layout, shapes)
                 if wanted is not None:
                     torch.testing.assert_close(found.full_tensor(), wanted)
-
-
-def test_operands_that_do_not_fit_are_refused_after_some_that_did():
-    simulate(2)(program)

@@ -13,7 +13,7 @@ import torch
 import vescale_dtensor as vd
 from torch.overrides import handle_torch_function, has_torch_function
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Partial, Replicate, Shard, UnsupportedError
 from vescale_dtensor._torch.schemas import written_operands
 
@@ -126,7 +126,9 @@ def _placed(whole, mesh, placements):
     return vd.distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def _case(rank, world_size, name):
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2, simulated=True)
+def test_writes_arrive(name):
     logging.disable(logging.WARNING)
     mesh, run = device_mesh((2,)), CASES[name]
     whole, step = torch.arange(10.0).reshape(5, 2), torch.full((5, 2), 0.5)
@@ -142,12 +144,12 @@ def _case(rank, world_size, name):
         assert p.placements == tuple(placements)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_writes_arrive(name):
-    simulate(2)(_case, name)
-
-
-def _recorded(rank, world_size, name, refused):
+@pytest.mark.parametrize(
+    ("name", "refused"), [("a tensor", False), ("an untold write beside a result", True)]
+)
+@on_ranks(2, simulated=True)
+def test_writes_arrive_in_replays_or_are_refused(name, refused):
+    """A replay would leave out an operator whose result nobody needs and that states no write."""
     logging.disable(logging.WARNING)
     mesh, run = device_mesh((2,)), CASES[name]
     step = _placed(torch.full((5, 2), 0.5), mesh, [Shard(0)])
@@ -167,14 +169,6 @@ def _recorded(rank, world_size, name, refused):
         assert torch.equal(found.full_tensor(), whole * 2 - 0.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "refused"), [("a tensor", False), ("an untold write beside a result", True)]
-)
-def test_writes_arrive_in_replays_or_are_refused(name, refused):
-    """A replay would leave out an operator whose result nobody needs and that states no write."""
-    simulate(2)(_recorded, name, refused)
-
-
 def test_a_shape_without_values_is_not_compared():
     def program(rank, world_size):
         logging.disable(logging.WARNING)
@@ -185,7 +179,8 @@ def test_a_shape_without_values_is_not_compared():
     simulate(2)(program)
 
 
-def _refused(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_a_write_that_a_copied_view_would_miss_is_refused():
     logging.disable(logging.WARNING)
     mesh = device_mesh((2,))
     x = _placed(torch.arange(10.0).reshape(5, 2), mesh, [Shard(0)])
@@ -194,10 +189,6 @@ def _refused(rank, world_size):
         OPS.bump(view, torch.ones(10))
     with pytest.raises(UnsupportedError, match="forced a copy"):
         OPS.bump(x, torch.ones(5, 2))
-
-
-def test_a_write_that_a_copied_view_would_miss_is_refused():
-    simulate(2)(_refused)
 
 
 def _argument(argument):
@@ -239,7 +230,8 @@ def test_every_schema_of_torch_that_writes_is_read_right():
         assert found == wanted, overload
 
 
-def out_of_another_kind(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_a_result_does_not_go_into_another_kind_of_number(rank, world_size):
     mesh = device_mesh((world_size,), ("tp",))
     x = vd.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     into = vd.distribute_tensor(torch.zeros(4, dtype=torch.int64), mesh, [Shard(0)])
@@ -247,7 +239,3 @@ def out_of_another_kind(rank, world_size):
         with pytest.raises(RuntimeError, match=r"can't be cast to torch\.int64"):
             function(x, out=into)
     assert into.full_tensor().tolist() == [0] * 4
-
-
-def test_a_result_does_not_go_into_another_kind_of_number():
-    simulate(2).run(out_of_another_kind)

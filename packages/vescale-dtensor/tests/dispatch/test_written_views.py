@@ -4,8 +4,7 @@ import pytest
 import torch
 from on_mesh import on_mesh
 from one_device import Place, check
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import (
     Partial,
     RaggedShard,
@@ -46,18 +45,16 @@ def written(place, layout, name):
     return found
 
 
-def run_one(rank, world, name):
+@pytest.mark.parametrize("name", WRITES)
+@on_ranks(4, simulated=True)
+def test_as_on_one_device(name):
     for layout in LAYOUTS:
         for _ in range(2):
             check(lambda place: written(place, layout, name))  # noqa: B023
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_as_on_one_device(name):
-    simulate(4)(run_one, name)
-
-
-def refused(rank, world):
+@on_ranks(4, simulated=True)
+def test_a_write_that_another_view_or_autograd_should_see_is_refused():
     place = Place(device_mesh((2, 2), ("dp", "tp")))
     x = place(X, Shard(1), Shard(2))
     first, second = x.diagonal(), x.diagonal(1)
@@ -68,10 +65,6 @@ def refused(rank, world):
     wanted = place(X, Shard(1), Shard(2), grad=True) * 1
     with pytest.raises(UnsupportedError, match="forced a copy"):
         wanted.diagonal().fill_(1.0)
-
-
-def test_a_write_that_another_view_or_autograd_should_see_is_refused():
-    simulate(4)(refused)
 
 
 MATRIX = torch.arange(42.0).reshape(7, 6)
@@ -112,7 +105,9 @@ def written_view(x, view, write):
     return [seen.clone(), x.clone()]
 
 
-def views_as_on_one_device(rank, world, view):
+@pytest.mark.parametrize("view", VIEWS)
+@on_ranks(4, simulated=True)
+def test_a_write_to_a_view_goes_into_its_base(view):
     matrix, grid = device_mesh((4,), ("dp",)), device_mesh((2, 2), ("dp", "tp"))
     ragged = [RaggedShard((0,), UNITS), RaggedShard((0, 1), UNITS), Shard(0), Partial()]
     places = [(matrix, [one]) for one in ragged]
@@ -127,12 +122,8 @@ def views_as_on_one_device(rank, world, view):
             assert list(x.placements) == placements
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_write_to_a_view_goes_into_its_base(view):
-    simulate(4)(views_as_on_one_device, view)
-
-
-def refused_view(rank, world):
+@on_ranks(4, simulated=True)
+def test_what_would_not_be_seen_elsewhere_is_refused():
     x = distribute_tensor(MATRIX.clone(), device_mesh((4,), ("dp",)), [RaggedShard((0, 1), UNITS)])
     first, second = x.mT, x.mT
     for write in (lambda: first.add_(1), lambda: first.data.add_(1), lambda: x.add_(1)):
@@ -147,10 +138,6 @@ def refused_view(rank, world):
     with pytest.raises((UnsupportedError, RuntimeError)):
         x.mT.add_(1)
     assert torch.equal(x.full_tensor(), MATRIX + 1)
-
-
-def test_what_would_not_be_seen_elsewhere_is_refused():
-    simulate(4)(refused_view)
 
 
 def converted(mesh):

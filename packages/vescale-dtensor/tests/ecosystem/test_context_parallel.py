@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from on_mesh import on_mesh
 from torch import nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import LayoutError, MeshError, UnsupportedError, init_device_mesh
 from vescale_dtensor.experimental import context_parallel
 
@@ -90,7 +91,8 @@ def test_bad_input_is_told_and_buffers_come_back():
     assert on_mesh((2,), program) == [(1, 2, 4, 3)] * 2
 
 
-def two_lengths(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_sequences_of_several_lengths(rank, world_size):
     """Of 8 tokens and of 7 the first rank has four each, and the second four and three."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -103,7 +105,3 @@ def two_lengths(rank, world_size):
                 found = F.scaled_dot_product_attention(x, x, x)
                 start = -(-whole.shape[2] // world_size) * rank
                 torch.testing.assert_close(found, whole[:, :, start : start + x.shape[2]])
-
-
-def test_sequences_of_several_lengths():
-    simulate(2)(two_lengths)

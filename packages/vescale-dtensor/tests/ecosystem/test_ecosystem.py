@@ -9,7 +9,7 @@ import vescale_dtensor as vd
 from named_cases import named_cases
 from torch import nn
 from vescale_comm import trace
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import (
     DTensorError,
     InterleavedShard,
@@ -33,10 +33,6 @@ def test_placements_have_what_is_asked_of_them(kind):
 
 
 CASES, case = named_cases()
-
-
-def run_case(rank, world, name):
-    CASES[name](device_mesh((2, 2), ("dp", "tp")))
 
 
 LAYOUTS = [
@@ -274,5 +270,6 @@ def redistribute_sends_in_other_dtypes(mesh):
 
 
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(4)
 def test_ecosystem(name):
-    run(run_case, 4, name)
+    CASES[name](device_mesh((2, 2), ("dp", "tp")))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from one_device import check
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Partial, Replicate, Shard, UnsupportedError
 
 torch.manual_seed(0)
@@ -107,7 +107,8 @@ def test_as_on_one_device(name):
     simulate(4)(lambda rank, world_size: check(PROGRAMS[name]))
 
 
-def _refusals(rank, world_size):
+@on_ranks(4)
+def test_what_cannot_be_is_refused():
     mesh = device_mesh((2, 2))
     x = vd.distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     with pytest.raises(UnsupportedError, match="as many as there are results"):
@@ -125,7 +126,3 @@ def _refusals(rank, world_size):
     y.retain_grad()
     with pytest.raises(UnsupportedError, match="retains its gradient"):
         y.t_()
-
-
-def test_what_cannot_be_is_refused():
-    run(_refusals, 4)

@@ -9,7 +9,7 @@ import torch
 import vescale_dtensor as vd
 from torch import nn
 from vescale_comm import simulate, trace
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 
 MESHES = {(4,): ("tp",), (2, 2): ("dp", "tp")}
@@ -106,18 +106,15 @@ def test_training_is_that_of_one_device(kind, clip):
             matches(found, wanted)
 
 
-def in_a_process(rank, world, kind):
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+@on_ranks(4)
+def test_training_in_processes_and_under_autocast(kind):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     matches(trained(kind, mesh, clip=True), trained(kind, clip=True))
     # bf16 rounds to 2^-9; the loss is of a few numbers, whose rounding differs by layout
     under = trained(kind, mesh, amp=True), trained(kind, amp=True)
     scales = [[entry for entry in seen if isinstance(entry, tuple)] for seen in under]
     assert scales[0] == scales[1]
-
-
-@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
-def test_training_in_processes_and_under_autocast(kind):
-    run(in_a_process, 4, kind)
 
 
 def test_a_loaded_state_goes_on():

@@ -15,8 +15,7 @@ from on_mesh import on_mesh
 from torch import nn
 from torch.distributed.tensor import parallel
 from torch.distributed.tensor.experimental import local_map
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import (
     InterleavedShard,
     LayoutError,
@@ -109,7 +108,9 @@ FUNCTIONS = {
 PLACED = [(Shard(0), stock.Shard(0)), (Shard(1), stock.Shard(1)), (Replicate(), stock.Replicate())]
 
 
-def _same(rank, world_size, name):
+@pytest.mark.parametrize("name", FUNCTIONS)
+@on_ranks(2, simulated=True)
+def test_torchs_functions_take_our_placements_as_their_own(name):
     mesh = device_mesh((2,))
     for ours, theirs in PLACED:
         found, wanted = (FUNCTIONS[name](mesh, p) for p in (ours, theirs))
@@ -117,21 +118,13 @@ def _same(rank, world_size, name):
         assert torch.equal(_local(found), _local(wanted))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_torchs_functions_take_our_placements_as_their_own(name):
-    simulate(2)(_same, name)
-
-
-def _refused(rank, world_size, name):
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "a parallel style"])
+@on_ranks(2, simulated=True)
+def test_torchs_functions_refuse_placements_that_torch_lacks(name):
     mesh = device_mesh((2,))
     for placement in OURS_ALONE:
         with pytest.raises(UnsupportedError, match=r"torch\.distributed\.tensor was given"):
             FUNCTIONS[name](mesh, placement)
-
-
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "a parallel style"])
-def test_torchs_functions_refuse_placements_that_torch_lacks(name):
-    simulate(2)(_refused, name)
 
 
 def _helpers(mesh):

@@ -33,11 +33,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Partial, Replicate, Shard
 
 
-def clipping(rank, world_size):
+@on_ranks(4)
+def test_clipping_over_two_meshes_names_both():
     parameters = []
     for sizes, layout in (((4,), [Shard(0)]), ((2, 2), [Shard(0), Shard(1)])):
         mesh = device_mesh(sizes, ("dp", "tp")[: len(sizes)])
@@ -46,10 +47,6 @@ def clipping(rank, world_size):
         parameters[-1].grad = laid
     with pytest.raises(vd.MeshError, match=r"dp=4.*dp=2, tp=2"):
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-
-
-def test_clipping_over_two_meshes_names_both():
-    run(clipping, 4)
 
 
 def drawn(x, count):
@@ -77,7 +74,8 @@ CALLS = [
 ]
 
 
-def arguments(rank, world_size):
+@on_ranks(4)
+def test_arguments_are_never_those_of_an_earlier_call():
     mesh, dense = device_mesh((4,), ("dp",)), torch.linspace(-1, 2, 42).sin().view(7, 6)
     for placement in (Shard(0), Shard(1), Partial()):
         laid = vd.distribute_tensor(dense, mesh, [Replicate()]).redistribute(mesh, [placement])
@@ -87,7 +85,3 @@ def arguments(rank, world_size):
                     found, wanted = function(laid, number), function(dense, number)
                     assert found.shape == wanted.shape
                     torch.testing.assert_close(found.full_tensor(), wanted)
-
-
-def test_arguments_are_never_those_of_an_earlier_call():
-    run(arguments, 4)

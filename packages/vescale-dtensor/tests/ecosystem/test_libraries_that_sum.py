@@ -15,7 +15,7 @@ import torch.distributed as dist
 import vescale_dtensor as vd
 from one_device import Place, check
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import Partial, Replicate, Shard, UnsupportedError
 
 CLASSES = 3
@@ -87,7 +87,9 @@ AUGMENTED = {
 }
 
 
-def augmented(rank, world, name):
+@pytest.mark.parametrize("name", AUGMENTED)
+@on_ranks(4)
+def test_what_a_dtensor_is_added_to_is_one(name):
     function, dtype = AUGMENTED[name]
     x = torch.arange(1, 7).reshape(2, 3).to(dtype)
     mesh = device_mesh((2, 2), ("dp", "tp"))
@@ -107,12 +109,8 @@ def augmented(rank, world, name):
             dist.all_reduce(total)
 
 
-@pytest.mark.parametrize("name", AUGMENTED)
-def test_what_a_dtensor_is_added_to_is_one(name):
-    run(augmented, 4, name)
-
-
-def stepped_by_hand(rank, world):
+@on_ranks(4)
+def test_what_is_stepped_by_hand_stays_what_it_is():
     """Parameters and leaves stay what they are."""
     x = Place(device_mesh((2, 2), ("dp", "tp")))(SCORES[0], Shard(0), Replicate())
     module = torch.nn.Linear(CLASSES, 1, bias=False)
@@ -124,10 +122,6 @@ def stepped_by_hand(rank, world):
     assert module.weight is weight
     assert leaf is kept
     assert torch.equal(leaf.detach(), 1 - SCORES[0] * 0.1)
-
-
-def test_what_is_stepped_by_hand_stays_what_it_is():
-    run(stepped_by_hand, 4)
 
 
 def with_gradients(place):

@@ -18,7 +18,7 @@ from one_device import check
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Replicate, Shard, UnsupportedError
 from vescale_dtensor._dispatch import plain_operands
 
@@ -60,14 +60,11 @@ def _constructors_and_gradients(place):
 PROGRAMS = {"values": _constructors, "gradients": _constructors_and_gradients}
 
 
-def _program(rank, world_size, name):
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(4, simulated=True)
+def test_constructors(name):
     with warnings.catch_warnings(action="ignore"):
         check(PROGRAMS[name])
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_constructors(name):
-    simulate(4)(_program, name)
 
 
 def _garbage(rank, *shape):
@@ -95,17 +92,14 @@ UNREAD = {
 }
 
 
-def _unread(rank, world_size, name):
+@pytest.mark.parametrize("name", UNREAD)
+@on_ranks(2, simulated=True)
+def test_uninitialised_memory_is_not_compared(rank, world_size, name):
     logging.disable(logging.WARNING)
     x = vd.distribute_tensor(WHOLE, device_mesh((2,)), [Shard(0)])
     found = UNREAD[name](x, lambda *shape: _garbage(rank, *shape))
     found = found.full_tensor() if isinstance(found, vd.DTensor) else found
     torch.testing.assert_close(found, UNREAD[name](WHOLE, lambda *shape: torch.zeros(shape)))
-
-
-@pytest.mark.parametrize("name", UNREAD)
-def test_uninitialised_memory_is_not_compared(name):
-    simulate(2)(_unread, name)
 
 
 def _read(rank, world_size):
@@ -225,7 +219,10 @@ TOUCHES = {
 }
 
 
-def _loading(rank, world_size, name):
+@pytest.mark.parametrize("name", TOUCHES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
+@on_ranks(2, simulated=True)
+def test_workers_that_touch_a_dtensor_raise_at_once(name):
     x = vd.distribute_tensor(WHOLE, device_mesh((2,)), [Shard(0)])
     for _ in range(3):
         x + 1
@@ -238,9 +235,3 @@ def _loading(rank, world_size, name):
     # The error is in a cycle with the loader, which as garbage waits five seconds for its worker.
     loading._shutdown_workers()
     assert (x + 1).sum().item() == (WHOLE + 1).sum().item()
-
-
-@pytest.mark.parametrize("name", TOUCHES)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
-def test_workers_that_touch_a_dtensor_raise_at_once(name):
-    simulate(2)(_loading, name)

@@ -7,16 +7,12 @@ import torch
 import vescale_dtensor as vd
 from named_cases import named_cases
 from vescale_comm import all_gather, all_reduce, group_of
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DisagreementError, LayoutError, Partial, RaggedShard, Replicate, Shard
 
 CASES, case = named_cases()
 X = torch.arange(24.0).reshape(6, 4) / 10
 W = torch.arange(20.0).reshape(4, 5) / 7 - 1
-
-
-def run_case(rank, world, name):
-    CASES[name](device_mesh((2, 2), ("dp", "tp")))
 
 
 def placed(mesh, tensor, dp, tp):
@@ -79,9 +75,7 @@ def a_function_that_divides_the_work_says_so(mesh):
 
     terms = [Replicate(), Partial()]
     mapped = vd.local_map(
-        by_halves,
-        out_placements=[Replicate(), Replicate()],
-        in_grad_placements=(terms, terms),
+        by_halves, out_placements=[Replicate(), Replicate()], in_grad_placements=(terms, terms)
     )
     leaves = [placed(mesh, t, Replicate(), Replicate()) for t in (X, W)]
     agrees(mapped, leaves, torch.mm)
@@ -194,8 +188,9 @@ def mistakes_are_named(mesh):
 
 
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(4)
 def test_local_map(name):
-    run(run_case, 4, name)
+    CASES[name](device_mesh((2, 2), ("dp", "tp")))
 
 
 def test_types_of_local_tensors_are_not_checked_and_it_is_said():

@@ -10,6 +10,7 @@ import vescale_dtensor as vd
 from named_cases import named_cases
 from torch import nn
 from vescale_comm import simulate, trace
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import MeshError, Partial, Replicate, Shard
 from vescale_dtensor.debug import CommDebugMode, visualize_sharding
 from vescale_dtensor.experimental import implicit_replication, local_map, register_sharding
@@ -251,44 +252,42 @@ def test_a_picture_is_printed_once(capsys):
     assert printed.count("tp: Shard(0)") == 1
 
 
-def test_ranks_outside_of_a_mesh_hold_nothing():
-    def program(rank, world_size):
-        mesh = vd.DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
-        inside = rank in (0, 2)
-        torch.manual_seed(0)
-        made = {
-            "distributed": vd.distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]),
-            "leaf": vd.distribute_tensor(torch.ones(5, requires_grad=True), mesh, [Shard(0)]),
-            "zeros": vd.zeros(5, device_mesh=mesh, placements=[Shard(0)]),
-            "partial": vd.ones(5, device_mesh=mesh, placements=[Partial()]),
-            "range": vd.arange(5, device_mesh=mesh, placements=[Shard(0)]),
-            "drawn": vd.randn(5, device_mesh=mesh, placements=[Shard(0)]),
-            "local": vd.DTensor.from_local(torch.ones(3 - rank // 2), mesh, [Shard(0)], shape=(5,)),
-        }
-        for name, x in made.items():
-            assert x.shape == (5,), name
-            assert x.placements in ((Shard(0),), (Partial(),))
-            assert x.requires_grad == (name == "leaf")
-            assert inside == (x.to_local().numel() > 0), name
-            if not inside:
-                assert x.to_local().shape == (0,), name
-                moved = x.redistribute(placements=[Replicate()])
-                assert moved.placements == (Replicate(),)
-                assert x.full_tensor().shape == (0,)
-                assert "f32[5" in repr(x) or name == "range"
-                for call in (lambda y: y + 1, lambda y: y @ y, lambda y: y.sum(), torch.relu):
-                    with pytest.raises(MeshError, match=r"this rank is not part of mesh\(tp=2\)"):
-                        call(x)
-                assert torch.zeros_like(x).shape == (5,)
-            else:
-                assert x.full_tensor().shape == (5,)
-                assert (x + 1).sum().full_tensor().shape == ()
-        # One device's generator: those outside have drawn as much.
-        after = torch.rand(2)
-        torch.manual_seed(0)
-        torch.randn(5)
-        assert torch.equal(after, torch.rand(2))
-        model = vd.distribute_module(nn.Linear(2, 2), mesh)
-        assert (model.weight.to_local().numel() == 0) == (not inside)
-
-    simulate(3)(program)
+@on_ranks(3, simulated=True)
+def test_ranks_outside_of_a_mesh_hold_nothing(rank, world_size):
+    mesh = vd.DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
+    inside = rank in (0, 2)
+    torch.manual_seed(0)
+    made = {
+        "distributed": vd.distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]),
+        "leaf": vd.distribute_tensor(torch.ones(5, requires_grad=True), mesh, [Shard(0)]),
+        "zeros": vd.zeros(5, device_mesh=mesh, placements=[Shard(0)]),
+        "partial": vd.ones(5, device_mesh=mesh, placements=[Partial()]),
+        "range": vd.arange(5, device_mesh=mesh, placements=[Shard(0)]),
+        "drawn": vd.randn(5, device_mesh=mesh, placements=[Shard(0)]),
+        "local": vd.DTensor.from_local(torch.ones(3 - rank // 2), mesh, [Shard(0)], shape=(5,)),
+    }
+    for name, x in made.items():
+        assert x.shape == (5,), name
+        assert x.placements in ((Shard(0),), (Partial(),))
+        assert x.requires_grad == (name == "leaf")
+        assert inside == (x.to_local().numel() > 0), name
+        if not inside:
+            assert x.to_local().shape == (0,), name
+            moved = x.redistribute(placements=[Replicate()])
+            assert moved.placements == (Replicate(),)
+            assert x.full_tensor().shape == (0,)
+            assert "f32[5" in repr(x) or name == "range"
+            for call in (lambda y: y + 1, lambda y: y @ y, lambda y: y.sum(), torch.relu):
+                with pytest.raises(MeshError, match=r"this rank is not part of mesh\(tp=2\)"):
+                    call(x)
+            assert torch.zeros_like(x).shape == (5,)
+        else:
+            assert x.full_tensor().shape == (5,)
+            assert (x + 1).sum().full_tensor().shape == ()
+    # One device's generator: those outside have drawn as much.
+    after = torch.rand(2)
+    torch.manual_seed(0)
+    torch.randn(5)
+    assert torch.equal(after, torch.rand(2))
+    model = vd.distribute_module(nn.Linear(2, 2), mesh)
+    assert (model.weight.to_local().numel() == 0) == (not inside)

@@ -13,7 +13,7 @@ from one_device import check
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize
-from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
 LAYOUTS = ((Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(1), Shard(0)))
@@ -74,7 +74,9 @@ def trained(place, parametrize, rows, columns, layout):
     return [losses, [p.grad for p in module.parameters()], module.weight.detach()]
 
 
-def run_one(rank, world, name):
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+@on_ranks(4, simulated=True)
+def test_as_on_one_device(name):
     for rows, columns in ((3, 5), (5, 3), (4, 4)):
         for layout in LAYOUTS:
             with warnings.catch_warnings(action="ignore"):
@@ -87,8 +89,3 @@ def run_one(rank, world, name):
                         layout,  # noqa: B023
                     )
                 )
-
-
-@pytest.mark.parametrize("name", PARAMETRIZATIONS)
-def test_as_on_one_device(name):
-    simulate(4)(run_one, name)

@@ -20,7 +20,7 @@ from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from torch_library import W, batch
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
 PROGRAMS, program = named_cases()
@@ -264,10 +264,7 @@ def rows_that_look_at_nothing(place):
     return found, x.grad
 
 
-def run_program(rank, world, name):
-    check(PROGRAMS[name])
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(4)
 def test_programs(name):
-    run(run_program, 4, name)
+    check(PROGRAMS[name])

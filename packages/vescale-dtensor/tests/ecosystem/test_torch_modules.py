@@ -14,7 +14,7 @@ from one_device import check
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 from torch_library import W, X, batch, linear, network
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
 PROGRAMS, program = named_cases()
@@ -98,10 +98,7 @@ def checkpoints_of_segments(place):
     return result, x.grad, [p.grad for p in model.parameters()]
 
 
-def run_program(rank, world, name):
-    check(PROGRAMS[name])
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(4)
 def test_programs(name):
-    run(run_program, 4, name)
+    check(PROGRAMS[name])

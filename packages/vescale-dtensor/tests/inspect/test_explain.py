@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from named_cases import named_cases
 from vescale_comm import trace
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import DisagreementError, Partial, Replicate, Shard, StrictError
 from vescale_dtensor._dispatch import plain_operands as _plain
 
@@ -217,11 +217,8 @@ def test_explain(name):
     run(run_case, 4, name)
 
 
+@on_ranks(2)
 def test_a_partial_scalar_has_a_note():
-    run(_partial_note, 2)
-
-
-def _partial_note(rank, world):
     mesh = device_mesh((2,), ("dp",))
     term = vd.DTensor.from_local(torch.ones(()), mesh, [Partial()])
     with vd.explain() as report:

@@ -9,7 +9,7 @@ import vescale_dtensor as vd
 from torch.distributed import tensor as stock
 from torch.distributed.tensor import experimental as stock_experimental
 from vescale_comm import trace
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 from vescale_dtensor import Partial, Replicate, Shard
 
 WHOLE = torch.arange(24.0).reshape(4, 6) / 7
@@ -28,7 +28,8 @@ CALLS = {
 }
 
 
-def compare(rank, world_size):
+@on_ranks(2)
+def test_each_difference_is_told_once(rank, world_size):
     mesh = vd.init_device_mesh("cpu", (world_size,))
     state = torch.get_rng_state()
     for name, (call, placement, differs) in CALLS.items():
@@ -57,10 +58,6 @@ def compare(rank, world_size):
         (flat * 2).to_local()
     torch.softmax(vd.distribute_tensor(WHOLE, mesh, [Shard(1)]), 1).to_local()
     assert found == []
-
-
-def test_each_difference_is_told_once():
-    run(compare, 2)
 
 
 def logged(rank, world_size):
@@ -119,7 +116,9 @@ def gradients_of(library, mesh):
     return weight.grad.placements, bias.grad.placements
 
 
-def tabulate(rank, world_size):
+@pytest.mark.skipif("2.13" not in torch.__version__, reason="the guide's table is of torch 2.13")
+@on_ranks(2)
+def test_the_table_of_what_lies_otherwise(rank, world_size):
     mesh = vd.init_device_mesh("cpu", (world_size,))
     for name, (call, placement, here, there) in TABLE.items():
         found = call(vd.distribute_tensor(WHOLE, mesh, [placement])).placements
@@ -129,8 +128,3 @@ def tabulate(rank, world_size):
         assert theirs == (there,), (name, theirs)
     assert gradients_of(vd, mesh) == ((Shard(0),), (Partial(),))
     assert gradients_of(stock, mesh) == ((stock.Partial(),), (stock.Replicate(),))
-
-
-@pytest.mark.skipif("2.13" not in torch.__version__, reason="the guide's table is of torch 2.13")
-def test_the_table_of_what_lies_otherwise():
-    run(tabulate, 2)

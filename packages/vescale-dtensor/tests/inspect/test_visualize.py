@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import vescale_dtensor as vd
 from vescale_comm import simulate, trace
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import LayoutError, Partial, RaggedShard, Replicate, Shard
 
 EXPECTED = """\
@@ -82,7 +82,8 @@ def test_slices_of_other_dims_have_titles():
         assert title in svg
 
 
-def refused(rank, world):
+@on_ranks(4)
+def test_what_cannot_be_drawn_is_an_error():
     mesh = device_mesh((2, 2), ("dp", "tp"))
     tensor = vd.zeros(4, 4, device_mesh=mesh, placements=[Shard(0), Replicate()])
     for wrong in ({"dims": (0, 2)}, {"dims": ()}, {"dims": (1, -1)}, {"format": "png"}):
@@ -90,10 +91,6 @@ def refused(rank, world):
             vd.visualize(tensor, **wrong)
     with pytest.raises(LayoutError, match="expected a DTensor"):
         vd.visualize(tensor.to_local())
-
-
-def test_what_cannot_be_drawn_is_an_error():
-    run(refused, 4)
 
 
 def calls_of_a_picture(rank, world_size):

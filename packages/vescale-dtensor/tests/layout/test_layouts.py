@@ -19,7 +19,7 @@ import vescale_dtensor as vd
 from redistribution_oracle import coordinates, dense, legal, piece
 from torch.distributed.tensor import placement_types
 from vescale_comm import trace
-from vescale_comm.testing import device_mesh, outcomes, run
+from vescale_comm.testing import device_mesh, on_ranks, outcomes, run
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement, nested
 from vescale_dtensor._layout.placements import (
@@ -119,7 +119,8 @@ def test_nested_shards_in_any_order_of_axes():
 # --- other packages, through the protocol --------------------------------------------------------
 
 
-def drawn(rank, world_size):
+@on_ranks(4)
+def test_numbers_are_those_of_one_device():
     mesh = meshes()
     for placements, shape in SOME:
         torch.manual_seed(7)
@@ -130,10 +131,6 @@ def drawn(rank, world_size):
             tensor.normal_()
         assert not seen.records, f"{placements} of {shape}: {seen.records}"
         assert torch.equal(tensor.full_tensor(), whole), f"{placements} of {shape}"
-
-
-def test_numbers_are_those_of_one_device():
-    run(drawn, 4)
 
 
 def round_trip(rank, world_size, path):
@@ -163,7 +160,8 @@ def test_checkpoints_move_between_all_layouts():
 # --- ops -----------------------------------------------------------------------------------------
 
 
-def pointwise(rank, world_size):
+@on_ranks(4)
+def test_pointwise_ops_need_no_communication():
     """Operands that lie alike are not moved, forward or backward."""
     mesh = meshes()
     for placements, shape in SOME:
@@ -182,11 +180,8 @@ def pointwise(rank, world_size):
             torch.testing.assert_close(vd.gradient_total(tensor).full_tensor(), plain.grad)
 
 
-def test_pointwise_ops_need_no_communication():
-    run(pointwise, 4)
-
-
-def mixed(rank, world_size):
+@on_ranks(4)
+def test_ops_are_right_on_every_layout():
     """Whatever the layouts: other ops, operands that lie differently, changes in place."""
     mesh = meshes()
     x, y = dense((4, 6, 6)) / 100, dense((6,), seed=3) / 100
@@ -216,11 +211,8 @@ def mixed(rank, world_size):
             torch.testing.assert_close(found.full_tensor(), wanted, msg=what)
 
 
-def test_ops_are_right_on_every_layout():
-    run(mixed, 4)
-
-
-def partly_unreduced(rank, world_size):
+@on_ranks(4)
+def test_flat_pieces_of_sums():
     """A sum that is owed on another axis is completed where an op needs it."""
     mesh = meshes()
     x = dense((4, 6)) / 100
@@ -234,11 +226,9 @@ def partly_unreduced(rank, world_size):
     torch.testing.assert_close(torch.linalg.vector_norm(owed).full_tensor(), x.norm())
 
 
-def test_flat_pieces_of_sums():
-    run(partly_unreduced, 4)
-
-
-def trained(rank, world_size, foreach):
+@pytest.mark.parametrize("foreach", [True, False])
+@on_ranks(4)
+def test_an_optimizer_step_on_pieces(foreach):
     """Clipping and an optimizer on pieces: one all-reduce of one number, whatever the layout."""
     mesh = device_mesh((4,))
     cuts = [
@@ -263,12 +253,8 @@ def trained(rank, world_size, foreach):
         torch.testing.assert_close(ours.detach().full_tensor(), plain.detach())
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_an_optimizer_step_on_pieces(foreach):
-    run(trained, 4, foreach)
-
-
-def totals(rank, world_size):
+@on_ranks(4)
+def test_totals_are_reduced_shard_by_shard():
     mesh = meshes()
     for placements, shape in SOME:
         x = dense(shape) / 100
@@ -284,11 +270,8 @@ def totals(rank, world_size):
         torch.testing.assert_close(vd.gradient_total(a).full_tensor(), x.grad)
 
 
-def test_totals_are_reduced_shard_by_shard():
-    run(totals, 4)
-
-
-def vocabulary(rank, world_size):
+@on_ranks(2)
+def test_ops_that_need_an_interval_get_one():
     """Ops that count from where a rank's indices begin do not take interleaved ones."""
     mesh = device_mesh((2,))
     table, index = dense((8, 3)), torch.tensor([0, 3, 7, 5])
@@ -301,19 +284,15 @@ def vocabulary(rank, world_size):
             loss.full_tensor(), torch.nn.functional.cross_entropy(logits, index)
         )
         rows = torch.nn.functional.cross_entropy(
-            spread_out(logits, mesh, [kind(0, 2)]),
-            spread_out(index, mesh, [kind(0, 2)]),
+            spread_out(logits, mesh, [kind(0, 2)]), spread_out(index, mesh, [kind(0, 2)])
         )
         torch.testing.assert_close(
             rows.full_tensor(), torch.nn.functional.cross_entropy(logits, index)
         )
 
 
-def test_ops_that_need_an_interval_get_one():
-    run(vocabulary, 2)
-
-
-def projected(rank, world_size):
+@on_ranks(2)
+def test_a_fused_projection_stays_interleaved():
     """A fused projection: cut in every block, applied without communication."""
     mesh = device_mesh((2,))
     x, weight = dense((3, 4)), dense((12, 4), seed=1)
@@ -325,14 +304,11 @@ def projected(rank, world_size):
     assert torch.equal(out.full_tensor(), torch.nn.functional.linear(x, weight))
 
 
-def test_a_fused_projection_stays_interleaved():
-    run(projected, 2)
-
-
 # --- from local ----------------------------------------------------------------------------------
 
 
-def wrapped(rank, world_size):
+@on_ranks(4)
+def test_pieces_are_wrapped_as_they_are():
     mesh = meshes()
     at = tuple(mesh.get_coordinate())
     for placements, shape in SOME:
@@ -343,10 +319,6 @@ def wrapped(rank, world_size):
         assert torch.equal(tensor.full_tensor(), x)
         assert torch.equal(local.grad, 2 * local.detach())
     assert repr(spread_out(dense((4, 6, 5)), mesh, (S0, FLAT))) == ("DTensor(f64[(4@dp, 6)@tp, 5])")
-
-
-def test_pieces_are_wrapped_as_they_are():
-    run(wrapped, 4)
 
 
 def without_shape(rank, world_size):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from vescale_comm import simulate, trace
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Shard, distribute_tensor, init_device_mesh
 
 BATCH = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0))
@@ -53,7 +54,8 @@ def test_one_value_per_channel_is_no_error_where_torch_has_none():
     simulate(2)(run)
 
 
-def few_rows(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_the_rows_of_the_global_batch_are_counted(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     x = torch.randn(2, 3, 1, generator=torch.Generator().manual_seed(0))
     d = distribute_tensor(x, mesh, [Shard(0)])
@@ -61,7 +63,3 @@ def few_rows(rank, world_size):
     for one in (x[:1], d[:1]):
         with pytest.raises(ValueError, match=r"more than 1 value per channel .* \[1, 3, 1\]"):
             F.group_norm(one, 3)
-
-
-def test_the_rows_of_the_global_batch_are_counted():
-    simulate(2).run(few_rows)

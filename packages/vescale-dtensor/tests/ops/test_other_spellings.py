@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
 
 OF_FLOATS = {
@@ -91,7 +90,19 @@ def outcome(call, x):
         return type(error).__name__
 
 
-def program(rank, world_size, calls, dtype, leaf):
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("calls", "dtype", "leaf"),
+    [
+        (OF_FLOATS, torch.float32, False),
+        (OF_LEAVES, torch.float32, True),
+        (INITIALISED, torch.float32, False),
+        (OF_COMPLEX, torch.complex64, False),
+    ],
+    ids=["floats", "leaves", "initialised", "complex"],
+)
+@on_ranks(2, simulated=True)
+def test_as_on_one_device(rank, world_size, calls, dtype, leaf):
     mesh = device_mesh((world_size,))
     given = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=dtype)
     for name, call in calls.items():
@@ -104,18 +115,3 @@ def program(rank, world_size, calls, dtype, leaf):
                 assert found == wanted, name
             else:
                 torch.testing.assert_close(found, wanted, msg=f"{name}: {found}, not {wanted}")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("calls", "dtype", "leaf"),
-    [
-        (OF_FLOATS, torch.float32, False),
-        (OF_LEAVES, torch.float32, True),
-        (INITIALISED, torch.float32, False),
-        (OF_COMPLEX, torch.complex64, False),
-    ],
-    ids=["floats", "leaves", "initialised", "complex"],
-)
-def test_as_on_one_device(calls, dtype, leaf):
-    simulate(2)(program, calls, dtype, leaf)

@@ -5,8 +5,7 @@ Small tensors are gathered first, so the cases of the fuzz see little of either.
 
 import torch
 import vescale_dtensor as vd
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import Shard
 
 FUNCTIONS = {
@@ -35,7 +34,8 @@ FUNCTIONS = {
 }
 
 
-def of_partial_sums(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_functions_of_partial_sums(rank, world_size):
     mesh = device_mesh((world_size,), ("tp",))
     values = torch.linspace(-3, 4, 48).view(6, 8) ** 3
     for name, function in FUNCTIONS.items():
@@ -44,10 +44,6 @@ def of_partial_sums(rank, world_size):
         assert total.placements[0].is_partial()
         found, expected = function(total).full_tensor(), function(values.sum(0))
         torch.testing.assert_close(found, expected, msg=lambda said, name=name: f"{name}: {said}")
-
-
-def test_functions_of_partial_sums():
-    simulate(2).run(of_partial_sums)
 
 
 def assigned(x, index, value):
@@ -92,7 +88,8 @@ WIDENED = {
 }
 
 
-def of_integers(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_integer_sums_wrap_before_they_are_widened(rank, world_size):
     mesh = device_mesh((world_size,), ("tp",))
     values = torch.tensor([[1, 0, 125], [0, 0, 90], [1, 1, 125], [1, 0, 60]])
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64):
@@ -109,10 +106,6 @@ def of_integers(rank, world_size):
                 )
 
 
-def test_integer_sums_wrap_before_they_are_widened():
-    simulate(2).run(of_integers)
-
-
 TABLE = torch.arange(4096.0).view(1024, 4)
 AT = torch.tensor([1023, 0, 511, 512, 7])
 LOOKED_UP = {
@@ -125,7 +118,8 @@ LOOKED_UP = {
 }
 
 
-def looked_up(rank, world_size):
+@on_ranks(3, simulated=True)
+def test_rows_of_a_large_table(rank, world_size):
     mesh = device_mesh((world_size,), ("tp",))
     for name, function in LOOKED_UP.items():
         x = vd.distribute_tensor(TABLE.clone(), mesh, [Shard(0)]).requires_grad_()
@@ -137,11 +131,8 @@ def looked_up(rank, world_size):
         assert torch.equal(x.grad.full_tensor(), whole.grad), name
 
 
-def test_rows_of_a_large_table():
-    simulate(3).run(looked_up)
-
-
-def contracted(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_the_last_dims_of_one_with_the_first_of_the_other(rank, world_size):
     mesh = device_mesh((world_size,), ("tp",))
     x, y = torch.arange(192.0).view(3, 8, 8), torch.arange(128.0).view(8, 8, 2) + 1
     expected = torch.tensordot(x, y, 2)
@@ -149,7 +140,3 @@ def contracted(rank, world_size):
         a = vd.distribute_tensor(x, mesh, [Shard(left)])
         b = vd.distribute_tensor(y, mesh, [Shard(right)])
         assert torch.equal(torch.tensordot(a, b, 2).full_tensor(), expected), (left, right)
-
-
-def test_the_last_dims_of_one_with_the_first_of_the_other():
-    simulate(2).run(contracted)

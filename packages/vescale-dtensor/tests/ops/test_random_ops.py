@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
-from vescale_comm import simulate
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import Replicate, Shard, StrictError
 
 SILENT = {
@@ -33,7 +32,8 @@ SILENT = {
 }
 
 
-def silent(rank, world_size):
+@on_ranks(4)
+def test_draws_send_nothing():
     mesh = device_mesh((2, 2), ("dp", "tp"))
     values = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
     for name, op in SILENT.items():
@@ -48,11 +48,8 @@ def silent(rank, world_size):
         torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-6, atol=0.0)
 
 
-def test_draws_send_nothing():
-    run(silent, 4)
-
-
-def drawn_whole(rank, world_size):
+@on_ranks(4)
+def test_what_depends_on_values_is_gathered_and_strict_mode_says_so():
     mesh = device_mesh((4,))
     x = vd.distribute_tensor(torch.rand(6, 4), mesh, [Shard(0)])
     for op in (torch.poisson, lambda t: F.rrelu(t, training=True)):
@@ -61,11 +58,8 @@ def drawn_whole(rank, world_size):
         assert op(x).placements == (Replicate(),)
 
 
-def test_what_depends_on_values_is_gathered_and_strict_mode_says_so():
-    run(drawn_whole, 4)
-
-
-def made(rank, world_size):
+@on_ranks(4)
+def test_factories_that_torch_has_not():
     mesh = device_mesh((2, 2), ("dp", "tp"))
     for placements in ([Shard(0), Replicate()], [Shard(0), Shard(0)], [Replicate(), Replicate()]):
         torch.manual_seed(3)
@@ -80,10 +74,6 @@ def made(rank, world_size):
         assert torch.equal(torch.get_rng_state(), after)
         for piece, whole in zip(found, expected, strict=True):
             assert torch.equal(piece.full_tensor(), whole)
-
-
-def test_factories_that_torch_has_not():
-    run(made, 4)
 
 
 GAPS = {
@@ -152,7 +142,8 @@ ON_META = {
 }
 
 
-def drawn_on_meta(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_nothing_is_drawn_on_meta():
     mesh = device_mesh((2,))
     x = vd.distribute_tensor(torch.empty(4, 6, device="meta"), mesh, [Shard(0)])
     before = torch.get_rng_state()
@@ -163,11 +154,8 @@ def drawn_on_meta(rank, world_size):
         assert torch.equal(torch.get_rng_state(), before), name
 
 
-def test_nothing_is_drawn_on_meta():
-    simulate(2).run(drawn_on_meta)
-
-
-def dropped_by(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_probabilities_of_other_types():
     mesh = device_mesh((2,))
     for p in (True, np.float16(0.3), np.float32(0.3), 1):
         found = []
@@ -175,7 +163,3 @@ def dropped_by(rank, world_size):
             torch.manual_seed(1)
             found.append(F.dropout(x, p))
         assert torch.equal(found[0], found[1].full_tensor()), p
-
-
-def test_probabilities_of_other_types():
-    simulate(2).run(dropped_by)

@@ -14,7 +14,7 @@ import vescale_dtensor as vd
 from redistribution_oracle import dense
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace
-from vescale_comm.testing import device_mesh, outcomes, run
+from vescale_comm.testing import device_mesh, on_ranks, outcomes, run
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import (
     InterleavedShard,
@@ -108,7 +108,8 @@ def test_many_layouts_become_others_on_another_mesh():
     assert run(crossed, 4, 25, timeout=120) == [25 * 12 - 1] * 4
 
 
-def twice(rank, world_size):
+@on_ranks(4)
+def test_second_derivatives():
     """The derivative of a derivative, back and forth between the meshes."""
     line, square, *_ = all_meshes()
     x = dense((8, 6)) / 1000
@@ -122,10 +123,6 @@ def twice(rank, world_size):
             what = f"{before} to {after}"
             torch.testing.assert_close(first.full_tensor().detach(), 3 * x**2, msg=what)
             torch.testing.assert_close(second.full_tensor(), 36 * x**3, msg=what)
-
-
-def test_second_derivatives():
-    run(twice, 4)
 
 
 def paths(rank, world_size):
@@ -183,7 +180,8 @@ def test_other_ranks_are_refused_by_name():
         assert f"mesh(tp=2) of cpu ranks {tp}" in outcome.message
 
 
-def eight(rank, world_size):
+@on_ranks(8)
+def test_eight_ranks():
     meshes = [device_mesh(sizes) for sizes in [(8,), (2, 4), (2, 2, 2)]]
     some = {1: [(S0,), (FUSED,), (P,)], 2: [(S0, S1), (R, S0)], 3: [(S0, FUSED, R), (S1, P, S0)]}
     x = dense((16, 3))
@@ -191,7 +189,3 @@ def eight(rank, world_size):
         for before, after in product(some[source.ndim], some[target.ndim]):
             moved = unsharded(x, source).redistribute(placements=before).redistribute(target, after)
             torch.testing.assert_close(moved.full_tensor(), x, msg=f"{before} to {after}")
-
-
-def test_eight_ranks():
-    run(eight, 8)

@@ -9,7 +9,7 @@ import torch
 import vescale_dtensor as vd
 from torch import Tensor
 from vescale_comm import simulate, trace
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DeviceMesh, MeshError, RaggedShard, Shard, sum_whole
 
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,26 +42,24 @@ def test_the_bits_of_one_device(kind: str):
         simulate(count)(on_a_rank)
 
 
+@on_ranks(2, simulated=True)
 def test_what_else_is_as_it_was():
-    def on_a_rank(rank: int, count: int) -> None:
-        mesh, other = (DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)) for _ in range(2))
-        sum_whole(mesh, ["dp"])
-        stored, elsewhere = (
-            vd.distribute_tensor(torch.ones(4, 2), one, [RaggedShard((0, 1), (1, 1))])
-            for one in (mesh, other)
-        )
-        activation = vd.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
-        for run, ops in (
-            (lambda: stored.norm().full_tensor(), {"all_gather"}),
-            (lambda: stored.mean(0).full_tensor(), {"all_gather"}),
-            (lambda: elsewhere.norm().full_tensor(), {"all_reduce"}),
-            (lambda: activation.norm().full_tensor(), {"all_reduce"}),
-            (lambda: stored.mul_(2).add(1), set()),
-        ):
-            with trace() as seen:
-                run()
-            assert {one.op for one in seen.records} == ops
-        with pytest.raises(MeshError, match="no axis 'tp'"):
-            sum_whole(mesh, ["tp"])
-
-    simulate(2)(on_a_rank)
+    mesh, other = (DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)) for _ in range(2))
+    sum_whole(mesh, ["dp"])
+    stored, elsewhere = (
+        vd.distribute_tensor(torch.ones(4, 2), one, [RaggedShard((0, 1), (1, 1))])
+        for one in (mesh, other)
+    )
+    activation = vd.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    for run, ops in (
+        (lambda: stored.norm().full_tensor(), {"all_gather"}),
+        (lambda: stored.mean(0).full_tensor(), {"all_gather"}),
+        (lambda: elsewhere.norm().full_tensor(), {"all_reduce"}),
+        (lambda: activation.norm().full_tensor(), {"all_reduce"}),
+        (lambda: stored.mul_(2).add(1), set()),
+    ):
+        with trace() as seen:
+            run()
+        assert {one.op for one in seen.records} == ops
+    with pytest.raises(MeshError, match="no axis 'tp'"):
+        sum_whole(mesh, ["tp"])

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import parallel
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DTensorError, Replicate, Shard
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -131,10 +131,7 @@ CLOSED = {
     "make_fx around": (lambda x: make_fx(lambda a: a * x)(WHOLE), "local tensors"),
     "export": (lambda x: torch.export.export(module_with(x), (WHOLE,)), "to_local"),
     # A compiled call does not ask whether it is traced: then torch refuses the wrapper as an input.
-    "jit.trace": (
-        lambda x: torch.jit.trace(lambda a: a * 2, (x,)),
-        "local|data is not allocated",
-    ),
+    "jit.trace": (lambda x: torch.jit.trace(lambda a: a * 2, (x,)), "local|data is not allocated"),
     "jit.trace around": (lambda x: torch.jit.trace(lambda a: a * x, (WHOLE,)), "local tensors"),
     # Traced tensors are plain, and calls that mix them with DTensors ask each time.
     "jit.trace around known calls": (
@@ -207,7 +204,14 @@ CLOSED = {
 }
 
 
-def open_closed(rank, world, name):
+# Older torch has no such door.
+if not hasattr(torch.Tensor, "const_data_ptr"):
+    del CLOSED["const_data_ptr"]
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@on_ranks(4)
+def test_closed(name):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     door, words = CLOSED[name]
     x = Place(mesh)(WHOLE)
@@ -217,16 +221,6 @@ def open_closed(rank, world, name):
     # Some ways to a door lead through code of torch that it has deprecated itself.
     with warnings.catch_warnings(action="ignore"), pytest.raises(expected, match=words or None):
         door(x)
-
-
-# Older torch has no such door.
-if not hasattr(torch.Tensor, "const_data_ptr"):
-    del CLOSED["const_data_ptr"]
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_closed(name):
-    run(open_closed, 4, name)
 
 
 OPEN = {
@@ -350,10 +344,7 @@ def _loaded(place):
     return target
 
 
-def open_door(rank, world, name):
-    check(OPEN[name])
-
-
 @pytest.mark.parametrize("name", OPEN)
+@on_ranks(4)
 def test_open(name):
-    run(open_door, 4, name)
+    check(OPEN[name])

@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as with_gradients
 import vescale_comm
 from one_device import Place
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DTensorError, Replicate, Shard
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -86,7 +86,9 @@ IN_CPP = {
 }
 
 
-def call(rank, world, name):
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks(4)
+def test_refused(rank, world_size, name):
     for layout in LAYOUTS:
         x = Place(device_mesh((2, 2), ("dp", "tp")))(WHOLE, *layout)
         words = WORDS.get(name, "vescale_ckpt" if "object" in name else "global already.*to_local")
@@ -94,28 +96,17 @@ def call(rank, world, name):
             CALLS[name](x, rank)
 
 
-def call_in_cpp(rank, world, name):
+@pytest.mark.parametrize("name", IN_CPP)
+@on_ranks(4)
+def test_refused_by_cpp(rank, world_size, name):
     for layout in LAYOUTS:
         x = Place(device_mesh((2, 2), ("dp", "tp")))(WHOLE, *layout)
         with pytest.raises((RuntimeError, SystemError)):
             IN_CPP[name](x, rank)
 
 
-def call_ours(rank, world):
+@on_ranks(4)
+def test_our_own_collectives_refuse_them_too():
     x = Place(device_mesh((2, 2), ("dp", "tp")))(WHOLE)
     with pytest.raises(vescale_comm.CommArgumentError, match="to_local"):
         vescale_comm.all_reduce(x, vescale_comm.group_of(x.device_mesh, (0,)))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_refused(name):
-    run(call, 4, name)
-
-
-@pytest.mark.parametrize("name", IN_CPP)
-def test_refused_by_cpp(name):
-    run(call_in_cpp, 4, name)
-
-
-def test_our_own_collectives_refuse_them_too():
-    run(call_ours, 4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from torch import nn
-from vescale_comm.testing import device_mesh, run
+from vescale_comm.testing import device_mesh, on_ranks, run
 from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, UnsupportedError
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
@@ -82,7 +82,8 @@ def test_identity(case):
     run(case, 4)
 
 
-def told_to_be_separate(rank, world):
+@on_ranks(4)
+def test_parameters_that_share_no_memory_have_an_identity():
     mesh = device_mesh((2, 2), ("dp", "tp"))
     lies = [RaggedShard((0, 1), (0, 1)), Replicate()]
     first, second = (nn.Parameter(vd.distribute_tensor(WHOLE, mesh, lies)) for _ in range(2))
@@ -103,7 +104,3 @@ def told_to_be_separate(rank, world):
     even = [vd.distribute_tensor(WHOLE, mesh, [Shard(0), Replicate()]) for _ in range(2)]
     vd.separate_memory(even)
     assert even[0].data_ptr() == even[0].data.data_ptr() != even[1].data_ptr()
-
-
-def test_parameters_that_share_no_memory_have_an_identity():
-    run(told_to_be_separate, 4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import vescale_dtensor as vd
-from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate
 
 
@@ -26,7 +26,8 @@ WRITES = [
 ]
 
 
-def refused(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_writes_are_refused(rank, world_size):
     mesh = vd.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     whole = torch.arange(12.0)
     x = vd.DTensor.from_local(whole[4:10].view(3, 2), mesh, [Replicate()])
@@ -48,11 +49,8 @@ def refused(rank, world_size):
                 vd.permit_writes(whole)
 
 
-def test_writes_are_refused():
-    simulate(2).run(refused)
-
-
-def dropped(rank, world_size):
+@on_ranks(2, simulated=True)
+def test_what_was_refused_is_permitted_when_nobody_holds_the_memory(rank, world_size):
     mesh = vd.init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     whole = torch.arange(12.0)
     vd.refuse_writes(whole, lambda local: OwnError())
@@ -67,7 +65,3 @@ def dropped(rank, world_size):
     with pytest.raises(OwnError):
         x.mul_(2)
     vd.permit_writes(again)
-
-
-def test_what_was_refused_is_permitted_when_nobody_holds_the_memory():
-    simulate(2).run(dropped)

@@ -12,15 +12,8 @@ import vescale_dtensor as vd
 from named_cases import named_cases
 from torch import nn
 from vescale_comm import trace
-from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import (
-    LayoutError,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    UnsupportedError,
-)
+from vescale_comm.testing import device_mesh, on_ranks
+from vescale_dtensor import LayoutError, Partial, RaggedShard, Replicate, Shard, UnsupportedError
 
 CASES, case = named_cases()
 GLOBAL = torch.arange(24.0).reshape(6, 4)
@@ -208,14 +201,11 @@ def torch_placements_are_accepted(mesh):
     assert x.redistribute(placements=[TorchReplicate(), TorchShard(0)]).placements[1] == Shard(0)
 
 
-def run_case(rank, world, name):
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(4)
+def test_semantics(name):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     CASES[name](mesh)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_semantics(name):
-    run(run_case, 4, name)
 
 
 @pytest.mark.smoke
@@ -229,11 +219,8 @@ def test_placements_of_different_kinds_are_never_equal():
 
 
 @pytest.mark.smoke
+@on_ranks(1)
 def test_one_process_is_a_mesh_too():
-    run(_one_process, 1)
-
-
-def _one_process(rank, world):
     mesh = device_mesh((1,), ("dp",))
     x = vd.distribute_tensor(GLOBAL.clone().requires_grad_(), mesh, [Shard(0)])
     (x * 2).sum().backward()

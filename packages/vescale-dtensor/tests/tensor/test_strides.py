@@ -9,7 +9,7 @@ import vescale_dtensor as vd
 from memory_formats import lying
 from torch import nn
 from vescale_comm import simulate
-from vescale_comm.testing import device_mesh
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DTensor, Replicate, Shard
 
 GIVEN = {
@@ -59,61 +59,52 @@ def test_distribute_tensor_keeps_strides(given):
     simulate(4).run(program, GIVEN[given]())
 
 
-def test_strides_are_those_of_the_source():
+@on_ranks(4, simulated=True)
+def test_strides_are_those_of_the_source(rank, world_size):
     """Ranks whose own copies lie otherwise come to the same layout."""
-
-    def program(rank, world_size):
-        x = torch.arange(48.0).reshape(6, 8).t()
-        own = x if rank == 1 else x.contiguous()
-        y = vd.distribute_tensor(own, device_mesh((4,)), [Shard(0)], src_data_rank=1)
-        assert y.stride() == (1, 8)
-        assert torch.equal(y.full_tensor(), x)
-
-    simulate(4).run(program)
+    x = torch.arange(48.0).reshape(6, 8).t()
+    own = x if rank == 1 else x.contiguous()
+    y = vd.distribute_tensor(own, device_mesh((4,)), [Shard(0)], src_data_rank=1)
+    assert y.stride() == (1, 8)
+    assert torch.equal(y.full_tensor(), x)
 
 
+@on_ranks(4, simulated=True)
 def test_views_of_what_lies_otherwise_are_those_of_one_device():
-    def program(rank, world_size):
-        x = torch.arange(48.0).reshape(6, 8).t()
-        for placements in PLACED:
-            y = vd.distribute_tensor(x, _mesh_for(placements), placements)
-            assert torch.equal(
-                y.as_strided((6, 8), (8, 1)).full_tensor(), x.as_strided((6, 8), (8, 1))
-            )
-            with pytest.raises(RuntimeError):
-                x.view(-1)
-            with pytest.raises(RuntimeError):
-                y.view(-1)
-
-    simulate(4).run(program)
+    x = torch.arange(48.0).reshape(6, 8).t()
+    for placements in PLACED:
+        y = vd.distribute_tensor(x, _mesh_for(placements), placements)
+        assert torch.equal(y.as_strided((6, 8), (8, 1)).full_tensor(), x.as_strided((6, 8), (8, 1)))
+        with pytest.raises(RuntimeError):
+            x.view(-1)
+        with pytest.raises(RuntimeError):
+            y.view(-1)
 
 
-def test_from_local_takes_the_order_of_the_local_tensors():
-    def program(rank, world_size):
-        line = device_mesh((4,))
-        image = torch.randn(2, 8, 6, 4).to(memory_format=torch.channels_last)
-        mine = DTensor.from_local(image, line, [Shard(0)])
-        assert mine.is_contiguous(memory_format=torch.channels_last)
-        assert mine.stride() == (192, 1, 32, 8)
-        # A dim of which each rank has one index keeps its place.
-        assert DTensor.from_local(image[:1], line, [Shard(0)]).stride() == (192, 1, 32, 8)
-        weight = torch.randn(6, 4).t()
-        assert DTensor.from_local(weight, line, [Replicate()]).stride() == (1, 4)
-        assert DTensor.from_local(weight, line, [Shard(1)]).stride() == (1, 4)
-        # A known shape again, lying otherwise.
-        assert DTensor.from_local(weight.contiguous(), line, [Shard(1)]).stride() == (24, 1)
-        # Where a rank may hold nothing, nobody's strides count, unless they are given.
-        count = (2, 2, 1, 0)[rank]
-        piece = torch.randn(5, 8, 6, 4).to(memory_format=torch.channels_last)[:count]
-        asked = {"shape": (5, 8, 6, 4)}
-        assert DTensor.from_local(piece, line, [Shard(0)], **asked).is_contiguous()
-        asked["stride"] = (192, 1, 32, 8)
-        assert DTensor.from_local(piece, line, [Shard(0)], **asked).stride() == asked["stride"]
-        gaps = DTensor.from_local(torch.randn(2, 3), line, [Shard(0)], stride=(6, 2))
-        assert gaps.stride() == (6, 2)
-        assert not gaps.is_contiguous()
-
-    simulate(4).run(program)
+@on_ranks(4, simulated=True)
+def test_from_local_takes_the_order_of_the_local_tensors(rank, world_size):
+    line = device_mesh((4,))
+    image = torch.randn(2, 8, 6, 4).to(memory_format=torch.channels_last)
+    mine = DTensor.from_local(image, line, [Shard(0)])
+    assert mine.is_contiguous(memory_format=torch.channels_last)
+    assert mine.stride() == (192, 1, 32, 8)
+    # A dim of which each rank has one index keeps its place.
+    assert DTensor.from_local(image[:1], line, [Shard(0)]).stride() == (192, 1, 32, 8)
+    weight = torch.randn(6, 4).t()
+    assert DTensor.from_local(weight, line, [Replicate()]).stride() == (1, 4)
+    assert DTensor.from_local(weight, line, [Shard(1)]).stride() == (1, 4)
+    # A known shape again, lying otherwise.
+    assert DTensor.from_local(weight.contiguous(), line, [Shard(1)]).stride() == (24, 1)
+    # Where a rank may hold nothing, nobody's strides count, unless they are given.
+    count = (2, 2, 1, 0)[rank]
+    piece = torch.randn(5, 8, 6, 4).to(memory_format=torch.channels_last)[:count]
+    asked = {"shape": (5, 8, 6, 4)}
+    assert DTensor.from_local(piece, line, [Shard(0)], **asked).is_contiguous()
+    asked["stride"] = (192, 1, 32, 8)
+    assert DTensor.from_local(piece, line, [Shard(0)], **asked).stride() == asked["stride"]
+    gaps = DTensor.from_local(torch.randn(2, 3), line, [Shard(0)], stride=(6, 2))
+    assert gaps.stride() == (6, 2)
+    assert not gaps.is_contiguous()
 
 
 HARD = ["transposed", "channels_last", "four channels", "permuted", "empty"]
@@ -139,34 +130,28 @@ def test_from_local_finds_the_order_out_where_ranks_hold_little_or_nothing(given
 
 
 @pytest.mark.parametrize("shape", [None, (3, 4, 5, 5)])
-def test_from_local_refuses_pieces_that_lie_otherwise(shape):
+@on_ranks(2, simulated=True)
+def test_from_local_refuses_pieces_that_lie_otherwise(rank, world_size, shape):
     """Each rank believed its own order, and drew the masks that go with it."""
-
-    def program(rank, world_size):
-        images = torch.randn(3, 4, 5, 5)
-        local = (images.to(memory_format=torch.channels_last)[:2], images[2:])[rank]
-        with pytest.raises(vd.DisagreementError, match=r"memory order \[0, 2, 3, 1\].*rank 1"):
-            DTensor.from_local(local, device_mesh((2,)), [Shard(0)], shape=shape)
-
-    simulate(2).run(program)
+    images = torch.randn(3, 4, 5, 5)
+    local = (images.to(memory_format=torch.channels_last)[:2], images[2:])[rank]
+    with pytest.raises(vd.DisagreementError, match=r"memory order \[0, 2, 3, 1\].*rank 1"):
+        DTensor.from_local(local, device_mesh((2,)), [Shard(0)], shape=shape)
 
 
+@on_ranks(4, simulated=True)
 def test_local_map_keeps_the_order_of_even_shards_only():
     """Uneven ones are row-major on every rank: kernels may choose another order on each."""
+    line = device_mesh((4,))
+    last = torch.channels_last
 
-    def program(rank, world_size):
-        line = device_mesh((4,))
-        last = torch.channels_last
+    def format_them(x):
+        return x.contiguous(memory_format=last)
 
-        def format_them(x):
-            return x.contiguous(memory_format=last)
-
-        mapped = vd.local_map(format_them, out_placements=[Shard(0)])
-        for count, wanted in ((8, True), (7, False)):
-            x = vd.distribute_tensor(torch.randn(count, 4, 3, 3), line, [Shard(0)])
-            assert mapped(x).is_contiguous(memory_format=last) is wanted
-
-    simulate(4).run(program)
+    mapped = vd.local_map(format_them, out_placements=[Shard(0)])
+    for count, wanted in ((8, True), (7, False)):
+        x = vd.distribute_tensor(torch.randn(count, 4, 3, 3), line, [Shard(0)])
+        assert mapped(x).is_contiguous(memory_format=last) is wanted
 
 
 # Views of what is expanded, whose dims then stand otherwise.

@@ -16,14 +16,8 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 from torch import Tensor, nn
-from vescale_comm import simulate
-from zero_models import (
-    adamw,
-    batch,
-    distributed,
-    make,
-    require_same_values,
-)
+from vescale_comm.testing import on_ranks
+from zero_models import adamw, batch, distributed, make, require_same_values
 
 SIZE, WHO = 3, 1
 
@@ -124,7 +118,10 @@ class Late(nn.Module):
         return x * self.scale
 
 
-def late(rank: int, world_size: int, sizes: dict[str, int], zero: int) -> None:
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@on_ranks(4, simulated=True)
+def test_parameters_that_are_added_later_train_as_on_one_device(sizes: dict[str, int], zero: int):
     plain, model = make(), distributed(make(), sizes, zero)
     for one in (plain, model):
         # By a module that takes the place of another, and by a parameter of one that was there.
@@ -142,12 +139,10 @@ def late(rank: int, world_size: int, sizes: dict[str, int], zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
-def test_parameters_that_are_added_later_train_as_on_one_device(sizes: dict[str, int], zero: int):
-    simulate(4).run(late, sizes, zero)
-
-
-def not_a_number(rank: int, world_size: int, zero: int) -> None:
+@on_ranks(4, simulated=True)
+def test_a_gradient_of_one_rank_that_is_not_a_number_stops_all(
+    rank: int, world_size: int, zero: int
+):
     model = distributed(make(), {"dp": world_size}, zero)
 
     def spoil(gradient: Tensor) -> Tensor:
@@ -171,8 +166,3 @@ def not_a_number(rank: int, world_size: int, zero: int) -> None:
     assert scaler.get_scale() == 2.0
     for one, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(one.detach().full_tensor(), value)
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_gradient_of_one_rank_that_is_not_a_number_stops_all(zero: int):
-    simulate(4).run(not_a_number, zero)

@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import vescale_parallel as vp
 from stage_runs import accumulate
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import (
-    DisagreementError,
-    Plan,
-    deferred,
-    forward_backward,
-    materialize,
-    parallelize,
-)
-from vescale_parallel import mesh as make_mesh
+from vescale_comm.testing import on_ranks
 from zero_models import whole
 
 ROWS = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -52,14 +45,14 @@ def trained(
     fields = dict(fields)
     words = {"static": True} if fields.pop("static", False) else {}
     plain, model = make(dtype, every), make(dtype, every)
-    plan = Plan(**fields)
-    parallelize(model, make_mesh(device_type="cpu", **sizes), plan, **words)
+    plan = vp.Plan(**fields)
+    vp.parallelize(model, vp.mesh(device_type="cpu", **sizes), plan, **words)
     pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
     assert [one.grad_dtype for one, _ in pairs] == [other.grad_dtype for _, other in pairs]
     optimizers = [torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (plain, model)]
     for step in range(3):
         accumulate(plain, 2 if "microbatches" in str(fields) else 1, ROWS)
-        forward_backward(model, ROWS)
+        vp.forward_backward(model, ROWS)
         for one, other in pairs:
             assert other.grad.dtype == one.grad.dtype
             torch.testing.assert_close(whole(other.grad), one.grad, rtol=0.05, atol=2e-4)
@@ -101,9 +94,12 @@ def test_steps_keep_gradients_as_one_device_does(run: str, every: int, dtype: An
     simulate(torch.Size(sizes.values()).numel()).run(trained, sizes, fields, dtype, every)
 
 
-def exact(rank: int, world_size: int, level: int) -> None:
+@pytest.mark.parametrize("level", [0, 2, 3])
+@on_ranks(2, simulated=True)
+def test_sums_are_not_rounded_on_their_way(level: int):
+    """Contributions of bfloat16 are added in what keeps them, as those of two backwards are."""
     model = make()
-    parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=level))
+    vp.parallelize(model, vp.mesh(device_type="cpu", dp=2), vp.Plan(zero=level))
     model(ROWS).backward()
     plain = make()
     # Half of the batch's loss is the mean over each half: gradients of bfloat16, and exact halves.
@@ -113,15 +109,10 @@ def exact(rank: int, world_size: int, level: int) -> None:
         assert torch.equal(whole(other.grad), one.grad)
 
 
-@pytest.mark.parametrize("level", [0, 2, 3])
-def test_sums_are_not_rounded_on_their_way(level: int):
-    """Contributions of bfloat16 are added in what keeps them, as those of two backwards are."""
-    simulate(2).run(exact, level)
-
-
-def set_later(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_it_may_be_set_of_what_is_sharded():
     model = make(torch.bfloat16)
-    parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=3))
+    vp.parallelize(model, vp.mesh(device_type="cpu", dp=2), vp.Plan(zero=3))
     weight = model.blocks[0].weight
     model(ROWS).backward()
     with pytest.raises(RuntimeError, match="already a gradient"):
@@ -141,24 +132,17 @@ def set_later(rank: int, world_size: int) -> None:
     assert weight.grad_dtype == torch.float32
 
 
-def test_it_may_be_set_of_what_is_sharded():
-    simulate(2)(set_later)
-
-
-def differs(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_ranks_keep_gradients_alike(rank: int, world_size: int):
     model = make(torch.float32 if rank else torch.bfloat16)
-    with pytest.raises(DisagreementError, match=r"gradient torch\.float32 on rank 1"):
-        parallelize(model, make_mesh(device_type="cpu", dp=2), Plan())
-
-
-def test_ranks_keep_gradients_alike():
-    simulate(2)(differs)
+    with pytest.raises(vp.DisagreementError, match=r"gradient torch\.float32 on rank 1"):
+        vp.parallelize(model, vp.mesh(device_type="cpu", dp=2), vp.Plan())
 
 
 def test_deferred_parameters_keep_it():
-    with deferred():
+    with vp.deferred():
         model = make()
-    assert {one.grad_dtype for one in materialize(model).parameters()} == {torch.float32}
+    assert {one.grad_dtype for one in vp.materialize(model).parameters()} == {torch.float32}
 
 
 # What torch lets one set of a leaf, and what becomes of it. A torch that has more fails below.
@@ -200,9 +184,11 @@ def value(tensor: Any, name: str) -> Any:
     return whole(found).detach().tolist() if isinstance(found, Tensor) else found
 
 
-def told(rank: int, world_size: int, level: int) -> None:
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2, simulated=True)
+def test_properties_of_parameters_are_those_of_one_device(level: int):
     plain, model = make(), make()
-    parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=level))
+    vp.parallelize(model, vp.mesh(device_type="cpu", dp=2), vp.Plan(zero=level))
     # Of this very object: where it is, how often it was written to, and that it is distributed.
     own = {"_cdata", "_version", "_python_dispatch"}
     for name in set(properties()) - own:
@@ -210,8 +196,3 @@ def told(rank: int, world_size: int, level: int) -> None:
             warnings.simplefilter("ignore")
             one, other = (value(m.blocks[0].weight, name) for m in (plain, model))
         assert one == other, name
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_properties_of_parameters_are_those_of_one_device(level: int):
-    simulate(2).run(told, level)

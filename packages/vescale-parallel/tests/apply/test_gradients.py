@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from vescale_comm import simulate, trace
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 from vescale_dtensor import DTensor, half_sums
 from vescale_dtensor import PendingGradient as Pending
 from vescale_parallel import mesh as make_mesh
@@ -106,30 +106,27 @@ def test_a_step_sums_gradients_once(name: str):
     simulate(2)(steps)
 
 
-def test_totals_become_gradients_without_a_copy():
+@on_ranks(2, simulated=True)
+def test_totals_become_gradients_without_a_copy(rank: int, world_size: int):
     """What the sum of a bucket returns is `.grad`, until somebody looks before the step."""
-
-    def steps(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        model = parallelize(copy.deepcopy(plain), make_mesh(device_type="cpu", dp=world_size))
-        pairs = [
-            (one, torch.optim.AdamW(one.parameters(), lr=0.1, fused=True)) for one in (plain, model)
-        ]
-        for seed, (looks, micros) in enumerate([(False, 1), (False, 3), (True, 2), (False, 1)]):
-            for one, optimizer in pairs:
-                optimizer.zero_grad()
-                for micro in range(micros):
-                    generator = torch.Generator().manual_seed(10 * seed + micro)
-                    one(torch.randn(4, 4, generator=generator)).square().mean().backward()
-                if looks:
-                    nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-                optimizer.step()
-            gradients = [own.grad.to_local() for own in model.parameters()]
-            buffers = {own.untyped_storage().data_ptr() for own in gradients}
-            assert len(buffers) == (len(gradients) if looks else 1)
-            for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(own.grad.full_tensor(), other.grad)
-                torch.testing.assert_close(own.full_tensor(), other)
-
-    simulate(2)(steps)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = parallelize(copy.deepcopy(plain), make_mesh(device_type="cpu", dp=world_size))
+    pairs = [
+        (one, torch.optim.AdamW(one.parameters(), lr=0.1, fused=True)) for one in (plain, model)
+    ]
+    for seed, (looks, micros) in enumerate([(False, 1), (False, 3), (True, 2), (False, 1)]):
+        for one, optimizer in pairs:
+            optimizer.zero_grad()
+            for micro in range(micros):
+                generator = torch.Generator().manual_seed(10 * seed + micro)
+                one(torch.randn(4, 4, generator=generator)).square().mean().backward()
+            if looks:
+                nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+        gradients = [own.grad.to_local() for own in model.parameters()]
+        buffers = {own.untyped_storage().data_ptr() for own in gradients}
+        assert len(buffers) == (len(gradients) if looks else 1)
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+            torch.testing.assert_close(own.full_tensor(), other)

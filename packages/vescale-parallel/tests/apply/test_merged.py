@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import vescale_parallel as vp
 from torch import Tensor, nn
 from vescale_comm import simulate, trace
-from vescale_parallel import (
-    Plan,
-    PlanError,
-    deferred,
-    load_pretrained,
-    parallelize,
-    save_pretrained,
-)
-from vescale_parallel import mesh as make_mesh
 from zero_models import whole
 
 
@@ -40,9 +32,9 @@ def model_of(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.ModuleList([Attention(width)])[0])
 
 
-def plan_of(width: int, **words: Any) -> Plan:
+def plan_of(width: int, **words: Any) -> vp.Plan:
     rules = {"1.qkv.*": "tp:0/3", "1.proj.weight": "tp:1", "*": "replicate"}
-    return Plan(parameters=rules, **words)
+    return vp.Plan(parameters=rules, **words)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +52,11 @@ def test_merged_projections(
 
     def rank(rank: int, size: int) -> None:
         if is_deferred:
-            with deferred():
+            with vp.deferred():
                 model = model_of(width)
         else:
             model = model_of(width)
-        parallelize(model, make_mesh(device_type="cpu", **sizes), plan_of(width, zero=zero))
+        vp.parallelize(model, vp.mesh(device_type="cpu", **sizes), plan_of(width, zero=zero))
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(whole(one.detach()), two.detach())
         for _ in range(3):
@@ -77,11 +69,11 @@ def test_merged_projections(
         torch.testing.assert_close(whole(found.detach()), loss.detach())
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(whole(one.grad), two.grad)
-        save_pretrained(model, tmp_path)
+        vp.save_pretrained(model, tmp_path)
         with torch.no_grad():
             for one in model.parameters():
                 one.zero_()
-        load_pretrained(model, tmp_path)
+        vp.load_pretrained(model, tmp_path)
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(whole(one.detach()), two.detach())
 
@@ -89,11 +81,15 @@ def test_merged_projections(
 
 
 def test_blocks_that_are_not_equal_are_refused_and_presets_find_them():
-    with pytest.raises(PlanError, match=r"shards a dim of 5 equal blocks \('tp:0/5'\), which 24"):
-        Plan(parameters={"1.qkv.weight": "tp:0/5", "*": "replicate"}).check(model_of(8), {"tp": 2})
+    with pytest.raises(
+        vp.PlanError, match=r"shards a dim of 5 equal blocks \('tp:0/5'\), which 24"
+    ):
+        vp.Plan(parameters={"1.qkv.weight": "tp:0/5", "*": "replicate"}).check(
+            model_of(8), {"tp": 2}
+        )
     model = nn.Module()
     model.blocks = nn.ModuleList([Attention(8), Attention(8)])
-    rows = Plan.for_encoder(model).check(model, {"tp": 2}).parameters
+    rows = vp.Plan.for_encoder(model).check(model, {"tp": 2}).parameters
     assert [str(row.layout) for row in rows[:3]] == ["tp:0/3", "tp:0/3", "tp:1"]
     row = plan_of(8).check(model_of(8), {"tp": 3}).parameters[2]
     assert (row.name, row.local_shape, row.uneven) == ("1.qkv.weight", (9, 8), True)

@@ -11,7 +11,7 @@ import vescale_dtensor
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from vescale_comm import trace
-from vescale_comm.testing import Failed, outcomes, run
+from vescale_comm.testing import Failed, on_ranks, outcomes, run
 from vescale_dtensor import DTensor, Partial, Replicate, Shard
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -102,7 +102,8 @@ def test_it_trains_like_one_device(sizes: dict[str, int]):
     run(compare_training, torch.Size(sizes.values()).numel(), sizes)
 
 
-def check_structure(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_structure_is_kept():
     plain = make()
     names = list(plain.state_dict())
     frozen = plain.block.norm.weight.requires_grad_(False)
@@ -123,11 +124,8 @@ def check_structure(rank: int, world_size: int) -> None:
         assert torch.equal(gathered[name], value)
 
 
-def test_structure_is_kept():
-    run(check_structure, 4)
-
-
-def layouts_seen(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_boundaries_reach_into_nested_values():
     model = parallelize(make(), make_mesh(dp=2, tp=2, device_type="cpu"), PLAN)
     seen: dict[str, Any] = {}
     model.block.register_forward_hook(
@@ -138,10 +136,6 @@ def layouts_seen(rank: int, world_size: int) -> None:
     assert seen["into"].placements == (Shard(0), Replicate())
     assert seen["out"].placements == (Shard(0), Shard(1))
     assert type(seen["scale"]) is Tensor
-
-
-def test_boundaries_reach_into_nested_values():
-    run(layouts_seen, 4)
 
 
 def gradient_collectives(rank: int, world_size: int, activations: dict[str, str]) -> dict[str, int]:
@@ -184,7 +178,8 @@ def test_all_gradients_travel_in_one_collective_for_each_set_of_axes(
         assert counts == {"all_reduce": collectives}
 
 
-def input_gradients(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_gradients_reach_plain_inputs():
     torch.manual_seed(0)
     x = torch.randn(5, 8)
     found = []
@@ -200,11 +195,8 @@ def input_gradients(rank: int, world_size: int) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_gradients_reach_plain_inputs():
-    run(input_gradients, 4)
-
-
-def copies(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_copies_and_attributes():
     plain = make()
     plain.embed.weight.decay = False
     model = parallelize(plain, make_mesh(dp=2, tp=2, device_type="cpu"), PLAN)
@@ -215,10 +207,6 @@ def copies(rank: int, world_size: int) -> None:
     for first, second in zip(model.parameters(), copied.parameters(), strict=True):
         assert first is not second
         assert torch.equal(first.grad.full_tensor(), second.grad.full_tensor())
-
-
-def test_copies_and_attributes():
-    run(copies, 4)
 
 
 def parallelize_twice(rank: int, world_size: int, inner: bool) -> None:
@@ -288,14 +276,11 @@ def test_every_rank_refuses(
         assert message in one.message
 
 
-def refused_model_is_unchanged(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_refusal_changes_nothing():
     model = make()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="no rule covers"):
         parallelize(model, make_mesh(dp=2, device_type="cpu"), Plan(parameters={"head.*": "tp:0"}))
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_refusal_changes_nothing():
-    run(refused_model_is_unchanged, 2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate
-from vescale_comm.testing import Failed, outcomes, run
+from vescale_comm.testing import Failed, on_ranks, outcomes, run
 from vescale_dtensor import DTensor
 from vescale_parallel import DisagreementError, Plan, PlanError, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -148,20 +148,14 @@ CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
         set_model(lambda m: setattr(m, "drop", nn.Identity())),
         "Identity() training on rank 2",
     ),
-    "values": (
-        set_model(lambda m: m.up.weight.data.mul_(-1)),
-        "value of 'up.weight': checksum ",
-    ),
+    "values": (set_model(lambda m: m.up.weight.data.mul_(-1)), "value of 'up.weight': checksum "),
     "values of buffers": (set_model(lambda m: m.scale.mul_(2)), "value of 'scale': checksum "),
     "gradients": (
         set_model(lambda m: m(torch.ones(1, 4)).sum().backward()),
         "problem 'PlanError': not there on ranks 0, 1, 3; parameters hold gradients",
     ),
     "seed": (lambda given: torch.manual_seed(5), "random state of 'cpu': digest "),
-    "no mesh": (
-        no_mesh,
-        "dp=2, tp=2 over ranks 0-3 (cpu) on ranks 0, 1, 3; a dict on",
-    ),
+    "no mesh": (no_mesh, "dp=2, tp=2 over ranks 0-3 (cpu) on ranks 0, 1, 3; a dict on"),
 }
 
 
@@ -273,14 +267,11 @@ def test_the_ranks_of_one_mesh_must_agree_with_each_other_only():
     assert simulate(WORLD)(meshes_side_by_side) == [[3, 4], [3, 4], [4, 4], [4, 4]]
 
 
-def same_problem(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_a_problem_of_all_ranks_is_its_own_error(rank: int, world_size: int):
     mesh = make_mesh(dp=world_size, device_type="cpu")
     with pytest.raises(PlanError, match="matches no parameter"):
         parallelize(Net(), mesh, Plan(parameters={"upp.*": "tp:0", "*": "replicate"}))
-
-
-def test_a_problem_of_all_ranks_is_its_own_error():
-    simulate(2)(same_problem)
 
 
 def batches(rank: int, world_size: int) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -95,17 +96,15 @@ def test_what_is_written_reaches_the_caller(rule: str):
     simulate(4)(on_a_rank)
 
 
+@on_ranks(2, simulated=True)
 def test_also_when_the_module_raises():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        mesh = make_mesh(device_type="cpu", tp=2)
-        model = parallelize(Model(), mesh, Plan(activations={"blocks.[01]": "tp:1 ->"}, batch=None))
-        x = DTensor.from_local(torch.ones(1, 4), mesh)
-        kept: list[Any] = [x, [x]]
-        named, record = {"bias": x}, Record(x)
-        with pytest.raises(ValueError, match="after it was written"):
-            model.blocks[0](x, kept, named=named, record=record)
-        assert (len(kept), len(kept[1]), list(named)) == (3, 2, ["bias", "sum"])
-        assert kept[0] is x
-        assert (record.hidden is x, len(record.losses)) == (True, 1)
-
-    simulate(2)(on_a_rank)
+    mesh = make_mesh(device_type="cpu", tp=2)
+    model = parallelize(Model(), mesh, Plan(activations={"blocks.[01]": "tp:1 ->"}, batch=None))
+    x = DTensor.from_local(torch.ones(1, 4), mesh)
+    kept: list[Any] = [x, [x]]
+    named, record = {"bias": x}, Record(x)
+    with pytest.raises(ValueError, match="after it was written"):
+        model.blocks[0](x, kept, named=named, record=record)
+    assert (len(kept), len(kept[1]), list(named)) == (3, 2, ["bias", "sum"])
+    assert kept[0] is x
+    assert (record.hidden is x, len(record.losses)) == (True, 1)

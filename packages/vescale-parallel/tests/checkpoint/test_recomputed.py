@@ -183,11 +183,7 @@ def kept_bytes(model: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, i
 
 @pytest.mark.parametrize(
     ("sizes", "kinds"),
-    [
-        ({"dp": 2}, ["selective"]),
-        ({"dp": 2, "tp": 2}, [None, *KINDS]),
-        ({"tp": 3}, [None, *KINDS]),
-    ],
+    [({"dp": 2}, ["selective"]), ({"dp": 2, "tp": 2}, [None, *KINDS]), ({"tp": 3}, [None, *KINDS])],
     ids=str,
 )
 def test_a_captured_model_computes_regions_again_and_keeps_as_little(

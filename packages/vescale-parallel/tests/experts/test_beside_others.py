@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import vescale_parallel as vp
 from expert_models import COLUMNS_AND_ROWS, ROWS, WIDTH, Net, train
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import (
-    MoE,
-    Plan,
-    PlanError,
-    captured_units,
-    forward_backward,
-    mesh,
-    parallelize,
-)
 
 BOTH = {"batch": "dp:0, ep:0", "experts": "ep"}
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -41,7 +33,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def made(sizes: dict[str, int], words: dict[str, Any], **options: Any) -> Net:
     torch.manual_seed(0)
     model = Net()
-    parallelize(model, mesh(**sizes, device_type="cpu"), Plan(**words), **options)
+    vp.parallelize(model, vp.mesh(**sizes, device_type="cpu"), vp.Plan(**words), **options)
     return model
 
 
@@ -62,7 +54,7 @@ def test_recordings_do_not_keep_where_tokens_went():
     def run(rank: int, world_size: int) -> list[float]:
         model = made({"dp": 2, "ep": 2}, BOTH, static=True)
         losses = train(model)[0]
-        refused = [one for one in captured_units(model) if one.refusal]
+        refused = [one for one in vp.captured_units(model) if one.refusal]
         assert all(one.programs == 0 for one in refused)
         return losses
 
@@ -96,7 +88,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, WIDTH)
-        self.blocks = nn.ModuleList([MoE(WIDTH, 24, 6, 2) for _ in range(4)])
+        self.blocks = nn.ModuleList([vp.MoE(WIDTH, 24, 6, 2) for _ in range(4)])
         self.head = nn.Linear(WIDTH, 32)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -114,10 +106,10 @@ def by_steps(sizes: dict[str, int], words: dict[str, Any]) -> Callable[..., list
     def run(rank: int, world_size: int) -> list[float]:
         torch.manual_seed(0)
         model = Blocks()
-        parallelize(model, mesh(**sizes, device_type="cpu"), Plan(**words))
+        vp.parallelize(model, vp.mesh(**sizes, device_type="cpu"), vp.Plan(**words))
 
         def step(tokens: Tensor) -> Tensor:
-            return forward_backward(model, tokens, loss=(loss_of, tokens.roll(1, 1)))
+            return vp.forward_backward(model, tokens, loss=(loss_of, tokens.roll(1, 1)))
 
         return train(model, 3, step)[0]
 
@@ -132,8 +124,8 @@ def test_stages():
 
 
 def test_stages_and_zero_over_the_axis_of_experts_are_refused():
-    plan = Plan(batch="ep:0", experts="ep", zero=2, over="ep", pipeline={"microbatches": 2})
-    with pytest.raises(PlanError, match="Shard them over another axis"):
+    plan = vp.Plan(batch="ep:0", experts="ep", zero=2, over="ep", pipeline={"microbatches": 2})
+    with pytest.raises(vp.PlanError, match="Shard them over another axis"):
         plan.check(Blocks(), {"pp": 2, "ep": 2})
 
 
@@ -148,8 +140,8 @@ def test_logical_shards():
 def kept(experts: int, ranks: int) -> int:
     """Bytes that a rank stores of parameters and optimizer states."""
     torch.manual_seed(0)
-    model = MoE(WIDTH, 24, experts, 2)
-    parallelize(model, mesh(ep=ranks, device_type="cpu"), Plan(batch="ep:0", experts="ep"))
+    model = vp.MoE(WIDTH, 24, experts, 2)
+    vp.parallelize(model, vp.mesh(ep=ranks, device_type="cpu"), vp.Plan(batch="ep:0", experts="ep"))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, WIDTH)).sum().backward()
     optimizer.step()

@@ -10,8 +10,7 @@ import pytest
 import torch
 from graph_models import Net, batch
 from torch import nn, optim
-from vescale_comm import simulate
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 from vescale_parallel import DisagreementError, GraphError, Plan, graph, mesh, parallelize
 from vescale_parallel._graph.collectives import collectives
 
@@ -93,19 +92,17 @@ def test_traced_ahead_of_time(zero):
     assert not any(region.why_not for region in one[0] if region.operations > 1)
 
 
-def test_what_ranks_ask_otherwise_is_told_on_all():
-    def on_a_rank(rank, world_size):
-        model, _ = built(2)
-        module = graph.train_step(model, model, batch(0)).graph_module
-        with pytest.raises(GraphError, match=r"rank 0: .*no backend 'none such'"):
-            graph.compile_regions(module, backend="none such")
-        many = 10**6
-        with pytest.raises(DisagreementError, match="'least_operations': '7'"):
-            graph.compile_regions(module, backend="eager", least_operations=7 if rank else many)
-        found = graph.compile_regions(module, least_operations=many)
-        assert {one.why_not.removeprefix("rank 0: ") for one in found.regions} == {"few operations"}
-
-    simulate(2).run(on_a_rank)
+@on_ranks(2, simulated=True)
+def test_what_ranks_ask_otherwise_is_told_on_all(rank, world_size):
+    model, _ = built(2)
+    module = graph.train_step(model, model, batch(0)).graph_module
+    with pytest.raises(GraphError, match=r"rank 0: .*no backend 'none such'"):
+        graph.compile_regions(module, backend="none such")
+    many = 10**6
+    with pytest.raises(DisagreementError, match="'least_operations': '7'"):
+        graph.compile_regions(module, backend="eager", least_operations=7 if rank else many)
+    found = graph.compile_regions(module, least_operations=many)
+    assert {one.why_not.removeprefix("rank 0: ") for one in found.regions} == {"few operations"}
 
 
 @pytest.mark.slow

@@ -63,10 +63,7 @@ def test_one_process_and_a_file(tmp_path):
     x, y = torch.randn(5, 7), torch.randn(7, 3)
     made = make_fx(step, tracing_mode="fake")(x, y)
     expected = graph.timeline(
-        made,
-        link=machine.link,
-        flops=machine.flops,
-        memory_bandwidth=machine.memory_bandwidth,
+        made, link=machine.link, flops=machine.flops, memory_bandwidth=machine.memory_bandwidth
     )
     assert graph.timeline(made, machine=machine) == expected
     assert graph.timeline(made, machine=machine, flops=1.0).seconds > expected.seconds

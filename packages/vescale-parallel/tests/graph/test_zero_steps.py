@@ -9,7 +9,7 @@ import torch
 from graph_models import TENSOR, Net, batch
 from torch import nn, optim
 from vescale_comm import simulate
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 from vescale_dtensor import CaptureError
 from vescale_parallel import Plan, graph, memory, mesh, parallelize
 from vescale_parallel._graph.collectives import collectives
@@ -157,26 +157,23 @@ def test_gradients_are_set():
 
 
 @pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2, simulated=True)
 def test_momentum(level: int):
     """The first step of SGD with momentum only copies gradients: summed ones, at level 0 too."""
-
-    def steps(rank: int, world_size: int) -> None:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            plan = Plan(batch="dp:0", zero=level)
-            model = parallelize(Net(2), mesh(dp=2, device_type="cpu"), plan)
-            models.append((model, optim.SGD(model.parameters(), 0.1, momentum=0.9)))
-        (eager, one), (traced, other) = models
-        step = graph.train_step(traced, traced, batch(0)).with_optimizer(other)
-        for seed in range(3):
-            one.zero_grad()
-            torch.manual_seed(seed)
-            eager(batch(seed)).backward()
-            one.step()
-            torch.manual_seed(seed)
-            step(batch(seed))
-        for own, expected in zip(traced.parameters(), eager.parameters(), strict=True):
-            assert torch.equal(own.to_local(), expected.to_local())
-
-    simulate(2)(steps)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        plan = Plan(batch="dp:0", zero=level)
+        model = parallelize(Net(2), mesh(dp=2, device_type="cpu"), plan)
+        models.append((model, optim.SGD(model.parameters(), 0.1, momentum=0.9)))
+    (eager, one), (traced, other) = models
+    step = graph.train_step(traced, traced, batch(0)).with_optimizer(other)
+    for seed in range(3):
+        one.zero_grad()
+        torch.manual_seed(seed)
+        eager(batch(seed)).backward()
+        one.step()
+        torch.manual_seed(seed)
+        step(batch(seed))
+    for own, expected in zip(traced.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(own.to_local(), expected.to_local())

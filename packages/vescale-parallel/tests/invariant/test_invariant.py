@@ -8,14 +8,9 @@ import torch
 from invariant_runs import OPTIONS, batch, build, digest, resumed, steps, trained
 from torch import Tensor
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
-from vescale_parallel import (
-    Plan,
-    captured_units,
-    forward_backward,
-    parallelize,
-    sum_over_shards,
-)
+from vescale_parallel import Plan, captured_units, forward_backward, parallelize, sum_over_shards
 from vescale_parallel import mesh as make_mesh
 from zero_models import Decoder, whole
 
@@ -45,10 +40,7 @@ def test_resumed_on_another_number_of_ranks(first: Any, second: Any):
 
 @pytest.mark.parametrize(
     ("sizes", "zero"),
-    [
-        ({"replica": 2, "dp": 2}, 3),
-        ({"dp": 2}, {"*.bias": 0, "{embed,head}*": 1, "*": 3}),
-    ],
+    [({"replica": 2, "dp": 2}, 3), ({"dp": 2}, {"*.bias": 0, "{embed,head}*": 1, "*": 3})],
     ids=str,
 )
 def test_hybrid_shards_and_levels_by_rule(sizes: Any, zero: Any):
@@ -64,16 +56,14 @@ def test_captured(ranks: int, zero: int, checkpoint: str | None):
     assert trained({"dp": ranks}, zero, 3, 13, **words) == alone(3, 13)
 
 
+@on_ranks(2, simulated=True)
 def test_captured_shards_are_replayed():
-    def run(rank: int, world_size: int) -> None:
-        model = build({"dp": 2}, 3, static=True)
-        steps(model, torch.optim.SGD(model.parameters()), range(3))
-        units = [one for one in captured_units(model) if one.name.startswith("blocks")]
-        # Two blocks; four turns of a step on each rank, idle ones too.
-        assert [one.programs + one.replays for one in units] == [3 * 4] * 2, units
-        assert all(one.refusal is None and one.programs <= 2 for one in units)
-
-    simulate(2).run(run)
+    model = build({"dp": 2}, 3, static=True)
+    steps(model, torch.optim.SGD(model.parameters()), range(3))
+    units = [one for one in captured_units(model) if one.name.startswith("blocks")]
+    # Two blocks; four turns of a step on each rank, idle ones too.
+    assert [one.programs + one.replays for one in units] == [3 * 4] * 2, units
+    assert all(one.refusal is None and one.programs <= 2 for one in units)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -131,7 +121,9 @@ def plain_step(model: Decoder, tokens: Tensor, targets: Tensor) -> tuple[float, 
     return tree(losses), tree(found)
 
 
-def accumulated(rank: int, world_size: int, zero: int) -> None:
+@pytest.mark.parametrize("zero", [0, 2])
+@on_ranks(2, simulated=True)
+def test_it_is_plain_torch_that_adds_up_shards(rank: int, world_size: int, zero: int):
     """Twice before a step: the bits of plain torch, dropout included."""
     model, plain = build({"dp": world_size}, zero), Decoder(**OPTIONS)
     torch.manual_seed(0)
@@ -153,25 +145,18 @@ def accumulated(rank: int, world_size: int, zero: int) -> None:
         assert torch.equal(whole(parameter.grad), total)
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_it_is_plain_torch_that_adds_up_shards(zero: int):
-    simulate(2)(accumulated, zero)
-
-
+@on_ranks(2, simulated=True)
 def test_evaluation_is_whole():
-    def evaluate(rank: int, world_size: int) -> None:
-        model = build({"dp": 2}, 3).eval()
-        with torch.no_grad():
-            found = model(*batch(0))
-        torch.manual_seed(0)
-        assert torch.equal(whole(found), Decoder(**OPTIONS).eval()(*batch(0)).detach())
-        assert digest(model)
-        with torch.no_grad():
-            shards = forward_backward(model, *batch(0))
-        torch.testing.assert_close(shards, whole(found))
-        assert all(one.grad is None for one in model.parameters())
-
-    simulate(2)(evaluate)
+    model = build({"dp": 2}, 3).eval()
+    with torch.no_grad():
+        found = model(*batch(0))
+    torch.manual_seed(0)
+    assert torch.equal(whole(found), Decoder(**OPTIONS).eval()(*batch(0)).detach())
+    assert digest(model)
+    with torch.no_grad():
+        shards = forward_backward(model, *batch(0))
+    torch.testing.assert_close(shards, whole(found))
+    assert all(one.grad is None for one in model.parameters())
 
 
 def clipped(sizes: Any, zero: Any, make: Any) -> Any:
@@ -286,12 +271,10 @@ def test_running_statistics_are_those_of_the_whole_batch():
     simulate(2)(run)
 
 
+@on_ranks(2, simulated=True)
 def test_metrics_of_a_model_that_is_not_invariant():
-    def run(rank: int, world_size: int) -> None:
-        model = parallelize(torch.nn.Linear(3, 1), make_mesh(device_type="cpu", dp=2))
-        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-        found = sum_over_shards(model, lambda x: model(x).sum(), x)
-        assert isinstance(found, DTensor)
-        torch.testing.assert_close(found.full_tensor(), model(x).sum().full_tensor().detach())
-
-    simulate(2)(run)
+    model = parallelize(torch.nn.Linear(3, 1), make_mesh(device_type="cpu", dp=2))
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    found = sum_over_shards(model, lambda x: model(x).sum(), x)
+    assert isinstance(found, DTensor)
+    torch.testing.assert_close(found.full_tensor(), model(x).sum().full_tensor().detach())

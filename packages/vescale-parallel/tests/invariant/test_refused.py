@@ -6,19 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import vescale_parallel as vp
 from invariant_runs import batch, build
 from torch import nn
 from vescale_comm import simulate
-from vescale_parallel import (
-    DisagreementError,
-    ParallelError,
-    Plan,
-    PlanError,
-    forward_backward,
-    parallelize,
-    sum_over_shards,
-)
-from vescale_parallel import mesh as make_mesh
 from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
 
 WORDS: dict[str, Any] = {"deterministic": "dp-invariant"}
@@ -60,22 +51,22 @@ def test_every_number_of_ranks_adds_in_one_order(shards: int, rows: int):
     ids=lambda one: str(one)[:40],
 )
 def test_plans_that_cannot_be_invariant(words: Any, message: str):
-    with pytest.raises(PlanError, match=message):
-        Plan(**words).check(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), {"dp": 4})
+    with pytest.raises(vp.PlanError, match=message):
+        vp.Plan(**words).check(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), {"dp": 4})
 
 
 def test_synchronised_batch_norms_are_refused_in_training():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))
-    with pytest.raises(PlanError, match=r"batch norms in training mode: '1'.*GroupNorm"):
-        Plan(**WORDS).check(model, {"dp": 2})
-    assert Plan(**WORDS).check(model.eval(), {"dp": 2}).invariant is not None
+    with pytest.raises(vp.PlanError, match=r"batch norms in training mode: '1'.*GroupNorm"):
+        vp.Plan(**WORDS).check(model, {"dp": 2})
+    assert vp.Plan(**WORDS).check(model.eval(), {"dp": 2}).invariant is not None
 
 
 def test_explain_prints_the_cost():
-    text = str(Plan(**WORDS).check(nn.Sequential(nn.Linear(256, 256, bias=False)), {"dp": 3}))
+    text = str(vp.Plan(**WORDS).check(nn.Sequential(nn.Linear(256, 256, bias=False)), {"dp": 3}))
     assert "8 logical shards, 3 shards on a rank one after another; 1 turns stay idle" in text
     assert "2 sums sent: 341.3 KiB in place of 170.7 KiB" in text
-    assert Plan.from_json(Plan(**WORDS, shards=4).to_json()).shards == 4
+    assert vp.Plan.from_json(vp.Plan(**WORDS, shards=4).to_json()).shards == 4
 
 
 class Counting(nn.Module):
@@ -92,38 +83,38 @@ class Counting(nn.Module):
 
 def counting(rank: int) -> None:
     torch.manual_seed(0)
-    model = parallelize(Counting(), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
-    forward_backward(model, torch.ones(8, 2))
+    model = vp.parallelize(Counting(), vp.mesh(device_type="cpu", dp=2), vp.Plan(**WORDS))
+    vp.forward_backward(model, torch.ones(8, 2))
 
 
 def other_seeds(rank: int) -> None:
     model = build({"dp": 2}, 3)
     torch.manual_seed(rank)
-    forward_backward(model, *batch(0))
+    vp.forward_backward(model, *batch(0))
 
 
 def other_batches(rank: int) -> None:
-    forward_backward(build({"dp": 2}), *batch(rank))
+    vp.forward_backward(build({"dp": 2}), *batch(rank))
 
 
 def other_rows(rank: int) -> None:
     model = build({"dp": 2})
     for step in range(3):  # the first two are compared as a whole
-        forward_backward(model, *batch(step, 11 + rank * (step == 2)))
+        vp.forward_backward(model, *batch(step, 11 + rank * (step == 2)))
 
 
 def drifting_batches(rank: int) -> None:
     """The same up to the one that is looked at next."""
-    model = parallelize(nn.Linear(2, 1), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
+    model = vp.parallelize(nn.Linear(2, 1), vp.mesh(device_type="cpu", dp=2), vp.Plan(**WORDS))
     for step in range(1, 17):
         x = torch.ones(8, 2) + rank * (step == 16)
-        forward_backward(model, x, loss=lambda out: out.mean())
+        vp.forward_backward(model, x, loss=lambda out: out.mean())
 
 
 def raising(rank: int) -> None:
     """The rows of one rank are refused by the model: all ranks hear of it."""
-    model = parallelize(Picky(), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
-    forward_backward(model, torch.arange(16.0).view(8, 2))
+    model = vp.parallelize(Picky(), vp.mesh(device_type="cpu", dp=2), vp.Plan(**WORDS))
+    vp.forward_backward(model, torch.arange(16.0).view(8, 2))
 
 
 class Picky(nn.Module):
@@ -133,7 +124,7 @@ class Picky(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.max() > 14:
-            raise ParallelError("see the error of rank 1: too large")
+            raise vp.ParallelError("see the error of rank 1: too large")
         return self.lin(x).mean()
 
 
@@ -151,17 +142,17 @@ class Sometimes(nn.Module):
 
 def sometimes(rank: int) -> None:
     torch.manual_seed(0)
-    model = parallelize(Sometimes(), make_mesh(device_type="cpu", dp=2), Plan(**WORDS))
-    forward_backward(model, torch.randn(16, 2))
+    model = vp.parallelize(Sometimes(), vp.mesh(device_type="cpu", dp=2), vp.Plan(**WORDS))
+    vp.forward_backward(model, torch.randn(16, 2))
 
 
 def not_a_sum(rank: int) -> None:
-    sum_over_shards(build({"dp": 2}), lambda x: {"name": "text", "n": len(x)}, torch.ones(8))
+    vp.sum_over_shards(build({"dp": 2}), lambda x: {"name": "text", "n": len(x)}, torch.ones(8))
 
 
 def uneven_rows(rank: int) -> None:
     tokens, targets = batch(0)
-    forward_backward(build({"dp": 2}), tokens, targets[: len(targets) - rank])
+    vp.forward_backward(build({"dp": 2}), tokens, targets[: len(targets) - rank])
 
 
 def own_backward(rank: int) -> None:
@@ -175,35 +166,35 @@ def evaluated_backward(rank: int) -> None:
 def hooked(rank: int) -> None:
     model = build({"dp": 2})
     next(model.parameters()).register_hook(lambda gradient: None)
-    forward_backward(model, *batch(0))
+    vp.forward_backward(model, *batch(0))
 
 
 def copied(rank: int) -> None:
-    forward_backward(copy.deepcopy(build({"dp": 2}, 3)), *batch(0))
+    vp.forward_backward(copy.deepcopy(build({"dp": 2}, 3)), *batch(0))
 
 
 def captured_norms(rank: int) -> None:
-    mesh = make_mesh(device_type="cpu", dp=2)
-    parallelize(Sometimes().eval(), mesh, Plan(**WORDS), static=True)
+    mesh = vp.mesh(device_type="cpu", dp=2)
+    vp.parallelize(Sometimes().eval(), mesh, vp.Plan(**WORDS), static=True)
 
 
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
-        (counting, ParallelError, "forward has written to 'seen'"),
-        (other_seeds, DisagreementError, "different seeds for the logical shards"),
-        (other_batches, DisagreementError, "forward_backward differ between ranks"),
-        (other_rows, DisagreementError, "different numbers of rows"),
-        (drifting_batches, DisagreementError, "rows of other values"),
-        (uneven_rows, DisagreementError, "forward_backward differ between ranks"),
-        (raising, ParallelError, "see the error of rank 1"),
-        (sometimes, ParallelError, "batch norms are called|see the error"),
-        (captured_norms, PlanError, "batch norms 'norm' keep running statistics"),
-        (not_a_sum, ParallelError, "returned a str"),
-        (own_backward, ParallelError, "trained by forward_backward"),
-        (evaluated_backward, ParallelError, "a backward outside of forward_backward"),
-        (hooked, ParallelError, "parameters have hooks: 'embed.weight'"),
-        (copied, ParallelError, "a copy of a parallelised one"),
+        (counting, vp.ParallelError, "forward has written to 'seen'"),
+        (other_seeds, vp.DisagreementError, "different seeds for the logical shards"),
+        (other_batches, vp.DisagreementError, "forward_backward differ between ranks"),
+        (other_rows, vp.DisagreementError, "different numbers of rows"),
+        (drifting_batches, vp.DisagreementError, "rows of other values"),
+        (uneven_rows, vp.DisagreementError, "forward_backward differ between ranks"),
+        (raising, vp.ParallelError, "see the error of rank 1"),
+        (sometimes, vp.ParallelError, "batch norms are called|see the error"),
+        (captured_norms, vp.PlanError, "batch norms 'norm' keep running statistics"),
+        (not_a_sum, vp.ParallelError, "returned a str"),
+        (own_backward, vp.ParallelError, "trained by forward_backward"),
+        (evaluated_backward, vp.ParallelError, "a backward outside of forward_backward"),
+        (hooked, vp.ParallelError, "parameters have hooks: 'embed.weight'"),
+        (copied, vp.ParallelError, "a copy of a parallelised one"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )

@@ -96,10 +96,7 @@ def test_refuses_what_is_no_boundary(text: str):
         parse_boundary(text)
 
 
-@given(
-    extent=st.integers(0, 40),
-    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-)
+@given(extent=st.integers(0, 40), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3))
 def test_local_shape_is_the_first_chunk_of_chunks(extent: int, sizes: list[int]):
     axes = [(f"a{i}", size) for i, size in enumerate(sizes)]
     layout = parse_layout(", ".join(f"{axis}:0" for axis, _ in axes))

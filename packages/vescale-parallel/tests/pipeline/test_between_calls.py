@@ -7,6 +7,7 @@ import torch
 from stage_runs import Chain, require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import DisagreementError, PipelineError, forward_backward
 
 PARTS = 4
@@ -59,19 +60,16 @@ def identity(model: Any) -> None:
 CHANGES = {"0.1": drops(0.1), "0": drops(0.0), "1": drops(1.0), "identity": identity}
 
 
-def changed(rank: int, world_size: int, schedule: str, name: str) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(2, simulated=True)
+def test_how_much_is_dropped_may_change(rank: int, world_size: int, schedule: str, name: str):
     plain, model = make(), in_stages(schedule, world_size)
     torch.manual_seed(7)
     for step in range(6):
         for one in (plain, model) if step in (2, 4) else ():
             (CHANGES[name] if step == 2 or name == "identity" else drops(0.5))(one)
         require_one_device(model, plain, step)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_how_much_is_dropped_may_change(schedule: str, name: str):
-    simulate(2).run(changed, schedule, name)
 
 
 def dropped_on_one(rank: int, world_size: int, who: int) -> str:
@@ -117,7 +115,11 @@ def halve(module: Any, given: Any, back: Any) -> Any:
     return tuple([one * 0.5 for one in given])
 
 
-def hooked(rank: int, world_size: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "dualpipev"])
+@on_ranks(2, simulated=True)
+def test_backward_hooks_change_what_they_change_on_one_device(
+    rank: int, world_size: int, schedule: str
+):
     plain, model = make(), in_stages(schedule, world_size)
     for one in (plain, model):
         for at, block in enumerate(one.blocks):
@@ -127,8 +129,3 @@ def hooked(rank: int, world_size: int, schedule: str) -> None:
     torch.manual_seed(7)
     for step in range(3):
         require_one_device(model, plain, step)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "dualpipev"])
-def test_backward_hooks_change_what_they_change_on_one_device(schedule: str):
-    simulate(2).run(hooked, schedule)

@@ -7,6 +7,7 @@ import torch
 from stage_runs import accumulate, require_gradients, staged
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import ParallelError, PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from zero_models import PARAMETERS, Decoder
@@ -31,7 +32,8 @@ def build(how: Plan | None = None, **sizes: int) -> nn.Module:
     return parallelize(model, make_mesh(device_type="cpu", **sizes), how or STAGES)
 
 
-def evaluated_first(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_training_after_an_evaluation_in_inference_mode():
     """In the same modes as the training: what was learned from it must not say what needs grads."""
     model, plain = build(pp=2), make()
     with torch.inference_mode():
@@ -44,11 +46,8 @@ def evaluated_first(rank: int, world_size: int) -> None:
     require_gradients(model, plain)
 
 
-def test_training_after_an_evaluation_in_inference_mode():
-    simulate(2)(evaluated_first)
-
-
-def differing(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_what_ranks_pass_is_compared(rank: int, world_size: int):
     model = build(pp=2)
     forward = model.forward
     model.forward = lambda tokens, targets, flag=None, scale=1.0: forward(tokens, targets) * scale
@@ -60,10 +59,6 @@ def differing(rank: int, world_size: int) -> None:
     torch.rand(1 + rank)
     with pytest.raises(ParallelError, match="state of the random generators"):
         forward_backward(model, *batch(0))
-
-
-def test_what_ranks_pass_is_compared():
-    simulate(2)(differing)
 
 
 def without_history(rank: int, world_size: int, how: Plan | None, axis: str) -> None:
@@ -91,7 +86,8 @@ class Drawing(nn.Module):
         return x.square().mean()
 
 
-def drawn_anew(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_other_draws_between_blocks_are_seen():
     torch.manual_seed(3)
     model = Drawing()
     staged(model, {"pp": 2}, microbatches=2, stages="blocks.*")
@@ -101,10 +97,6 @@ def drawn_anew(rank: int, world_size: int) -> None:
     with pytest.raises(PipelineError, match=r"stage [01], from block .* draws other"):
         forward_backward(model, x)
     forward_backward(model, x)  # what was learned was forgotten
-
-
-def test_other_draws_between_blocks_are_seen():
-    simulate(2)(drawn_anew)
 
 
 class Noisy(nn.Linear):
@@ -123,7 +115,9 @@ class Noisy(nn.Linear):
             torch.rand(3)
 
 
-def drawn_late(rank: int, world_size: int, backward: bool) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+@on_ranks(2, simulated=True)
+def test_draws_of_a_model_that_drew_nothing_are_seen(backward: bool):
     torch.manual_seed(3)
     model = Drawing()
     model.blocks[0], model.p = Noisy(4, 4), 0.0
@@ -140,11 +134,6 @@ def drawn_late(rank: int, world_size: int, backward: bool) -> None:
     for _ in range(3):
         forward_backward(model, x)
     assert torch.equal(torch.get_rng_state(), here) == backward
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_draws_of_a_model_that_drew_nothing_are_seen(backward: bool):
-    simulate(2)(drawn_late, backward)
 
 
 class Counted(Decoder):
@@ -198,7 +187,9 @@ def test_losses_by_the_tokens_of_the_batch_add_up(plan: Plan, sizes: dict[str, i
     simulate(max(sizes.values()))(counted_in_the_batch, plan, sizes)
 
 
-def hooked(rank: int, world_size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@on_ranks(2, simulated=True)
+def test_hooks_that_would_not_be_called_are_refused(kind: str):
     model = build(pp=2)
     forward_backward(model, *batch(0))
     getattr(model.blocks[0].mlp.up.weight, kind)(lambda found: None)
@@ -206,12 +197,8 @@ def hooked(rank: int, world_size: int, kind: str) -> None:
         forward_backward(model, *batch(0))
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_that_would_not_be_called_are_refused(kind: str):
-    simulate(2)(hooked, kind)
-
-
-def hooked_sum(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_hooks_see_the_sum_of_microbatches_where_shards_are_reduced_once():
     model = build(Plan(microbatches=2, zero=3), dp=2)
     plain = make()
     for one in (*model.parameters(), *plain.parameters()):
@@ -221,7 +208,3 @@ def hooked_sum(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     forward_backward(model, *batch(0))
     require_gradients(model, plain)
-
-
-def test_hooks_see_the_sum_of_microbatches_where_shards_are_reduced_once():
-    simulate(2)(hooked_sum)

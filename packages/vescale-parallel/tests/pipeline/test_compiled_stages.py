@@ -7,13 +7,24 @@ import pytest
 import torch
 from stage_runs import batch, make, plan
 from torch import nn
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_parallel import forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from zero_models import whole
 
 
-def compiled(rank: int, world_size: int, which: str) -> None:
+def compile(model: nn.Module, how: str) -> nn.Module:
+    if how == "model" and model._compiled_call_impl is None:
+        model.compile(backend="eager")
+    elif how == "blocks":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    return torch.compile(model, backend="eager") if how == "wrapped" else model
+
+
+@pytest.mark.parametrize("which", ["model", "blocks", "wrapped"])
+@on_ranks(2)
+def test_compiled_stages_run_as_they_are(which: str):
     torch.compiler.reset()
     found: list[list[Any]] = []
     for how in ("eager", which):
@@ -37,17 +48,3 @@ def compiled(rank: int, world_size: int, which: str) -> None:
     assert len(eager) == len(other) > 4
     for one, two in zip(eager, other, strict=True):
         assert torch.equal(one, two)
-
-
-def compile(model: nn.Module, how: str) -> nn.Module:
-    if how == "model" and model._compiled_call_impl is None:
-        model.compile(backend="eager")
-    elif how == "blocks":
-        for block in model.blocks:
-            block.compile(backend="eager")
-    return torch.compile(model, backend="eager") if how == "wrapped" else model
-
-
-@pytest.mark.parametrize("which", ["model", "blocks", "wrapped"])
-def test_compiled_stages_run_as_they_are(which: str):
-    run(compiled, 2, which)

@@ -221,8 +221,7 @@ def test_a_process_on_one_gpu():
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(
-    torch.cuda.device_count() < 2,
-    reason=f"needs 2 CUDA devices, found {torch.cuda.device_count()}",
+    torch.cuda.device_count() < 2, reason=f"needs 2 CUDA devices, found {torch.cuda.device_count()}"
 )
 @pytest.mark.parametrize("how", ["mesh", "nccl", "nccl of a device"])
 def test_processes_on_several_gpus(how: str):

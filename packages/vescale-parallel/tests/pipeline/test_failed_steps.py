@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -143,16 +144,14 @@ def test_the_next_step_is_as_if_it_had_not_been(name: str, where: str):
         assert all(simulate(count)(on_a_rank, failing))
 
 
-def test_parameters_that_came_later_are_dropped_as_well():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        model = Model()
-        plan = Plan(batch="dp:0", microbatches=2)
-        parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
-        model.scale = nn.Parameter(torch.ones(()))  # which is no distributed one
-        model.head.register_forward_hook(lambda module, given, result: result * model.scale)
-        spoil(model, "backward")
-        with pytest.raises(ValueError, match="not today"):
-            forward_backward(model, torch.randn(12, 3))
-        assert all(one.grad is None for one in model.parameters())
-
-    simulate(1)(on_a_rank)
+@on_ranks(1, simulated=True)
+def test_parameters_that_came_later_are_dropped_as_well(rank: int, world_size: int):
+    model = Model()
+    plan = Plan(batch="dp:0", microbatches=2)
+    parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
+    model.scale = nn.Parameter(torch.ones(()))  # which is no distributed one
+    model.head.register_forward_hook(lambda module, given, result: result * model.scale)
+    spoil(model, "backward")
+    with pytest.raises(ValueError, match="not today"):
+        forward_backward(model, torch.randn(12, 3))
+    assert all(one.grad is None for one in model.parameters())

@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._pipeline.cut import cut_of, walk
@@ -160,21 +161,18 @@ class Turns(nn.Module):
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+@on_ranks(4, simulated=True)
 def test_ranks_without_rows_gather_what_others_gather(schedule: str, zero: int):
     """Of 7 rows the last microbatch has one, so one of two ranks has other kernels in its graph."""
-
-    def on_a_rank(rank: int, world_size: int) -> None:
-        plain, model = Turns(), Turns()
-        words = {"schedule": schedule, "microbatches": 4}
-        how = Plan(pipeline=words, zero=zero)
-        parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), how)
-        for step in range(2):
-            x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(step))
-            accumulate(plain, 4, x)
-            forward_backward(model, x)
-        require_gradients(model, plain)
-
-    simulate(4)(on_a_rank)
+    plain, model = Turns(), Turns()
+    words = {"schedule": schedule, "microbatches": 4}
+    how = Plan(pipeline=words, zero=zero)
+    parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), how)
+    for step in range(2):
+        x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(step))
+        accumulate(plain, 4, x)
+        forward_backward(model, x)
+    require_gradients(model, plain)
 
 
 def test_microbatches_copy_no_gradients():

@@ -25,7 +25,7 @@ from stepped_pairs import (
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from vescale_comm import simulate
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_parallel import DisagreementError, Plan, parallelize
 from vescale_parallel import mesh as make_mesh
 from zero_models import PARAMETERS, Decoder
@@ -79,16 +79,14 @@ def test_the_bits_of_steps_of_distributed_tensors(sizes: dict[str, int], name: s
     simulate(prod(sizes.values()))(trained_alike, sizes, name)
 
 
-def changed(rank: int, world_size: int, change: Callable[[Pair, int], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2, simulated=True)
+def test_changes_between_backward_and_step(change: Callable[[Pair, int], None]):
     train_changed(twins(PP, "AdamW"), change)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_backward_and_step(change: Callable[[Pair, int], None]):
-    simulate(2)(changed, change)
-
-
-def thawed(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_counts_of_parameters_that_are_trained_later():
     """Parameters that are trained later have other counts of steps, on ranks without them too."""
     pairs = twins(PP, "NAdam")
     for model, _ in pairs:
@@ -104,11 +102,8 @@ def thawed(rank: int, world_size: int) -> None:
     assert counts == {2, 4, 6}
 
 
-def test_counts_of_parameters_that_are_trained_later():
-    simulate(2)(thawed)
-
-
-def counted(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_counts_that_are_written_to_one_by_one():
     """Somebody writes to the count of one parameter after another: of those elsewhere as well."""
     pairs = twins(PP, "NAdam")
     names = [name for name, _ in pairs[0][0].named_parameters()]
@@ -122,11 +117,8 @@ def counted(rank: int, world_size: int) -> None:
         require_alike(*pairs)
 
 
-def test_counts_that_are_written_to_one_by_one():
-    simulate(2)(counted)
-
-
-def scaled(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_loss_scales():
     for assigned in (False, True):
         pairs = twins(PP, "SGD, fused")
         for pair in pairs:
@@ -134,19 +126,13 @@ def scaled(rank: int, world_size: int) -> None:
         require_alike(*pairs)
 
 
-def test_loss_scales():
-    simulate(2)(scaled)
-
-
-def raised(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_a_step_that_raises():
     require_whole_after_errors(twins(PP, "AdamW"))
 
 
-def test_a_step_that_raises():
-    simulate(2)(raised)
-
-
-def loaded(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_states_that_are_loaded():
     """A state goes to an optimizer that was not helped, and back."""
     one, two = twins(PP, "AdamW")
     for seed in range(4):
@@ -158,11 +144,8 @@ def loaded(rank: int, world_size: int) -> None:
         require_alike(one, two)
 
 
-def test_states_that_are_loaded():
-    simulate(2)(loaded)
-
-
-def in_processes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_do_not_drift_apart():
     """Each rank steps other parameters than the others, and none takes that for drifting apart."""
     one, two = twins(PP, "AdamW, fused")
     for seed in range(10):
@@ -171,11 +154,9 @@ def in_processes(rank: int, world_size: int) -> None:
     require_alike(one, two)
 
 
-def test_ranks_do_not_drift_apart():
-    run(in_processes, 2)
-
-
-def left_out(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["SGD", "AdamW, fused"])
+@on_ranks(2)
+def test_a_step_that_a_rank_leaves_out_is_told(rank: int, world_size: int, name: str):
     for pair in twins(PP, name):
         for seed in range(3):
             step(pair, seed)
@@ -184,8 +165,3 @@ def left_out(rank: int, world_size: int, name: str) -> None:
             pair[1].step()
         with pytest.raises(DisagreementError, match=r"step of an optimizer.*False on rank 0; True"):
             backward(pair, 4)
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW, fused"])
-def test_a_step_that_a_rank_leaves_out_is_told(name: str):
-    run(left_out, 2, name)

@@ -218,8 +218,7 @@ def test_nor_does_one_in_which_a_rank_fails(name: str, one_queue: bool):
 
 
 @pytest.mark.parametrize(
-    ("name", "lane"),
-    [("1f1b", lambda schedule: lambda source, target: 0), ("zbv", by_direction)],
+    ("name", "lane"), [("1f1b", lambda schedule: lambda source, target: 0), ("zbv", by_direction)]
 )
 def test_these_rules_find_what_waits_for_ever(name: str, lane: Callable[[Schedule], Lane]):
     each = make_schedule(name, 4, 8)

@@ -8,6 +8,7 @@ from stage_models import llama, needs_transformers
 from stage_runs import batch, make, plan, whole
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
@@ -60,23 +61,21 @@ def test_outputs_are_those_of_one_device(sizes: dict[str, int], schedule: str, z
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)
 
 
+@on_ranks(2, simulated=True)
 def test_training_goes_on_after_it():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        model, other = make(), make()
-        for one in (model, other):
-            parallelize(one, make_mesh(device_type="cpu", pp=2), plan("zb-h1", 4))
-        model.eval()
-        with torch.no_grad():
-            before = model(*batch(0))
-        model.train()
-        torch.manual_seed(1)
-        first = forward_backward(model, *batch(0))
-        torch.manual_seed(1)
-        second = forward_backward(other, *batch(0))
-        assert torch.equal(first, second)
-        assert not torch.equal(before, first)
-
-    simulate(2)(on_a_rank)
+    model, other = make(), make()
+    for one in (model, other):
+        parallelize(one, make_mesh(device_type="cpu", pp=2), plan("zb-h1", 4))
+    model.eval()
+    with torch.no_grad():
+        before = model(*batch(0))
+    model.train()
+    torch.manual_seed(1)
+    first = forward_backward(model, *batch(0))
+    torch.manual_seed(1)
+    second = forward_backward(other, *batch(0))
+    assert torch.equal(first, second)
+    assert not torch.equal(before, first)
 
 
 class Odd(Net):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from stage_runs import require_gradients, staged, step_both
 from torch import Tensor, nn
-from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, forward_backward
 from vescale_parallel._pipeline.quiet import Quiet
 
@@ -72,7 +72,12 @@ def in_stages(calls: str, schedule: str, ranks: int) -> Any:
     return staged(make(calls), {"pp": ranks}, schedule=schedule, microbatches=MICROBATCHES)
 
 
-def trained(rank: int, world_size: int, calls: str, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
+@pytest.mark.parametrize("calls", ["plain", "scaled", "skipped", "nested", "by name"])
+@on_ranks(2, simulated=True)
+def test_blocks_compute_with_what_they_are_called_with(
+    rank: int, world_size: int, calls: str, schedule: str
+):
     model, plain = in_stages(calls, schedule, world_size), make(calls)
     quiet, answered = Quiet.call, []
     Quiet.call = lambda self, *given: (answered.append(1), quiet(self, *given))[1]
@@ -85,13 +90,8 @@ def trained(rank: int, world_size: int, calls: str, schedule: str) -> None:
     assert answered
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
-@pytest.mark.parametrize("calls", ["plain", "scaled", "skipped", "nested", "by name"])
-def test_blocks_compute_with_what_they_are_called_with(calls: str, schedule: str):
-    simulate(2)(trained, calls, schedule)
-
-
-def otherwise(rank: int, world_size: int) -> None:
+@on_ranks(3, simulated=True)
+def test_a_block_that_is_called_otherwise_is_told(rank: int, world_size: int):
     model = in_stages("plain", "1f1b", world_size)
     for seed in range(2):
         forward_backward(model, batch(seed))
@@ -100,7 +100,3 @@ def otherwise(rank: int, world_size: int) -> None:
         forward_backward(model, batch(2))
     model.calls = "plain"
     forward_backward(model, batch(3))
-
-
-def test_a_block_that_is_called_otherwise_is_told():
-    simulate(3)(otherwise)

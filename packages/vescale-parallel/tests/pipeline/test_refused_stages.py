@@ -9,6 +9,7 @@ import torch
 from stage_runs import require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, PlanError, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -218,34 +219,30 @@ def test_ranks_that_call_it_otherwise_are_told():
         assert "tensor 'args[0]': (4, 3) torch.float32 on rank 0; (6, 3)" in told
 
 
+@on_ranks(2, simulated=True)
 def test_what_is_trained_may_change():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        model, batch = Model(), torch.randn(4, 3)
-        staged(model, {"pp": 2}, **PIPELINE)
-        for trained in (False, True, False):
-            model.embed.requires_grad_(trained)
-            model.blocks[:2].requires_grad_(trained)
-            model.zero_grad()
-            forward_backward(model, batch)
-            assert (model.blocks[0].layer.weight.grad is not None) == trained
-            assert model.head.weight.grad is not None
-
-    simulate(2)(on_a_rank)
+    torch.manual_seed(0)
+    model, batch = Model(), torch.randn(4, 3)
+    staged(model, {"pp": 2}, **PIPELINE)
+    for trained in (False, True, False):
+        model.embed.requires_grad_(trained)
+        model.blocks[:2].requires_grad_(trained)
+        model.zero_grad()
+        forward_backward(model, batch)
+        assert (model.blocks[0].layer.weight.grad is not None) == trained
+        assert model.head.weight.grad is not None
 
 
+@on_ranks(2, simulated=True)
 def test_what_a_stage_adds_from_everywhere_is_right():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        plain = Model(through=late_embed)
-        torch.manual_seed(0)
-        model = Model(through=late_embed)
-        batch = torch.randn(4, 3)
-        staged(model, {"pp": 2}, **PIPELINE, everywhere="embed")
-        step_both(model, plain, 2, batch)
-        require_gradients(model, plain)
-
-    simulate(2)(on_a_rank)
+    torch.manual_seed(0)
+    plain = Model(through=late_embed)
+    torch.manual_seed(0)
+    model = Model(through=late_embed)
+    batch = torch.randn(4, 3)
+    staged(model, {"pp": 2}, **PIPELINE, everywhere="embed")
+    step_both(model, plain, 2, batch)
+    require_gradients(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -278,30 +275,26 @@ def test_stages_are_balanced_and_explained():
 
 
 @pytest.mark.parametrize("parts", [1, 3])
+@on_ranks(2, simulated=True)
 def test_microbatches_without_stages_are_those_of_one_device(parts: int):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        plain = Model()
-        torch.manual_seed(0)
-        model = Model()
-        batch = torch.randn(7, 3)
-        parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=3, microbatches=parts))
-        step_both(model, plain, parts, batch)
-        require_gradients(model, plain)
-
-    simulate(2)(on_a_rank)
+    torch.manual_seed(0)
+    plain = Model()
+    torch.manual_seed(0)
+    model = Model()
+    batch = torch.randn(7, 3)
+    parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=3, microbatches=parts))
+    step_both(model, plain, parts, batch)
+    require_gradients(model, plain)
 
 
+@on_ranks(4, simulated=True)
 def test_a_loss_outside_of_the_model_gets_its_rows():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-        model = copy.deepcopy(plain)
-        batch, targets = torch.randn(4, 3), torch.randint(2, (4,))
-        staged(model, {"pp": 2, "dp": 2}, **PIPELINE)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    batch, targets = torch.randn(4, 3), torch.randint(2, (4,))
+    staged(model, {"pp": 2, "dp": 2}, **PIPELINE)
 
-        found = forward_backward(model, batch, loss=(nn.functional.cross_entropy, targets))
-        expected = nn.functional.cross_entropy(plain(batch), targets)
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-7)
-
-    simulate(4)(on_a_rank)
+    found = forward_backward(model, batch, loss=(nn.functional.cross_entropy, targets))
+    expected = nn.functional.cross_entropy(plain(batch), targets)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-7)

@@ -9,6 +9,7 @@ from stage_models import needs_transformers
 from stage_runs import accumulate, require_gradients
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import Plan, forward_backward, mesh, parallelize
 
 pytestmark = [pytest.mark.models, needs_transformers]
@@ -115,16 +116,14 @@ def test_an_evaluation_returns_what_was_collected():
     simulate(2)(on_a_rank)
 
 
+@on_ranks(2, simulated=True)
 def test_a_configuration_that_changes_is_seen():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        plain, model = make("mixtral"), make("mixtral")
-        plan = Plan.from_hf(model, pipeline={"schedule": "1f1b", "microbatches": PARTS})
-        parallelize(model, mesh(device_type="cpu", pp=2), plan)
-        for asked in (False, True, False, True):
-            for one in (plain, model):
-                one.config.output_router_logits = asked
-            expected = accumulate(without_cache(plain), PARTS, **inputs(0))
-            found = forward_backward(model, **inputs(0), use_cache=False)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-    simulate(2)(on_a_rank)
+    plain, model = make("mixtral"), make("mixtral")
+    plan = Plan.from_hf(model, pipeline={"schedule": "1f1b", "microbatches": PARTS})
+    parallelize(model, mesh(device_type="cpu", pp=2), plan)
+    for asked in (False, True, False, True):
+        for one in (plain, model):
+            one.config.output_router_logits = asked
+        expected = accumulate(without_cache(plain), PARTS, **inputs(0))
+        found = forward_backward(model, **inputs(0), use_cache=False)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -11,13 +11,8 @@ from stage_runs import Chain, accumulate, require_gradients, step_both
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
-from vescale_parallel import (
-    DisagreementError,
-    PipelineError,
-    Plan,
-    forward_backward,
-    parallelize,
-)
+from vescale_comm.testing import on_ranks
+from vescale_parallel import DisagreementError, PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from zero_models import whole
 
@@ -181,7 +176,9 @@ def counts(model: Any, blocks: list[int]) -> list[tuple[int, int]]:
     return [(model.blocks[at].before, model.blocks[at].behind) for at in blocks]
 
 
-def recomputed(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["1f1b", "zb-h1", "zbv"])
+@on_ranks(2, simulated=True)
+def test_recomputing_counts_as_torch_does_and_a_plan_leaves_buffers_alone(how: str):
     kept, again = counting(), counting(recomputes=True)
     planned, own = counting(), counting(recomputes=True)
     pipeline = {"stages": "blocks.*", "schedule": how, "microbatches": PARTS}
@@ -201,12 +198,8 @@ def recomputed(rank: int, world_size: int, how: str) -> None:
     assert not torch.equal(kept.blocks[0].load, again.blocks[0].load)
 
 
-@pytest.mark.parametrize("how", ["1f1b", "zb-h1", "zbv"])
-def test_recomputing_counts_as_torch_does_and_a_plan_leaves_buffers_alone(how: str):
-    simulate(2).run(recomputed, how)
-
-
-def reads(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_what_only_another_stage_writes_is_not_read():
     model, plain = in_stages({"pp": 2}, "1f1b"), Model()
     before = copy.deepcopy(plain.state_dict())
     model.reads = True
@@ -222,11 +215,9 @@ def reads(rank: int, world_size: int) -> None:
     require_state(model, plain)
 
 
-def test_what_only_another_stage_writes_is_not_read():
-    simulate(2)(reads)
-
-
-def shares(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["1f1b", "zbv"])
+@on_ranks(2, simulated=True)
+def test_blocks_of_several_stages_do_not_write_to_one_tensor(how: str):
     model = Chain(*(nn.Linear(3, 3) for _ in range(4)))
     norm = nn.BatchNorm1d(3)
     for block in model.blocks:
@@ -240,11 +231,8 @@ def shares(rank: int, world_size: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["1f1b", "zbv"])
-def test_blocks_of_several_stages_do_not_write_to_one_tensor(how: str):
-    simulate(2).run(shares, how)
-
-
-def begun(rank: int, world_size: int, how: str) -> None:
+@on_ranks(2, simulated=True)
+def test_a_forward_that_began_early_is_taken_back(rank: int, world_size: int, how: str):
     model, plain = in_stages({"pp": 2}, how), Model()
     for step in range(4):
         step_both(model, plain, PARTS, X, rtol=1e-5)
@@ -255,11 +243,6 @@ def begun(rank: int, world_size: int, how: str) -> None:
             with pytest.raises(DisagreementError):
                 forward_backward(model, torch.ones(8 + 4 * rank, 3))
     require_state(model, plain)
-
-
-@pytest.mark.parametrize("how", ["1f1b", "zbv"])
-def test_a_forward_that_began_early_is_taken_back(how: str):
-    simulate(2).run(begun, how)
 
 
 class Grows(nn.Module):
@@ -274,13 +257,10 @@ class Grows(nn.Module):
         return found
 
 
-def grows(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_a_buffer_that_grows_is_refused_on_every_rank():
     pipeline = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": PARTS}
     model = Chain(*(Grows() for _ in range(2)))
     parallelize(model, make_mesh(device_type="cpu", pp=2), Plan(pipeline=pipeline))
     with pytest.raises(PipelineError, match="a buffer that forwards write to keeps its shape"):
         forward_backward(model, X)
-
-
-def test_a_buffer_that_grows_is_refused_on_every_rank():
-    simulate(2)(grows)

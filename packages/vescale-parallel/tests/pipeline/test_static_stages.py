@@ -5,17 +5,10 @@ from typing import Any
 import pytest
 import torch
 from stage_runs import ROWS, batch, make, plan
-from static_stage_runs import (
-    are_plain,
-    made,
-    replays,
-    require_same_bits,
-    trained,
-    values_of,
-)
+from static_stage_runs import are_plain, made, replays, require_same_bits, trained, values_of
 from torch import nn
 from vescale_comm import simulate
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 from vescale_parallel import captured_units, forward_backward
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -215,14 +208,12 @@ def test_programs_have_the_bits_of_eager_mode(layout: str, program: str):
 
 
 @pytest.mark.filterwarnings("ignore:capture:UserWarning")  # which says so
+@on_ranks(4, simulated=True)
 def test_a_call_that_keeps_changing_is_bounded():
-    def on_a_rank(rank: int, world_size: int) -> None:
-        model, _ = made(lambda: make(True), {"pp": 2, "tp": 2}, plan("1f1b", 2), True)
-        model.eval()
-        with torch.no_grad():
-            for rows in range(2, 40):
-                model(*batch(rows, rows))
-        units = captured_units(model)
-        assert all(0 < one.programs <= 4 for one in units), units
-
-    simulate(4)(on_a_rank)
+    model, _ = made(lambda: make(True), {"pp": 2, "tp": 2}, plan("1f1b", 2), True)
+    model.eval()
+    with torch.no_grad():
+        for rows in range(2, 40):
+            model(*batch(rows, rows))
+    units = captured_units(model)
+    assert all(0 < one.programs <= 4 for one in units), units

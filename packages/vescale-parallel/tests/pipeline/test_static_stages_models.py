@@ -9,6 +9,7 @@ from stage_models import gpt2, llama, needs_transformers
 from static_stage_runs import are_plain, replays, require_same_bits, trained
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import MoE, Plan
 
 
@@ -44,7 +45,8 @@ def tokens_of(step: int) -> Any:
     return (tokens,), {"loss": (loss_of, tokens.roll(1, 1))}
 
 
-def of_experts(rank: int, world_size: int) -> None:
+@on_ranks(4, simulated=True)
+def test_layers_of_experts_run_eagerly_and_say_why():
     words = {"stages": "blocks.*", "schedule": "zb-h1", "microbatches": 2}
     how = Plan(batch="ep:0", experts="ep", pipeline=words)
     units = require_same_bits(experts, {"pp": 2, "ep": 2}, how, trained(tokens_of))
@@ -53,10 +55,6 @@ def of_experts(rank: int, world_size: int) -> None:
     # The others are replayed beside them.
     assert set(replays(units)) == {one.name for one in units} - {one.name for one in layers}
     assert all(replays(units).values())
-
-
-def test_layers_of_experts_run_eagerly_and_say_why():
-    simulate(4)(of_experts)
 
 
 def inputs(step: int) -> Any:
@@ -133,13 +131,10 @@ def with_routers(step: int) -> Any:
     return args, {**kwargs, "output_router_logits": True}
 
 
-def of_mixtral(rank: int, world_size: int) -> None:
+@pytest.mark.models
+@needs_transformers
+@on_ranks(4, simulated=True)
+def test_losses_of_routers_are_those_of_all_stages():
     how = Plan.from_hf(mixtral(), pipeline={"schedule": "1f1b", "microbatches": 4})
     units = require_same_bits(mixtral, {"pp": 2, "dp": 2}, how, trained(with_routers))
     assert all("hooks" in (one.refusal or "") for one in units), units
-
-
-@pytest.mark.models
-@needs_transformers
-def test_losses_of_routers_are_those_of_all_stages():
-    simulate(4)(of_mixtral)

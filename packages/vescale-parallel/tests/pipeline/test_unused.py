@@ -12,6 +12,7 @@ import torch
 from stage_runs import accumulate, require_gradients, staged, step_both, whole
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._pipeline.described import spec_of
@@ -167,14 +168,12 @@ def marked(*signs: float) -> Tensor:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@on_ranks(2, simulated=True)
 def test_one_microbatch_that_uses_it_is_enough(schedule: str):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        plain, model = Chosen(), Chosen()
-        staged(model, {"pp": 2}, schedule=schedule, microbatches=MICROBATCHES)
-        step_both(model, plain, MICROBATCHES, marked(1, -1, 1, -1))
-        require_gradients(model, plain)
-
-    simulate(2)(on_a_rank)
+    plain, model = Chosen(), Chosen()
+    staged(model, {"pp": 2}, schedule=schedule, microbatches=MICROBATCHES)
+    step_both(model, plain, MICROBATCHES, marked(1, -1, 1, -1))
+    require_gradients(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -184,24 +183,22 @@ def test_one_microbatch_that_uses_it_is_enough(schedule: str):
         ((-1, 1, 1, 1), (-1, -1, -1, -1), "the loss did not depend on it"),
     ],
 )
+@on_ranks(2, simulated=True)
 def test_a_model_that_uses_other_things_than_before_is_refused_on_all_ranks(
     first: Any, then: Any, why: str
 ):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        model = Chosen()
-        staged(model, {"pp": 2}, schedule="1f1b", microbatches=MICROBATCHES)
-        is_first = "depend" in why
-        if not is_first:
-            forward_backward(model, marked(*first))
-        model.zero_grad()
-        with pytest.raises(PipelineError, match=why):
-            forward_backward(model, marked(*(first if is_first else then)))
-        assert all(one.grad is None for one in model.parameters())
-        # What was learned is looked at again.
-        forward_backward(model, marked(*then))
-        assert all(one.grad is None for one in model.blocks[0].parameters())
-
-    simulate(2)(on_a_rank)
+    model = Chosen()
+    staged(model, {"pp": 2}, schedule="1f1b", microbatches=MICROBATCHES)
+    is_first = "depend" in why
+    if not is_first:
+        forward_backward(model, marked(*first))
+    model.zero_grad()
+    with pytest.raises(PipelineError, match=why):
+        forward_backward(model, marked(*(first if is_first else then)))
+    assert all(one.grad is None for one in model.parameters())
+    # What was learned is looked at again.
+    forward_backward(model, marked(*then))
+    assert all(one.grad is None for one in model.blocks[0].parameters())
 
 
 def test_what_no_rank_uses_is_not_sent_back():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._pipeline.walked import Walker
@@ -51,7 +51,9 @@ def nothing(model: nn.Module) -> None:
 CHANGES = (add, rename, move, exchange, evaluate, freeze, drop, nothing)
 
 
-def walked(rank: int, world_size: int, change: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(1, simulated=True)
+def test_changes_are_found(change: Callable[[nn.Module], None]):
     torch.manual_seed(0)
     plan = Plan(parameters=PARAMETERS)
     model = parallelize(Decoder(blocks=2), make_mesh(device_type="cpu", tp=1), plan)
@@ -70,18 +72,10 @@ def walked(rank: int, world_size: int, change: Callable[[nn.Module], None]) -> N
         assert found.named is before.named
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_found(change: Callable[[nn.Module], None]):
-    simulate(1)(walked, change)
-
-
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(1, simulated=True)
+def test_a_block_that_is_compiled_later():
     model = parallelize(Decoder(blocks=2), make_mesh(device_type="cpu", tp=1), Plan())
     walker = Walker(model)
     assert not walker.walk().is_compiled
     model.blocks[0].compile(backend="eager")
     assert walker.walk().is_compiled
-
-
-def test_a_block_that_is_compiled_later():
-    simulate(1)(compiled)

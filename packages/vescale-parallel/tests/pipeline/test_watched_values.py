@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from zero_models import whole
@@ -105,7 +106,8 @@ def test_a_later_use_that_nothing_depends_on_changes_nothing():
     simulate(2)(used_later, kept_aside_detached, "")
 
 
-def without_modes(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_functions_are_not_watched_where_nothing_is_expected(rank: int, world_size: int):
     model = staged()
     seen: list[bool] = []
 
@@ -122,11 +124,8 @@ def without_modes(rank: int, world_size: int) -> None:
     assert bool(seen) == (rank == 1)
 
 
-def test_functions_are_not_watched_where_nothing_is_expected():
-    simulate(2)(without_modes)
-
-
-def hooked(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_hooks_that_come_and_go_see_what_has_come(rank: int, world_size: int):
     model = staged()
     expected = [forward_backward(model, X) for _ in range(2)]
     seen: dict[int, list[bool]] = {}
@@ -149,11 +148,8 @@ def hooked(rank: int, world_size: int) -> None:
     assert all(torch.equal(one, expected[0]) for one in expected)
 
 
-def test_hooks_that_come_and_go_see_what_has_come():
-    simulate(2)(hooked)
-
-
-def hooked_late(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_a_hook_that_comes_too_late_to_see_what_has_come_is_refused():
     model = staged()
     forward_backward(model, X)
 
@@ -164,7 +160,3 @@ def hooked_late(rank: int, world_size: int) -> None:
     model.blocks[0].register_forward_pre_hook(register)
     with pytest.raises(PipelineError, match=r"was registered on 'blocks\.2' while the model ran"):
         forward_backward(model, X)
-
-
-def test_a_hook_that_comes_too_late_to_see_what_has_come_is_refused():
-    simulate(2)(hooked_late)

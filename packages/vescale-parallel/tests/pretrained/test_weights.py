@@ -10,21 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import vescale_parallel as vp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
-from vescale_parallel import (
-    DisagreementError,
-    Plan,
-    PretrainedError,
-    deferred,
-    load_pretrained,
-    materialize,
-    parallelize,
-    save_pretrained,
-)
-from vescale_parallel import mesh as make_mesh
+from vescale_parallel import save_pretrained
 from vescale_parallel._pretrained import load, weight_file
 from vescale_parallel._pretrained.weight_file import read_header
 from zero_models import Decoder, make, plan_for
@@ -77,11 +69,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def plan_of(words: dict[str, Any]) -> Plan:
+def plan_of(words: dict[str, Any]) -> vp.Plan:
     """Rules of a layout, all else replicated."""
     rules = words.get("parameters", {}) | {"*": "replicate"}
     others = {key: value for key, value in words.items() if key != "parameters"}
-    return Plan(parameters=rules, axes=("dp", "tp"), batch=None, **others)
+    return vp.Plan(parameters=rules, axes=("dp", "tp"), batch=None, **others)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -94,17 +86,17 @@ def test_saved_and_loaded_in_every_layout(name: str, max_bytes: int, tmp_path: P
     assert (tmp_path / "plain/model.safetensors.index.json").exists() == (max_bytes == 200)
 
     def rank(rank: int, size: int) -> None:
-        mesh = make_mesh(device_type="cpu", **sizes)
+        mesh = vp.mesh(device_type="cpu", **sizes)
         torch.manual_seed(2)
-        after = parallelize(Small(), mesh, plan_of(words))
+        after = vp.parallelize(Small(), mesh, plan_of(words))
         state = torch.get_rng_state()
-        assert load_pretrained(after, tmp_path / "plain") is after
+        assert vp.load_pretrained(after, tmp_path / "plain") is after
         assert torch.equal(torch.get_rng_state(), state)
         require_equal(after, wanted)
-        with deferred():
+        with vp.deferred():
             before = Small()
-        load_pretrained(before, tmp_path / "plain")
-        require_equal(parallelize(before, mesh, plan_of(words)), wanted)
+        vp.load_pretrained(before, tmp_path / "plain")
+        require_equal(vp.parallelize(before, mesh, plan_of(words)), wanted)
         assert before.head.weight is before.embed.weight
         save_pretrained(after, tmp_path / "parallel", max_bytes=max_bytes)
 
@@ -112,8 +104,8 @@ def test_saved_and_loaded_in_every_layout(name: str, max_bytes: int, tmp_path: P
     assert not list((tmp_path / "parallel").glob("*unfinished"))
     for file in (tmp_path / "plain").iterdir():
         assert (tmp_path / "parallel" / file.name).read_bytes() == file.read_bytes()
-    assert values(load_pretrained(built(3), tmp_path / "parallel")).keys() == wanted.keys()
-    require_equal(load_pretrained(built(3), tmp_path / "parallel"), wanted)
+    assert values(vp.load_pretrained(built(3), tmp_path / "parallel")).keys() == wanted.keys()
+    require_equal(vp.load_pretrained(built(3), tmp_path / "parallel"), wanted)
 
 
 def test_a_rank_reads_the_bytes_that_it_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,13 +122,13 @@ def test_a_rank_reads_the_bytes_that_it_stores(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(weight_file, "read_into", counting)
 
     def rank(rank: int, size: int) -> int:
-        mesh = make_mesh(device_type="cpu", dp=2, tp=2)
-        with deferred():
+        mesh = vp.mesh(device_type="cpu", dp=2, tp=2)
+        with vp.deferred():
             model = Decoder(tied=False)
-        load_pretrained(model, tmp_path)
+        vp.load_pretrained(model, tmp_path)
         # The gains are made of Python's numbers, so they are real, and read at once.
         assert set(counted[-3:]) == {4}
-        parallelize(model, mesh, plan_for({"dp": 2, "tp": 2}))
+        vp.parallelize(model, mesh, plan_for({"dp": 2, "tp": 2}))
         # Stored are views of a flat buffer, with padding that belongs to none of them.
         return sum(p.to_local().numel() * 4 for p in model.parameters())
 
@@ -152,10 +144,10 @@ def test_zero_trains_on_with_what_was_loaded(tmp_path: Path):
 
     @simulate(2)
     def losses(rank: int, size: int) -> float:
-        mesh = make_mesh(device_type="cpu", dp=2)
-        model = parallelize(make(0), mesh, plan_for({"dp": 2}, 2, batch=None)).eval()
+        mesh = vp.mesh(device_type="cpu", dp=2)
+        model = vp.parallelize(make(0), mesh, plan_for({"dp": 2}, 2, batch=None)).eval()
         before = model(tokens, tokens).item()
-        load_pretrained(model, tmp_path)
+        vp.load_pretrained(model, tmp_path)
         after = model(tokens, tokens).item()
         assert before != after
         return after
@@ -202,9 +194,9 @@ def test_a_folder_that_does_not_fit_is_an_error_on_every_rank(said: str, tmp_pat
 
     def rank(rank: int, size: int) -> None:
         torch.manual_seed(2)
-        model = parallelize(Small(), make_mesh(device_type="cpu", dp=2), Plan(batch=None))
-        with pytest.raises(PretrainedError, match=said):
-            load_pretrained(model, tmp_path)
+        model = vp.parallelize(Small(), vp.mesh(device_type="cpu", dp=2), vp.Plan(batch=None))
+        with pytest.raises(vp.PretrainedError, match=said):
+            vp.load_pretrained(model, tmp_path)
         require_equal(model, wanted)
 
     simulate(2)(rank)
@@ -213,10 +205,10 @@ def test_a_folder_that_does_not_fit_is_an_error_on_every_rank(said: str, tmp_pat
 def test_other_dtypes_are_cast_where_it_is_said(tmp_path: Path):
     source = built(1)
     save_pretrained(source, tmp_path)
-    with deferred():
+    with vp.deferred():
         model = Small().double()
-    load_pretrained(model, tmp_path, cast=True)
-    assert torch.equal(materialize(model).up.weight, source.up.weight.double())
+    vp.load_pretrained(model, tmp_path, cast=True)
+    assert torch.equal(vp.materialize(model).up.weight, source.up.weight.double())
 
 
 def test_weights_that_are_there_are_not_overwritten_and_one_name_of_shared_ones_will_do(
@@ -224,16 +216,16 @@ def test_weights_that_are_there_are_not_overwritten_and_one_name_of_shared_ones_
 ):
     save_pretrained(built(1), tmp_path)
     assert "head.weight" not in read_header(tmp_path / "model.safetensors")
-    with pytest.raises(PretrainedError, match="holds weights already"):
+    with pytest.raises(vp.PretrainedError, match="holds weights already"):
         save_pretrained(built(2), tmp_path)
     untied = built(4)
     untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
     save_pretrained(untied, tmp_path / "same")
-    require_equal(load_pretrained(built(5), tmp_path / "same"), built(4).state_dict())
+    require_equal(vp.load_pretrained(built(5), tmp_path / "same"), built(4).state_dict())
     untied.head.weight.data[10, 5] += 1
     save_pretrained(untied, tmp_path / "other")
-    with pytest.raises(PretrainedError, match="stored with different values"):
-        load_pretrained(built(5), tmp_path / "other")
+    with pytest.raises(vp.PretrainedError, match="stored with different values"):
+        vp.load_pretrained(built(5), tmp_path / "other")
 
 
 class Config:
@@ -245,22 +237,20 @@ class Config:
 
 
 @pytest.mark.parametrize("words", ["not a configuration", ""])
+@on_ranks(2, simulated=True)
 def test_what_fails_while_saving_is_raised_on_every_rank(tmp_path: Path, words: str):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        model = parallelize(built(1), make_mesh(dp=2, device_type="cpu"), Plan())
-        model.config = Config(words)
-        with pytest.raises(PretrainedError, match=words or "ValueError"):
-            save_pretrained(model, tmp_path / "saved")
-
-    simulate(2)(on_a_rank)
+    model = vp.parallelize(built(1), vp.mesh(dp=2, device_type="cpu"), vp.Plan())
+    model.config = Config(words)
+    with pytest.raises(vp.PretrainedError, match=words or "ValueError"):
+        save_pretrained(model, tmp_path / "saved")
 
 
 def test_a_model_without_memory_is_not_loaded(tmp_path: Path):
     save_pretrained(built(1), tmp_path)
     with torch.device("meta"):
         model = Small()
-    with pytest.raises(PretrainedError, match="is on the meta device"):
-        load_pretrained(model, tmp_path)
+    with pytest.raises(vp.PretrainedError, match="is on the meta device"):
+        vp.load_pretrained(model, tmp_path)
 
 
 def test_folders_of_other_values_and_disks_that_fail(tmp_path: Path, monkeypatch: Any):
@@ -270,64 +260,62 @@ def test_folders_of_other_values_and_disks_that_fail(tmp_path: Path, monkeypatch
     plan = plan_for({"dp": 2}, 3)
 
     def on_a_rank(rank: int, world_size: int) -> None:
-        model = parallelize(make(), make_mesh(device_type="cpu", dp=2), plan)
+        model = vp.parallelize(make(), vp.mesh(device_type="cpu", dp=2), plan)
         before = values(model)
-        with pytest.raises(DisagreementError, match=r"'embed.weight': .*sample .* on rank 1"):
-            load_pretrained(model, tmp_path / str(rank))
+        with pytest.raises(vp.DisagreementError, match=r"'embed.weight': .*sample .* on rank 1"):
+            vp.load_pretrained(model, tmp_path / str(rank))
         require_equal(model, before)
-        with deferred():
+        with vp.deferred():
             built = make()
-        load_pretrained(built, tmp_path / str(rank))
-        with pytest.raises(DisagreementError, match="embed"):
-            parallelize(built, make_mesh(device_type="cpu", dp=2), plan)
+        vp.load_pretrained(built, tmp_path / str(rank))
+        with pytest.raises(vp.DisagreementError, match="embed"):
+            vp.parallelize(built, vp.mesh(device_type="cpu", dp=2), plan)
 
     simulate(2)(on_a_rank)
     read = load.fill_from_file
 
     def fails(stored: Any, layout: Any, local: Any) -> None:
         if torch.distributed.get_rank() == 1 and stored.name == "norm.weight":
-            raise PretrainedError("disk on fire")
+            raise vp.PretrainedError("disk on fire")
         read(stored, layout, local)
 
     monkeypatch.setattr(load, "fill_from_file", fails)
 
     def on_fire(rank: int, world_size: int) -> None:
-        model = parallelize(make(), make_mesh(device_type="cpu", dp=2), plan)
+        model = vp.parallelize(make(), vp.mesh(device_type="cpu", dp=2), plan)
         words = "disk on fire" if rank == 1 else "could not be read on rank 1"
-        with pytest.raises(PretrainedError, match=words):
-            load_pretrained(model, tmp_path / "0")
+        with pytest.raises(vp.PretrainedError, match=words):
+            vp.load_pretrained(model, tmp_path / "0")
 
     simulate(2)(on_fire)
 
 
-def test_meshes_side_by_side_are_saved_and_loaded_each_by_itself(tmp_path: Path):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        meshes = [DeviceMesh("cpu", one, mesh_dim_names=("dp",)) for one in ([0, 1], [2, 3])]
-        model = make(seed=rank // 2)
-        wanted = {name: one.clone() for name, one in values(model).items()}
-        parallelize(model, meshes[rank // 2], plan_for({"dp": 2}, 3))
-        if rank < 2:
-            return
-        save_pretrained(model, tmp_path)
-        with torch.no_grad():
-            for one in model.parameters():
-                one.zero_()
-        load_pretrained(model, tmp_path)
-        require_equal(model, wanted)
-
-    simulate(4)(on_a_rank)
+@on_ranks(4, simulated=True)
+def test_meshes_side_by_side_are_saved_and_loaded_each_by_itself(
+    rank: int, world_size: int, tmp_path: Path
+):
+    meshes = [DeviceMesh("cpu", one, mesh_dim_names=("dp",)) for one in ([0, 1], [2, 3])]
+    model = make(seed=rank // 2)
+    wanted = {name: one.clone() for name, one in values(model).items()}
+    vp.parallelize(model, meshes[rank // 2], plan_for({"dp": 2}, 3))
+    if rank < 2:
+        return
+    save_pretrained(model, tmp_path)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    vp.load_pretrained(model, tmp_path)
+    require_equal(model, wanted)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
+@on_ranks(2, simulated=True)
 def test_invariant_models_are_saved_once(zero: int, tmp_path: Path):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        plan = plan_for({"dp": 2}, zero, deterministic="dp-invariant")
-        model = parallelize(make(), make_mesh(device_type="cpu", dp=2), plan)
-        save_pretrained(model, tmp_path)
-        with torch.no_grad():
-            for one in model.parameters():
-                one.zero_()
-        load_pretrained(model, tmp_path)
-        require_equal(model, values(make()))
-
-    simulate(2)(on_a_rank)
+    plan = plan_for({"dp": 2}, zero, deterministic="dp-invariant")
+    model = vp.parallelize(make(), vp.mesh(device_type="cpu", dp=2), plan)
+    save_pretrained(model, tmp_path)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    vp.load_pretrained(model, tmp_path)
+    require_equal(model, values(make()))

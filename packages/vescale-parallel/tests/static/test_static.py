@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import CapturedUnit, captured_units, mesh, no_sync, parallelize
 from zero_models import Decoder, adamw, batch, gradients, local, make, plan_for, same
 
@@ -108,7 +109,20 @@ def reading(how: str) -> Reading:
     return made
 
 
-def blocks_alone(rank: int, world_size: int, how: str) -> None:
+def explained(model: nn.Module, units: dict[str, CapturedUnit]) -> None:
+    """`plan.check` and `plan.explain` of a static model name what runs eagerly, and why."""
+    report = plan_for({"dp": 2}, 0).check(model, {"dp": 2})
+    assert {one.name: one for one in report.captured} == units
+    lines = [line.split() for line in str(report).splitlines()]
+    (refused,) = [line for line in lines if line[:2] == ["(the", "model)"] and len(line) > 6]
+    assert " ".join(refused).endswith(" ".join((units[""].refusal or "").split()))
+    (replayed,) = [line for line in lines if line[:1] == ["blocks.0"]]
+    assert replayed == ["blocks.0", str(units["blocks.0"].programs), str(units["blocks.0"].replays)]
+
+
+@pytest.mark.parametrize("how", ["item", "checkpoint", "hook"])
+@on_ranks(2, simulated=True)
+def test_blocks_are_captured_where_the_model_cannot_be(how: str):
     models = both(lambda: reading(how), {"dp": 2}, 0)
     if how == "hook":
         for model in models:
@@ -122,30 +136,9 @@ def blocks_alone(rank: int, world_size: int, how: str) -> None:
     explained(models[1], units)
 
 
-def explained(model: nn.Module, units: dict[str, CapturedUnit]) -> None:
-    """`plan.check` and `plan.explain` of a static model name what runs eagerly, and why."""
-    report = plan_for({"dp": 2}, 0).check(model, {"dp": 2})
-    assert {one.name: one for one in report.captured} == units
-    lines = [line.split() for line in str(report).splitlines()]
-    (refused,) = [line for line in lines if line[:2] == ["(the", "model)"] and len(line) > 6]
-    assert " ".join(refused).endswith(" ".join((units[""].refusal or "").split()))
-    (replayed,) = [line for line in lines if line[:1] == ["blocks.0"]]
-    assert replayed == ["blocks.0", str(units["blocks.0"].programs), str(units["blocks.0"].replays)]
-
-
-@pytest.mark.parametrize("how", ["item", "checkpoint", "hook"])
-def test_blocks_are_captured_where_the_model_cannot_be(how: str):
-    simulate(2)(blocks_alone, how)
-
-
-def checkpointing(rank: int, world_size: int, options: dict[str, bool]) -> None:
-    units = train_alike(both(lambda: make(blocks=2, **options), {"dp": 2}, 3))
-    for name in ("blocks.0", "blocks.1"):
-        # Checkpoints inside of a unit are not recorded; around it they run its program again.
-        assert (units[name].refusal is None) == ("around" in options)
-
-
-def recomputed_by_the_plan(rank: int, world_size: int, zero: int) -> None:
+@pytest.mark.parametrize("zero", [0, 3])
+@on_ranks(2, simulated=True)
+def test_what_the_plan_computes_again_is_replayed_again(zero: int):
     models = both(lambda: make(blocks=2), {"dp": 2}, zero, checkpoint="full")
     units = train_alike(models)
     if not zero:  # the blocks are parts of the model's program
@@ -160,20 +153,20 @@ def recomputed_by_the_plan(rank: int, world_size: int, zero: int) -> None:
         assert calls == 5 * STEPS
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_what_the_plan_computes_again_is_replayed_again(zero: int):
-    simulate(2)(recomputed_by_the_plan, zero)
-
-
 @pytest.mark.parametrize(
     "options", [{"inside": False}, {"around": False}, {"around": True}], ids=str
 )
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # evaluation
+@on_ranks(2, simulated=True)
 def test_activation_checkpointing_of_units(options: dict[str, bool]):
-    simulate(2)(checkpointing, options)
+    units = train_alike(both(lambda: make(blocks=2, **options), {"dp": 2}, 3))
+    for name in ("blocks.0", "blocks.1"):
+        # Checkpoints inside of a unit are not recorded; around it they run its program again.
+        assert (units[name].refusal is None) == ("around" in options)
 
 
-def hooked(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_hooks_of_users_see_gathered_parameters():
     eager, static = both(lambda: make(blocks=2), {"dp": 2}, 3)
     block = static.get_submodule("blocks.0")
     stored, seen = dict(block.named_parameters()), []
@@ -187,10 +180,6 @@ def hooked(rank: int, world_size: int) -> None:
     train_alike((eager, static))
     assert seen
     assert not any(seen)  # gathered, as in eager mode
-
-
-def test_hooks_of_users_see_gathered_parameters():
-    simulate(2)(hooked)
 
 
 class Scaled(nn.Module):
@@ -210,7 +199,8 @@ def scaled() -> nn.Module:
     return Scaled()
 
 
-def changing(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_a_model_that_keeps_changing_is_bounded_and_told_so_once():
     over = mesh(device_type="cpu", dp=2)
     eager, static = (parallelize(scaled(), over, static=how) for how in (False, True))
     with warnings.catch_warnings(record=True) as told:
@@ -228,11 +218,8 @@ def changing(rank: int, world_size: int) -> None:
     assert unit.programs <= 32
 
 
-def test_a_model_that_keeps_changing_is_bounded_and_told_so_once():
-    simulate(2)(changing)
-
-
-def as_a_module(rank: int, world_size: int) -> None:
+@on_ranks(2, simulated=True)
+def test_it_is_copied_called_and_fails_like_any_module():
     eager, static = both(lambda: make(blocks=2), {"dp": 2}, 3)
     assert captured_units(eager) == []
     assert inspect.signature(static.forward) == inspect.signature(eager.forward)
@@ -254,7 +241,3 @@ def as_a_module(rank: int, world_size: int) -> None:
         static.get_submodule("blocks.0")(torch.ones(2, 3))
     assert all(isinstance(p, nn.Parameter) for p in static.parameters())
     same([eager(*batch(3))], [static(*batch(3))])
-
-
-def test_it_is_copied_called_and_fails_like_any_module():
-    simulate(2)(as_a_module)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
@@ -83,21 +84,19 @@ ONES = torch.ones(7, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, simulated=True)
 def test_a_recomputation_draws_what_the_forward_has_drawn(kind: str):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        found = []
-        for checkpoint in (None, "full"):
-            model = model_of(kind)
-            parallelize(model, make_mesh(device_type="cpu", dp=1), Plan(checkpoint=checkpoint))
-            random.seed(1)
-            numpy.random.seed(1)
-            model(torch.ones(7, 3)).square().sum().backward()
-            found.append((gradients(model), states(model)))
-        (one, first), (other, second) = found
-        assert all(map(torch.equal, one, other))
-        assert first == second
-
-    simulate(1)(on_a_rank)
+    found = []
+    for checkpoint in (None, "full"):
+        model = model_of(kind)
+        parallelize(model, make_mesh(device_type="cpu", dp=1), Plan(checkpoint=checkpoint))
+        random.seed(1)
+        numpy.random.seed(1)
+        model(torch.ones(7, 3)).square().sum().backward()
+        found.append((gradients(model), states(model)))
+    (one, first), (other, second) = found
+    assert all(map(torch.equal, one, other))
+    assert first == second
 
 
 @pytest.mark.parametrize("kind", KINDS)

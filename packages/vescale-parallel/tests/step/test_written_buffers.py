@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_parallel import ParallelError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
@@ -40,42 +41,38 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("way", [*WAYS, "none"])
+@on_ranks(2, simulated=True)
 def test_logical_shards_refuse_writes(way: str):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(Writes(way, 3))
-        plan = Plan(deterministic="dp-invariant", shards=4)
-        parallelize(model, make_mesh(device_type="cpu", dp=2), plan)
-        call = {"loss": (F.mse_loss, torch.ones(8, 3))}
-        if way == "none":  # with a NaN in a buffer
-            forward_backward(model, torch.ones(8, 3), **call)
-            return
-        with pytest.raises(ParallelError, match="written to '0"):
-            forward_backward(model, torch.ones(8, 3), **call)
-
-    simulate(2)(on_a_rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(Writes(way, 3))
+    plan = Plan(deterministic="dp-invariant", shards=4)
+    parallelize(model, make_mesh(device_type="cpu", dp=2), plan)
+    call = {"loss": (F.mse_loss, torch.ones(8, 3))}
+    if way == "none":  # with a NaN in a buffer
+        forward_backward(model, torch.ones(8, 3), **call)
+        return
+    with pytest.raises(ParallelError, match="written to '0"):
+        forward_backward(model, torch.ones(8, 3), **call)
 
 
 @pytest.mark.parametrize("size", [3, 20_000])
 @pytest.mark.parametrize("way", WAYS)
+@on_ranks(1, simulated=True)
 def test_a_recomputation_writes_nothing_or_is_refused(way: str, size: int):
-    def on_a_rank(rank: int, world_size: int) -> None:
-        found: list[Any] = []
-        for checkpoint in (None, "full"):
-            torch.manual_seed(0)
-            model = nn.Sequential(Writes(way, size), Writes("none", size))
-            parallelize(model, make_mesh(device_type="cpu", dp=1), Plan(checkpoint=checkpoint))
-            if checkpoint and size > 3 and way != "batch norm":
-                with pytest.raises(ParallelError, match="writes to its buffer 'seen'"):
-                    model(torch.ones(4, 3))
-                return
-            model(torch.ones(4, 3)).square().sum().backward()
-            gradients = [one.grad.to_local() for one in model.parameters()]
-            found.append([*gradients, *(one.clone() for one in model.buffers())])
-        for one, other in zip(*found, strict=True):
-            assert torch.equal(one.nan_to_num(), other.nan_to_num())
-
-    simulate(1)(on_a_rank)
+    found: list[Any] = []
+    for checkpoint in (None, "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Writes(way, size), Writes("none", size))
+        parallelize(model, make_mesh(device_type="cpu", dp=1), Plan(checkpoint=checkpoint))
+        if checkpoint and size > 3 and way != "batch norm":
+            with pytest.raises(ParallelError, match="writes to its buffer 'seen'"):
+                model(torch.ones(4, 3))
+            return
+        model(torch.ones(4, 3)).square().sum().backward()
+        gradients = [one.grad.to_local() for one in model.parameters()]
+        found.append([*gradients, *(one.clone() for one in model.buffers())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.parametrize("way", [*WAYS, "counter"])

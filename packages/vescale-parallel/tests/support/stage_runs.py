@@ -94,9 +94,7 @@ def staged(model: nn.Module, sizes: dict[str, int], **words: Any) -> Any:
 
 def plan(schedule: str, parts: int, **fields: Any) -> Plan:
     return Plan(
-        parameters=PARAMETERS,
-        pipeline={"schedule": schedule, "microbatches": parts},
-        **fields,
+        parameters=PARAMETERS, pipeline={"schedule": schedule, "microbatches": parts}, **fields
     )
 
 

@@ -83,11 +83,7 @@ PARAMETERS = {
     "*.down.weight": "tp:1",
     "*": "replicate",
 }
-SEQUENCE_PARALLEL = {
-    "embed": "-> tp:1",
-    "blocks.*.mlp": "tp:full -> tp:1",
-    "head": "tp:full ->",
-}
+SEQUENCE_PARALLEL = {"embed": "-> tp:1", "blocks.*.mlp": "tp:full -> tp:1", "head": "tp:full ->"}
 
 
 def plan_for(sizes: Mapping[str, int], zero: Any = 3, **words: Any) -> Plan:
