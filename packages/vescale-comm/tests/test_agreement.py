@@ -6,19 +6,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from vescale_comm import group_of, recv, send, simulate, trace, unwaited
+from vescale_comm import agreement, group_of, recv, send, simulate, trace, unwaited
 from vescale_comm._watchdog.comparison import Comparison
-from vescale_comm.agreement import (
-    broadcast_text,
-    by_ranks,
-    digest,
-    gather_failures,
-    gather_numbers,
-    gather_texts,
-    message_device,
-    named,
-    several_ranks,
-)
 from vescale_comm.testing import WorkerError, device_mesh, run
 
 # Nothing, what goes along with its length, what does not, what is not ASCII, and the name of a file
@@ -29,12 +18,12 @@ LONG = [random.Random(rank).randbytes(2000).hex() for rank in range(3)]
 
 def exchanged(rank, world_size):
     with trace() as sent:
-        numbers = gather_numbers([rank, -(2**62), 2**63 - 1 - rank])
-        texts = [gather_texts(text if rank else "") for text in TEXTS]
-        long = gather_texts(LONG[rank])
-        heard = [broadcast_text(f"{rank}" * size, 1) for size in (0, 1, 5000)]
-        assert broadcast_text(TEXTS[2], 1) == TEXTS[2]
-        assert digest(TEXTS[2]) == digest("caf\udce9")
+        numbers = agreement.gather_numbers([rank, -(2**62), 2**63 - 1 - rank])
+        texts = [agreement.gather_texts(text if rank else "") for text in TEXTS]
+        long = agreement.gather_texts(LONG[rank])
+        heard = [agreement.broadcast_text(f"{rank}" * size, 1) for size in (0, 1, 5000)]
+        assert agreement.broadcast_text(TEXTS[2], 1) == TEXTS[2]
+        assert agreement.digest(TEXTS[2]) == agreement.digest("caf\udce9")
     return numbers, texts, long, heard, sent.counts()
 
 
@@ -60,9 +49,9 @@ def counted(rank, world_size):
         original(out, own, group=group),
     )
     try:
-        gather_texts("")
-        gather_texts("fits")
-        gather_texts(LONG[rank])
+        agreement.gather_texts("")
+        agreement.gather_texts("fits")
+        agreement.gather_texts(LONG[rank])
     finally:
         dist.all_gather = original
     return calls
@@ -77,8 +66,8 @@ def test_what_is_short_takes_one_collective():
 def started(rank, world_size):
     # In the order in which they were started, however they are waited for; on rank 1 at once.
     if rank == 1:
-        return [gather_numbers([rank, number]) for number in range(3)]
-    handles = [gather_numbers([rank, number], async_op=True) for number in range(3)]
+        return [agreement.gather_numbers([rank, number]) for number in range(3)]
+    handles = [agreement.gather_numbers([rank, number], async_op=True) for number in range(3)]
     between = unwaited()
     found = [one.wait() for one in reversed(handles)][::-1]
     assert len(between) == 3
@@ -90,7 +79,7 @@ def test_numbers_may_be_waited_for_later():
     rows = [[(rank, number) for rank in range(3)] for number in range(3)]
     assert run(started, 3) == [rows] * 3
     assert simulate(3).run(started) == [rows] * 3
-    assert gather_numbers([3, 4], async_op=True).wait() == [(3, 4)]
+    assert agreement.gather_numbers([3, 4], async_op=True).wait() == [(3, 4)]
 
 
 def begun_before_a_message(rank, world_size):
@@ -100,7 +89,7 @@ def begun_before_a_message(rank, world_size):
         patch.setattr(Comparison, "meet", lambda *_: met.append("waited until all had come"))
         if rank == 1:
             recv(torch.empty(1), source=0)
-        handle = gather_numbers([rank], async_op=True)
+        handle = agreement.gather_numbers([rank], async_op=True)
         if rank == 0:
             send(torch.ones(1), target=1)
         return handle.wait(), met
@@ -113,7 +102,7 @@ def test_numbers_are_begun_before_the_others_come():
 def ends_before(rank, world_size):
     if rank == 1:
         os._exit(0)
-    gather_numbers([rank], async_op=True).wait()
+    agreement.gather_numbers([rank], async_op=True).wait()
 
 
 def test_who_waits_later_hears_of_a_member_that_ended():
@@ -123,7 +112,7 @@ def test_who_waits_later_hears_of_a_member_that_ended():
 
 def failures(rank, world_size, bad):
     failure = FileNotFoundError(2, "No such file", "notes.txt") if rank in bad else None
-    return gather_failures(failure)
+    return agreement.gather_failures(failure)
 
 
 @pytest.mark.parametrize("bad", [(), (1,), (0, 2)])
@@ -134,7 +123,7 @@ def test_every_rank_knows_who_failed(bad):
 
 def in_groups(rank, world_size):
     mesh = device_mesh((2, 2), ("a", "b"))
-    return [gather_numbers([rank], group_of(mesh, axis)) for axis in ("a", "b")]
+    return [agreement.gather_numbers([rank], group_of(mesh, axis)) for axis in ("a", "b")]
 
 
 def test_a_group_hears_its_members_only():
@@ -143,16 +132,16 @@ def test_a_group_hears_its_members_only():
 
 
 def test_alone_nothing_is_sent():
-    assert not several_ranks()
-    assert gather_numbers([3, 4]) == [(3, 4)]
-    assert gather_texts("mine") == ["mine"]
-    assert broadcast_text("mine", 0) == "mine"
-    assert gather_failures(ValueError("no")) == {0: "ValueError: no"}
-    assert gather_failures(None) == {}
+    assert not agreement.several_ranks()
+    assert agreement.gather_numbers([3, 4]) == [(3, 4)]
+    assert agreement.gather_texts("mine") == ["mine"]
+    assert agreement.broadcast_text("mine", 0) == "mine"
+    assert agreement.gather_failures(ValueError("no")) == {0: "ValueError: no"}
+    assert agreement.gather_failures(None) == {}
 
 
 def device(rank, world_size):
-    return several_ranks(), message_device()
+    return agreement.several_ranks(), agreement.message_device()
 
 
 def test_numbers_are_sent_from_the_host_where_they_can():
@@ -160,12 +149,12 @@ def test_numbers_are_sent_from_the_host_where_they_can():
 
 
 def test_who_says_what():
-    assert by_ranks(["a", "b", "a", "a"], [3, 1, 2, 4]) == "ranks 2-4: a; rank 1: b"
-    assert named([7]) == "rank 7"
-    assert named([0, 1, 2, 3, 5, 7, 8]) == "ranks 0-3, 5, 7, 8"
-    assert named(range(0, 1000, 2)).endswith(", 28, 30 and 484 more")
+    assert agreement.by_ranks(["a", "b", "a", "a"], [3, 1, 2, 4]) == "ranks 2-4: a; rank 1: b"
+    assert agreement.named([7]) == "rank 7"
+    assert agreement.named([0, 1, 2, 3, 5, 7, 8]) == "ranks 0-3, 5, 7, 8"
+    assert agreement.named(range(0, 1000, 2)).endswith(", 28, 30 and 484 more")
 
 
 def test_a_digest_is_the_same_in_every_process():
-    assert digest("ü" * 1000) == 0xF35FDD71A9B33B
-    assert 0 <= digest("") < 2**56
+    assert agreement.digest("ü" * 1000) == 0xF35FDD71A9B33B
+    assert 0 <= agreement.digest("") < 2**56

@@ -6,22 +6,11 @@ import struct
 
 import pytest
 import torch
+import vescale_ckpt as ckpt
 from edited_checkpoint import damage
 from emulated_ranks import bits, save_on, sharded, succeed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata
-from vescale_ckpt import (
-    CorruptError,
-    ExistsError,
-    FormatError,
-    NotFoundError,
-    StateError,
-    export_safetensors,
-    import_dcp,
-    import_safetensors,
-    read,
-    save,
-)
 from vescale_ckpt._convert import dcp_import
 
 EVERY = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float8_e5m2,
@@ -44,8 +33,8 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 2000])
 def test_to_hugging_face_and_back(tmp_path, path, shard_bytes):
-    save(path, {"model": model(), "step": 3, "optim": {0: torch.ones(2)}})
-    done = export_safetensors(path, tmp_path / "hf", at="model", shard_bytes=shard_bytes)
+    ckpt.save(path, {"model": model(), "step": 3, "optim": {0: torch.ones(2)}})
+    done = ckpt.export_safetensors(path, tmp_path / "hf", at="model", shard_bytes=shard_bytes)
     assert done.tensors == len(model())
     assert sorted(os.listdir(tmp_path / "hf")) == sorted(done.files)
     library = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
@@ -59,38 +48,40 @@ def test_to_hugging_face_and_back(tmp_path, path, shard_bytes):
         assert index["weight_map"].keys() == model().keys()
         assert index["metadata"]["total_size"] == done.nbytes
         assert max(os.path.getsize(tmp_path / "hf" / f) for f in done.files) < 4000
-    assert import_safetensors(tmp_path / "hf", tmp_path / "back", under="model") == len(model())
-    assert_same(read(tmp_path / "back")["model"], model())
+    assert ckpt.import_safetensors(tmp_path / "hf", tmp_path / "back", under="model") == len(
+        model()
+    )
+    assert_same(ckpt.read(tmp_path / "back")["model"], model())
 
 
 def test_shards_of_ranks_become_whole(tmp_path, path):
     whole = torch.randn(31, 7)
     succeed(save_on([{"m": {"w": p}} for p in sharded(whole, 3, 1)], path))
-    export_safetensors(path, tmp_path / "hf")
-    import_safetensors(tmp_path / "hf" / "model.safetensors", tmp_path / "back")
-    assert read(tmp_path / "back")["m.w"].equal(whole)
+    ckpt.export_safetensors(path, tmp_path / "hf")
+    ckpt.import_safetensors(tmp_path / "hf" / "model.safetensors", tmp_path / "back")
+    assert ckpt.read(tmp_path / "back")["m.w"].equal(whole)
 
 
 def test_what_cannot_be_exported(tmp_path, path):
-    save(path, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1), "c": torch.ones(1) * 1j})
+    ckpt.save(path, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1), "c": torch.ones(1) * 1j})
     for options, words in (
         ({"only": ["a.b"]}, "'a/b' and 'a.b' would both be called 'a.b'"),
         ({"only": "c"}, "safetensors has no complex64"),
         ({"at": "model"}, "holds no tensor below 'model'"),
     ):
-        with pytest.raises(StateError, match=words):
-            export_safetensors(path, tmp_path / "hf", **options)
+        with pytest.raises(ckpt.StateError, match=words):
+            ckpt.export_safetensors(path, tmp_path / "hf", **options)
         assert sorted(os.listdir(tmp_path)) == ["step-1"]
     (tmp_path / "hf").mkdir()
-    with pytest.raises(ExistsError):
-        export_safetensors(path, tmp_path / "hf", at="a")
+    with pytest.raises(ckpt.ExistsError):
+        ckpt.export_safetensors(path, tmp_path / "hf", at="a")
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path, path):
-    save(path, {"w": torch.ones(1000)})
+    ckpt.save(path, {"w": torch.ones(1000)})
     damage(path)
-    with pytest.raises(CorruptError, match="do not match their checksum"):
-        export_safetensors(path, tmp_path / "hf")
+    with pytest.raises(ckpt.CorruptError, match="do not match their checksum"):
+        ckpt.export_safetensors(path, tmp_path / "hf")
     assert os.listdir(tmp_path) == ["step-1"]
 
 
@@ -104,18 +95,18 @@ def entry(**changes):
 
 
 HOSTILE = {
-    "empty": (b"", CorruptError, "truncated"),
-    "huge header": (struct.pack("<Q", 1 << 60) + b"{}", CorruptError, "a header of"),
-    "not JSON": (blob(b"\x80\x04"), FormatError, "not the JSON"),
-    "list": (blob([]), FormatError, "not an object"),
-    "twice": (blob(b'{"a":1,"a":2}'), FormatError, "appears twice"),
-    "short data": (blob(entry(), b"123"), CorruptError, "3 bytes of data, but 4"),
-    "hole": (blob(entry(data_offsets=[1, 5]), b"12345"), FormatError, "starts at 1"),
-    "left over": (blob(entry(), b"12345"), CorruptError, "5 bytes of data"),
-    "dtype": (blob(entry(dtype="OBJ"), b"1234"), FormatError, "unknown dtype"),
-    "shape": (blob(entry(shape=[5]), b"1234"), FormatError, "4 bytes for shape"),
-    "negative": (blob(entry(shape=[-4]), b"1234"), FormatError, "lists of sizes"),
-    "overflow": (blob(entry(shape=[1 << 40, 1 << 40]), b"1234"), FormatError, "4 bytes for"),
+    "empty": (b"", ckpt.CorruptError, "truncated"),
+    "huge header": (struct.pack("<Q", 1 << 60) + b"{}", ckpt.CorruptError, "a header of"),
+    "not JSON": (blob(b"\x80\x04"), ckpt.FormatError, "not the JSON"),
+    "list": (blob([]), ckpt.FormatError, "not an object"),
+    "twice": (blob(b'{"a":1,"a":2}'), ckpt.FormatError, "appears twice"),
+    "short data": (blob(entry(), b"123"), ckpt.CorruptError, "3 bytes of data, but 4"),
+    "hole": (blob(entry(data_offsets=[1, 5]), b"12345"), ckpt.FormatError, "starts at 1"),
+    "left over": (blob(entry(), b"12345"), ckpt.CorruptError, "5 bytes of data"),
+    "dtype": (blob(entry(dtype="OBJ"), b"1234"), ckpt.FormatError, "unknown dtype"),
+    "shape": (blob(entry(shape=[5]), b"1234"), ckpt.FormatError, "4 bytes for shape"),
+    "negative": (blob(entry(shape=[-4]), b"1234"), ckpt.FormatError, "lists of sizes"),
+    "overflow": (blob(entry(shape=[1 << 40, 1 << 40]), b"1234"), ckpt.FormatError, "4 bytes for"),
 }
 
 
@@ -123,7 +114,7 @@ HOSTILE = {
 def test_hostile_safetensors(tmp_path, content, kind, words):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(kind, match=words):
-        import_safetensors(tmp_path / "x.safetensors", tmp_path / "out")
+        ckpt.import_safetensors(tmp_path / "x.safetensors", tmp_path / "out")
     assert os.listdir(tmp_path) == ["x.safetensors"]
 
 
@@ -133,10 +124,10 @@ def test_an_index_that_leads_elsewhere(tmp_path):
     for file in ("../secret.safetensors", "/etc/passwd", 3, "none.safetensors"):
         index = {"weight_map": {"w": file}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(FormatError, match="there is no file"):
-            import_safetensors(folder, tmp_path / "out")
-    with pytest.raises(NotFoundError):
-        import_safetensors(tmp_path / "nothing", tmp_path / "out")
+        with pytest.raises(ckpt.FormatError, match="there is no file"):
+            ckpt.import_safetensors(folder, tmp_path / "out")
+    with pytest.raises(ckpt.NotFoundError):
+        ckpt.import_safetensors(tmp_path / "nothing", tmp_path / "out")
 
 
 def test_unaligned_files_of_other_writers(tmp_path):
@@ -147,8 +138,8 @@ def test_unaligned_files_of_other_writers(tmp_path):
     }
     data = bytes([0, 1, 2]) + tensors["w"].numpy().tobytes()
     (tmp_path / "x.safetensors").write_bytes(blob(header, data))
-    import_safetensors(tmp_path / "x.safetensors", tmp_path / "out")
-    assert_same(read(tmp_path / "out"), tensors)
+    ckpt.import_safetensors(tmp_path / "x.safetensors", tmp_path / "out")
+    assert_same(ckpt.read(tmp_path / "out"), tensors)
 
 
 def test_from_dcp(tmp_path):
@@ -160,8 +151,8 @@ def test_from_dcp(tmp_path):
     }
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert import_dcp(tmp_path / "dcp", tmp_path / "ours") == 4
-    found = read(tmp_path / "ours")
+    assert ckpt.import_dcp(tmp_path / "dcp", tmp_path / "ours") == 4
+    found = ckpt.read(tmp_path / "ours")
     assert_same(found["model"], state["model"])
     assert found["optim"]["groups"] == state["optim"]["groups"]
     assert [t.tolist() for t in found["optim"]["m"]] == [[1, 1], [0]]
@@ -179,8 +170,8 @@ def test_lists_of_dcp_keep_their_places(tmp_path):
     }
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(dict(state), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    import_dcp(tmp_path / "dcp", tmp_path / "ours")
-    found = read(tmp_path / "ours")
+    ckpt.import_dcp(tmp_path / "dcp", tmp_path / "ours")
+    found = ckpt.read(tmp_path / "ours")
     del state["deep"][1]["a"]  # of which there is no trace
     assert list(found) == list(state)
     assert str(found) == str(state)
@@ -195,7 +186,7 @@ def test_lists_of_dcp_keep_their_places(tmp_path):
     ],
 )
 def test_hostile_paths_of_dcp(paths, words):
-    with pytest.raises(FormatError, match=words):
+    with pytest.raises(ckpt.FormatError, match=words):
         dcp_import._nested({"v": 1, "w": 2}, paths)
 
 
@@ -212,13 +203,13 @@ def test_a_dcp_checkpoint_runs_nothing(tmp_path):
     bomb = f"cos\nsystem\n(S'touch {proof}'\ntR.".encode()
     healthy = (tmp_path / "dcp" / ".metadata").read_bytes()
     (tmp_path / "dcp" / ".metadata").write_bytes(bomb)
-    with pytest.raises(FormatError, match=r"names os.system, which no DCP metadata needs"):
-        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+    with pytest.raises(ckpt.FormatError, match=r"names os.system, which no DCP metadata needs"):
+        ckpt.import_dcp(tmp_path / "dcp", tmp_path / "ours")
     (tmp_path / "dcp" / ".metadata").write_bytes(healthy)
     (data,) = (tmp_path / "dcp").glob("*.distcp")
     data.write_bytes(bomb + data.read_bytes()[len(bomb) :])
-    with pytest.raises(StateError, match="not a tensor nor a plain value"):
-        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+    with pytest.raises(ckpt.StateError, match="not a tensor nor a plain value"):
+        ckpt.import_dcp(tmp_path / "dcp", tmp_path / "ours")
     assert not proof.exists()
     assert sorted(os.listdir(tmp_path)) == ["dcp"]
 
@@ -233,8 +224,8 @@ def test_dcp_metadata_may_name_members_of_an_enum_as_python_311_does(tmp_path, m
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
-    assert import_dcp(tmp_path / "dcp", tmp_path / "ours") == 1
-    assert torch.equal(read(tmp_path / "ours")["w"], torch.arange(3.0))
+    assert ckpt.import_dcp(tmp_path / "dcp", tmp_path / "ours") == 1
+    assert torch.equal(ckpt.read(tmp_path / "ours")["w"], torch.arange(3.0))
 
 
 @pytest.mark.parametrize("owner", ["torch.Size", "_MEM_FORMAT_ENCODING"])
@@ -244,5 +235,5 @@ def test_dcp_metadata_may_ask_for_no_other_attribute(tmp_path, owner):
     asked = f"cbuiltins\ngetattr\n(c{module}\n{name}\nS'__subclasses__'\ntR.".encode()
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(asked)
-    with pytest.raises(FormatError, match="asks for an attribute '__subclasses__'"):
-        import_dcp(tmp_path / "dcp", tmp_path / "ours")
+    with pytest.raises(ckpt.FormatError, match="asks for an attribute '__subclasses__'"):
+        ckpt.import_dcp(tmp_path / "dcp", tmp_path / "ours")

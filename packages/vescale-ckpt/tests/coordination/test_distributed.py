@@ -3,17 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_ckpt as ckpt
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from vescale_ckpt import (
-    CheckpointManager,
-    NotFoundError,
-    RankLocal,
-    init_optimizer_state,
-    load,
-    read,
-    save,
-)
 from vescale_ckpt._coordination import groups
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
@@ -53,13 +45,13 @@ def expected_local(whole, parameter):
 
 
 def save_dtensors(rank, world_size, path, mesh_shape):
-    save(path, {"w": distributed_state(mesh_shape), "rank": RankLocal(rank), "n": 3})
+    ckpt.save(path, {"w": distributed_state(mesh_shape), "rank": ckpt.RankLocal(rank), "n": 3})
 
 
 def load_dtensors(rank, world_size, path, mesh_shape):
     state = distributed_state(mesh_shape, zero=True)
-    keep_all = RankLocal(None, reshard=lambda values, rank, size: values)
-    loaded = load(path, {"w": state, "rank": keep_all})
+    keep_all = ckpt.RankLocal(None, reshard=lambda values, rank, size: values)
+    loaded = ckpt.load(path, {"w": state, "rank": keep_all})
     for name, parameter in state.items():
         local = expected_local(wholes()[name.split()[0]], parameter)
         assert parameter.to_local().equal(local), name
@@ -70,7 +62,7 @@ def load_dtensors(rank, world_size, path, mesh_shape):
 @pytest.mark.parametrize("saved_on", meshes(4), ids=str)
 def test_dtensors_from_4_ranks_to_any(path, saved_on):
     testing.run(save_dtensors, 4, path, saved_on)
-    for name, tensor in read(path)["w"].items():
+    for name, tensor in ckpt.read(path)["w"].items():
         assert tensor.equal(wholes()[name.split()[0]]), name
     for world_size in (4, 3, 2, 1):
         for mesh_shape in meshes(world_size):
@@ -89,17 +81,17 @@ def save_strided(rank, world_size, path):
     tensor = DTensor.from_local(
         local, mesh, placements, shape=whole.shape, stride=whole.stride(), run_check=False
     )
-    save(path, {"w": tensor})
+    ckpt.save(path, {"w": tensor})
 
 
 def test_the_layout_of_fsdp2_over_tp(path):
     testing.run(save_strided, 4, path)
-    assert read(path)["w"].equal(wholes()["even"])
+    assert ckpt.read(path)["w"].equal(wholes()["even"])
 
 
 def save_partial(rank, world_size, path):
     mesh = testing.device_mesh((2,), ("dp",))
-    save(path, {"grad": DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)})
+    ckpt.save(path, {"grad": DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)})
 
 
 def test_a_pending_sum_is_refused(path):
@@ -110,11 +102,11 @@ def test_a_pending_sum_is_refused(path):
 
 
 def save_something(rank, world_size, path, bad_rank):
-    save(path, {"w": object() if rank == bad_rank else torch.zeros(2)})
+    ckpt.save(path, {"w": object() if rank == bad_rank else torch.zeros(2)})
 
 
 def load_something(rank, world_size, path):
-    load(path, {"w": torch.zeros(2 if rank else 3)})
+    ckpt.load(path, {"w": torch.zeros(2 if rank else 3)})
 
 
 def test_every_rank_raises_the_same(path, tmp_path):
@@ -131,9 +123,11 @@ def test_every_rank_raises_the_same(path, tmp_path):
 def save_in_groups(rank, world_size, path):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rank % 2
-    save(f"{path}-{mine}", {"n": mine, "w": torch.full((4,), mine)}, group=groups[mine])
-    loaded = load(f"{path}-{mine}", {"w": torch.zeros(4, dtype=torch.int64)}, group=groups[mine])
-    manager = CheckpointManager(f"{path}-run-{mine}", keep_last=1, group=groups[mine])
+    ckpt.save(f"{path}-{mine}", {"n": mine, "w": torch.full((4,), mine)}, group=groups[mine])
+    loaded = ckpt.load(
+        f"{path}-{mine}", {"w": torch.zeros(4, dtype=torch.int64)}, group=groups[mine]
+    )
+    manager = ckpt.CheckpointManager(f"{path}-run-{mine}", keep_last=1, group=groups[mine])
     for step in (1, 2):
         manager.save(step, {"n": step})
     assert manager.restore(into={"n": 0}) == {"n": 2}
@@ -151,16 +145,16 @@ def train_with_optimizer(rank, world_size, path, mesh_shape, steps):
     whole = torch.arange(35.0).reshape(7, 5)
     weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
-    init_optimizer_state(optimizer)
+    ckpt.init_optimizer_state(optimizer)
     into = {"w": weight, "optim": optimizer.state_dict()}
     try:
-        optimizer.load_state_dict(load(path, into)["optim"])
-    except NotFoundError:
+        optimizer.load_state_dict(ckpt.load(path, into)["optim"])
+    except ckpt.NotFoundError:
         optimizer.state.clear()
     for _ in range(steps):
         weight.grad = weight.detach() * 0.5 + 1
         optimizer.step()
-    save(path, {"w": weight, "optim": optimizer.state_dict()}, overwrite=True)
+    ckpt.save(path, {"w": weight, "optim": optimizer.state_dict()}, overwrite=True)
     return int(optimizer.state[weight]["step"])
 
 
@@ -169,7 +163,7 @@ def test_sharded_optimizer_state_follows_to_other_worlds(path):
     assert testing.run(train_with_optimizer, 4, f"{path}-n", (4,), 2) == [2] * 4
     assert testing.run(train_with_optimizer, 3, f"{path}-n", (3,), 2) == [4] * 3
     assert testing.run(train_with_optimizer, 2, f"{path}-n", (2,), 2) == [6] * 2
-    one, many = read(f"{path}-1"), read(f"{path}-n")
+    one, many = ckpt.read(f"{path}-1"), ckpt.read(f"{path}-n")
     assert one["w"].equal(many["w"])
     for key in ("exp_avg", "exp_avg_sq", "step"):
         assert one["optim"]["state"][0][key].equal(many["optim"]["state"][0][key])

@@ -4,22 +4,10 @@ import os
 
 import pytest
 import torch
+import vescale_ckpt as ckpt
 from edited_checkpoint import damage
 from emulated_ranks import load_on, save_on, sharded, succeed
 from faulty_storage import FaultyStorage, broken_disk, disk_full_once
-from vescale_ckpt import (
-    CheckpointError,
-    CorruptError,
-    ExistsError,
-    MismatchError,
-    RankLocal,
-    Replicated,
-    StateError,
-    StorageError,
-    read,
-    save,
-    verify,
-)
 from vescale_ckpt._storage.local import LocalStorage
 
 RANKS = 3
@@ -45,17 +33,17 @@ def test_every_operation_that_fails_fails_the_save_on_all_ranks(tmp_path, fault,
     for at in range(1, 60):
         path = f"{tmp_path}/{at}/step"
         if overwrite:
-            save(path, {"w": torch.zeros(3)})
+            ckpt.save(path, {"w": torch.zeros(3)})
         storages = [FaultyStorage(at if r == rank else None, fault) for r in range(RANKS)]
         outcomes = save_on(states(), path, storages=storages, overwrite=overwrite)
         if not any(outcomes):
             # Either no operation was left to fail, or only tidying up after the commit did.
-            assert read(path)["w"].equal(WHOLE)
+            assert ckpt.read(path)["w"].equal(WHOLE)
             if len(storages[rank].log) < at:
                 break
             assert any(op.startswith("remove") for op in storages[rank].log[at - 1 :])
             continue
-        assert_all_raised(outcomes, StorageError, f"rank {rank} of {RANKS}", word)
+        assert_all_raised(outcomes, ckpt.StorageError, f"rank {rank} of {RANKS}", word)
         check_nothing_committed(path, storages[rank], fault, overwrite=overwrite)
     else:
         pytest.fail("a save should not take 60 operations")
@@ -67,24 +55,24 @@ def check_nothing_committed(path, storage, fault, *, overwrite):
     renamed = [op for op in storage.log if op in ("renamed step", "renamed COMMIT")]
     if fault is broken_disk and renamed:
         # Not even the rename could be undone. Then what is there is whole, and the error said so.
-        assert read(path)["w"].equal(WHOLE)
+        assert ckpt.read(path)["w"].equal(WHOLE)
         return
     assert [n for n in names if not n.startswith(".")] == (["step"] if overwrite else [])
     if overwrite:
-        assert read(path)["w"].tolist() == [0, 0, 0]
+        assert ckpt.read(path)["w"].tolist() == [0, 0, 0]
     if fault is disk_full_once:
         assert not [n for n in names if n.startswith(".")], "the staging directory was left behind"
 
 
 def test_a_refused_object_on_one_rank(path):
     outcomes = save_on([{"a": 1}, {"a": object()}, {"a": 1}], path)
-    assert_all_raised(outcomes, StateError, "rank 1 of 3", "at 'a'", "object")
+    assert_all_raised(outcomes, ckpt.StateError, "rank 1 of 3", "at 'a'", "object")
     assert not os.path.exists(path)
 
 
 def test_several_ranks_that_fail_are_all_named(path):
     outcomes = save_on([{"a": 1}, {"a": object()}, {"a": {1, 2}}], path)
-    assert_all_raised(outcomes, StateError, "rank 1 of 3", "rank(s) 2 failed, too")
+    assert_all_raised(outcomes, ckpt.StateError, "rank 1 of 3", "rank(s) 2 failed, too")
 
 
 def test_what_a_tensor_raises_gets_its_path(path):
@@ -96,10 +84,10 @@ def test_what_a_tensor_raises_gets_its_path(path):
             return torch.zeros(1)
 
     outcomes = save_on([{"a": Broken()}, {"a": Broken()}], path)
-    assert_all_raised(outcomes, StateError, "at 'a': RuntimeError: device lost")
-    save(path, {"a": torch.zeros(1)})
+    assert_all_raised(outcomes, ckpt.StateError, "at 'a': RuntimeError: device lost")
+    ckpt.save(path, {"a": torch.zeros(1)})
     outcomes = load_on([{"a": Broken()}, {"a": Broken()}], path)
-    assert_all_raised(outcomes, MismatchError, "'a': RuntimeError: device lost")
+    assert_all_raised(outcomes, ckpt.MismatchError, "'a': RuntimeError: device lost")
 
 
 def test_any_other_exception_becomes_a_checkpoint_error(path):
@@ -107,20 +95,20 @@ def test_any_other_exception_becomes_a_checkpoint_error(path):
         raise KeyError("mine")
 
     outcomes = save_on(states(), path, progress=progress)
-    assert_all_raised(outcomes, CheckpointError, "rank 0 of 3: KeyError: 'mine'")
+    assert_all_raised(outcomes, ckpt.CheckpointError, "rank 0 of 3: KeyError: 'mine'")
     assert not os.path.exists(path)
 
 
 def test_existing_paths_are_refused_before_anything_is_written(tmp_path, path):
-    save(path, {"w": torch.zeros(3)})
-    assert_all_raised(save_on(states(), path), ExistsError, "pass overwrite=True")
+    ckpt.save(path, {"w": torch.zeros(3)})
+    assert_all_raised(save_on(states(), path), ckpt.ExistsError, "pass overwrite=True")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     for overwrite in (False, True):
         outcomes = save_on(states(), tmp_path / "mine", overwrite=overwrite)
-        assert_all_raised(outcomes, ExistsError, "is not a checkpoint")
+        assert_all_raised(outcomes, ckpt.ExistsError, "is not a checkpoint")
         outcomes = save_on(states(), tmp_path / "mine" / "thesis.tex", overwrite=overwrite)
-        assert_all_raised(outcomes, ExistsError, "is not a checkpoint")
+        assert_all_raised(outcomes, ckpt.ExistsError, "is not a checkpoint")
     assert sorted(os.listdir(tmp_path)) == ["mine", "step-1"]
     assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
 
@@ -128,7 +116,7 @@ def test_existing_paths_are_refused_before_anything_is_written(tmp_path, path):
 def test_an_empty_directory_is_free(tmp_path):
     (tmp_path / "empty").mkdir()
     succeed(save_on(states(), tmp_path / "empty"))
-    assert read(tmp_path / "empty")["w"].equal(WHOLE)
+    assert ckpt.read(tmp_path / "empty")["w"].equal(WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -144,23 +132,25 @@ def test_an_empty_directory_is_free(tmp_path):
     ],
 )
 def test_ranks_that_disagree(path, a, b, words):
-    assert_all_raised(save_on([a, b], path), StateError, words)
+    assert_all_raised(save_on([a, b], path), ckpt.StateError, words)
     assert not os.path.exists(path)
 
 
 def test_copies_that_differ_can_be_allowed(path):
     both = [{"x": torch.zeros(2)}, {"x": torch.ones(2)}]
     succeed(save_on(both, path, check_replicas=False))
-    assert read(path)["x"].tolist() in ([0, 0], [1, 1])
+    assert ckpt.read(path)["x"].tolist() in ([0, 0], [1, 1])
 
 
 def test_a_tensor_with_a_hole_or_an_overlap(path):
     first, second, third = sharded(WHOLE, 3)
     outcomes = save_on([{"w": first}, {"w": third}], path)
-    assert_all_raised(outcomes, StateError, "no rank holds 100 of the elements of [0:30, 0:10]")
+    assert_all_raised(
+        outcomes, ckpt.StateError, "no rank holds 100 of the elements of [0:30, 0:10]"
+    )
     half = sharded(WHOLE, 2)[1]
     outcomes = save_on([{"w": first}, {"w": second}, {"w": third}, {"w": half}], path)
-    assert_all_raised(outcomes, StateError, "overlap")
+    assert_all_raised(outcomes, ckpt.StateError, "overlap")
 
 
 def test_different_paths(tmp_path):
@@ -170,14 +160,14 @@ def test_different_paths(tmp_path):
     outcomes = on_ranks(
         2, lambda c: save_with(LocalStorage(), c, tmp_path / str(c.rank), {"a": 1}, SaveOptions())
     )
-    assert_all_raised(outcomes, StateError, "different paths")
+    assert_all_raised(outcomes, ckpt.StateError, "different paths")
     assert os.listdir(tmp_path) == []
 
 
 def test_ranks_may_hold_different_keys(path):
     # The stages of a pipeline.
     succeed(save_on([{"a": torch.zeros(2), "n": 1}, {"b": torch.ones(2), "n": 1}], path))
-    assert list(read(path)) == ["a", "n", "b"]
+    assert list(ckpt.read(path)) == ["a", "n", "b"]
     a, b = torch.ones(2), torch.zeros(2)
     succeed(load_on([{"a": a}, {"b": b}], path))
     assert (a.tolist(), b.tolist()) == ([0, 0], [1, 1])
@@ -197,7 +187,9 @@ def test_a_failing_read_fails_the_load_on_all_ranks(path):
     storages = [LocalStorage(), UnreadableStorage(), LocalStorage()]
     intos = [{"w": piece} for piece in sharded(WHOLE, RANKS, fill=False)]
     outcomes = load_on(intos, path, storages=storages)
-    assert_all_raised(outcomes, StorageError, "rank 1 of 3", "Input/output error", "safetensors")
+    assert_all_raised(
+        outcomes, ckpt.StorageError, "rank 1 of 3", "Input/output error", "safetensors"
+    )
 
 
 def test_data_that_only_one_rank_needs_fails_the_load_on_all(path):
@@ -205,7 +197,7 @@ def test_data_that_only_one_rank_needs_fails_the_load_on_all(path):
     damage(path, file="r00002.safetensors", byte=b"\xff")
     intos = [{"w": piece} for piece in sharded(WHOLE, RANKS, fill=False)]
     words = ("rank 2 of 3", "r00002.safetensors: bytes", "'w' [20:30, 0:10]")
-    assert_all_raised(load_on(intos, path), CorruptError, *words)
+    assert_all_raised(load_on(intos, path), ckpt.CorruptError, *words)
 
 
 def test_a_file_that_rank_0_cannot_see_is_not_committed(path):
@@ -216,7 +208,7 @@ def test_a_file_that_rank_0_cannot_see_is_not_committed(path):
             return super().create(path + ".elsewhere")
 
     outcomes = save_on(states(), path, storages=[LocalStorage(), OtherDisk(), LocalStorage()])
-    assert_all_raised(outcomes, StorageError, "r00001.safetensors", "all of them share")
+    assert_all_raised(outcomes, ckpt.StorageError, "r00001.safetensors", "all of them share")
     assert not os.path.exists(path)
 
 
@@ -225,23 +217,25 @@ def test_a_large_copy_that_diverged_is_named(path):
     whole = torch.zeros(400_000)
     odd = whole.clone()
     odd[-1] = 1e-30
-    states = [{"x": Replicated(t)} for t in (whole, whole, odd, whole)]
+    states = [{"x": ckpt.Replicated(t)} for t in (whole, whole, odd, whole)]
     outcomes = save_on(states, path)
-    assert_all_raised(outcomes, StateError, "at 'x'", "rank(s) [2] hold other values than rank 0")
-    states = [{"x": Replicated(t)} for t in (odd, whole, whole)]
-    assert_all_raised(save_on(states, path), StateError, "rank(s) [0] hold other values")
-    states = [{"x": Replicated(t, check=False)} for t in (odd, whole, whole)]
+    assert_all_raised(
+        outcomes, ckpt.StateError, "at 'x'", "rank(s) [2] hold other values than rank 0"
+    )
+    states = [{"x": ckpt.Replicated(t)} for t in (odd, whole, whole)]
+    assert_all_raised(save_on(states, path), ckpt.StateError, "rank(s) [0] hold other values")
+    states = [{"x": ckpt.Replicated(t, check=False)} for t in (odd, whole, whole)]
     succeed(save_on(states, path))
-    into = [{"x": Replicated(torch.zeros(400_000))} for _ in range(2)]
+    into = [{"x": ckpt.Replicated(torch.zeros(400_000))} for _ in range(2)]
     succeed(load_on(into, path))
     assert into[0]["x"].value.equal(into[1]["x"].value)
 
 
 def test_what_is_replicated_is_neither_a_shard_nor_one_ranks_own(path):
-    outcomes = save_on([{"w": Replicated(p)} for p in sharded(WHOLE, 2)], path)
-    assert_all_raised(outcomes, StateError, "at 'w': a sharded tensor inside a Replicated")
-    outcomes = save_on([{"w": RankLocal(Replicated(1))}], path)
-    assert_all_raised(outcomes, StateError, "at 'w/~r0': a Replicated inside a RankLocal")
+    outcomes = save_on([{"w": ckpt.Replicated(p)} for p in sharded(WHOLE, 2)], path)
+    assert_all_raised(outcomes, ckpt.StateError, "at 'w': a sharded tensor inside a Replicated")
+    outcomes = save_on([{"w": ckpt.RankLocal(ckpt.Replicated(1))}], path)
+    assert_all_raised(outcomes, ckpt.StateError, "at 'w/~r0': a Replicated inside a RankLocal")
 
 
 class ChangingStorage(LocalStorage):
@@ -268,7 +262,7 @@ def test_a_tensor_that_changes_while_it_is_saved_can_be_loaded(path):
     tensor = torch.zeros(1_000_000)
     succeed(save_on([{"w": tensor}], path, storages=[ChangingStorage(tensor)]))
     assert tensor.max() > 3
-    verify(path)
-    saved = read(path)["w"]
+    ckpt.verify(path)
+    saved = ckpt.read(path)["w"]
     assert saved.min() >= 0
     assert saved.max() <= tensor.max()

@@ -8,16 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from vescale_ckpt import (
-    CheckpointError,
-    CheckpointManager,
-    CoordinationError,
-    Staging,
-    async_save,
-    load,
-    read,
-    save,
-)
+import vescale_ckpt as ckpt
 from vescale_ckpt._coordination import meeting
 from vescale_ckpt._coordination.meeting import Call, arrive, refuse
 
@@ -102,7 +93,7 @@ def test_who_does_not_come_is_named_with_its_last_call():
     # Both are there before the first one gives up.
     waiting = [arrive(store, r, 3, call("save", "'b'", 0.1)) for r in (0, 2)]
     for error in on_threads(*waiting):
-        assert isinstance(error, CoordinationError)
+        assert isinstance(error, ckpt.CoordinationError)
         assert "save('b') at train.py:4" in str(error)
         assert "rank(s) 0, 2 of 3 have waited" in str(error)
         assert "for rank(s) 1, which have not called it" in str(error)
@@ -149,7 +140,7 @@ def test_who_comes_too_late_raises_at_once_and_the_next_call_is_met():
     store = Store()
     (error,) = on_threads(lambda: meet(store, 0, 2, call(timeout=0.05)))
     assert "have waited 0 s" in str(error)
-    with pytest.raises(CoordinationError, match=r"rank 1 came too late: .*have waited 0 s"):
+    with pytest.raises(ckpt.CoordinationError, match=r"rank 1 came too late: .*have waited 0 s"):
         meet(store, 1, 2, call(timeout=1000.0))
     outcomes = on_threads(*(lambda r=r: meet(store, r, 2, call(subject="'b'")) for r in (0, 1)))
     assert outcomes == [None, None]
@@ -158,7 +149,7 @@ def test_who_comes_too_late_raises_at_once_and_the_next_call_is_met():
 def test_calls_of_one_rank_alone_do_not_disturb_the_ones_of_all():
     store = Store()
     for n in range(3):
-        with pytest.raises(CoordinationError):
+        with pytest.raises(ckpt.CoordinationError):
             meet(store, 0, 2, call(subject=str(n), timeout=0.01))
     outcomes = on_threads(*(lambda r=r: meet(store, r, 2, call(subject="'b'")) for r in (0, 1)))
     assert outcomes == [None, None]
@@ -177,7 +168,9 @@ def test_a_rank_that_failed_before_is_not_waited_for():
 def test_it_is_told_also_to_those_who_come_later():
     store = Store()
     refuse(store, 1, 2, call(), ValueError("bad step"))
-    with pytest.raises(CoordinationError, match="came too late: rank 1 of 2 failed on its way"):
+    with pytest.raises(
+        ckpt.CoordinationError, match="came too late: rank 1 of 2 failed on its way"
+    ):
         meet(store, 0, 2, call(timeout=1000.0))
 
 
@@ -202,9 +195,9 @@ def test_an_interrupt_is_told(monkeypatch):
 
 # Real processes: each of these is called on some ranks only, and the others call something later.
 CALLS = {
-    "save": lambda path, w: save(f"{path}/a", w, timeout=0.2),
-    "async_save": lambda path, w: async_save(f"{path}/a", w, timeout=0.2).wait(),
-    "load": lambda path, w: load(f"{path}/good", w, timeout=0.2),
+    "save": lambda path, w: ckpt.save(f"{path}/a", w, timeout=0.2),
+    "async_save": lambda path, w: ckpt.async_save(f"{path}/a", w, timeout=0.2).wait(),
+    "load": lambda path, w: ckpt.load(f"{path}/good", w, timeout=0.2),
     "manager.save": lambda path, w: manager(path, timeout=0.2).save(2, w),
     "manager.async_save": lambda path, w: manager(path, timeout=0.2).async_save(2, w),
     "manager.restore": lambda path, w: manager(path, timeout=0.2).restore(w),
@@ -213,17 +206,17 @@ CALLS = {
 
 
 def manager(path, **how):
-    return CheckpointManager(f"{path}/run", keep_last=1, **how)
+    return ckpt.CheckpointManager(f"{path}/run", keep_last=1, **how)
 
 
 def call_on_some(rank, world_size, path, name, callers):
     found = {}
-    save(f"{path}/good", {"w": torch.ones(3)})
+    ckpt.save(f"{path}/good", {"w": torch.ones(3)})
     manager(path).save(1, {"w": torch.ones(3)})
     if rank in callers:
         try:
             CALLS[name](path, {"w": torch.zeros(3)})
-        except CheckpointError as error:
+        except ckpt.CheckpointError as error:
             found["error"], found["kind"] = str(error), type(error).__name__
     torch.distributed.barrier()
     found["left"] = sorted(os.listdir(path)) + sorted(os.listdir(f"{path}/run"))
@@ -232,8 +225,8 @@ def call_on_some(rank, world_size, path, name, callers):
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     found["sum"] = total.item()
-    save(f"{path}/after", {"w": torch.full((3,), 2.0)})
-    found["after"] = read(f"{path}/after")["w"].tolist()
+    ckpt.save(f"{path}/after", {"w": torch.full((3,), 2.0)})
+    found["after"] = ckpt.read(f"{path}/after")["w"].tolist()
     with open(f"{path}/found-{rank}", "w") as file:
         json.dump(found, file)
 
@@ -256,25 +249,27 @@ def test_a_call_on_rank_0_only(tmp_path, name):
 
 
 def different_calls(rank, world_size, path):
-    save(f"{path}/a", {"w": torch.ones(3)})
-    staging = Staging()
+    ckpt.save(f"{path}/a", {"w": torch.ones(3)})
+    staging = ckpt.Staging()
     calls = [
-        lambda: save(f"{path}/b", {"w": torch.ones(3)}),
-        lambda: load(f"{path}/a", {"w": torch.zeros(3)}),
-        lambda: async_save(f"{path}/b", {"w": torch.ones(3)}, staging=staging),
+        lambda: ckpt.save(f"{path}/b", {"w": torch.ones(3)}),
+        lambda: ckpt.load(f"{path}/a", {"w": torch.zeros(3)}),
+        lambda: ckpt.async_save(f"{path}/b", {"w": torch.ones(3)}, staging=staging),
     ]
-    with pytest.raises(CoordinationError, match=r"different calls.*: save\(.*: load\(.*: async_"):
+    with pytest.raises(
+        ckpt.CoordinationError, match=r"different calls.*: save\(.*: load\(.*: async_"
+    ):
         calls[rank]()
     assert os.listdir(path) == ["a"]
     # Different subjects of one call, and options that ranks must agree on.
-    with pytest.raises(CheckpointError, match="different paths"):
-        save(f"{path}/{rank}", {"w": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="different paths"):
-        load(f"{path}/{rank}", {"w": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="disagree about `strict`"):
-        load(f"{path}/a", {"w": torch.ones(3), "v": torch.ones(1)}, strict=rank == 1)
-    with pytest.raises(CheckpointError, match="restore different steps"):
-        CheckpointManager(path).restore({"w": torch.ones(3)}, step=None if rank else 3)
+    with pytest.raises(ckpt.CheckpointError, match="different paths"):
+        ckpt.save(f"{path}/{rank}", {"w": torch.ones(3)})
+    with pytest.raises(ckpt.CheckpointError, match="different paths"):
+        ckpt.load(f"{path}/{rank}", {"w": torch.ones(3)})
+    with pytest.raises(ckpt.CheckpointError, match="disagree about `strict`"):
+        ckpt.load(f"{path}/a", {"w": torch.ones(3), "v": torch.ones(1)}, strict=rank == 1)
+    with pytest.raises(ckpt.CheckpointError, match="restore different steps"):
+        ckpt.CheckpointManager(path).restore({"w": torch.ones(3)}, step=None if rank else 3)
     torch.distributed.barrier()
     assert os.listdir(path) == ["a"]
 
@@ -284,14 +279,16 @@ def test_different_calls_in_processes(tmp_path):
 
 
 def bad_argument(rank, world_size, path, late):
-    run = CheckpointManager(path)
+    run = ckpt.CheckpointManager(path)
     time.sleep(0.5 if rank == late else 0)  # the others have raised by then
-    with pytest.raises(ValueError if rank == 1 else CoordinationError, match="at least 0"):
+    with pytest.raises(ValueError if rank == 1 else ckpt.CoordinationError, match="at least 0"):
         run.save(-1 if rank == 1 else 0, {"w": torch.ones(3)})
     # A rank that fails twice before the others have heard of the first tells them the second only.
     torch.distributed.barrier()
-    with pytest.raises(TypeError if rank == 1 else CoordinationError, match=r"rank 1|expected str"):
-        save(3 if rank == 1 else f"{path}/a", {"w": torch.ones(3)})
+    with pytest.raises(
+        TypeError if rank == 1 else ckpt.CoordinationError, match=r"rank 1|expected str"
+    ):
+        ckpt.save(3 if rank == 1 else f"{path}/a", {"w": torch.ones(3)})
     torch.distributed.barrier()
     run.save(0, {"w": torch.ones(3)})
     assert run.steps() == [0]

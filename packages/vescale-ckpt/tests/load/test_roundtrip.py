@@ -7,18 +7,9 @@ from collections import OrderedDict
 import pytest
 import torch
 import vescale_ckpt
+import vescale_ckpt as ckpt
 from edited_checkpoint import damage
 from emulated_ranks import bits
-from vescale_ckpt import (
-    CorruptError,
-    MismatchError,
-    RankLocal,
-    StateError,
-    load,
-    read,
-    save,
-    verify,
-)
 from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
 
 VALUES = [
@@ -31,9 +22,9 @@ VALUES = [
 @pytest.mark.smoke
 def test_smallest_save_and_load(path):
     state = {"weight": torch.randn(3, 4), "step": 7}
-    save(path, state)
+    ckpt.save(path, state)
     into = {"weight": torch.zeros(3, 4), "step": 0}
-    loaded = load(path, into)
+    loaded = ckpt.load(path, into)
     assert loaded["weight"] is into["weight"]
     assert loaded["weight"].equal(state["weight"])
     assert loaded["step"] == 7
@@ -43,15 +34,15 @@ def test_smallest_save_and_load(path):
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_value_keeps_its_type(path, value):
-    save(path, {"x": value})
-    for loaded in (read(path)["x"], load(path, into={"x": None})["x"]):
+    ckpt.save(path, {"x": value})
+    for loaded in (ckpt.read(path)["x"], ckpt.load(path, into={"x": None})["x"]):
         assert repr(loaded) == repr(value)
 
 
 @pytest.mark.parametrize("pattern", [0x7FF8000000000000, 0xFFF8000000000001, 0x7FF0000000000001])
 def test_nan_keeps_its_bits(path, pattern):
-    save(path, {"x": struct.unpack(">d", pattern.to_bytes(8, "big"))[0]})
-    assert struct.pack(">d", read(path)["x"]) == pattern.to_bytes(8, "big")
+    ckpt.save(path, {"x": struct.unpack(">d", pattern.to_bytes(8, "big"))[0]})
+    assert struct.pack(">d", ckpt.read(path)["x"]) == pattern.to_bytes(8, "big")
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -61,8 +52,8 @@ def test_dtype_keeps_its_bits(path, name):
     raw = torch.randint(0, 2 if name == "bool" else 256, (6, STORED_AS[name].bytes_per_element))
     saved = raw.to(torch.uint8).view(dtype).reshape(2, 3)
     into = {"x": torch.zeros(2, 3, dtype=torch.uint8).to(dtype), "y": torch.zeros(()).to(dtype)}
-    save(path, {"x": saved, "y": saved[1, 2]})
-    for loaded in (read(path), load(path, into)):
+    ckpt.save(path, {"x": saved, "y": saved[1, 2]})
+    for loaded in (ckpt.read(path), ckpt.load(path, into)):
         assert loaded["x"].dtype is dtype
         assert bits(loaded["x"]).equal(bits(saved))
         assert bits(loaded["y"]).equal(bits(saved[1, 2]))
@@ -84,15 +75,15 @@ def test_dtype_keeps_its_bits(path, name):
     ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}",
 )
 def test_any_strides_and_sizes(path, tensor):
-    save(path, {"x": tensor})
-    assert read(path)["x"].equal(tensor.detach().resolve_conj())
+    ckpt.save(path, {"x": tensor})
+    assert ckpt.read(path)["x"].equal(tensor.detach().resolve_conj())
 
 
 def test_parameters_and_strided_views_are_filled_in_place(path):
-    save(path, {"w": torch.arange(6.0).reshape(2, 3), "v": torch.arange(6.0).reshape(2, 3)})
+    ckpt.save(path, {"w": torch.arange(6.0).reshape(2, 3), "v": torch.arange(6.0).reshape(2, 3)})
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     base = torch.zeros(6, 4)
-    load(path, into={"w": weight, "v": base.t()[1:3, ::2]})
+    ckpt.load(path, into={"w": weight, "v": base.t()[1:3, ::2]})
     assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert weight.grad_fn is None
     assert weight.requires_grad
@@ -103,10 +94,10 @@ def test_parameters_and_strided_views_are_filled_in_place(path):
 def test_module_state_dict_and_rng_state(path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     assert type(model.state_dict()) is OrderedDict
-    save(path, {"model": model.state_dict(), "rng": torch.get_rng_state()})
+    ckpt.save(path, {"model": model.state_dict(), "rng": torch.get_rng_state()})
     expected = torch.rand(5)
     other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    loaded = load(path, into={"model": other.state_dict(), "rng": torch.get_rng_state()})
+    loaded = ckpt.load(path, into={"model": other.state_dict(), "rng": torch.get_rng_state()})
     torch.set_rng_state(loaded["rng"])
     assert torch.rand(5).equal(expected)
     for key, value in model.state_dict().items():
@@ -117,19 +108,19 @@ def test_names_that_look_alike_stay_apart(path):
     keys = ["a/b", "a~1b", "0", 0, "~s0", "~", "__metadata__", "x~[0:2]", "x", ""]
     state = {key: torch.tensor(float(i)) for i, key in enumerate(keys)}
     state["a"] = {"b": torch.tensor(100.0)}
-    save(path, state)
-    assert read(path) == state
+    ckpt.save(path, state)
+    assert ckpt.read(path) == state
 
 
 def test_rank_local_alone(path):
-    save(path, {"loader": RankLocal({"at": 3, "order": torch.arange(4)})})
-    (value,) = read(path)["loader"].values
+    ckpt.save(path, {"loader": ckpt.RankLocal({"at": 3, "order": torch.arange(4)})})
+    (value,) = ckpt.read(path)["loader"].values
     assert (value["at"], value["order"].tolist()) == (3, [0, 1, 2, 3])
-    loaded = load(path, into={"loader": RankLocal(None)})["loader"].value
+    loaded = ckpt.load(path, into={"loader": ckpt.RankLocal(None)})["loader"].value
     assert loaded["at"] == 3
     assert loaded["order"].tolist() == [0, 1, 2, 3]
     order = torch.zeros(4, dtype=torch.int64)
-    load(path, into={"loader": RankLocal({"at": 0, "order": order})})
+    ckpt.load(path, into={"loader": ckpt.RankLocal({"at": 0, "order": order})})
     assert order.tolist() == [0, 1, 2, 3]
 
 
@@ -166,14 +157,14 @@ REFUSED = {
     "deep": (DEEP, "nested deeper than 64"),
     "sparse": (torch.eye(3).to_sparse(), "to_dense()"),
     "meta": (torch.empty(3, device="meta"), "meta device"),
-    "nested rank local": (RankLocal([RankLocal(1)]), "a RankLocal inside a RankLocal"),
+    "nested rank local": (ckpt.RankLocal([ckpt.RankLocal(1)]), "a RankLocal inside a RankLocal"),
 }
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_saved_is_refused_with_its_path(tmp_path, path, value):
-    with pytest.raises(StateError) as caught:
-        save(path, {"outer": {"list": [0, value[0]]}})
+    with pytest.raises(ckpt.StateError) as caught:
+        ckpt.save(path, {"outer": {"list": [0, value[0]]}})
     assert "outer/list/1" in str(caught.value)
     assert value[1] in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -182,24 +173,24 @@ def test_what_cannot_be_saved_is_refused_with_its_path(tmp_path, path, value):
 def test_numpy_values_are_refused_with_advice(path):
     import numpy
 
-    with pytest.raises(StateError, match=r"at 'x': .*numpy.*\.item\(\)"):
-        save(path, {"x": numpy.float64(1.0)})
-    with pytest.raises(StateError, match="from_numpy"):
-        save(path, {"x": numpy.zeros(2)})
+    with pytest.raises(ckpt.StateError, match=r"at 'x': .*numpy.*\.item\(\)"):
+        ckpt.save(path, {"x": numpy.float64(1.0)})
+    with pytest.raises(ckpt.StateError, match="from_numpy"):
+        ckpt.save(path, {"x": numpy.zeros(2)})
 
 
 def test_the_state_itself_must_be_a_dict(path):
-    with pytest.raises(StateError, match="must be a dict, not a list"):
-        save(path, [torch.zeros(2)])
+    with pytest.raises(ckpt.StateError, match="must be a dict, not a list"):
+        ckpt.save(path, [torch.zeros(2)])
 
 
 @pytest.mark.parametrize("layout", ["whole", "strided"])
 def test_a_backward_pass_that_needs_what_was_there_before_raises(path, layout):
     weight = torch.full((300, 300), 3.0, requires_grad=True)
     into = weight if layout == "whole" else weight.t()
-    save(path, {"w": torch.full((300, 300), 5.0)})
+    ckpt.save(path, {"w": torch.full((300, 300), 5.0)})
     loss = weight.square().sum()
-    load(path, {"w": into})
+    ckpt.load(path, {"w": into})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -207,8 +198,8 @@ def test_a_backward_pass_that_needs_what_was_there_before_raises(path, layout):
 def test_an_inference_tensor_is_filled(path):
     with torch.inference_mode():
         weight = torch.zeros(3)
-    save(path, {"w": torch.ones(3)})
-    load(path, {"w": weight})
+    ckpt.save(path, {"w": torch.ones(3)})
+    ckpt.load(path, {"w": weight})
     assert weight.all()
 
 
@@ -220,29 +211,29 @@ ONE_ELEMENT = [((1, 1), (5, 7)), ((1, 1), (1, 3)), ((1,), (9,)), ((), ()), ((1, 
 def test_one_element_of_any_strides(path, shape, strides, dtype):
     """It is contiguous to torch, and yet cannot be viewed as bytes like any other."""
     source = torch.full((20,), 3).to(dtype).as_strided(shape, strides, 2)
-    save(path, {"a": torch.ones(3), "w": source, "z": torch.ones(3)})
+    ckpt.save(path, {"a": torch.ones(3), "w": source, "z": torch.ones(3)})
     target = torch.zeros(20, dtype=dtype).as_strided(shape, strides, 2)
-    loaded = load(path, {"a": torch.zeros(3), "w": target, "z": torch.zeros(3)})
+    loaded = ckpt.load(path, {"a": torch.zeros(3), "w": target, "z": torch.zeros(3)})
     assert loaded["w"] is target
     assert target.item() == 3
-    assert verify(path).tensors == 3
+    assert ckpt.verify(path).tensors == 3
 
 
 def test_a_load_that_fails_amid_says_what_it_has_changed(path):
     whole = torch.ones(300_000)
-    save(path, {"a": whole, "b": whole})
+    ckpt.save(path, {"a": whole, "b": whole})
     damage(path, byte=b"\xff")
     changed = "Tensors of `into` that were read before are filled"
-    with pytest.raises(CorruptError, match=changed):
-        load(path, {"a": torch.zeros(300_000), "b": torch.zeros(300_000)})
-    with pytest.raises(MismatchError) as caught:
-        load(path, {"a": torch.zeros(300_000), "b": torch.zeros(2)})
+    with pytest.raises(ckpt.CorruptError, match=changed):
+        ckpt.load(path, {"a": torch.zeros(300_000), "b": torch.zeros(300_000)})
+    with pytest.raises(ckpt.MismatchError) as caught:
+        ckpt.load(path, {"a": torch.zeros(300_000), "b": torch.zeros(2)})
     assert changed not in str(caught.value)
-    with pytest.raises(CorruptError) as caught:
-        read(path)
+    with pytest.raises(ckpt.CorruptError) as caught:
+        ckpt.read(path)
     assert changed not in str(caught.value)
 
 
 def test_a_path_of_bytes(path):
-    save(path.encode(), {"x": 1})
-    assert read(path) == read(path.encode()) == {"x": 1}
+    ckpt.save(path.encode(), {"x": 1})
+    assert ckpt.read(path) == ckpt.read(path.encode()) == {"x": 1}

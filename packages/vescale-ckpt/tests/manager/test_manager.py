@@ -6,17 +6,10 @@ import os
 
 import pytest
 import torch
+import vescale_ckpt as ckpt
 from faulty_storage import AtCall, FaultyStorage, disk_full_once
 from object_store import ObjectStore
-from vescale_ckpt import (
-    CheckpointManager,
-    ExistsError,
-    FormatError,
-    NotFoundError,
-    StorageError,
-    read,
-    save,
-)
+from vescale_ckpt import save
 from vescale_ckpt._manager.manager import _by_age
 from vescale_ckpt._storage.local import LocalStorage
 
@@ -30,7 +23,7 @@ def restored(manager, **options):
 
 
 def test_keeps_the_last_ones(tmp_path):
-    manager = CheckpointManager(tmp_path / "run", keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path / "run", keep_last=2)
     assert manager.latest() is None
     for step in (1, 5, 10, 20):
         manager.save(step, state(step))
@@ -42,18 +35,18 @@ def test_keeps_the_last_ones(tmp_path):
 
 
 def test_keeps_all_by_default(tmp_path):
-    manager = CheckpointManager(tmp_path)
+    manager = ckpt.CheckpointManager(tmp_path)
     for step in range(5):
         manager.save(step, state(step))
     assert manager.steps() == [0, 1, 2, 3, 4]
 
 
 def test_the_one_just_saved_stays_even_if_it_is_older(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=1)
     manager.save(100, state(100))
     manager.save(50, state(50))
     assert manager.steps() == [50]
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
     manager.save(200, state(200))
     manager.save(10, state(10))
     assert manager.steps() == [10, 200]
@@ -61,11 +54,11 @@ def test_the_one_just_saved_stays_even_if_it_is_older(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_saved_after_going_back_is_the_newest(tmp_path, asynchronous):
-    manager = CheckpointManager(tmp_path, keep_last=3)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=3)
     for step in (50, 100, 110):
         manager.save(step, state(step))
     # Another process goes back, and the steps beyond are left behind.
-    manager = CheckpointManager(tmp_path, keep_last=3)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=3)
     assert restored(manager, step=50) == 50
     save = manager.async_save if asynchronous else manager.save
     for step, kept in ((60, [60, 100, 110]), (70, [60, 70, 110]), (80, [60, 70, 80])):
@@ -74,19 +67,19 @@ def test_what_is_saved_after_going_back_is_the_newest(tmp_path, asynchronous):
         assert manager.steps() == kept
         assert manager.latest() == manager.latest_healthy() == step
         # Whoever comes after a crash.
-        assert restored(CheckpointManager(tmp_path)) == step
+        assert restored(ckpt.CheckpointManager(tmp_path)) == step
     assert manager.latest() == 80
 
 
 def test_what_is_damaged_pushes_out_nothing_and_stays(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
     for step in (1, 2):
         manager.save(step, state(step))
     (tmp_path / "step-00000002" / "COMMIT").write_text("{}")
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
     # It is the newest, and asking for the newest says what is wrong with it.
     assert manager.latest() == 2
-    with pytest.raises(FormatError, match="COMMIT"):
+    with pytest.raises(ckpt.FormatError, match="COMMIT"):
         restored(manager)
     for step, kept in ((3, [1, 2, 3]), (4, [2, 3, 4])):
         manager.save(step, state(step))
@@ -95,7 +88,7 @@ def test_what_is_damaged_pushes_out_nothing_and_stays(tmp_path):
 
 
 def test_what_says_nothing_of_its_order_is_as_new_as_its_clock_says(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
     manager.save(10, state(10))
     save(manager.path(20), state(20))
     assert manager.latest() == restored(manager) == 20
@@ -131,12 +124,12 @@ class WithBadManifests(LocalStorage):
 
     def open(self, path):
         if path.endswith("manifest.json") and any(f"{step:08d}/" in path for step in self.away):
-            raise StorageError(f"cannot open {path}: 503")
+            raise ckpt.StorageError(f"cannot open {path}: 503")
         return super().open(path)
 
 
 def test_one_that_was_saved_damaged_pushes_out_nothing(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=1)
     manager._storage = storage = WithBadManifests()
     manager.save(1, state(1))
     storage.bad = True
@@ -149,14 +142,14 @@ def test_one_that_was_saved_damaged_pushes_out_nothing(tmp_path):
 
 
 def test_in_an_outage_no_older_one_is_the_newest(tmp_path):
-    manager = CheckpointManager(tmp_path)
+    manager = ckpt.CheckpointManager(tmp_path)
     for step in (50, 100, 60):
         manager.save(step, state(step))
-    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=1)
     manager._storage = storage = WithBadManifests()
     storage.away = (60,)
     for call in (manager.latest, lambda: restored(manager), lambda: manager.save(70, state(70))):
-        with pytest.raises(StorageError, match="503"):
+        with pytest.raises(ckpt.StorageError, match="503"):
             call()
     assert manager.steps() == [50, 60, 100]
     # Removed by another process between two looks: that is no outage.
@@ -170,7 +163,7 @@ def test_in_an_outage_no_older_one_is_the_newest(tmp_path):
 def test_where_all_are_kept_a_save_looks_at_no_other(tmp_path, storage):
     counting = AtCall(storage, math.inf, None)
     calls = []
-    manager = CheckpointManager(tmp_path)
+    manager = ckpt.CheckpointManager(tmp_path)
     manager._storage = counting
     for step in range(5):
         manager.save(step, state(step))
@@ -180,20 +173,20 @@ def test_where_all_are_kept_a_save_looks_at_no_other(tmp_path, storage):
 
 
 def test_the_newest_is_found_without_looking_at_data_files(tmp_path):
-    manager = CheckpointManager(tmp_path)
+    manager = ckpt.CheckpointManager(tmp_path)
     manager.save(1, state(1))
-    manager = CheckpointManager(tmp_path)
+    manager = ckpt.CheckpointManager(tmp_path)
     manager._storage = counting = AtCall(LocalStorage(), math.inf, None)
     assert manager.latest() == 1
     assert not [call for call in counting.log if "safetensors" in call]
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, state(1))
     with pytest.raises(Exception, match="object"):
         manager.save(2, {"w": object()})
-    with pytest.raises(ExistsError):
+    with pytest.raises(ckpt.ExistsError):
         manager.save(1, state(9))
     assert restored(manager) == 1
     manager.save(1, state(9), overwrite=True)
@@ -201,20 +194,20 @@ def test_a_save_that_fails_removes_nothing(tmp_path):
 
 
 def test_what_is_not_committed_is_not_seen(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=3)
-    with pytest.raises(NotFoundError, match="no committed checkpoint in"):
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=3)
+    with pytest.raises(ckpt.NotFoundError, match="no committed checkpoint in"):
         restored(manager)
     manager.save(1, state(1))
     (tmp_path / "step-00000002").mkdir()
     (tmp_path / "step-00000003").write_text("not a directory")
     (tmp_path / "other").mkdir()
     assert manager.steps() == [1]
-    with pytest.raises(NotFoundError, match="did you mean"):
+    with pytest.raises(ckpt.NotFoundError, match="did you mean"):
         restored(manager, step=7)
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
     for name in (".step-00000009.saving-g-0123456789abcdef", ".step-00000003.removing"):
         (tmp_path / name / "g-0123456789abcdef").mkdir(parents=True)
         (tmp_path / name / "g-0123456789abcdef" / "r00000.safetensors").write_bytes(b"half")
@@ -226,24 +219,24 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
 
 def test_wrong_arguments(tmp_path):
     with pytest.raises(ValueError, match="keep_last must be at least 1"):
-        CheckpointManager(tmp_path, keep_last=0)
+        ckpt.CheckpointManager(tmp_path, keep_last=0)
     for option in ("keep_last", "keep_every", "keep_best"):
         for wrong in (math.nan, math.inf, 2.5, -1, "3"):
             with pytest.raises(ValueError, match=f"{option} must be at least 1"):
-                CheckpointManager(tmp_path, **{option: wrong})
+                ckpt.CheckpointManager(tmp_path, **{option: wrong})
     with pytest.raises(ValueError, match="a step is at least 0"):
-        CheckpointManager(tmp_path).save(-1, state(1))
+        ckpt.CheckpointManager(tmp_path).save(-1, state(1))
 
 
 def test_keeps_every_and_best(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=1, keep_every=10, keep_best=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=1, keep_every=10, keep_best=2)
     losses = {5: 3.0, 10: 2.0, 12: 0.5, 15: float("nan"), 20: 0.7, 21: 0.5, 22: 9.0}
     for step, loss in losses.items():
         manager.save(step, state(step), metric=loss)
     # 12 and 21 are the best, 10 and 20 are multiples, 22 is the last.
     assert manager.steps() == [10, 12, 20, 21, 22]
     assert manager.metrics() == {s: losses[s] for s in manager.steps()}
-    largest = CheckpointManager(tmp_path, keep_best=1, best="max")
+    largest = ckpt.CheckpointManager(tmp_path, keep_best=1, best="max")
     largest.save(23, state(23))
     assert largest.steps() == [22, 23]
 
@@ -254,7 +247,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("how", [{"metric": NAN}, {"metric": -INF}, {"healthy": False}])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_unhealthy_pushes_out_nothing_that_is_good(tmp_path, how, asynchronous):
-    manager = CheckpointManager(tmp_path, keep_last=2, keep_every=100, keep_best=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2, keep_every=100, keep_best=1)
     save = manager.async_save if asynchronous else manager.save
     for step in (1, 2, 3):
         save(step, state(step), metric=float(step))
@@ -266,7 +259,7 @@ def test_what_is_unhealthy_pushes_out_nothing_that_is_good(tmp_path, how, asynch
         assert manager.latest() == step
         assert manager.latest_healthy() == 3
         assert restored(manager) == 3
-        assert restored(CheckpointManager(tmp_path)) == 3
+        assert restored(ckpt.CheckpointManager(tmp_path)) == 3
         assert restored(manager, step=step) == step
     save(101, state(101), metric=9.0)
     manager.wait()
@@ -274,7 +267,7 @@ def test_what_is_unhealthy_pushes_out_nothing_that_is_good(tmp_path, how, asynch
 
 
 def test_one_that_is_kept_beside_one_that_is_unhealthy(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, state(1))
     manager.save(2, state(2), metric=NAN)
     assert manager.steps() == [1, 2]
@@ -284,11 +277,13 @@ def test_one_that_is_kept_beside_one_that_is_unhealthy(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_unhealthy_replaces_nothing_that_is_good(tmp_path, asynchronous):
-    manager = CheckpointManager(tmp_path)
+    manager = ckpt.CheckpointManager(tmp_path)
     save = manager.async_save if asynchronous else manager.save
     save(1, state(1))
     manager.wait()
-    with pytest.raises(ExistsError, match="is a healthy checkpoint, and the one to replace it"):
+    with pytest.raises(
+        ckpt.ExistsError, match="is a healthy checkpoint, and the one to replace it"
+    ):
         save(1, state(9), metric=NAN, overwrite=True)
     assert restored(manager) == 1
     # A bad one may be replaced, by whatever; and what is said counts more than the metric.
@@ -299,17 +294,17 @@ def test_what_is_unhealthy_replaces_nothing_that_is_good(tmp_path, asynchronous)
 
 
 def test_only_unhealthy_ones(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=3)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=3)
     manager.save(1, state(1), metric=NAN)
     assert manager.latest_healthy() is None
-    with pytest.raises(NotFoundError, match=r"by `step` an unhealthy one can be: \[1\]"):
+    with pytest.raises(ckpt.NotFoundError, match=r"by `step` an unhealthy one can be: \[1\]"):
         manager.restore(into=state(0))
     assert restored(manager, step=1) == 1
     assert manager.metrics() == {}
 
 
 def unhealthy_on_one_rank(rank, world_size, path):
-    manager = CheckpointManager(path, keep_last=1)
+    manager = ckpt.CheckpointManager(path, keep_last=1)
     for step, healthy in ((1, True), (2, rank != 1), (3, rank != 1)):
         # The second goes by the plan of the first.
         manager.async_save(step, state(step), healthy=healthy)
@@ -325,27 +320,27 @@ def test_one_rank_that_knows_of_something_bad_is_enough(tmp_path):
 
 
 def test_the_manifest_is_legal_json(tmp_path):
-    manager = CheckpointManager(tmp_path)
+    manager = ckpt.CheckpointManager(tmp_path)
     manager.save(1, {"loss": NAN, "bound": -INF, "w": torch.tensor([NAN, INF])}, metric=INF)
     found = list(tmp_path.rglob("manifest.json"))
     refuse = pytest.fail
     for path in found:
         json.loads(path.read_text(), parse_constant=lambda name: refuse(f"{name} is not JSON"))
-    loaded = read(manager.path(1))
+    loaded = ckpt.read(manager.path(1))
     assert repr(loaded["loss"]) == "nan"
     assert loaded["bound"] == -INF
     assert len(found) == 1
 
 
 def test_the_best_need_not_have_a_metric(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_best=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_best=1)
     for step in (1, 2):
         manager.save(step, state(step))
         assert manager.steps() == [step]
 
 
 def test_asynchronous_saves_are_pruned_after(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
     value = state(0)
     for step in range(1, 6):
         value["w"].fill_(step)
@@ -358,11 +353,11 @@ def test_asynchronous_saves_are_pruned_after(tmp_path):
 
 
 def test_an_asynchronous_failure_comes_with_the_next_call_and_removes_nothing(tmp_path):
-    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, state(1))
     manager._storage = FaultyStorage(7, disk_full_once)
     manager.async_save(2, state(2))
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(ckpt.StorageError, match="No space left"):
         manager.wait()
     assert manager.steps() == [1]
     assert restored(manager) == 1

@@ -11,23 +11,9 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_ckpt as ckpt
 from emulated_ranks import on_ranks, sharded, succeed
 from faulty_storage import FaultyStorage, disk_full_once
-from vescale_ckpt import (
-    CheckpointError,
-    CheckpointManager,
-    ExistsError,
-    NotFoundError,
-    PerRank,
-    RankLocal,
-    Staging,
-    StateError,
-    StorageError,
-    async_save,
-    read,
-    save,
-    verify,
-)
 from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._save.async_save import async_save_with
 from vescale_ckpt._save.save import SaveOptions
@@ -52,7 +38,7 @@ def save_async_on(states, path, *, storages=None, stagings=None, change=lambda s
     def work(coordinator):
         rank = coordinator.rank
         storage = storages[rank] if storages else LocalStorage()
-        staging = stagings[rank] if stagings else Staging()
+        staging = stagings[rank] if stagings else ckpt.Staging()
         options = SaveOptions(overwrite=True)
         handle = async_save_with(storage, coordinator, path, states[rank], options, staging)
         change(states[rank])
@@ -66,8 +52,8 @@ def test_the_state_may_change_at_once(path, ranks):
     whole = torch.randn(40, 30)
     states = states_of(whole, ranks)
     succeed(save_async_on(states, path, change=lambda state: state["w"].local.fill_(9)))
-    assert read(path)["w"].equal(whole)
-    verify(path)
+    assert ckpt.read(path)["w"].equal(whole)
+    ckpt.verify(path)
 
 
 class SlowStorage(LocalStorage):
@@ -83,64 +69,64 @@ class SlowStorage(LocalStorage):
 
 def test_what_is_in_flight_is_bounded(path):
     state = {f"w{i}": torch.full((1000,), float(i)) for i in range(40)}
-    staging, storage = Staging(max_bytes=32_000), SlowStorage()
+    staging, storage = ckpt.Staging(max_bytes=32_000), SlowStorage()
     threading.Timer(0.1, storage.go.set).start()
     (outcome,) = save_async_on([state], path, storages=[storage], stagings=[staging])
     assert outcome is None
     assert staging.buffers.allocated <= 32_000
-    loaded = read(path)
+    loaded = ckpt.read(path)
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
 
 
 def test_a_tensor_larger_than_all_buffers(path):
     whole = torch.randn(100, 100)
-    (outcome,) = save_async_on([{"w": whole}], path, stagings=[Staging(max_bytes=5000)])
+    (outcome,) = save_async_on([{"w": whole}], path, stagings=[ckpt.Staging(max_bytes=5000)])
     assert outcome is None
-    assert read(path)["w"].equal(whole)
+    assert ckpt.read(path)["w"].equal(whole)
 
 
 def test_buffers_are_reused(tmp_path):
-    staging, weight = Staging(), torch.zeros(1000)
+    staging, weight = ckpt.Staging(), torch.zeros(1000)
     for step in range(5):
         weight.fill_(step)
-        async_save(tmp_path / str(step), {"w": weight}, staging=staging)
+        ckpt.async_save(tmp_path / str(step), {"w": weight}, staging=staging)
     staging.wait()
     assert staging.buffers.allocated == 4000
-    assert [read(tmp_path / str(s))["w"][0].item() for s in range(5)] == [0, 1, 2, 3, 4]
+    assert [ckpt.read(tmp_path / str(s))["w"][0].item() for s in range(5)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_what_fails_in_the_background_fails_on_all_ranks(path, bad):
     whole = torch.arange(200.0).reshape(20, 10)
-    save(path, {"w": torch.zeros(20, 10)})
+    ckpt.save(path, {"w": torch.zeros(20, 10)})
     for at in (1, 3, 5, 8):
         storages = [FaultyStorage(at if r == bad else None, disk_full_once) for r in range(2)]
         outcomes = save_async_on(states_of(whole, 2), path, storages=storages)
         if len(storages[bad].log) >= at and any(outcomes):
-            assert [type(o) for o in outcomes] == [StorageError] * 2
+            assert [type(o) for o in outcomes] == [ckpt.StorageError] * 2
             assert len({str(o) for o in outcomes}) == 1
             assert f"rank {bad} of 2" in str(outcomes[0])
-            assert read(path)["w"].unique().tolist() == [0]
+            assert ckpt.read(path)["w"].unique().tolist() == [0]
             assert os.listdir(os.path.dirname(path)) == ["step-1"]
 
 
 def test_an_error_comes_with_the_next_save_and_only_once(tmp_path):
-    staging = Staging()
+    staging = ckpt.Staging()
     storage = FaultyStorage(6, disk_full_once)
     options = SaveOptions()
 
     state = {"w": torch.ones(3)}
     async_save_with(storage, SingleProcess(), tmp_path / "a", state, options, staging)
-    with pytest.raises(StorageError, match="No space left"):
-        async_save(tmp_path / "b", state, staging=staging)
-    async_save(tmp_path / "b", state, staging=staging).wait()
+    with pytest.raises(ckpt.StorageError, match="No space left"):
+        ckpt.async_save(tmp_path / "b", state, staging=staging)
+    ckpt.async_save(tmp_path / "b", state, staging=staging).wait()
     assert os.listdir(tmp_path) == ["b"]
 
 
 def fail_in_the_background(path, **options):
     storage, state = FaultyStorage(6, disk_full_once), {"w": torch.ones(3)}
     options = SaveOptions(**options)
-    return async_save_with(storage, SingleProcess(), path, state, options, Staging())
+    return async_save_with(storage, SingleProcess(), path, state, options, ckpt.Staging())
 
 
 def test_a_failure_that_nobody_waits_for_is_told(path, caplog):
@@ -156,7 +142,7 @@ def test_a_failure_that_nobody_waits_for_is_told(path, caplog):
 
 def test_a_failure_that_was_raised_is_not_told_again(path, caplog):
     handle = fail_in_the_background(path)
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(ckpt.StorageError, match="No space left"):
         handle.wait(20)
     del handle
     gc.collect()
@@ -166,7 +152,7 @@ def test_a_failure_that_was_raised_is_not_told_again(path, caplog):
 def test_a_log_that_raises_ends_the_save(path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vescale_ckpt"), "warning", pytest.fail)
     handle = fail_in_the_background(path)
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(ckpt.StorageError, match="No space left"):
         handle.wait(20)
 
 
@@ -176,8 +162,8 @@ def test_a_thread_that_ends_itself_ends_the_save(path):
 
     options, state = SaveOptions(progress=progress), {"w": torch.ones(3)}
     storage, one = LocalStorage(), SingleProcess()
-    handle = async_save_with(storage, one, path, state, options, Staging())
-    with pytest.raises(CheckpointError, match="SystemExit: enough"):
+    handle = async_save_with(storage, one, path, state, options, ckpt.Staging())
+    with pytest.raises(ckpt.CheckpointError, match="SystemExit: enough"):
         handle.wait(20)
     assert not os.path.exists(path)
 
@@ -203,15 +189,15 @@ def in_a_fork(work):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_saves_with_its_parents_staging(tmp_path):
-    staging, state, storage = Staging(), {"w": torch.ones(3)}, SlowStorage()
-    manager = CheckpointManager(tmp_path / "run", keep_last=1)
+    staging, state, storage = ckpt.Staging(), {"w": torch.ones(3)}, SlowStorage()
+    manager = ckpt.CheckpointManager(tmp_path / "run", keep_last=1)
     manager.async_save(1, state)
-    async_save(tmp_path / "a", state, staging=staging).wait(20)
+    ckpt.async_save(tmp_path / "a", state, staging=staging).wait(20)
     options = SaveOptions()
     parents = async_save_with(storage, SingleProcess(), tmp_path / "b", state, options, staging)
 
     def child():
-        async_save(tmp_path / "c", state, staging=staging).wait(10)
+        ckpt.async_save(tmp_path / "c", state, staging=staging).wait(10)
         manager.async_save(2, state)
         manager.wait()
         return manager.steps()
@@ -223,15 +209,15 @@ def test_a_fork_saves_with_its_parents_staging(tmp_path):
     parents.wait(20)
     names = ["a", "b", "c", "run"]
     assert sorted(os.listdir(tmp_path)) == names
-    assert [read(tmp_path / name)["w"].tolist() for name in "abc"] == [[1, 1, 1]] * 3
+    assert [ckpt.read(tmp_path / name)["w"].tolist() for name in "abc"] == [[1, 1, 1]] * 3
 
 
 def test_what_is_refused_is_refused_at_once(tmp_path):
-    with pytest.raises(StateError, match="at 'x'"):
-        async_save(tmp_path / "a", {"x": object()})
-    save(tmp_path / "b", {"x": 1})
-    with pytest.raises(ExistsError):
-        async_save(tmp_path / "b", {"x": 2})
+    with pytest.raises(ckpt.StateError, match="at 'x'"):
+        ckpt.async_save(tmp_path / "a", {"x": object()})
+    ckpt.save(tmp_path / "b", {"x": 1})
+    with pytest.raises(ckpt.ExistsError):
+        ckpt.async_save(tmp_path / "b", {"x": 2})
     assert os.listdir(tmp_path) == ["b"]
 
 
@@ -240,14 +226,14 @@ def test_a_copy_that_fails_commits_nothing(path, monkeypatch):
         raise RuntimeError("device lost")
 
     monkeypatch.setattr("vescale_ckpt._save.staging_queue.StagingQueue._copy", broken)
-    handle = async_save(path, {"w": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="copying the state failed: device lost"):
+    handle = ckpt.async_save(path, {"w": torch.ones(3)})
+    with pytest.raises(ckpt.CheckpointError, match="copying the state failed: device lost"):
         handle.wait(20)
     assert not os.path.exists(path)
 
 
 def test_the_handle_tells(path):
-    storage, staging = SlowStorage(), Staging()
+    storage, staging = SlowStorage(), ckpt.Staging()
 
     state = {"w": torch.ones(1000)}
     handle = async_save_with(storage, SingleProcess(), path, state, SaveOptions(), staging)
@@ -263,15 +249,15 @@ def test_the_handle_tells(path):
 
 
 def train_and_save(rank, world_size, path):
-    staging, weight = Staging(), torch.zeros(1000)
+    staging, weight = ckpt.Staging(), torch.zeros(1000)
     for step in range(3):
         weight += 1
-        handle = async_save(f"{path}-{step}", {"w": weight}, staging=staging)
+        handle = ckpt.async_save(f"{path}-{step}", {"w": weight}, staging=staging)
         # Training goes on, and talks meanwhile.
         for _ in range(20):
             dist.all_reduce(torch.ones(10))
     handle.wait()
-    return [read(f"{path}-{step}")["w"][0].item() for step in range(3)]
+    return [ckpt.read(f"{path}-{step}")["w"][0].item() for step in range(3)]
 
 
 def test_collectives_of_the_training_do_not_get_mixed_up(path):
@@ -281,16 +267,16 @@ def test_collectives_of_the_training_do_not_get_mixed_up(path):
 def save_in_two_groups(rank, world_size, path):
     # Of one group rank 0 is a member and rank 1 is not.
     _, pair, everyone = dist.new_group([0]), dist.new_group([0, 1]), dist.group.WORLD
-    staging = Staging()
+    staging = ckpt.Staging()
     for step, group in enumerate((pair, None, pair, everyone)):
         if group is not pair or rank < 2:
-            state = {"own": RankLocal(rank)}
-            async_save(f"{path}-{step}", state, group=group, staging=staging).wait(30)
+            state = {"own": ckpt.RankLocal(rank)}
+            ckpt.async_save(f"{path}-{step}", state, group=group, staging=staging).wait(30)
     # Torch names groups by how many a process has made: the program's own still get one name.
     later, total = dist.new_group([0, 1, 2]), torch.ones(1)
     dist.all_reduce(total, group=later)
     assert total.item() == 3.0
-    return [read(f"{path}-{step}")["own"].values for step in range(4)]
+    return [ckpt.read(f"{path}-{step}")["own"].values for step in range(4)]
 
 
 def test_one_staging_in_several_groups(path):
@@ -300,7 +286,7 @@ def test_one_staging_in_several_groups(path):
 
 def save_simulated(rank, world_size, path):
     weight = torch.ones(3)
-    handle = async_save(path, {"w": weight, "own": RankLocal(rank)})
+    handle = ckpt.async_save(path, {"w": weight, "own": ckpt.RankLocal(rank)})
     weight.zero_()
     assert handle.done()
 
@@ -309,9 +295,9 @@ def test_simulated_ranks_that_take_turns_have_saved_when_it_returns(path, monkey
     monkeypatch.undo()
     comm = pytest.importorskip("vescale_comm")
     comm.simulate(3)(save_simulated, path)
-    found = read(path)
+    found = ckpt.read(path)
     assert found["w"].equal(torch.ones(3))
-    assert found["own"] == PerRank((0, 1, 2))
+    assert found["own"] == ckpt.PerRank((0, 1, 2))
 
 
 _PROGRAM = """
@@ -335,16 +321,16 @@ def test_when_the_program_ends(path, end):
     command = [sys.executable, "-c", _PROGRAM, path, end]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     status = ended.returncode
-    assert read(f"{path}-before")["w"].equal(torch.ones(2))
+    assert ckpt.read(f"{path}-before")["w"].equal(torch.ones(2))
     if end == "regularly":
         assert status == 0
         assert f"{path}-lost failed: {path}-lost exists and is not a checkpoint" in ended.stderr
         assert ended.stderr.count("nothing has waited for it") == 1
-        assert read(path)["w"].equal(torch.ones(3_000_000))
+        assert ckpt.read(path)["w"].equal(torch.ones(3_000_000))
     else:
         assert status == -signal.SIGKILL
         # The renaming is the last thing; it has hardly come to that.
         try:
-            assert read(path)["w"].equal(torch.ones(3_000_000))
-        except NotFoundError:
+            assert ckpt.read(path)["w"].equal(torch.ones(3_000_000))
+        except ckpt.NotFoundError:
             assert not os.path.exists(path)

@@ -4,30 +4,14 @@ new one loads, what was reported as saved is there, and the next save goes throu
 import itertools
 import threading
 
+import faulty_storage
 import pytest
 import torch
+import vescale_ckpt as ckpt
 from emulated_ranks import load_on, save_on, sharded
-from faulty_storage import (
-    AtCall,
-    Killed,
-    answer_is_lost,
-    dies_after,
-    dies_before,
-    fails_from_then_on,
-    fails_once,
-    is_first,
-)
 from object_store import ObjectStore
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from vescale_ckpt import (
-    WHOLE,
-    CheckpointManager,
-    CoordinationError,
-    ExistsError,
-    NotFoundError,
-    UncommittedError,
-)
 from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._load.load import LoadOptions, load_with
 from vescale_ckpt._save.save import SaveOptions, save_with
@@ -39,7 +23,13 @@ OLD, NEW, OTHER, NEXT = 1.0, 2.0, 3.0, 4.0
 SLOW = pytest.mark.slow
 
 
-FAULTS = [fails_once, fails_from_then_on, answer_is_lost, dies_before, dies_after]
+FAULTS = [
+    faulty_storage.fails_once,
+    faulty_storage.fails_from_then_on,
+    faulty_storage.answer_is_lost,
+    faulty_storage.dies_before,
+    faulty_storage.dies_after,
+]
 
 
 def local(tmp_path):
@@ -82,8 +72,8 @@ def save_value(storage, path, value, *, overwrite, coordinator=None):
 def value_at(storage, path):
     """The value of the whole checkpoint at `path`, None if there visibly is none."""
     try:
-        found = load_with(storage, SingleProcess(), path, WHOLE, LoadOptions())
-    except (NotFoundError, UncommittedError):
+        found = load_with(storage, SingleProcess(), path, ckpt.WHOLE, LoadOptions())
+    except (ckpt.NotFoundError, ckpt.UncommittedError):
         return None
     assert found["w"].unique().tolist() == [found["value"]]
     return found["value"]
@@ -93,7 +83,7 @@ def outcome_of(save, *arguments, **options):
     """None, or what was raised, also a death."""
     try:
         save(*arguments, **options)
-    except (Exception, Killed) as error:
+    except (Exception, faulty_storage.Killed) as error:
         return error
     return None
 
@@ -114,7 +104,7 @@ def test_a_fault_at_every_call(tmp_path, make, fault, overwrite):
         path = f"{root}/{at}/step"
         if overwrite:
             save_value(storage, path, OLD, overwrite=False)
-        faulty = AtCall(storage, at, fault)
+        faulty = faulty_storage.AtCall(storage, at, fault)
         raised = outcome_of(save_value, faulty, path, NEW, overwrite=overwrite)
         found = value_at(storage, path)
         assert found in (OLD if overwrite else None, NEW), faulty.log
@@ -125,7 +115,7 @@ def test_a_fault_at_every_call(tmp_path, make, fault, overwrite):
             break
         seen.add(found)
     assert at > 12
-    if fault is dies_after:
+    if fault is faulty_storage.dies_after:
         assert seen == {OLD if overwrite else None, NEW}
 
 
@@ -139,7 +129,7 @@ class DyingPeer(SingleProcess):
     def exchange(self, message):
         self.exchanges += 1
         if self.exchanges >= self.at:
-            raise CoordinationError("rank 0 lost the other ranks")
+            raise ckpt.CoordinationError("rank 0 lost the other ranks")
         return super().exchange(message)
 
 
@@ -159,7 +149,7 @@ def test_a_rank_that_dies_at_every_meeting(tmp_path, make, overwrite):
         goes_on(storage, path, found)
         if raised is None:
             break
-        assert isinstance(raised, CoordinationError)
+        assert isinstance(raised, ckpt.CoordinationError)
         assert (found == NEW) == ("while the save was committed" in str(raised))
         seen.append(found)
     assert seen == [OLD if overwrite else None] * 2 + [NEW]
@@ -174,7 +164,7 @@ def test_one_of_two_ranks_dies_at_every_call(tmp_path, victim, overwrite):
     def loaded(path):
         into = torch.zeros(40)
         (found,) = load_on([{"w": into, "n": 0}], path, storages=[store])
-        if isinstance(found, (NotFoundError, UncommittedError)):
+        if isinstance(found, (ckpt.NotFoundError, ckpt.UncommittedError)):
             return None
         assert into.unique().tolist() == [found["n"]]
         return found["n"]
@@ -185,7 +175,7 @@ def test_one_of_two_ranks_dies_at_every_call(tmp_path, victim, overwrite):
         if overwrite:
             assert save_on(states_of(OLD), path, storages=[store] * 2) == [None] * 2
         storages = [store, store]
-        storages[victim] = AtCall(store, at, dies_before)
+        storages[victim] = faulty_storage.AtCall(store, at, faulty_storage.dies_before)
         outcomes = save_on(states_of(NEW), path, storages=storages, overwrite=overwrite)
         found = loaded(path)
         assert found in (OLD if overwrite else None, NEW)
@@ -215,12 +205,12 @@ def test_a_second_writer_at_every_call(tmp_path, make, overwrite):
         thread = threading.Thread(target=other_saves)
 
         def stands_still(faulty, call, thread=thread):
-            if is_first(faulty):
+            if faulty_storage.is_first(faulty):
                 thread.start()
                 thread.join(0.2)
             return call()
 
-        faulty = AtCall(storage, at, stands_still)
+        faulty = faulty_storage.AtCall(storage, at, stands_still)
         mine = outcome_of(save_value, faulty, path, NEW, overwrite=overwrite)
         if len(faulty.log) < at:
             break
@@ -233,7 +223,7 @@ def test_a_second_writer_at_every_call(tmp_path, make, overwrite):
             assert saved == [NEW, OTHER], (faulty.log, outcomes)
         else:
             refused = [raised for raised in outcomes.values() if raised is not None]
-            assert all(isinstance(raised, ExistsError) for raised in refused), outcomes
+            assert all(isinstance(raised, ckpt.ExistsError) for raised in refused), outcomes
             # A store without locks has a moment between the last look and the put.
             late = faulty.log[at - 1 :]
             moment = not storage.renames and "put COMMIT" in late and len(late) < 12
@@ -245,19 +235,21 @@ def test_a_second_writer_at_every_call(tmp_path, make, overwrite):
 
 
 @pytest.mark.parametrize("make", [object_store, pytest.param(local, marks=SLOW)])
-@pytest.mark.parametrize("fault", [answer_is_lost, dies_before, dies_after])
+@pytest.mark.parametrize(
+    "fault", [faulty_storage.answer_is_lost, faulty_storage.dies_before, faulty_storage.dies_after]
+)
 def test_a_manager_at_every_call(tmp_path, make, fault):
     storage, root = make(tmp_path)
     for at in itertools.count(1):
 
         def manager_on(one, at=at):
-            manager = CheckpointManager(f"{tmp_path}/{at}", keep_last=1)
+            manager = ckpt.CheckpointManager(f"{tmp_path}/{at}", keep_last=1)
             manager.root, manager._storage = f"{root}/{at}", one
             return manager
 
         manager = manager_on(storage)
         manager.save(1, {"w": torch.full((100,), OLD), "value": OLD})
-        faulty = manager._storage = AtCall(storage, at, fault)
+        faulty = manager._storage = faulty_storage.AtCall(storage, at, fault)
         outcome_of(manager.save, 2, {"w": torch.full((100,), NEW), "value": NEW})
         survivor = manager_on(storage)
         latest = survivor.latest()
@@ -280,7 +272,7 @@ def test_a_damaged_commit_can_be_replaced(tmp_path, make):
         save_value(storage, path, OLD, overwrite=True)
         storage.remove_file(f"{path}/COMMIT")
         storage.put(f"{path}/COMMIT", damage)
-        with pytest.raises(ExistsError):
+        with pytest.raises(ckpt.ExistsError):
             save_value(storage, path, NEW, overwrite=False)
         goes_on(storage, path, OLD)
 
@@ -288,7 +280,7 @@ def test_a_damaged_commit_can_be_replaced(tmp_path, make):
 @pytest.mark.parametrize("make", [object_store, local, fsspec_memory])
 def test_a_commit_that_names_nothing_counts_for_nothing(tmp_path, make):
     storage, root = make(tmp_path)
-    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
     manager.root, manager._storage = root, storage
     for step in (1, 2, 3):
         manager.save(step, {"value": step})
@@ -307,13 +299,16 @@ def test_a_commit_that_names_nothing_counts_for_nothing(tmp_path, make):
 
 
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
-@pytest.mark.parametrize("fault", [fails_once, fails_from_then_on, answer_is_lost])
+@pytest.mark.parametrize(
+    "fault",
+    [faulty_storage.fails_once, faulty_storage.fails_from_then_on, faulty_storage.answer_is_lost],
+)
 def test_dcp_save_at_every_call(monkeypatch, fault):
     store = ObjectStore()
     for at in itertools.count(1):
         path = f"store://bucket/{at}"
         save_value(store, path, OLD, overwrite=False)
-        faulty = AtCall(store, at, fault)
+        faulty = faulty_storage.AtCall(store, at, fault)
         outcomes = []
         for storage, value in ((faulty, NEW), (store, NEXT)):
             monkeypatch.setattr("vescale_ckpt._dcp.writer.storage_of", lambda _, s=storage: s)

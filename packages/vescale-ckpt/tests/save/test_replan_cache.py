@@ -8,19 +8,9 @@ from contextlib import suppress
 
 import pytest
 import torch
+import vescale_ckpt as ckpt
 import vescale_ckpt._save.async_save
 from emulated_ranks import on_ranks, piece_of, sharded, succeed
-from vescale_ckpt import (
-    CheckpointError,
-    ExistsError,
-    PerRank,
-    RankLocal,
-    Replicated,
-    Staging,
-    StateError,
-    read,
-    verify,
-)
 from vescale_ckpt._save.async_save import async_save_with
 from vescale_ckpt._save.save import SaveOptions
 from vescale_ckpt._save.staging_queue import StagingQueue
@@ -64,7 +54,7 @@ def save_in_turn(turns, root, *, max_bytes=1 << 20, check_replicas=True, storage
         handle.wait(20)
 
     def work(coordinator):
-        staging = Staging(max_bytes=max_bytes)
+        staging = ckpt.Staging(max_bytes=max_bytes)
         stagings.append(staging)
         outcomes = []
         for n in range(len(turns)):
@@ -73,7 +63,7 @@ def save_in_turn(turns, root, *, max_bytes=1 << 20, check_replicas=True, storage
             except Exception as error:
                 outcomes.append(error)
             # The error that the handle has told.
-            with suppress(StateError):
+            with suppress(ckpt.StateError):
                 staging.wait()
         return outcomes
 
@@ -91,18 +81,18 @@ def turn_of(whole, ranks, **more):
 def test_values_change_and_the_layout_does_not(tmp_path, planned, ranks, max_bytes):
     wholes = [torch.randn(20, 10) for _ in range(4)]
     turns = [
-        turn_of(whole, ranks, step=n, copied=torch.full((3,), float(n)), own=RankLocal([n]))
+        turn_of(whole, ranks, step=n, copied=torch.full((3,), float(n)), own=ckpt.RankLocal([n]))
         for n, whole in enumerate(wholes)
     ]
     outcomes = save_in_turn(turns, tmp_path, max_bytes=max_bytes)
     assert outcomes == [[None] * 4] * ranks
     assert sorted(planned) == list(range(ranks))
     for n, whole in enumerate(wholes):
-        found = read(tmp_path / str(n))
+        found = ckpt.read(tmp_path / str(n))
         assert found["w"].equal(whole)
         assert found["copied"].tolist() == [n] * 3
-        assert (found["step"], found["own"]) == (n, PerRank(([n],) * ranks))
-        verify(tmp_path / str(n))
+        assert (found["step"], found["own"]) == (n, ckpt.PerRank(([n],) * ranks))
+        ckpt.verify(tmp_path / str(n))
 
 
 def one_key_more(states):
@@ -133,10 +123,10 @@ def test_what_changes_on_any_rank_is_planned_anew(tmp_path, planned, change):
     assert save_in_turn(turns, tmp_path) == [[None] * 4] * 2
     # The first, the changed one, and the one after it, which is as the first again.
     assert sorted(planned) == [0, 0, 0, 1, 1, 1]
-    found = read(tmp_path / "2")
+    found = ckpt.read(tmp_path / "2")
     assert found.keys() == expected.keys()
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
-    assert read(tmp_path / "3")["w"].equal(whole)
+    assert ckpt.read(tmp_path / "3")["w"].equal(whole)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
@@ -146,7 +136,7 @@ def test_what_one_rank_cannot_save_raises_on_all(tmp_path, bad):
     turns[1][bad]["x"] = object()
     for before, refused, after in save_in_turn(turns, tmp_path):
         assert before is after is None
-        assert isinstance(refused, StateError)
+        assert isinstance(refused, ckpt.StateError)
         assert f"rank {bad} of 3" in str(refused)
     assert sorted(os.listdir(tmp_path)) == ["0", "2"]
 
@@ -156,7 +146,7 @@ def differs(kind, rank):
     return {
         "value": value,
         "tensor": torch.full((3,), value),
-        "wrapped": Replicated(torch.full((300_000,), value)),
+        "wrapped": ckpt.Replicated(torch.full((300_000,), value)),
     }[kind]
 
 
@@ -169,7 +159,7 @@ def test_copies_that_differ_are_found_in_the_background(tmp_path, planned, kind)
             state["same"] = differs(kind, rank if n == 1 else 0)
     for before, refused, after in save_in_turn(turns, tmp_path, max_bytes=4 << 20):
         assert before is after is None
-        assert isinstance(refused, StateError)
+        assert isinstance(refused, ckpt.StateError)
         assert "rank 1" in str(refused) or "rank(s) [1]" in str(refused)
         assert "'same'" in str(refused)
     assert sorted(planned) == [0, 1, 2]
@@ -180,7 +170,7 @@ def test_copies_that_nobody_wants_compared(tmp_path, planned):
     turns = [[{"same": torch.full((3,), float(rank))} for rank in range(2)] for _ in range(2)]
     assert save_in_turn(turns, tmp_path, check_replicas=False) == [[None] * 2] * 2
     assert sorted(planned) == [0, 1]
-    assert read(tmp_path / "1")["same"].unique().numel() == 1
+    assert ckpt.read(tmp_path / "1")["same"].unique().numel() == 1
 
 
 def test_a_place_that_is_taken_raises_at_once_on_all(tmp_path):
@@ -190,7 +180,7 @@ def test_a_place_that_is_taken_raises_at_once_on_all(tmp_path):
     turns = [turn_of(whole, 2) for _ in range(3)]
     for before, refused, after in save_in_turn(turns, tmp_path):
         assert before is after is None
-        assert isinstance(refused, ExistsError)
+        assert isinstance(refused, ckpt.ExistsError)
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
 
 
@@ -214,7 +204,7 @@ def test_an_interrupt_of_one_rank_while_it_copies_is_told_to_all(tmp_path, monke
     monkeypatch.setattr(StagingQueue, "_copy", interrupted)
 
     def work(coordinator):
-        staging = Staging()
+        staging = ckpt.Staging()
         for n in range(turn + 1):
             if n == turn and coordinator.rank == 1:
                 doomed.add(threading.current_thread())
@@ -225,9 +215,11 @@ def test_an_interrupt_of_one_rank_while_it_copies_is_told_to_all(tmp_path, monke
                 staging.wait()
             except _Interrupted:
                 ended.append("interrupted")
-                with pytest.raises(CheckpointError, match="rank 1 of 2: copying the state failed"):
+                with pytest.raises(
+                    ckpt.CheckpointError, match="rank 1 of 2: copying the state failed"
+                ):
                     staging.wait()
-            except CheckpointError as error:
+            except ckpt.CheckpointError as error:
                 ended.append(str(error))
 
     succeed(on_ranks(2, work))
@@ -247,7 +239,7 @@ def test_planned_anew_where_directories_are_not_renamed(tmp_path):
     turns = [turn_of(whole, 2) for _ in range(3)]
     turns[1][1]["more"] = torch.ones(2)
     assert save_in_turn(turns, tmp_path, storage=WithoutRenames()) == [[None] * 3] * 2
-    assert read(tmp_path / "1")["more"].tolist() == [1, 1]
+    assert ckpt.read(tmp_path / "1")["more"].tolist() == [1, 1]
 
 
 def random_state(rng, whole_of):
@@ -286,6 +278,6 @@ def test_any_sequence_of_states(tmp_path, seed):
         expected.append(whole)
     assert save_in_turn(turns, tmp_path, max_bytes=rng.choice([100, 1 << 20])) == [[None] * 6] * 3
     for n, whole in enumerate(expected):
-        found = read(tmp_path / str(n))
+        found = ckpt.read(tmp_path / str(n))
         assert found.keys() == whole.keys()
         assert all(found[name].equal(tensor) for name, tensor in whole.items())

@@ -5,20 +5,8 @@ import uuid
 
 import pytest
 import torch
+import vescale_ckpt as ckpt
 from emulated_ranks import assert_filled, load_on, save_on, sharded, succeed
-from vescale_ckpt import (
-    CheckpointManager,
-    CorruptError,
-    ExistsError,
-    NotFoundError,
-    StorageError,
-    UncommittedError,
-    async_save,
-    load,
-    read,
-    save,
-    verify,
-)
 from vescale_ckpt.__main__ import main
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -92,7 +80,7 @@ def test_a_save_that_stops_anywhere(remote, overwrite):
         into = [{"w": p, "n": 0} for p in sharded(torch.zeros(30, 4), 1)]
         (found,) = load_on(into, path, storages=[storage])
         if isinstance(found, Exception):
-            assert isinstance(found, (NotFoundError, UncommittedError)), stopping.log
+            assert isinstance(found, (ckpt.NotFoundError, ckpt.UncommittedError)), stopping.log
             assert not overwrite
             assert any(outcomes)
         else:
@@ -108,28 +96,28 @@ def test_a_save_that_stops_anywhere(remote, overwrite):
 @pytest.mark.parametrize("remote", ["memory", "s3", "gs"], indirect=True)
 def test_urls_everywhere(remote, tmp_path, capsys):
     root = f"{remote[1]}/run"
-    save(f"{root}/a", {"w": torch.ones(3)})
-    with pytest.raises(ExistsError):
-        save(f"{root}/a", {"w": torch.ones(3)})
-    save(f"{root}/a", {"w": torch.full((3,), 2.0)}, overwrite=True)
-    async_save(f"{root}/b", {"w": torch.full((3,), 3.0)}).wait()
-    assert [read(f"{root}/{n}")["w"][0].item() for n in "ab"] == [2, 3]
-    assert load(f"{root}/a", {"w": torch.zeros(3)})["w"].tolist() == [2, 2, 2]
-    assert verify(f"{root}/a").tensors == 1
+    ckpt.save(f"{root}/a", {"w": torch.ones(3)})
+    with pytest.raises(ckpt.ExistsError):
+        ckpt.save(f"{root}/a", {"w": torch.ones(3)})
+    ckpt.save(f"{root}/a", {"w": torch.full((3,), 2.0)}, overwrite=True)
+    ckpt.async_save(f"{root}/b", {"w": torch.full((3,), 3.0)}).wait()
+    assert [ckpt.read(f"{root}/{n}")["w"][0].item() for n in "ab"] == [2, 3]
+    assert ckpt.load(f"{root}/a", {"w": torch.zeros(3)})["w"].tolist() == [2, 2, 2]
+    assert ckpt.verify(f"{root}/a").tensors == 1
     assert main(["ls", f"{root}/a"]) == 0
     assert main(["diff", f"{root}/a", f"{root}/b"]) == 1
     assert "w  3 of 3 elements differ" in capsys.readouterr().out
     # Two storages: each path is looked up in its own.
-    save(f"{tmp_path}/near", {"w": torch.zeros(3)})
+    ckpt.save(f"{tmp_path}/near", {"w": torch.zeros(3)})
     for paths in ([f"{tmp_path}/near", f"{root}/b"], [f"{root}/b", f"{tmp_path}/near"]):
         status = main(["diff", *paths])
         assert (status, "w  3 of 3 elements differ" in capsys.readouterr().out) == (1, True)
-    with pytest.raises(NotFoundError):
-        read(f"{root}/none")
-    save(f"file://{tmp_path}/c", {"w": torch.ones(1)})
-    assert read(tmp_path / "c")["w"].tolist() == [1]
-    with pytest.raises(StorageError, match="Protocol not known"):
-        save("nosuch://x/y", {"w": torch.ones(1)})
+    with pytest.raises(ckpt.NotFoundError):
+        ckpt.read(f"{root}/none")
+    ckpt.save(f"file://{tmp_path}/c", {"w": torch.ones(1)})
+    assert ckpt.read(tmp_path / "c")["w"].tolist() == [1]
+    with pytest.raises(ckpt.StorageError, match="Protocol not known"):
+        ckpt.save("nosuch://x/y", {"w": torch.ones(1)})
 
 
 def test_damage_is_found(remote):
@@ -139,18 +127,18 @@ def test_damage_is_found(remote):
     file = f"{root}/a/{generation}/r00000.safetensors"
     content = bytearray(storage.size(file))
     storage.open(file).read_into(0, memoryview(content))
-    with pytest.raises(CorruptError, match="ends 5 bytes before"):
+    with pytest.raises(ckpt.CorruptError, match="ends 5 bytes before"):
         storage.open(file).read_into(5, memoryview(bytearray(len(content))))
     storage.put(file, bytes(content[:-1]) + b"\xff")
     into = [{"w": p, "n": 0} for p in sharded(torch.zeros(30, 4), 1)]
     (found,) = load_on(into, f"{root}/a", storages=[storage])
-    assert isinstance(found, CorruptError)
+    assert isinstance(found, ckpt.CorruptError)
 
 
 @pytest.mark.parametrize("remote", ["memory", "s3", "gs"], indirect=True)
 def test_the_manager_on_a_store(remote):
     root = f"{remote[1]}/run"
-    manager = CheckpointManager(root, keep_last=2)
+    manager = ckpt.CheckpointManager(root, keep_last=2)
     assert manager.latest() is None
     for step in range(4):
         manager.save(step, {"w": torch.full((2,), float(step))})
@@ -229,8 +217,8 @@ def test_folders_of_a_console(remote):
     storage.put(f"{root}/run/a/", b"")
     assert storage.names_in(f"{root}/run") == ["a"]
     assert storage.names_in(f"{root}/run/a") == []
-    save(f"{root}/run/a", {"w": torch.ones(2)})
-    assert read(f"{root}/run/a")["w"].tolist() == [1, 1]
+    ckpt.save(f"{root}/run/a", {"w": torch.ones(2)})
+    assert ckpt.read(f"{root}/run/a")["w"].tolist() == [1, 1]
     assert len(storage.names_in(f"{root}/run/a")) == 2
 
 
@@ -261,18 +249,18 @@ def test_an_outage_is_no_absence():
 
     filesystem.info = refused
     for look in (storage.exists, storage.is_directory):
-        with pytest.raises(StorageError, match=r"cannot look at .*access denied"):
+        with pytest.raises(ckpt.StorageError, match=r"cannot look at .*access denied"):
             look(root)
     (error,) = save_on([{"w": torch.zeros(2)}], root, storages=[storage])
     assert "access denied" in str(error)
-    assert read(root)["w"].tolist() == [1, 1]
+    assert ckpt.read(root)["w"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("remote", ["s3", "gs"], indirect=True)
 def test_a_bucket_that_is_not_there(remote):
     _, root = remote
     missing = f"{root.split('://')[0]}://no-such-bucket-here/run/a"
-    with pytest.raises(NotFoundError, match="there is no checkpoint at"):
-        read(missing)
-    with pytest.raises(StorageError, match="no-such-bucket-here"):
-        save(missing, {"w": torch.ones(2)})
+    with pytest.raises(ckpt.NotFoundError, match="there is no checkpoint at"):
+        ckpt.read(missing)
+    with pytest.raises(ckpt.StorageError, match="no-such-bucket-here"):
+        ckpt.save(missing, {"w": torch.ones(2)})

@@ -6,26 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from vescale_comm import (
-    CollectiveError,
-    CommArgumentError,
-    CommError,
-    CommTimeoutError,
-    all_gather,
-    all_gather_into,
-    all_reduce,
-    all_reduce_,
-    all_reduce_bucketed,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather_pieces,
-    permute,
-    reduce_scatter,
-    reduce_scatter_into,
-    scatter,
-    send,
-)
+import vescale_comm as vc
 from vescale_comm._torch.compat import set_group_timeout
 from vescale_comm.testing import outcomes, run
 from vescale_comm_worlds import refusals, waiting_in_vain
@@ -42,80 +23,98 @@ def quantised(x):
 
 # Each is wrong on both ranks, and says so in these words.
 BAD = {
-    "dim": (lambda: all_gather(x, dim=2), "all_gather: dim 2 is out of range for shape (4, 3)"),
-    "scalar": (lambda: all_gather(x.sum()), "a 0-dim tensor has none: reshape it to (1,)"),
-    "sizes-length": (lambda: all_gather(x, sizes=[4]), "sizes=(4,) has 1 entries"),
-    "sizes-negative": (lambda: all_gather(x, sizes=[5, -1]), "sizes=(5, -1) has a negative entry"),
-    "sizes-own": (lambda: all_gather(x, sizes=[3, 3]), "] is 3, but this rank (member"),
-    "shapes-own": (lambda: gather_pieces(x, shapes=[(3, 4)] * 2), "is (3, 4), but this rank"),
-    "shapes-length": (lambda: gather_pieces(x, shapes=[(4, 3)]), "shapes has 1 entries, but ranks"),
+    "dim": (lambda: vc.all_gather(x, dim=2), "all_gather: dim 2 is out of range for shape (4, 3)"),
+    "scalar": (lambda: vc.all_gather(x.sum()), "a 0-dim tensor has none: reshape it to (1,)"),
+    "sizes-length": (lambda: vc.all_gather(x, sizes=[4]), "sizes=(4,) has 1 entries"),
+    "sizes-negative": (
+        lambda: vc.all_gather(x, sizes=[5, -1]),
+        "sizes=(5, -1) has a negative entry",
+    ),
+    "sizes-own": (lambda: vc.all_gather(x, sizes=[3, 3]), "] is 3, but this rank (member"),
+    "shapes-own": (lambda: vc.gather_pieces(x, shapes=[(3, 4)] * 2), "is (3, 4), but this rank"),
+    "shapes-length": (
+        lambda: vc.gather_pieces(x, shapes=[(4, 3)]),
+        "shapes has 1 entries, but ranks",
+    ),
     "not-divisible": (
-        lambda: reduce_scatter(x, dim=1),
+        lambda: vc.reduce_scatter(x, dim=1),
         "extent 3 of dim 1 is not divisible by 2 members; say how to cut it with sizes=",
     ),
     "sizes-sum": (
-        lambda: reduce_scatter(x, sizes=[1, 2]),
+        lambda: vc.reduce_scatter(x, sizes=[1, 2]),
         "sizes=(1, 2) sum to 3, but dim 0 has extent 4",
     ),
-    "pieces-count": (lambda: all_to_all([x], shapes=[(4, 3)] * 2), "takes 2 pieces, one for each"),
+    "pieces-count": (
+        lambda: vc.all_to_all([x], shapes=[(4, 3)] * 2),
+        "takes 2 pieces, one for each",
+    ),
     "pieces-dtype": (
-        lambda: all_to_all([x, x.double()], shapes=[(4, 3)] * 2),
+        lambda: vc.all_to_all([x, x.double()], shapes=[(4, 3)] * 2),
         "are of torch.float32 on cpu and of torch.float64 on cpu",
     ),
     "pieces-device": (
-        lambda: all_to_all([x, x.to("meta")], shapes=[(4, 3)] * 2),
+        lambda: vc.all_to_all([x, x.to("meta")], shapes=[(4, 3)] * 2),
         "all_to_all over ranks 0, 1: the tensor is on meta",
     ),
     "bucket-device": (
-        lambda: all_reduce_bucketed([x, x.to("meta")]),
+        lambda: vc.all_reduce_bucketed([x, x.to("meta")]),
         "all_reduce_bucketed over ranks 0, 1: the tensor is on meta, and the group",
     ),
-    "bucket-number": (lambda: all_reduce_bucketed([x, 1.0]), "takes a tensor, not float"),
+    "bucket-number": (lambda: vc.all_reduce_bucketed([x, 1.0]), "takes a tensor, not float"),
     "output-device": (
-        lambda: all_gather_into(torch.empty(8, 3, device="meta"), x),
+        lambda: vc.all_gather_into(torch.empty(8, 3, device="meta"), x),
         "the output is torch.float32 (8, 3) on meta, and the result torch.float32 (8, 3) on cpu",
     ),
     "output-strides": (
-        lambda: reduce_scatter_into(torch.empty(3, 2).t(), x),
+        lambda: vc.reduce_scatter_into(torch.empty(3, 2).t(), x),
         "the output is not contiguous (shape (2, 3), strides (1, 2))",
     ),
-    "pieces-own": (lambda: all_to_all([x, x], shapes=[(1,)] * 2), "is (1,), but this rank"),
-    "source": (lambda: broadcast(x, source=2), "source=2 is not a member of ranks 0, 1"),
-    "device": (lambda: all_reduce(x.to("meta")), "the tensor is on meta, and the group"),
-    "sparse": (lambda: all_reduce(x.to_sparse()), "takes a dense tensor, not one of layout"),
-    "number": (lambda: all_reduce(1.0), "all_reduce takes a tensor, not float"),
-    "group": (lambda: all_reduce(x, "dp"), "not a group: 'dp'"),
+    "pieces-own": (lambda: vc.all_to_all([x, x], shapes=[(1,)] * 2), "is (1,), but this rank"),
+    "source": (lambda: vc.broadcast(x, source=2), "source=2 is not a member of ranks 0, 1"),
+    "device": (lambda: vc.all_reduce(x.to("meta")), "the tensor is on meta, and the group"),
+    "sparse": (lambda: vc.all_reduce(x.to_sparse()), "takes a dense tensor, not one of layout"),
+    "number": (lambda: vc.all_reduce(1.0), "all_reduce takes a tensor, not float"),
+    "group": (lambda: vc.all_reduce(x, "dp"), "not a group: 'dp'"),
     "uint4": (
-        lambda: broadcast(torch.zeros(4, dtype=torch.uint8).view(torch.uint4)),
+        lambda: vc.broadcast(torch.zeros(4, dtype=torch.uint8).view(torch.uint4)),
         "torch does not copy tensors of torch.uint4",
     ),
-    "quantised": (lambda: all_gather(quantised(x)), "torch does not copy tensors of torch.qint8"),
-    "fractions": (lambda: reduce_scatter(x, sizes=[2.5, 1.5]), "takes whole numbers, not [2.5, 1"),
-    "words": (lambda: gather_pieces(x, shapes=["ab", (4, 3)]), "takes whole numbers, not 'ab'"),
-    "negative": (lambda: gather_pieces(x, shapes=[(-1,)] * 2), "shapes has (-1,), with a negative"),
-    "dim-fraction": (lambda: all_gather(x, dim=1.5), "dim 1.5 is out of range"),
-    "source-fraction": (lambda: broadcast(x, source=0.5), "source=0.5 is not a member"),
-    "into": (lambda: all_gather_into([0], x), "all_gather_into takes tensors, not list"),
+    "quantised": (
+        lambda: vc.all_gather(quantised(x)),
+        "torch does not copy tensors of torch.qint8",
+    ),
+    "fractions": (
+        lambda: vc.reduce_scatter(x, sizes=[2.5, 1.5]),
+        "takes whole numbers, not [2.5, 1",
+    ),
+    "words": (lambda: vc.gather_pieces(x, shapes=["ab", (4, 3)]), "takes whole numbers, not 'ab'"),
+    "negative": (
+        lambda: vc.gather_pieces(x, shapes=[(-1,)] * 2),
+        "shapes has (-1,), with a negative",
+    ),
+    "dim-fraction": (lambda: vc.all_gather(x, dim=1.5), "dim 1.5 is out of range"),
+    "source-fraction": (lambda: vc.broadcast(x, source=0.5), "source=0.5 is not a member"),
+    "into": (lambda: vc.all_gather_into([0], x), "all_gather_into takes tensors, not list"),
     "lazy": (
-        lambda: all_reduce_(torch.zeros(2, dtype=torch.complex64).conj()),
+        lambda: vc.all_reduce_(torch.zeros(2, dtype=torch.complex64).conj()),
         "the output is a conjugated or negated view",
     ),
-    "pair": (lambda: permute(x, pairs=[(0, 5)]), "pairs=5 is not a member"),
-    "sends-twice": (lambda: permute(x, pairs=[(0, 1), (0, 0)]), "member 0 sends twice"),
-    "receives-twice": (lambda: permute(x, pairs=[(0, 1), (1, 1)]), "member 1 receives twice"),
-    "scatter-sizes": (lambda: scatter(x, sizes=[1, 1]), "sum to 2, but dim 0 has extent 4"),
-    "scatter-even": (lambda: scatter(x[:3]), "extent 3 of dim 0 is not divisible by 2"),
-    "peer": (lambda: send(x, target=9), "target=9 is not a member"),
-    "self": (lambda: send(x, target=dist.get_rank()), "is this member itself"),
+    "pair": (lambda: vc.permute(x, pairs=[(0, 5)]), "pairs=5 is not a member"),
+    "sends-twice": (lambda: vc.permute(x, pairs=[(0, 1), (0, 0)]), "member 0 sends twice"),
+    "receives-twice": (lambda: vc.permute(x, pairs=[(0, 1), (1, 1)]), "member 1 receives twice"),
+    "scatter-sizes": (lambda: vc.scatter(x, sizes=[1, 1]), "sum to 2, but dim 0 has extent 4"),
+    "scatter-even": (lambda: vc.scatter(x[:3]), "extent 3 of dim 0 is not divisible by 2"),
+    "peer": (lambda: vc.send(x, target=9), "target=9 is not a member"),
+    "self": (lambda: vc.send(x, target=dist.get_rank()), "is this member itself"),
     "gradient": (
-        lambda: send(x.clone().requires_grad_(), target=1 - dist.get_rank()),
+        lambda: vc.send(x.clone().requires_grad_(), target=1 - dist.get_rank()),
         "send has no gradient",
     ),
-    "strides": (lambda: all_reduce_(x.T), "the output is not contiguous (shape (3, 4)"),
-    "leaf": (lambda: all_reduce_(x.clone().requires_grad_()), "writes in place"),
-    "out": (lambda: all_gather_into(torch.empty(7, 3), x), "(7, 3) on cpu, and the result"),
+    "strides": (lambda: vc.all_reduce_(x.T), "the output is not contiguous (shape (3, 4)"),
+    "leaf": (lambda: vc.all_reduce_(x.clone().requires_grad_()), "writes in place"),
+    "out": (lambda: vc.all_gather_into(torch.empty(7, 3), x), "(7, 3) on cpu, and the result"),
     "out-dtype": (
-        lambda: reduce_scatter_into(torch.empty(2, 3).double(), x),
+        lambda: vc.reduce_scatter_into(torch.empty(2, 3).double(), x),
         "the output is torch.float64",
     ),
 }
@@ -134,7 +133,7 @@ def test_what_does_not_fit_is_found_before_anything_is_sent():
 
 def outsider(rank, world_size):
     group = dist.new_group([0])
-    return all_reduce(torch.ones(2), group).tolist()
+    return vc.all_reduce(torch.ones(2), group).tolist()
 
 
 def test_a_group_of_others_is_the_wrong_group():
@@ -149,7 +148,7 @@ def distributed_tensor(rank, world_size):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world_size,))
-    all_reduce(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    vc.all_reduce(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
 
 
 def test_a_distributed_tensor_is_not_a_local_one():
@@ -160,17 +159,17 @@ def test_a_distributed_tensor_is_not_a_local_one():
 
 # What rank 0 calls alone, and how its error begins.
 IN_VAIN = {
-    "all_reduce of torch.float32 (4, 3)": lambda group: all_reduce(x, group),
-    "all_gather of torch.float32 (4, 3)": lambda group: all_gather(x, group),
-    "all_gather of torch.float32 (12,)": lambda group: gather_pieces(
+    "all_reduce of torch.float32 (4, 3)": lambda group: vc.all_reduce(x, group),
+    "all_gather of torch.float32 (4, 3)": lambda group: vc.all_gather(x, group),
+    "all_gather of torch.float32 (12,)": lambda group: vc.gather_pieces(
         x, group, shapes=[(4, 3), (1,)]
     ),
-    "reduce_scatter of torch.float32 (4, 3)": lambda group: reduce_scatter(x, group),
-    "all_to_all of torch.float32 (24,)": lambda group: all_to_all(
+    "reduce_scatter of torch.float32 (4, 3)": lambda group: vc.reduce_scatter(x, group),
+    "all_to_all of torch.float32 (24,)": lambda group: vc.all_to_all(
         [x, x], group, shapes=[(4, 3)] * 2
     ),
-    "broadcast of torch.float32 (4, 3)": lambda group: broadcast(x, group, source=1),
-    "barrier": lambda group: barrier(group),
+    "broadcast of torch.float32 (4, 3)": lambda group: vc.broadcast(x, group, source=1),
+    "barrier": lambda group: vc.barrier(group),
 }
 
 # In these gloo waits as long as the group was made to, whatever was said later.
@@ -187,7 +186,7 @@ def wait_in_vain(rank, world_size):
         for call, group in zip(IN_VAIN.values(), groups, strict=True):
             if rank == 0:
                 set_group_timeout(group, timedelta(seconds=0.2))
-                with pytest.raises(CommTimeoutError) as caught:
+                with pytest.raises(vc.CommTimeoutError) as caught:
                     call(group)
                 assert isinstance(caught.value.__cause__, RuntimeError)
                 messages.append(str(caught.value))
@@ -201,8 +200,8 @@ def test_a_timeout_names_the_op_the_group_and_the_shape():
 
 
 def test_one_base_class_and_the_builtin_ones():
-    assert issubclass(CommArgumentError, CommError | ValueError)
-    assert issubclass(CommArgumentError, ValueError)
-    assert issubclass(CollectiveError, RuntimeError)
-    assert issubclass(CommTimeoutError, CollectiveError)
-    assert issubclass(CollectiveError, CommError)
+    assert issubclass(vc.CommArgumentError, vc.CommError | ValueError)
+    assert issubclass(vc.CommArgumentError, ValueError)
+    assert issubclass(vc.CollectiveError, RuntimeError)
+    assert issubclass(vc.CommTimeoutError, vc.CollectiveError)
+    assert issubclass(vc.CollectiveError, vc.CommError)

@@ -8,17 +8,9 @@ from math import prod
 
 import pytest
 import torch
+import vescale_comm as vc
 from hypothesis import given
 from hypothesis import strategies as st
-from vescale_comm import (
-    Bucket,
-    CommArgumentError,
-    Emulator,
-    all_reduce,
-    all_reduce_,
-    all_reduce_bucketed,
-    trace,
-)
 from vescale_comm.testing import run as run_processes
 from vescale_comm_seen import Seen
 from vescale_comm_worlds import run
@@ -31,7 +23,7 @@ LISTS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=12)
 @given(LISTS, st.integers(1, 200), st.sampled_from([1, 2, 8, 16, 24, 64]))
 def test_plan_pack_and_unpack(specs, cap, align):
     shapes, dtypes = [shape for shape, _ in specs], [dtype for _, dtype in specs]
-    bucket = Bucket.plan(shapes, dtypes, cap_bytes=cap, align_bytes=align)
+    bucket = vc.Bucket.plan(shapes, dtypes, cap_bytes=cap, align_bytes=align)
     members = [member for buffer in bucket.buffers for member in buffer.members]
     assert sorted(members) == list(range(len(specs)))
     for buffer in bucket.buffers:
@@ -63,8 +55,8 @@ def test_plan_pack_and_unpack(specs, cap, align):
 
 def test_a_plan_is_a_value_that_prints():
     shapes, dtypes = [(2, 3), (4,), (5,)], [torch.float32, torch.int64, torch.float32]
-    bucket = Bucket.plan(shapes, dtypes)
-    assert bucket == Bucket.plan(shapes, dtypes)
+    bucket = vc.Bucket.plan(shapes, dtypes)
+    assert bucket == vc.Bucket.plan(shapes, dtypes)
     assert bucket.buffers[0].offsets == (0, 8)
     assert repr(bucket) == (
         "Bucket(3 tensors in [Buffer(torch.float32[13] of 2 tensors), "
@@ -75,32 +67,34 @@ def test_a_plan_is_a_value_that_prints():
 
 
 def test_what_was_not_planned_is_refused():
-    bucket = Bucket.plan([(2,), (3,)], [torch.float32] * 2)
-    with pytest.raises(CommArgumentError, match=r"was given 1 tensors"):
+    bucket = vc.Bucket.plan([(2,), (3,)], [torch.float32] * 2)
+    with pytest.raises(vc.CommArgumentError, match=r"was given 1 tensors"):
         bucket.pack([torch.ones(2)])
-    with pytest.raises(CommArgumentError, match=r"float32 \(3,\) as tensor 1, and given torch.fl"):
+    with pytest.raises(
+        vc.CommArgumentError, match=r"float32 \(3,\) as tensor 1, and given torch.fl"
+    ):
         bucket.pack([torch.ones(2), torch.ones(4)])
-    with pytest.raises(CommArgumentError, match="was given tensors on cpu, meta"):
+    with pytest.raises(vc.CommArgumentError, match="was given tensors on cpu, meta"):
         bucket.pack([torch.ones(2), torch.ones(3, device="meta")])
-    with pytest.raises(CommArgumentError, match=r"has buffers of \[7\] elements, not of \[4\]"):
+    with pytest.raises(vc.CommArgumentError, match=r"has buffers of \[7\] elements, not of \[4\]"):
         bucket.unpack([torch.ones(4)])
-    with pytest.raises(CommArgumentError, match=r"given is torch\.float64 of 7 elements"):
+    with pytest.raises(vc.CommArgumentError, match=r"given is torch\.float64 of 7 elements"):
         bucket.unpack([torch.ones(7, dtype=torch.float64)])
-    with pytest.raises(CommArgumentError, match="1 shapes, but 0 dtypes"):
-        Bucket.plan([(2,)], [])
-    with pytest.raises(CommArgumentError, match="cap_bytes is 0"):
-        Bucket.plan([(2,)], [torch.float32], cap_bytes=0)
-    with pytest.raises(CommArgumentError, match="align_bytes is -1"):
-        Bucket.plan([(2,)], [torch.float32], align_bytes=-1)
+    with pytest.raises(vc.CommArgumentError, match="1 shapes, but 0 dtypes"):
+        vc.Bucket.plan([(2,)], [])
+    with pytest.raises(vc.CommArgumentError, match="cap_bytes is 0"):
+        vc.Bucket.plan([(2,)], [torch.float32], cap_bytes=0)
+    with pytest.raises(vc.CommArgumentError, match="align_bytes is -1"):
+        vc.Bucket.plan([(2,)], [torch.float32], align_bytes=-1)
 
 
 def reduce_many(rank, world_size, cap_bytes):
     tensors = [torch.full((n,), float(rank + n)) for n in range(6)]
     tensors.insert(3, torch.full((2, 2), rank, dtype=torch.int64))
-    with trace() as t:
-        results = all_reduce_bucketed(tensors, cap_bytes=cap_bytes)
+    with vc.trace() as t:
+        results = vc.all_reduce_bucketed(tensors, cap_bytes=cap_bytes)
     assert tensors[1].tolist() == [rank + 1.0]
-    later = all_reduce_bucketed(tensors, cap_bytes=cap_bytes, async_op=True)
+    later = vc.all_reduce_bucketed(tensors, cap_bytes=cap_bytes, async_op=True)
     assert "under way" in repr(later)
     assert all(map(torch.equal, later.wait(), results))
     return results, t
@@ -124,10 +118,10 @@ def random_tensors(rank):
 
 def ordered(rank, world_size, how):
     tensors = random_tensors(rank)
-    found = all_reduce_bucketed(tensors, **how)
+    found = vc.all_reduce_bucketed(tensors, **how)
     everyone = [random_tensors(member) for member in range(world_size)]
-    emulated = Emulator(world_size).all_reduce_bucketed(everyone, **how)[rank]
-    return found, emulated, [all_reduce(x, **how) for x in tensors]
+    emulated = vc.Emulator(world_size).all_reduce_bucketed(everyone, **how)[rank]
+    return found, emulated, [vc.all_reduce(x, **how) for x in tensors]
 
 
 HOW = [
@@ -148,18 +142,18 @@ def test_ordered_and_compressed_it_has_the_bits_of_one_by_one(how):
 
 def counted(rank, world_size):
     tensors = [torch.full((n, 3), float(rank), requires_grad=n == 2) for n in range(4)]
-    bucket = Bucket.plan([x.shape for x in tensors], [x.dtype for x in tensors], align_bytes=1)
+    bucket = vc.Bucket.plan([x.shape for x in tensors], [x.dtype for x in tensors], align_bytes=1)
     with torch.no_grad(), Seen() as packed:
         flats = bucket.pack(tensors)
     with Seen() as viewed:
         bucket.unpack(flats)
     with Seen() as reduced:
         for flat in flats:
-            all_reduce_(flat)
+            vc.all_reduce_(flat)
     with torch.no_grad(), Seen() as together:
-        all_reduce_bucketed(tensors)
+        vc.all_reduce_bucketed(tensors)
     with Seen() as with_gradient:
-        all_reduce_bucketed(tensors)
+        vc.all_reduce_bucketed(tensors)
     seen = packed, viewed, reduced, together, with_gradient
     return [each.names for each in seen]
 

@@ -9,7 +9,7 @@ gather, and adds up a sum by itself.
 import torch
 import torch.distributed as dist
 from vescale_comm import all_gather, all_reduce, gather_pieces, reduce_scatter
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks
 from vescale_comm_seen import Seen
 
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,7 +48,8 @@ def of_torch(call):
     return seen.names
 
 
-def operators(rank, world_size):
+@on_ranks(2)
+def test_what_is_copied_is_what_is_stated(rank, world_size):
     # A backend may copy what it receives: that is its own affair.
     torch_own = {
         GATHER: of_torch(lambda: gather_single(torch.empty(8, 6), x))[1:],
@@ -62,7 +63,3 @@ def operators(rank, world_size):
             with Seen() as seen:
                 call(rank)
             assert seen.names == expected, name
-
-
-def test_what_is_copied_is_what_is_stated():
-    run(operators, 2)

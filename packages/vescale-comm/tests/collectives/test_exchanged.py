@@ -5,15 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from vescale_comm import (
-    all_gather,
-    all_gather_into,
-    all_reduce,
-    all_reduce_,
-    as_group,
-    graphs,
-    reduce_scatter,
-)
+import vescale_comm as vc
 from vescale_comm._engine import exchanged
 from vescale_comm.testing import run
 from vescale_comm_seen import Seen
@@ -35,13 +27,18 @@ def gathered(rank, world_size):
             of_torch = torch.empty((world_size * shape[0], *shape[1:]), dtype=dtype)
             gather_single(of_torch, x)
             into = torch.empty_like(of_torch)
-            started = all_gather_into(torch.empty_like(into), x, async_op=True)
-            found = [all_gather(x), all_gather(x), all_gather_into(into, x), started.wait()]
+            started = vc.all_gather_into(torch.empty_like(into), x, async_op=True)
+            found = [
+                vc.all_gather(x),
+                vc.all_gather(x),
+                vc.all_gather_into(into, x),
+                started.wait(),
+            ]
             assert all(torch.equal(one, of_torch) for one in found), (shape, dtype)
     # One member with a tensor that lies otherwise takes the long road, and meets the others.
     x = values(rank, (4, 6), torch.float32)
     lies = x.t().contiguous().t() if rank == 0 else x
-    assert torch.equal(all_gather(lies), all_gather(x))
+    assert torch.equal(vc.all_gather(lies), vc.all_gather(x))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -56,14 +53,14 @@ def summed(rank, world_size):
             of_torch = x.clone()
             dist.all_reduce(of_torch)
             kept = x.clone()
-            found = [all_reduce(x), all_reduce(x), all_reduce(x, async_op=True).wait()]
+            found = [vc.all_reduce(x), vc.all_reduce(x), vc.all_reduce(x, async_op=True).wait()]
             assert torch.equal(x, kept)
             own, later = x.clone(), x.clone()
-            assert all_reduce_(own) is own
-            assert all_reduce_(later, async_op=True).wait() is later
+            assert vc.all_reduce_(own) is own
+            assert vc.all_reduce_(later, async_op=True).wait() is later
             assert all(torch.equal(one, of_torch) for one in [*found, own, later]), (shape, dtype)
     leaf = values(rank, (4,), torch.float32).requires_grad_()
-    all_reduce(leaf).sum().backward()
+    vc.all_reduce(leaf).sum().backward()
     assert leaf.grad.tolist() == [world_size] * 4
 
 
@@ -75,7 +72,7 @@ def test_a_sum_has_the_bits_of_torchs(size):
 def not_numbers(rank, world_size):
     # Two that differ in their bits: the sum has those of the first member's on both.
     x = torch.tensor([0x7FC00001 + rank], dtype=torch.int32).view(torch.float32)
-    return all_reduce(x).view(torch.int32).item()
+    return vc.all_reduce(x).view(torch.int32).item()
 
 
 def test_of_two_that_are_no_numbers_members_keep_the_same():
@@ -87,7 +84,7 @@ def folded(rank, world_size):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for shape in [(world_size * 3,), (world_size, 5)]:
             x = values(rank, shape, dtype)
-            everyone = all_gather(x).view(world_size, *shape).unbind()
+            everyone = vc.all_gather(x).view(world_size, *shape).unbind()
             wide = [one.float() if dtype is torch.bfloat16 else one for one in everyone]
             total = wide[0]
             for one in wide[1:]:
@@ -95,13 +92,15 @@ def folded(rank, world_size):
             own = total.tensor_split(world_size)[rank]
             for op, expected in (("sum", own), ("avg", own / world_size)):
                 how = {"op": op, "order": "rank"}
-                late = reduce_scatter(x, async_op=True, **how)
+                late = vc.reduce_scatter(x, async_op=True, **how)
                 # The first one takes the long road.
-                found = [reduce_scatter(x, **how), reduce_scatter(x, **how), late.wait()]
+                found = [vc.reduce_scatter(x, **how), vc.reduce_scatter(x, **how), late.wait()]
                 assert all(torch.equal(one, expected.to(dtype)) for one in found), (dtype, op)
     x = values(rank, (world_size, 6), torch.float32)
     lies = x.t().contiguous().t() if rank == 0 else x
-    assert torch.equal(reduce_scatter(lies, order="rank"), reduce_scatter(x.clone(), order="rank"))
+    assert torch.equal(
+        vc.reduce_scatter(lies, order="rank"), vc.reduce_scatter(x.clone(), order="rank")
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -110,25 +109,25 @@ def test_members_are_added_up_first_to_last(size):
 
 
 def of_graphs(rank, world_size):
-    name = as_group().tag
+    name = vc.as_group().tag
     ops = torch.ops._c10d_functional
     for shape in [(3,), (5, 4), (), (1024, 1025)]:
         x = values(rank, shape, torch.float32)
         kept = x.clone()
         with Seen() as seen:
-            started = graphs.start_all_reduce(x, "sum", name)
+            started = vc.graphs.start_all_reduce(x, "sum", name)
         x.add_(1)  # a graph may write to what is under way
-        found = graphs.finish(started)
+        found = vc.graphs.finish(started)
         assert torch.equal(found, ops.wait_tensor(ops.all_reduce(kept, "sum", name)))
         exchanges = world_size == 2 and exchanged.is_small(kept)
         assert ("alltoall_base" in seen.names) == exchanges
         copied = kept.clone()
-        again = graphs.finish(graphs.start_all_reduce(copied, "sum", name, owned=True))
+        again = vc.graphs.finish(vc.graphs.start_all_reduce(copied, "sum", name, owned=True))
         assert torch.equal(again, found)
         if shape:
-            started = graphs.start_all_gather(kept, world_size, name)
+            started = vc.graphs.start_all_gather(kept, world_size, name)
             expected = ops.wait_tensor(ops.all_gather_into_tensor(kept, world_size, name))
-            assert torch.equal(graphs.finish(started), expected)
+            assert torch.equal(vc.graphs.finish(started), expected)
     of_odd_tensors(rank, world_size, name)
 
 
@@ -139,9 +138,11 @@ def of_odd_tensors(rank, world_size, name):
     for x in (z, z.to(torch.complex128), z.conj(), z.real, z.conj().imag, z.real > 0):
         plain = x.resolve_conj().resolve_neg().contiguous()
         expected = ops.wait_tensor(ops.all_gather_into_tensor(plain, world_size, name))
-        assert torch.equal(graphs.finish(graphs.start_all_gather(x, world_size, name)), expected)
+        assert torch.equal(
+            vc.graphs.finish(vc.graphs.start_all_gather(x, world_size, name)), expected
+        )
         expected = ops.wait_tensor(ops.all_reduce(plain, "sum", name))
-        assert torch.equal(graphs.finish(graphs.start_all_reduce(x, "sum", name)), expected)
+        assert torch.equal(vc.graphs.finish(vc.graphs.start_all_reduce(x, "sum", name)), expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])

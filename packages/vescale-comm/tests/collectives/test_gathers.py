@@ -7,22 +7,8 @@ import random
 
 import pytest
 import torch
+import vescale_comm as vc
 import vescale_comm_dense as dense
-from vescale_comm import (
-    CommArgumentError,
-    SplitSizes,
-    all_gather,
-    all_gather_into,
-    all_reduce,
-    all_reduce_bucketed,
-    all_to_all,
-    all_to_all_single,
-    broadcast,
-    gather_pieces,
-    permute,
-    reduce_scatter,
-    scatter,
-)
 from vescale_comm_dense import DTYPES
 from vescale_comm_worlds import bits, run, same_bits
 
@@ -62,7 +48,7 @@ def check_gathers(rank, world_size, seed):
             shape[dim] = size
             pieces.append(tensor(rng, shape, dtype))
         before = bits(pieces[rank]).clone()
-        found = all_gather(pieces[rank], dim=dim, sizes=None if even else sizes)
+        found = vc.all_gather(pieces[rank], dim=dim, sizes=None if even else sizes)
         assert same(found, dense.all_gather(pieces, dim=dim)[rank]), (sizes, shape, dim, dtype)
         assert torch.equal(bits(pieces[rank]), before)
 
@@ -73,7 +59,7 @@ def check_pieces(rank, world_size, seed):
         dtype = DTYPES[case % len(DTYPES)]
         shapes = [random_shape(rng) for _ in range(world_size)]
         pieces = [tensor(rng, shape, dtype) for shape in shapes]
-        found = gather_pieces(pieces[rank], shapes=shapes)
+        found = vc.gather_pieces(pieces[rank], shapes=shapes)
         assert all(map(same, found, pieces)), (shapes, dtype)
 
 
@@ -84,7 +70,7 @@ def check_exchanges(rank, world_size, seed):
         dtype = DTYPES[case % len(DTYPES)]
         shapes = [[random_shape(rng) for _ in ranks] for _ in ranks]
         pieces = [[tensor(rng, shape, dtype) for shape in row] for row in shapes]
-        found = all_to_all(pieces[rank], shapes=[shapes[peer][rank] for peer in ranks])
+        found = vc.all_to_all(pieces[rank], shapes=[shapes[peer][rank] for peer in ranks])
         assert len(found) == world_size
         assert all(map(same, found, dense.all_to_all(pieces)[rank])), (shapes, dtype)
 
@@ -97,8 +83,8 @@ def check_flat_exchanges(rank, world_size, seed):
             [rng.choice([0, 0, 1, 2, 5]) for _ in range(world_size)] for _ in range(world_size)
         ]
         buffers = [tensor(rng, [sum(row)], dtype) for row in counts]
-        sizes = SplitSizes(counts[rank], [row[rank] for row in counts])
-        found = all_to_all_single(buffers[rank], sizes=sizes)
+        sizes = vc.SplitSizes(counts[rank], [row[rank] for row in counts])
+        found = vc.all_to_all_single(buffers[rank], sizes=sizes)
         # As bytes, which torch joins for every dtype.
         sent = [bits(x).view(-1).split([n * dtype.itemsize for n in row])
                 for x, row in zip(buffers, counts, strict=True)]  # fmt: skip
@@ -106,25 +92,25 @@ def check_flat_exchanges(rank, world_size, seed):
 
 
 def test_sizes_that_do_not_fit_are_named():
-    with pytest.raises(CommArgumentError, match="1 sizes and receive 2"):
-        SplitSizes([1], [1, 2])
-    with pytest.raises(CommArgumentError, match="none negative"):
-        SplitSizes([-1], [1])
-    with pytest.raises(CommArgumentError, match="whole numbers"):
-        SplitSizes([1.5], [1])
+    with pytest.raises(vc.CommArgumentError, match="1 sizes and receive 2"):
+        vc.SplitSizes([1], [1, 2])
+    with pytest.raises(vc.CommArgumentError, match="none negative"):
+        vc.SplitSizes([-1], [1])
+    with pytest.raises(vc.CommArgumentError, match="whole numbers"):
+        vc.SplitSizes([1.5], [1])
     run(wrong_flat_exchange, 2)
 
 
 def wrong_flat_exchange(rank, world_size):
     wrong = {
-        "for another group": (torch.ones(1), SplitSizes([1], [1])),
-        "another length": (torch.ones(3), SplitSizes([1, 1], [1, 1])),
-        "not flat": (torch.ones(2, 1), SplitSizes([1, 1], [1, 1])),
-        "keeps something else": (torch.ones(2), SplitSizes([1, 1], [2, 2])),
+        "for another group": (torch.ones(1), vc.SplitSizes([1], [1])),
+        "another length": (torch.ones(3), vc.SplitSizes([1, 1], [1, 1])),
+        "not flat": (torch.ones(2, 1), vc.SplitSizes([1, 1], [1, 1])),
+        "keeps something else": (torch.ones(2), vc.SplitSizes([1, 1], [2, 2])),
     }
     for x, sizes in wrong.values():
-        with pytest.raises(CommArgumentError, match="does not fit"):
-            all_to_all_single(x, sizes=sizes)
+        with pytest.raises(vc.CommArgumentError, match="does not fit"):
+            vc.all_to_all_single(x, sizes=sizes)
 
 
 def check_broadcasts(rank, world_size, seed):
@@ -134,7 +120,7 @@ def check_broadcasts(rank, world_size, seed):
         shape, source = random_shape(rng), rng.randrange(world_size)
         xs = [tensor(rng, shape, dtype) for _ in range(world_size)]
         before = bits(xs[rank]).clone()
-        found = broadcast(xs[rank], source=source)
+        found = vc.broadcast(xs[rank], source=source)
         assert same(found, dense.broadcast(xs, source=source)[rank]), (shape, dtype)
         assert torch.equal(bits(xs[rank]), before)
 
@@ -156,24 +142,24 @@ def test_moves_equal_one_process(check, world_size):
 def lazily(rank, world_size):
     """Conjugated and negated views: their memory is not their values."""
     z = torch.tensor([1 + 2j, 3 - 1j])
-    all_gather(z.real.clone())  # so that the short road is known
+    vc.all_gather(z.real.clone())  # so that the short road is known
     wrong = []
     for x in (z.conj(), z.conj().imag):
         plain = x.resolve_conj().resolve_neg()
         whole = {
-            "all_reduce": (all_reduce(x), plain * 2),
-            "ordered": (all_reduce(x, order="tree"), plain * 2),
-            "bucketed": (all_reduce_bucketed([x])[0], plain * 2),
-            "later": (all_reduce(x, async_op=True).wait(), plain * 2),
-            "reduce_scatter": (reduce_scatter(x), plain[rank : rank + 1] * 2),
-            "all_gather": (all_gather(x), torch.cat([plain, plain])),
-            "again": (all_gather(x), torch.cat([plain, plain])),
-            "into": (all_gather_into(plain.new_empty(4), x), torch.cat([plain, plain])),
-            "broadcast": (broadcast(x), plain),
-            "permute": (permute(x, pairs=[(0, 1), (1, 0)]), plain),
-            "scatter": (scatter(x), plain[rank : rank + 1]),
-            "gather_pieces": (gather_pieces(x, shapes=[(2,)] * 2)[1], plain),
-            "all_to_all": (all_to_all([x, x], shapes=[(2,)] * 2)[0], plain),
+            "all_reduce": (vc.all_reduce(x), plain * 2),
+            "ordered": (vc.all_reduce(x, order="tree"), plain * 2),
+            "bucketed": (vc.all_reduce_bucketed([x])[0], plain * 2),
+            "later": (vc.all_reduce(x, async_op=True).wait(), plain * 2),
+            "reduce_scatter": (vc.reduce_scatter(x), plain[rank : rank + 1] * 2),
+            "all_gather": (vc.all_gather(x), torch.cat([plain, plain])),
+            "again": (vc.all_gather(x), torch.cat([plain, plain])),
+            "into": (vc.all_gather_into(plain.new_empty(4), x), torch.cat([plain, plain])),
+            "broadcast": (vc.broadcast(x), plain),
+            "permute": (vc.permute(x, pairs=[(0, 1), (1, 0)]), plain),
+            "scatter": (vc.scatter(x), plain[rank : rank + 1]),
+            "gather_pieces": (vc.gather_pieces(x, shapes=[(2,)] * 2)[1], plain),
+            "all_to_all": (vc.all_to_all([x, x], shapes=[(2,)] * 2)[0], plain),
         }
         wrong += [name for name, (found, right) in whole.items() if not torch.equal(found, right)]
     return wrong
@@ -187,14 +173,14 @@ def into_again(rank, world_size):
     x = torch.arange(6.0).reshape(3, 2) + 6 * rank
     for _ in range(2):  # once with all checks, then by the short road
         first, second, part = (torch.zeros(6, 2) for _ in range(3))
-        handle = all_gather_into(first, x, async_op=True)
-        assert all_gather_into(second, x) is second
+        handle = vc.all_gather_into(first, x, async_op=True)
+        assert vc.all_gather_into(second, x) is second
         assert handle.wait() is first
         # Of memory that is sent and written to.
         part[3 * rank : 3 * rank + 3] = x
-        all_gather_into(part, part[3 * rank : 3 * rank + 3])
-        with pytest.raises(CommArgumentError, match="the result"):
-            all_gather_into(torch.zeros(5, 2), x)
+        vc.all_gather_into(part, part[3 * rank : 3 * rank + 3])
+        with pytest.raises(vc.CommArgumentError, match="the result"):
+            vc.all_gather_into(torch.zeros(5, 2), x)
     return [one.tolist() for one in (first, second, part)]
 
 
@@ -205,8 +191,12 @@ def test_memory_of_the_caller_is_filled_by_either_road():
 
 def returned_is_new(rank, world_size):
     x = torch.ones(2, 2)
-    results = [all_gather(x), broadcast(x), *gather_pieces(x, shapes=[(2, 2)] * world_size)]
-    results += all_to_all([x] * world_size, shapes=[(2, 2)] * world_size)
+    results = [
+        vc.all_gather(x),
+        vc.broadcast(x),
+        *vc.gather_pieces(x, shapes=[(2, 2)] * world_size),
+    ]
+    results += vc.all_to_all([x] * world_size, shapes=[(2, 2)] * world_size)
     for result in results:
         result.fill_(7)
     return x

@@ -8,19 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+import vescale_comm as vc
 import vescale_comm_dense as dense
-from vescale_comm import (
-    SplitSizes,
-    all_gather,
-    all_reduce,
-    all_reduce_bucketed,
-    all_to_all,
-    all_to_all_single,
-    broadcast,
-    gather_pieces,
-    reduce_scatter,
-    trace,
-)
+from vescale_comm.testing import on_ranks
 from vescale_comm_worlds import refusals, run
 
 
@@ -67,13 +57,13 @@ def listed(x):
 
 def reduce_sum(rank, world_size, op):
     shapes = [(2, 3)] * world_size
-    return shapes, lambda x: all_reduce(x, op=op), lambda xs: dense.all_reduce(xs, op=op)
+    return shapes, lambda x: vc.all_reduce(x, op=op), lambda xs: dense.all_reduce(xs, op=op)
 
 
 def gather(rank, world_size, dim, sizes):
     sizes, how = sizes[:world_size], {"dim": dim}
     shapes = [tuple(size if each == dim else 2 for each in range(3)) for size in sizes]
-    return shapes, partial(all_gather, sizes=sizes, **how), partial(dense.all_gather, **how)
+    return shapes, partial(vc.all_gather, sizes=sizes, **how), partial(dense.all_gather, **how)
 
 
 def scatter(rank, world_size, dim, sizes, op):
@@ -81,14 +71,14 @@ def scatter(rank, world_size, dim, sizes, op):
     shape = tuple(sum(how["sizes"]) if each == dim else 2 for each in range(3))
     return (
         [shape] * world_size,
-        partial(reduce_scatter, **how),
+        partial(vc.reduce_scatter, **how),
         partial(dense.reduce_scatter, **how),
     )
 
 
 def pieces(rank, world_size):
     shapes = [(), (2, 2), (0, 3), (1,)][:world_size]
-    return shapes, partial(gather_pieces, shapes=shapes), lambda xs: [xs] * world_size
+    return shapes, partial(vc.gather_pieces, shapes=shapes), lambda xs: [xs] * world_size
 
 
 def cuts_of(world_size):
@@ -106,34 +96,34 @@ def exchange(rank, world_size):
     come = [(cut[rank],) for cut in cuts]
     return (
         [(sum(cut),) for cut in cuts],
-        lambda x: all_to_all(x.split(cuts[rank]), shapes=come),
+        lambda x: vc.all_to_all(x.split(cuts[rank]), shapes=come),
         lambda xs: exchanged(xs, cuts),
     )
 
 
 def flat_exchange(rank, world_size):
     cuts = cuts_of(world_size)
-    sizes = SplitSizes(cuts[rank], [cut[rank] for cut in cuts])
+    sizes = vc.SplitSizes(cuts[rank], [cut[rank] for cut in cuts])
 
     def emulated(xs):
         # As columns: of an empty vector torch.cat returns a gradient without a history.
         rows = exchanged(xs, cuts)
         return [torch.cat([part.reshape(-1, 1) for part in row]).view(-1) for row in rows]
 
-    return [(sum(cut),) for cut in cuts], partial(all_to_all_single, sizes=sizes), emulated
+    return [(sum(cut),) for cut in cuts], partial(vc.all_to_all_single, sizes=sizes), emulated
 
 
 def broadcast_from(rank, world_size):
     source = world_size - 1
     # With the inputs that do not count, so that torch knows of their zero gradients.
     emulated = lambda xs: [xs[source] + 0 * x for x in xs]  # noqa: E731
-    return [(3,)] * world_size, partial(broadcast, source=source), emulated
+    return [(3,)] * world_size, partial(vc.broadcast, source=source), emulated
 
 
 def bucketed(rank, world_size):
     return (
         [(5,)] * world_size,
-        lambda x: all_reduce_bucketed([x[:2], x[2:].view(3, 1)], cap_bytes=16),
+        lambda x: vc.all_reduce_bucketed([x[:2], x[2:].view(3, 1)], cap_bytes=16),
         lambda xs: [[y[:2], y[2:].view(3, 1)] for y in dense.all_reduce(xs)],
     )
 
@@ -167,15 +157,15 @@ def count_backward(rank, world_size):
     x = torch.ones(2, 4, requires_grad=True)
     results = {}
     for name, call in {
-        "all_reduce": lambda: all_reduce(x),
-        "all_gather": lambda: all_gather(x, dim=1),
-        "reduce_scatter": lambda: reduce_scatter(x),
-        "all_to_all": lambda: all_to_all([x, 2 * x], shapes=[(2, 4)] * 2)[0],
-        "gather_pieces": lambda: gather_pieces(x, shapes=[(2, 4)] * 2)[1],
-        "broadcast": lambda: broadcast(x),
+        "all_reduce": lambda: vc.all_reduce(x),
+        "all_gather": lambda: vc.all_gather(x, dim=1),
+        "reduce_scatter": lambda: vc.reduce_scatter(x),
+        "all_to_all": lambda: vc.all_to_all([x, 2 * x], shapes=[(2, 4)] * 2)[0],
+        "gather_pieces": lambda: vc.gather_pieces(x, shapes=[(2, 4)] * 2)[1],
+        "broadcast": lambda: vc.broadcast(x),
     }.items():
         loss = call().sum()
-        with trace() as t:
+        with vc.trace() as t:
             loss.backward()
         results[name] = t.counts()
     return results
@@ -196,12 +186,12 @@ def test_backward_is_one_collective():
 def graph_nodes(rank, world_size):
     leaf = torch.ones(2, requires_grad=True)
     with torch.no_grad():
-        without_grad_mode = all_reduce(leaf).grad_fn
+        without_grad_mode = vc.all_reduce(leaf).grad_fn
     return [
-        all_reduce(torch.ones(2)).grad_fn is None,
+        vc.all_reduce(torch.ones(2)).grad_fn is None,
         without_grad_mode is None,
-        all_reduce(leaf).grad_fn is not None,
-        all_reduce(leaf).is_leaf,
+        vc.all_reduce(leaf).grad_fn is not None,
+        vc.all_reduce(leaf).is_leaf,
     ]
 
 
@@ -210,20 +200,21 @@ def test_a_graph_is_recorded_only_where_a_gradient_is_wanted():
 
 
 WRITTEN = {
-    "all_reduce": lambda x: all_reduce(x),
-    "avg": lambda x: all_reduce(x, op="avg", order="tree"),
-    "all_gather": lambda x: all_gather(x),
-    "inside": lambda x: all_gather(x, dim=1),
-    "reduce_scatter": lambda x: reduce_scatter(x),
-    "broadcast": lambda x: broadcast(x),
-    "all_to_all": lambda x: all_to_all([x, 2 * x], shapes=[(4, 2)] * 2)[1],
-    "gather_pieces": lambda x: gather_pieces(x, shapes=[(4, 2)] * 2)[1],
-    "bucketed": lambda x: all_reduce_bucketed([x, 2 * x])[1],
-    "later": lambda x: all_reduce(x, async_op=True).wait(),
+    "all_reduce": lambda x: vc.all_reduce(x),
+    "avg": lambda x: vc.all_reduce(x, op="avg", order="tree"),
+    "all_gather": lambda x: vc.all_gather(x),
+    "inside": lambda x: vc.all_gather(x, dim=1),
+    "reduce_scatter": lambda x: vc.reduce_scatter(x),
+    "broadcast": lambda x: vc.broadcast(x),
+    "all_to_all": lambda x: vc.all_to_all([x, 2 * x], shapes=[(4, 2)] * 2)[1],
+    "gather_pieces": lambda x: vc.gather_pieces(x, shapes=[(4, 2)] * 2)[1],
+    "bucketed": lambda x: vc.all_reduce_bucketed([x, 2 * x])[1],
+    "later": lambda x: vc.all_reduce(x, async_op=True).wait(),
 }
 
 
-def written_into(rank, world_size):
+@on_ranks(2)
+def test_a_result_may_be_written_into_before_the_backward(rank, world_size):
     for name, call in WRITTEN.items():
         gradients = []
         for write in (lambda y: y.mul_(3), lambda y: y * 3):
@@ -233,13 +224,9 @@ def written_into(rank, world_size):
         assert torch.equal(*gradients), name
 
 
-def test_a_result_may_be_written_into_before_the_backward():
-    run(written_into, 2)
-
-
 def reduce_with_gradient(rank, world_size):
     x, calls = torch.ones(2, requires_grad=True), {}
-    for call in (all_reduce, reduce_scatter):
+    for call in (vc.all_reduce, vc.reduce_scatter):
         for op in ("max", "min", "prod"):
             call(x.detach(), op=op)
             with torch.no_grad():

@@ -4,19 +4,8 @@ import itertools
 
 import pytest
 import torch
-from vescale_comm import (
-    CommArgumentError,
-    Emulator,
-    all_gather,
-    all_reduce,
-    all_reduce_,
-    all_reduce_hierarchical,
-    group_of,
-    reduce_scatter,
-    simulate,
-    trace,
-)
-from vescale_comm.testing import device_mesh
+import vescale_comm as vc
+from vescale_comm.testing import device_mesh, on_ranks
 from vescale_comm_worlds import outcomes, run
 
 
@@ -25,41 +14,38 @@ def inputs(shape, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(6)]
 
 
-def reduced(rank, world_size, mesh_shape):
+def reduced_by(mesh, rank, shape, op):
+    inside, across = vc.group_of(mesh, "in"), vc.group_of(mesh, "out")
+    x = inputs(shape)[rank].requires_grad_(op != "max")
+    y = inputs(shape)[rank].requires_grad_(op != "max")
+    found = vc.all_reduce_hierarchical(x, inside, across, op=op)
+    expected = vc.all_reduce(y, vc.group_of(mesh, ("out", "in")), op=op)
+    torch.testing.assert_close(found, expected)
+    if op in ("sum", "avg"):
+        (found * found).sum().backward()
+        (expected * expected).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    later = vc.all_reduce_hierarchical(x.detach(), inside, across, op=op, async_op=True).wait()
+    torch.testing.assert_close(later, expected)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 3), (3, 2), (1, 6), (6, 1)])
+@on_ranks(6)
+def test_it_is_the_all_reduce(rank, world_size, mesh_shape):
     mesh = device_mesh(mesh_shape, ("out", "in"))
     for shape in [(), (0,), (5,), (4, 9)]:
         for op in ("sum", "avg", "max"):
             reduced_by(mesh, rank, shape, op)
 
 
-def reduced_by(mesh, rank, shape, op):
-    inside, across = group_of(mesh, "in"), group_of(mesh, "out")
-    x = inputs(shape)[rank].requires_grad_(op != "max")
-    y = inputs(shape)[rank].requires_grad_(op != "max")
-    found = all_reduce_hierarchical(x, inside, across, op=op)
-    expected = all_reduce(y, group_of(mesh, ("out", "in")), op=op)
-    torch.testing.assert_close(found, expected)
-    if op in ("sum", "avg"):
-        (found * found).sum().backward()
-        (expected * expected).sum().backward()
-        torch.testing.assert_close(x.grad, y.grad)
-    later = all_reduce_hierarchical(x.detach(), inside, across, op=op, async_op=True).wait()
-    torch.testing.assert_close(later, expected)
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 3), (3, 2), (1, 6), (6, 1)])
-def test_it_is_the_all_reduce(mesh_shape):
-    run(reduced, 6, mesh_shape)
-
-
 def ordered(rank, world_size, order):
     mesh = device_mesh((2, 3), ("out", "in"))
     xs = inputs((700,), torch.float32)
-    found = all_reduce_hierarchical(
-        xs[rank], group_of(mesh, "in"), group_of(mesh, "out"), order=order
+    found = vc.all_reduce_hierarchical(
+        xs[rank], vc.group_of(mesh, "in"), vc.group_of(mesh, "out"), order=order
     )
-    rows = [Emulator(3).all_reduce(xs[3 * i : 3 * i + 3], order=order)[0] for i in range(2)]
-    assert torch.equal(found, Emulator(2).all_reduce(rows, order=order)[0])
+    rows = [vc.Emulator(3).all_reduce(xs[3 * i : 3 * i + 3], order=order)[0] for i in range(2)]
+    assert torch.equal(found, vc.Emulator(2).all_reduce(rows, order=order)[0])
     return found
 
 
@@ -81,10 +67,10 @@ def emulated(rank, world_size, cases):
     for dtype, op, order in cases:
         xs = [x.to(dtype) for x in inputs((70,), torch.float32)]
         how = {"op": op, "order": order}
-        found = all_reduce_hierarchical(
-            xs[rank], group_of(mesh, "in"), group_of(mesh, "out"), **how
+        found = vc.all_reduce_hierarchical(
+            xs[rank], vc.group_of(mesh, "in"), vc.group_of(mesh, "out"), **how
         )
-        expected = Emulator(6).all_reduce_hierarchical(xs, inner=3, **how)[rank]
+        expected = vc.Emulator(6).all_reduce_hierarchical(xs, inner=3, **how)[rank]
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (dtype, how)
 
 
@@ -94,14 +80,16 @@ def test_the_emulator_has_its_bits():
 
 
 def test_the_emulator_refuses_groups_that_do_not_divide():
-    with pytest.raises(CommArgumentError, match="groups of 4 do not divide 6 members"):
-        Emulator(6).all_reduce_hierarchical(inputs((2,)), inner=4)
+    with pytest.raises(vc.CommArgumentError, match="groups of 4 do not divide 6 members"):
+        vc.Emulator(6).all_reduce_hierarchical(inputs((2,)), inner=4)
 
 
 def counted(rank, world_size, numel):
     mesh = device_mesh((2, 3), ("out", "in"))
-    with trace() as t:
-        all_reduce_hierarchical(torch.ones(numel), group_of(mesh, "in"), group_of(mesh, "out"))
+    with vc.trace() as t:
+        vc.all_reduce_hierarchical(
+            torch.ones(numel), vc.group_of(mesh, "in"), vc.group_of(mesh, "out")
+        )
     return t.bytes_by_axis()
 
 
@@ -115,7 +103,9 @@ def test_bytes_on_each_axis_are_exact():
 
 def overlapping(rank, world_size):
     mesh = device_mesh((2, 2), ("out", "in"))
-    all_reduce_hierarchical(torch.ones(3), group_of(mesh, "in"), group_of(mesh, ("out", "in")))
+    vc.all_reduce_hierarchical(
+        torch.ones(3), vc.group_of(mesh, "in"), vc.group_of(mesh, ("out", "in"))
+    )
 
 
 def test_groups_that_are_not_two_axes_are_refused():
@@ -128,20 +118,26 @@ AVERAGED = [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, t
             torch.complex32, torch.complex128, torch.int32]  # fmt: skip
 
 
-def averaged(rank, world_size):
+PRECISION = {torch.float8_e4m3fn: 0.0625, torch.float8_e5m2: 0.125, torch.float64: 1e-15,
+             torch.complex128: 1e-15}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@on_ranks(4, simulated=True)
+def test_averages_of_every_dtype_by_every_collective(rank, world_size):
     mesh = device_mesh((2, 2), ("out", "in"))
-    inside, across = group_of(mesh, "in"), group_of(mesh, "out")
+    inside, across = vc.group_of(mesh, "in"), vc.group_of(mesh, "out")
     for dtype in AVERAGED:
         x = inputs((8,))[rank].to(dtype)
         calls = {
-            "all_reduce": lambda x: all_reduce(x, op="avg"),
-            "in place": lambda x: all_reduce_(x.clone(), op="avg"),
-            "hierarchical": lambda x: all_reduce_hierarchical(x, inside, across, op="avg"),
-            "scattered": lambda x: all_gather(reduce_scatter(x, op="avg")),
+            "all_reduce": lambda x: vc.all_reduce(x, op="avg"),
+            "in place": lambda x: vc.all_reduce_(x.clone(), op="avg"),
+            "hierarchical": lambda x: vc.all_reduce_hierarchical(x, inside, across, op="avg"),
+            "scattered": lambda x: vc.all_gather(vc.reduce_scatter(x, op="avg")),
         }
         if not (dtype.is_floating_point or dtype.is_complex):
             for call in calls.values():
-                with pytest.raises(CommArgumentError, match="an average of integers"):
+                with pytest.raises(vc.CommArgumentError, match="an average of integers"):
                     call(x)
             continue
         exact = torch.stack([one.to(dtype).to(torch.complex128) for one in inputs((8,))[:4]])
@@ -152,16 +148,7 @@ def averaged(rank, world_size):
             # What travels in half precision is rounded on its way.
             assert error <= 4 * PRECISION.get(dtype, 1e-2), (name, dtype)
         leaf = x.clone().requires_grad_()
-        part = reduce_scatter(leaf, op="avg")
+        part = vc.reduce_scatter(leaf, op="avg")
         part.backward(torch.ones_like(part))
         assert leaf.grad.dtype is dtype
         assert leaf.grad.to(torch.complex128).eq(0.25).all()
-
-
-PRECISION = {torch.float8_e4m3fn: 0.0625, torch.float8_e5m2: 0.125, torch.float64: 1e-15,
-             torch.complex128: 1e-15}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_averages_of_every_dtype_by_every_collective():
-    simulate(4).run(averaged)

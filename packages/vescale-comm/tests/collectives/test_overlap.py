@@ -8,18 +8,8 @@ import random
 
 import pytest
 import torch
+import vescale_comm as vc
 from torch import nn
-from vescale_comm import (
-    Bucket,
-    CommArgumentError,
-    CommError,
-    Reducer,
-    all_reduce,
-    gather_ahead,
-    reduce_scatter,
-    trace,
-    unwaited,
-)
 from vescale_comm.testing import run as run_processes
 from vescale_comm_seen import Seen
 from vescale_comm_worlds import run
@@ -34,22 +24,22 @@ def tensors_of(rank):
 
 
 def plan(align=16):
-    return Bucket.plan(SHAPES, [torch.float32] * len(SHAPES), cap_bytes=CAP, align_bytes=align)
+    return vc.Bucket.plan(SHAPES, [torch.float32] * len(SHAPES), cap_bytes=CAP, align_bytes=align)
 
 
 def reduced(rank, world_size, how):
     bucket, tensors, rng = plan(), tensors_of(rank), random.Random(rank)
-    reducer = Reducer(bucket, **how)
+    reducer = vc.Reducer(bucket, **how)
     started = []
     for _ in range(2):  # buffers are used again
-        with trace() as t:
+        with vc.trace() as t:
             # Each rank makes its tensors in an order of its own.
             for member in rng.sample(range(len(SHAPES)), len(SHAPES)):
                 reducer.put(member, tensors[member])
             started.append([r.shape for r in t.records])
             found = [x.clone() for x in reducer.wait()]
-    assert unwaited() == []
-    expected = [all_reduce(x, **how) for x in tensors]
+    assert vc.unwaited() == []
+    expected = [vc.all_reduce(x, **how) for x in tensors]
     assert all(map(torch.equal, found, expected))
     return started
 
@@ -70,12 +60,12 @@ def during_backward(rank, world_size):
     module = nn.Sequential(*layers)
     # Made in the reverse of the order in which they are used.
     parameters = [p for layer in reversed(layers) for p in (layer.bias, layer.weight)]
-    bucket = Bucket.plan(
+    bucket = vc.Bucket.plan(
         [p.shape for p in parameters], [p.dtype for p in parameters], cap_bytes=300
     )
-    reducer = Reducer(bucket, op="avg")
+    reducer = vc.Reducer(bucket, op="avg")
     seen = []
-    with trace() as t:
+    with vc.trace() as t:
         for index, parameter in enumerate(parameters):
 
             def ready(p, index=index):
@@ -84,9 +74,9 @@ def during_backward(rank, world_size):
 
             parameter.register_post_accumulate_grad_hook(ready)
         module(torch.full((2, 8), rank + 1.0)).square().sum().backward()
-        under_way = len(unwaited())
+        under_way = len(vc.unwaited())
         found = reducer.wait()
-    expected = [all_reduce(p.grad, op="avg") for p in parameters]
+    expected = [vc.all_reduce(p.grad, op="avg") for p in parameters]
     assert all(map(torch.equal, found, expected))
     return len(bucket.buffers), seen, under_way
 
@@ -100,14 +90,14 @@ def test_a_backward_goes_on_while_its_first_gradients_are_reduced():
 
 
 def written_in_place(rank, world_size):
-    reducer = Reducer(plan())
+    reducer = vc.Reducer(plan())
     for view, x in zip(reducer.views, tensors_of(rank), strict=True):
         view.copy_(x)
     with Seen() as seen:
         for member, view in enumerate(reducer.views):
             reducer.put(member, view)
         found = reducer.wait()
-    assert all(map(torch.equal, found, [all_reduce(x) for x in tensors_of(rank)]))
+    assert all(map(torch.equal, found, [vc.all_reduce(x) for x in tensors_of(rank)]))
     return set(seen.names)
 
 
@@ -118,24 +108,24 @@ def test_what_is_written_into_the_views_is_not_copied():
 
 def scattered_and_gathered(rank, world_size):
     bucket, tensors = plan(), tensors_of(rank)
-    reducer = Reducer(bucket, scatter=True, order="rank")
+    reducer = vc.Reducer(bucket, scatter=True, order="rank")
     for member, x in enumerate(tensors):
         reducer.put(member, x)
     parts = reducer.wait()
-    whole = [all_reduce(x, order="rank") for x in tensors]
+    whole = [vc.all_reduce(x, order="rank") for x in tensors]
     assert all(map(torch.equal, parts, bucket.own_parts(bucket.pack(whole))))
     sizes = [part_of(bucket, 0, member, world_size) for member in range(world_size)]
-    first = reduce_scatter(bucket.pack(tensors)[0], order="rank", sizes=sizes)
+    first = vc.reduce_scatter(bucket.pack(tensors)[0], order="rank", sizes=sizes)
     assert torch.equal(parts[0], first)
     counts = {}
     for ahead in (0, 1, 2, 9):
         found, counts[ahead] = {}, []
-        with trace() as t:
-            for views in gather_ahead(bucket, parts, ahead=ahead):
+        with vc.trace() as t:
+            for views in vc.gather_ahead(bucket, parts, ahead=ahead):
                 counts[ahead].append(len(t.records))
                 found.update({member: x.clone() for member, x in views.items()})
         assert all(torch.equal(found[m], x) for m, x in enumerate(whole))
-    assert unwaited() == []
+    assert vc.unwaited() == []
     return counts
 
 
@@ -153,25 +143,25 @@ def test_sharded_buffers_come_ahead_of_their_use():
 
 def wrong(rank, world_size):
     bucket, tensors = plan(), tensors_of(rank)
-    reducer = Reducer(bucket)
+    reducer = vc.Reducer(bucket)
     reducer.put(0, tensors[0])
     messages = []
     for call in (
         lambda: reducer.put(0, tensors[0]),
         lambda: reducer.put(99, tensors[0]),
         lambda: reducer.put(1, tensors[0]),
-        lambda: Reducer(bucket, op="bxor"),
-        lambda: gather_ahead(bucket, []),
-        lambda: gather_ahead(bucket, bucket.own_parts(bucket.allocate()), ahead=-1),
+        lambda: vc.Reducer(bucket, op="bxor"),
+        lambda: vc.gather_ahead(bucket, []),
+        lambda: vc.gather_ahead(bucket, bucket.own_parts(bucket.allocate()), ahead=-1),
     ):
-        with pytest.raises(CommArgumentError) as caught:
+        with pytest.raises(vc.CommArgumentError) as caught:
             call()
         messages.append(str(caught.value))
-    with pytest.raises(CommError, match=r"tensors \[1, 2, 3, 4, 5\] of .* were never given"):
+    with pytest.raises(vc.CommError, match=r"tensors \[1, 2, 3, 4, 5\] of .* were never given"):
         reducer.wait()
     for member in range(1, len(SHAPES)):  # and goes on from there
         reducer.put(member, tensors[member])
-    assert torch.equal(reducer.wait()[1], all_reduce(tensors[1]))
+    assert torch.equal(reducer.wait()[1], vc.all_reduce(tensors[1]))
     return messages
 
 

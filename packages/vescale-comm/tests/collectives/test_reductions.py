@@ -9,16 +9,9 @@ from functools import partial
 
 import pytest
 import torch
+import vescale_comm as vc
 import vescale_comm_dense as dense
-from vescale_comm import (
-    WIRES,
-    CommArgumentError,
-    all_gather,
-    all_gather_into,
-    all_reduce,
-    all_reduce_,
-    reduce_scatter,
-)
+from vescale_comm.testing import on_ranks
 from vescale_comm_dense import COMPLEX, FLOAT8, FLOATS, INTEGERS
 from vescale_comm_worlds import refusals, run
 
@@ -60,26 +53,25 @@ def strided(rng, x):
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim and rng.random() < 0.5 else x
 
 
-def check_one_element(rank, world_size):
+@on_ranks(2)
+def test_one_element_of_any_stride(rank, world_size):
     """A column of a batch of one is contiguous for torch, and yet cannot be viewed as bytes."""
     for dtype in (*FLOATS, *FLOAT8, *COMPLEX, torch.bool, torch.int16):
         x = torch.full((1, 3), rank + 1.0).to(dtype)[:, 1]
         options = [{"order": "rank"}, {"order": "native"}]
         if dtype.is_floating_point:
-            options += [{"wire": wire} for wire in WIRES]
+            options += [{"wire": wire} for wire in vc.WIRES]
         for how in options:
-            expected = all_reduce(x.clone(), **how)
-            assert torch.equal(all_reduce(x, **how), expected), (dtype, how)
+            expected = vc.all_reduce(x.clone(), **how)
+            assert torch.equal(vc.all_reduce(x, **how), expected), (dtype, how)
             out = torch.zeros(1, 3, dtype=dtype)[:, 1]
-            assert torch.equal(all_reduce_(out.copy_(x), **how), expected), (dtype, how)
+            assert torch.equal(vc.all_reduce_(out.copy_(x), **how), expected), (dtype, how)
         alone = [1] + [0] * (world_size - 1)
         own = x if rank == 0 else x[:0]
         out = torch.zeros(1, 3, dtype=dtype)[:, 1]
-        assert torch.equal(all_gather_into(out, own, sizes=alone), all_gather(own, sizes=alone))
-
-
-def test_one_element_of_any_stride():
-    run(check_one_element, 2)
+        assert torch.equal(
+            vc.all_gather_into(out, own, sizes=alone), vc.all_gather(own, sizes=alone)
+        )
 
 
 def check_all_reduce(rank, world_size):
@@ -88,7 +80,7 @@ def check_all_reduce(rank, world_size):
         for shape in [(), (0, 2), (3,), (2, 3)]:
             xs = [strided(rng, values(rng, shape, dtype)) for _ in range(world_size)]
             before = xs[rank].clone()
-            found = all_reduce(xs[rank], op=op)
+            found = vc.all_reduce(xs[rank], op=op)
             assert equal(found, exact(xs, op)), (op, dtype, shape)
             assert equal(xs[rank], before)
             assert found.is_contiguous()
@@ -104,7 +96,7 @@ def check_reduce_scatter(rank, world_size):
             xs = [strided(rng, values(rng, shape, dtype)) for _ in range(world_size)]
             before = xs[rank].clone()
             even = len(set(sizes)) == 1 and rng.random() < 0.5
-            found = reduce_scatter(xs[rank], dim=dim, sizes=None if even else sizes, op=op)
+            found = vc.reduce_scatter(xs[rank], dim=dim, sizes=None if even else sizes, op=op)
             expected = torch.split(exact(xs, op), sizes, dim)[rank]
             assert equal(found, expected), (op, dtype, sizes, dim)
             assert equal(xs[rank], before)
@@ -135,36 +127,30 @@ BOOLS = {
 }
 
 
-def reduce_bools(rank, world_size):
+@on_ranks(2)
+def test_booleans_stay_booleans(rank, world_size):
     row = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.bool)[:, rank]
     for ops, expected in BOOLS.items():
         for op in ops:
-            whole, piece = all_reduce(row, op=op), reduce_scatter(row, op=op)
+            whole, piece = vc.all_reduce(row, op=op), vc.reduce_scatter(row, op=op)
             assert whole.tolist() == expected, op
             assert piece.tolist() == expected[2 * rank : 2 * rank + 2], op
             # The byte of a bool is 0 or 1; a backend that adds bytes leaves a 2.
             assert whole.view(torch.uint8).max() <= 1
 
 
-def test_booleans_stay_booleans():
-    run(reduce_bools, 2)
-
-
-def reduce_extremes(rank, world_size):
+@on_ranks(2)
+def test_the_whole_range_of_an_integer_compares_and_wraps(rank, world_size):
     for dtype in INTEGERS:
         bounds = torch.iinfo(dtype)
         x = torch.tensor([bounds.min, bounds.max][rank], dtype=dtype)
         wrapped = bounds.max if bounds.min == 0 else -1
-        found = [all_reduce(x, op=op).item() for op in ("max", "min", "sum")]
+        found = [vc.all_reduce(x, op=op).item() for op in ("max", "min", "sum")]
         assert found == [bounds.max, bounds.min, wrapped], dtype
 
 
-def test_the_whole_range_of_an_integer_compares_and_wraps():
-    run(reduce_extremes, 2)
-
-
 def average_once_rounded(rank, world_size):
-    return all_reduce(torch.tensor([1.0, 1.0, 2.0][rank]), op="avg")
+    return vc.all_reduce(torch.tensor([1.0, 1.0, 2.0][rank]), op="avg")
 
 
 def test_the_average_is_the_sum_divided_at_the_end():
@@ -182,7 +168,7 @@ UNDEFINED = {
 
 
 def reduce_undefined(rank, world_size):
-    calls = (all_reduce, reduce_scatter)
+    calls = (vc.all_reduce, vc.reduce_scatter)
     return refusals(
         {
             (call.__name__, *case): partial(call, torch.zeros(2, dtype=case[1]), op=case[0])
@@ -203,13 +189,15 @@ def test_undefined_reductions_are_errors_on_every_rank():
 def complex_halves(rank, world):
     xs = [torch.complex(torch.full((5,), float(r)), torch.arange(5.0)) for r in range(world)]
     mine = xs[rank].to(torch.complex32)
-    found = [all_reduce(mine, op=op, order=order) for op in ("sum", "avg") for order in ORDERS_32]
+    found = [
+        vc.all_reduce(mine, op=op, order=order) for op in ("sum", "avg") for order in ORDERS_32
+    ]
     whole = sum(xs)
     for each, wanted in zip(found, [whole] * 3 + [whole / world] * 3, strict=True):
         assert each.dtype is torch.complex32
         assert torch.equal(each.to(torch.complex64), wanted.to(torch.complex32).to(torch.complex64))
-    with pytest.raises(CommArgumentError, match="prod"):
-        all_reduce(mine, op="prod")
+    with pytest.raises(vc.CommArgumentError, match="prod"):
+        vc.all_reduce(mine, op="prod")
 
 
 ORDERS_32 = ("native", "rank", "tree")

@@ -7,20 +7,9 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_comm as vc
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from vescale_comm import (
-    all_gather,
-    all_reduce,
-    all_reduce_bucketed,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather_pieces,
-    group_of,
-    reduce_scatter,
-    trace,
-)
 
 
 @pytest.fixture
@@ -32,22 +21,22 @@ def mesh():
 
 
 def test_every_collective_runs(mesh):
-    group = group_of(mesh, ("dp", "tp"))
+    group = vc.group_of(mesh, ("dp", "tp"))
     assert (group.ranks, group.rank) == ((2, 3, 6, 7), 1)
     x = torch.ones(4, 2, requires_grad=True)
     uneven = [1, 4, 0, 2]
-    with trace() as t:
-        assert all_reduce(x, group).shape == (4, 2)
-        assert all_gather(x, group, dim=1).shape == (4, 8)
-        assert all_gather(x, group, sizes=uneven).shape == (7, 2)
-        assert reduce_scatter(x, group).shape == (1, 2)
-        assert reduce_scatter(x, group, sizes=[1, 3, 0, 0]).shape == (3, 2)
-        assert all_reduce(torch.ones(3, dtype=torch.int16), group, op="band").shape == (3,)
+    with vc.trace() as t:
+        assert vc.all_reduce(x, group).shape == (4, 2)
+        assert vc.all_gather(x, group, dim=1).shape == (4, 8)
+        assert vc.all_gather(x, group, sizes=uneven).shape == (7, 2)
+        assert vc.reduce_scatter(x, group).shape == (1, 2)
+        assert vc.reduce_scatter(x, group, sizes=[1, 3, 0, 0]).shape == (3, 2)
+        assert vc.all_reduce(torch.ones(3, dtype=torch.int16), group, op="band").shape == (3,)
         shapes = [(1,), (4, 2), (0, 3), ()]
-        assert [p.shape for p in gather_pieces(x, group, shapes=shapes)] == shapes
-        assert [p.shape for p in all_to_all([x] * 4, group, shapes=shapes)] == shapes
-        assert broadcast(x, group).shape == (4, 2)
-        assert len(all_reduce_bucketed([x, x], group)) == 2
-        barrier(group)
+        assert [p.shape for p in vc.gather_pieces(x, group, shapes=shapes)] == shapes
+        assert [p.shape for p in vc.all_to_all([x] * 4, group, shapes=shapes)] == shapes
+        assert vc.broadcast(x, group).shape == (4, 2)
+        assert len(vc.all_reduce_bucketed([x, x], group)) == 2
+        vc.barrier(group)
     assert sum(t.counts().values()) == 11
-    assert all_reduce(x, group).sum().backward() is None
+    assert vc.all_reduce(x, group).sum().backward() is None

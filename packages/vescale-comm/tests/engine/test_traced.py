@@ -7,44 +7,24 @@ order, also where a rank has no use for what arrives.
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_comm as vc
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from vescale_comm import (
-    CommArgumentError,
-    Feedback,
-    all_gather,
-    all_gather_into,
-    all_reduce,
-    all_reduce_,
-    all_reduce_bucketed,
-    all_reduce_hierarchical,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather_pieces,
-    group_of,
-    permute,
-    reduce_scatter,
-    reduce_scatter_into,
-    scatter,
-    send,
-    trace,
-)
 from vescale_comm.testing import device_mesh, run
 
 
 def exchanged(x):
     """Member i sends i + 1 rows to every member."""
     mine = x[: dist.get_rank() + 1]
-    return all_to_all([mine, mine], shapes=[(1, 2), (2, 2)])
+    return vc.all_to_all([mine, mine], shapes=[(1, 2), (2, 2)])
 
 
 def pieces(x):
-    return gather_pieces(x[: dist.get_rank()], shapes=[(0, 2), (1, 2)])
+    return vc.gather_pieces(x[: dist.get_rank()], shapes=[(0, 2), (1, 2)])
 
 
 GROUPS = {}
@@ -53,47 +33,47 @@ GROUPS = {}
 def make_groups():
     """Before anything is traced: making a group is communication that no graph can hold."""
     mesh = device_mesh((2, 1), ("out", "in"))
-    GROUPS.update({axis: group_of(mesh, axis) for axis in ("out", "in")})
+    GROUPS.update({axis: vc.group_of(mesh, axis) for axis in ("out", "in")})
 
 
 def hierarchical(x):
-    return all_reduce_hierarchical(x, GROUPS["in"], GROUPS["out"], op="avg")
+    return vc.all_reduce_hierarchical(x, GROUPS["in"], GROUPS["out"], op="avg")
 
 
 LINEAR = {
-    "all_reduce": lambda x: all_reduce(x),
-    "avg": lambda x: all_reduce(x, op="avg"),
-    "rank": lambda x: all_reduce(x, order="rank"),
-    "tree": lambda x: all_reduce(x.repeat(600, 1), order="tree"),
-    "wire": lambda x: all_reduce(x, wire="bf16"),
-    "handle": lambda x: all_reduce(x, async_op=True).wait(),
-    "all_gather": lambda x: all_gather(x, dim=1),
-    "uneven gather": lambda x: all_gather(x[: 1 + dist.get_rank()], sizes=[1, 2]),
-    "reduce_scatter": lambda x: reduce_scatter(x),
-    "uneven scatter": lambda x: reduce_scatter(x, sizes=[4, 0], order="native"),
-    "inner scatter": lambda x: reduce_scatter(x, dim=1, op="avg"),
-    "broadcast": lambda x: broadcast(x, source=1),
-    "scatter": lambda x: scatter(x, source=1, sizes=[4, 0]),
-    "scatter to two": lambda x: scatter(x, source=1, sizes=[3, 1]),
-    "permute": lambda x: permute(x, pairs=[(0, 1)]),
-    "shift": lambda x: permute(x, pairs=[(0, 1), (1, 0)], shape=(4, 2)),
+    "all_reduce": lambda x: vc.all_reduce(x),
+    "avg": lambda x: vc.all_reduce(x, op="avg"),
+    "rank": lambda x: vc.all_reduce(x, order="rank"),
+    "tree": lambda x: vc.all_reduce(x.repeat(600, 1), order="tree"),
+    "wire": lambda x: vc.all_reduce(x, wire="bf16"),
+    "handle": lambda x: vc.all_reduce(x, async_op=True).wait(),
+    "all_gather": lambda x: vc.all_gather(x, dim=1),
+    "uneven gather": lambda x: vc.all_gather(x[: 1 + dist.get_rank()], sizes=[1, 2]),
+    "reduce_scatter": lambda x: vc.reduce_scatter(x),
+    "uneven scatter": lambda x: vc.reduce_scatter(x, sizes=[4, 0], order="native"),
+    "inner scatter": lambda x: vc.reduce_scatter(x, dim=1, op="avg"),
+    "broadcast": lambda x: vc.broadcast(x, source=1),
+    "scatter": lambda x: vc.scatter(x, source=1, sizes=[4, 0]),
+    "scatter to two": lambda x: vc.scatter(x, source=1, sizes=[3, 1]),
+    "permute": lambda x: vc.permute(x, pairs=[(0, 1)]),
+    "shift": lambda x: vc.permute(x, pairs=[(0, 1), (1, 0)], shape=(4, 2)),
     "all_to_all": exchanged,
     "gather_pieces": pieces,
-    "bucketed": lambda x: all_reduce_bucketed([x, 2 * x, x[:0]], cap_bytes=40),
+    "bucketed": lambda x: vc.all_reduce_bucketed([x, 2 * x, x[:0]], cap_bytes=40),
     "hierarchical": hierarchical,
 }
 OTHERS = {
-    "max": lambda x: all_reduce(x, op="max"),
-    "complex": lambda x: all_reduce(x.to(torch.complex64)),
-    "product": lambda x: all_reduce(x.to(torch.complex64), op="prod"),
-    "bool": lambda x: all_reduce(x > 0, op="bxor"),
-    "fp8": lambda x: all_gather(x.to(torch.float8_e4m3fn)).float(),
-    "int16": lambda x: broadcast(x.to(torch.int16)),
-    "int8": lambda x: reduce_scatter(x, wire="int8"),
-    "in place": lambda x: all_reduce_(x.clone(), op="avg"),
-    "in place, later": lambda x: all_reduce_(x.clone(), order="rank", async_op=True).wait(),
-    "into": lambda x: all_gather_into(x.new_empty(8, 2), x),
-    "scattered into": lambda x: reduce_scatter_into(x.new_empty(2, 2), x),
+    "max": lambda x: vc.all_reduce(x, op="max"),
+    "complex": lambda x: vc.all_reduce(x.to(torch.complex64)),
+    "product": lambda x: vc.all_reduce(x.to(torch.complex64), op="prod"),
+    "bool": lambda x: vc.all_reduce(x > 0, op="bxor"),
+    "fp8": lambda x: vc.all_gather(x.to(torch.float8_e4m3fn)).float(),
+    "int16": lambda x: vc.broadcast(x.to(torch.int16)),
+    "int8": lambda x: vc.reduce_scatter(x, wire="int8"),
+    "in place": lambda x: vc.all_reduce_(x.clone(), op="avg"),
+    "in place, later": lambda x: vc.all_reduce_(x.clone(), order="rank", async_op=True).wait(),
+    "into": lambda x: vc.all_gather_into(x.new_empty(8, 2), x),
+    "scattered into": lambda x: vc.reduce_scatter_into(x.new_empty(2, 2), x),
 }
 
 
@@ -147,9 +127,9 @@ def test_make_fx_writes_down_functional_collectives(mode):
 
 
 WARM = {
-    "all_reduce": lambda g: all_reduce(g),
-    "all_gather": lambda g: all_gather(g)[:4],
-    "reduce_scatter": lambda g: reduce_scatter(g).repeat(2, 1),
+    "all_reduce": lambda g: vc.all_reduce(g),
+    "all_gather": lambda g: vc.all_gather(g)[:4],
+    "reduce_scatter": lambda g: vc.reduce_scatter(g).repeat(2, 1),
 }
 
 
@@ -207,7 +187,7 @@ def compiled(rank, world_size):
     x = given(rank, 2)
     made = torch.compile(inference, backend=backend, fullgraph=True)
     assert same(made(x), inference(x))
-    with trace() as t:
+    with vc.trace() as t:
         made(x)
     assert t.records == []  # what is compiled is not ours any more
     ours, eager = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -235,12 +215,12 @@ def fake_world():
 
 
 def test_eight_ranks_are_traced_in_one_process(fake_world):
-    group = group_of(fake_world, "tp")
+    group = vc.group_of(fake_world, "tp")
 
     def step(x):
         x = x.detach().requires_grad_()
-        y = all_gather(x, group, dim=1).relu() @ torch.ones(8, 3)
-        return torch.autograd.grad(reduce_scatter(y, group).sum(), x)
+        y = vc.all_gather(x, group, dim=1).relu() @ torch.ones(8, 3)
+        return torch.autograd.grad(vc.reduce_scatter(y, group).sum(), x)
 
     graph = make_fx(step, tracing_mode="fake")(torch.ones(4, 2))
     assert collectives(graph.graph) == [
@@ -254,21 +234,21 @@ def test_eight_ranks_are_traced_in_one_process(fake_world):
     ]
     with FakeTensorMode() as fake:
         x = torch.empty(2, 3)
-        assert all_gather(x, group, sizes=[5, 2, 0, 1]).shape == (8, 3)
-        assert all_reduce(x, group, wire="int8").fake_mode is fake
+        assert vc.all_gather(x, group, sizes=[5, 2, 0, 1]).shape == (8, 3)
+        assert vc.all_reduce(x, group, wire="int8").fake_mode is fake
 
 
 def test_shapes_may_be_symbols(fake_world):
-    group = group_of(fake_world, "tp")
+    group = vc.group_of(fake_world, "tp")
 
     def step(x):
-        whole = all_gather(x, group, dim=1)
+        whole = vc.all_gather(x, group, dim=1)
         parts = (
-            reduce_scatter(whole, group, dim=1),
-            broadcast(x, group),
-            permute(x, group, pairs=[(0, 1), (1, 2), (2, 3), (3, 0)]),
+            vc.reduce_scatter(whole, group, dim=1),
+            vc.broadcast(x, group),
+            vc.permute(x, group, pairs=[(0, 1), (1, 2), (2, 3), (3, 0)]),
         )
-        return [*parts, all_reduce(x, group, order="tree"), all_reduce(x, group, wire="int8")]
+        return [*parts, vc.all_reduce(x, group, order="tree"), vc.all_reduce(x, group, wire="int8")]
 
     graph = make_fx(step, tracing_mode="symbolic")(torch.ones(8, 6))
     assert any("sym_size" in str(node.target) for node in graph.graph.nodes)
@@ -278,11 +258,14 @@ def test_shapes_may_be_symbols(fake_world):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: send(x, target=0), "send cannot be traced"),
-        (lambda x: barrier() or x, "barrier cannot be traced"),
-        (lambda x: all_reduce(x, wire="int8", feedback=Feedback()), "feedback= changes from call"),
+        (lambda x: vc.send(x, target=0), "send cannot be traced"),
+        (lambda x: vc.barrier() or x, "barrier cannot be traced"),
+        (
+            lambda x: vc.all_reduce(x, wire="int8", feedback=vc.Feedback()),
+            "feedback= changes from call",
+        ),
     ],
 )
 def test_what_has_no_functional_form_says_so(fake_world, call, words):
-    with pytest.raises(CommArgumentError, match=words):
+    with pytest.raises(vc.CommArgumentError, match=words):
         make_fx(call)(torch.ones(2))

@@ -9,20 +9,9 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_comm as vc
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from vescale_comm import (
-    all_reduce,
-    as_group,
-    broadcast,
-    group_of,
-    permute,
-    recv,
-    reduce_scatter,
-    scatter,
-    send,
-    simulate,
-)
 from vescale_comm._groups import connection, group, new_group
 from vescale_comm.testing import run
 
@@ -64,37 +53,37 @@ def of_nccl(made):
 
 def test_a_permutation_that_leaves_some_out_is_not_the_first_call(calls):
     def program(rank, size):
-        group = of_nccl(as_group())
+        group = of_nccl(vc.as_group())
         for _ in range(2):
-            found = permute(torch.tensor([rank + 1.0]), group, pairs=[(0, 1)])
+            found = vc.permute(torch.tensor([rank + 1.0]), group, pairs=[(0, 1)])
         return found.tolist()
 
-    assert simulate(3)(program) == [[0.0], [1.0], [0.0]]
+    assert vc.simulate(3)(program) == [[0.0], [1.0], [0.0]]
     # The list of the one that takes part in nothing is empty, and torch is not called for it.
     assert [calls[rank] for rank in range(3)] == [[*FIRST, FIRST[1]], [*FIRST, FIRST[1]], FIRST[:1]]
 
 
 def test_a_scatter_is_not_the_first_call(calls):
     def program(rank, size):
-        return scatter(torch.arange(6.0), of_nccl(as_group()), source=0).tolist()
+        return vc.scatter(torch.arange(6.0), of_nccl(vc.as_group()), source=0).tolist()
 
-    assert simulate(3)(program) == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert vc.simulate(3)(program) == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     assert [calls[rank] for rank in range(3)] == [FIRST] * 3
 
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_message_of_two_is_between_two_until_all_have_called(calls, connected):
     def program(rank, size):
-        group = of_nccl(as_group())
+        group = of_nccl(vc.as_group())
         if connected:
-            broadcast(torch.zeros(1), group, source=0)
+            vc.broadcast(torch.zeros(1), group, source=0)
         if rank == 0:
-            send(torch.ones(1), group, target=1)
+            vc.send(torch.ones(1), group, target=1)
         elif rank == 1:
-            assert recv(torch.zeros(1), group, source=0).item() == 1
+            assert vc.recv(torch.zeros(1), group, source=0).item() == 1
         return connection.connects_late(group, "cpu")
 
-    assert simulate(3)(program) == [not connected] * 3
+    assert vc.simulate(3)(program) == [not connected] * 3
     first = ["broadcast"] if connected else []
     assert calls[0] == [*first, FIRST[1] if connected else "isend"]
     assert calls[1] == [*first, FIRST[1] if connected else "irecv"]
@@ -106,14 +95,14 @@ def test_a_group_over_axes_is_connected_when_it_is_made(calls, monkeypatch):
 
     def program(rank, size):
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-        late = [group_of(mesh, axes) for axes in ("dp", ("dp", "tp"))]
+        late = [vc.group_of(mesh, axes) for axes in ("dp", ("dp", "tp"))]
         calls[rank].clear()
-        lane = group_of(mesh, "tp", lane=1)
+        lane = vc.group_of(mesh, "tp", lane=1)
         asked = list(calls[rank])
-        assert group_of(mesh, "tp", lane=1) is lane
+        assert vc.group_of(mesh, "tp", lane=1) is lane
         return [connection.connects_late(one, "cpu") for one in (*late, lane)], asked
 
-    for late, asked in simulate(4)(program):
+    for late, asked in vc.simulate(4)(program):
         # One that is there already has been made by torch, by whomever.
         assert late == [True, True, False]
         assert asked[-1] == "all_reduce"
@@ -166,12 +155,12 @@ class Options(TorchDispatchMode):
 
 
 def at_once(rank, size):
-    group, x = as_group(), torch.ones(3 << 12)
+    group, x = vc.as_group(), torch.ones(3 << 12)
     # The first calls go the long way and remember what the next ones need.
     for _ in range(2):
         with Options() as seen:
-            all_reduce(x, group)
-            reduce_scatter(x, group)
+            vc.all_reduce(x, group)
+            vc.reduce_scatter(x, group)
     return seen.found
 
 

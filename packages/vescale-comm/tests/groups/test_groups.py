@@ -7,17 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_comm as vc
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from vescale_comm import (
-    all_gather,
-    all_reduce,
-    as_group,
-    broadcast,
-    group_alone,
-    group_of,
-    reduce_scatter,
-)
-from vescale_comm.testing import device_mesh, outcomes, run
+from vescale_comm.testing import device_mesh, on_ranks, outcomes, run
 from vescale_comm_worlds import refusals
 
 NAMES = ("dp", "cp", "tp")
@@ -36,7 +28,7 @@ def check_every_subset(rank, world_size, shape, order):
     mesh = DeviceMesh("cpu", grid, mesh_dim_names=names)
     for count in range(1, len(shape) + 1):
         for dims in itertools.combinations(range(len(shape)), count):
-            group = group_of(mesh, tuple(names[d] for d in dims))
+            group = vc.group_of(mesh, tuple(names[d] for d in dims))
             expected = members_of(grid, dims, rank)
             assert group.ranks == expected
             assert group.size == len(expected)
@@ -44,13 +36,15 @@ def check_every_subset(rank, world_size, shape, order):
             assert group.axes == tuple(names[d] for d in dims)
             # What the members say, and in which order, is the mesh's business and not torch's.
             mine = torch.tensor([float(rank)])
-            assert all_gather(mine, group).tolist() == list(map(float, expected))
-            uneven = all_gather(mine.expand(group.rank + 1), group, sizes=range(1, group.size + 1))
+            assert vc.all_gather(mine, group).tolist() == list(map(float, expected))
+            uneven = vc.all_gather(
+                mine.expand(group.rank + 1), group, sizes=range(1, group.size + 1)
+            )
             assert uneven.tolist() == [m for i, m in enumerate(expected) for _ in range(i + 1)]
-            assert all_reduce(mine, group).item() == sum(expected)
-            assert broadcast(mine, group, source=group.size - 1).item() == expected[-1]
+            assert vc.all_reduce(mine, group).item() == sum(expected)
+            assert vc.broadcast(mine, group, source=group.size - 1).item() == expected[-1]
             table = torch.arange(float(group.size))
-            assert reduce_scatter(table, group).item() == group.rank * group.size
+            assert vc.reduce_scatter(table, group).item() == group.rank * group.size
 
 
 @pytest.mark.parametrize(
@@ -70,14 +64,11 @@ def test_members_are_those_of_the_mesh_in_its_order(shape, order):
     run(check_every_subset, len(order), shape, order)
 
 
-def check_where_torch_sorts(rank, world_size):
+@on_ranks(4)
+def test_members_are_in_order_where_torch_always_sorts_them(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vescale_comm._groups.new_group.can_order_ranks", lambda: False)
         check_every_subset(rank, world_size, (2, 2), [3, 1, 0, 2])
-
-
-def test_members_are_in_order_where_torch_always_sorts_them():
-    run(check_where_torch_sorts, 4)
 
 
 def refused(rank, world_size):
@@ -87,7 +78,7 @@ def refused(rank, world_size):
         patch.setattr("vescale_comm._groups.new_group.can_order_ranks", lambda: False)
         # A torch that sorts by something else than the members themselves.
         patch.setattr("vescale_comm._groups.new_group._Member", lambda rank, place: rank)
-        group_of(mesh, ("dp", "tp"))
+        vc.group_of(mesh, ("dp", "tp"))
 
 
 def test_a_group_whose_members_torch_has_put_in_another_order_is_no_group():
@@ -97,16 +88,16 @@ def test_a_group_whose_members_torch_has_put_in_another_order_is_no_group():
 
 def names_and_indices(rank, world_size):
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    both = group_of(mesh, ("dp", "tp"))
+    both = vc.group_of(mesh, ("dp", "tp"))
     return [
-        group_of(mesh, "tp").ranks == group_of(mesh, 1).ranks == group_of(mesh, -1).ranks,
-        group_of(mesh, ("tp", "dp")) is group_of(mesh, (-1, 0)) is both,
-        group_of(mesh, ["dp"]).process_group is mesh.get_group("dp"),
+        vc.group_of(mesh, "tp").ranks == vc.group_of(mesh, 1).ranks == vc.group_of(mesh, -1).ranks,
+        vc.group_of(mesh, ("tp", "dp")) is vc.group_of(mesh, (-1, 0)) is both,
+        vc.group_of(mesh, ["dp"]).process_group is mesh.get_group("dp"),
         both.process_group is dist.group.WORLD and both.axes == ("dp", "tp"),
-        group_of(mesh, ("dp", "tp")) is both,
-        as_group(mesh.get_group("tp")).ranks == group_of(mesh, "tp").ranks,
-        as_group().ranks == tuple(range(world_size)),
-        as_group(both) is both,
+        vc.group_of(mesh, ("dp", "tp")) is both,
+        vc.as_group(mesh.get_group("tp")).ranks == vc.group_of(mesh, "tp").ranks,
+        vc.as_group().ranks == tuple(range(world_size)),
+        vc.as_group(both) is both,
     ]
 
 
@@ -117,12 +108,12 @@ def test_axes_by_name_or_index_and_existing_process_groups_are_used():
 def groups_made(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
     again = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=NAMES)
-    flat = group_of(mesh, ("dp", "tp"))
+    flat = vc.group_of(mesh, ("dp", "tp"))
     before = dist.get_pg_count()
     # Another mesh of the same ranks, such as a slice made again, needs no other process group.
     for same in (mesh, again):
         for axes in (("dp", "tp"), ("tp", "dp"), (0, 2)):
-            assert group_of(same, axes).process_group is flat.process_group
+            assert vc.group_of(same, axes).process_group is flat.process_group
     return dist.get_pg_count() - before
 
 
@@ -137,7 +128,7 @@ def some_members_only(rank, world_size):
         dist.new_group([rank], use_local_synchronization=True)
     found = None
     if mesh.get_coordinate()[1] == 0:
-        found = all_reduce(torch.tensor(rank), group_of(mesh, ("dp", "tp"))).item()
+        found = vc.all_reduce(torch.tensor(rank), vc.group_of(mesh, ("dp", "tp"))).item()
     for _ in range(2 - rank % 3):
         dist.new_group([rank], use_local_synchronization=True)
     return found
@@ -151,10 +142,10 @@ def test_groups_are_made_by_their_members_only_whatever_they_made_before():
 def some_then_all(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
     if mesh.get_coordinate()[1] == 0:
-        group_of(mesh, ("dp", "tp"))
+        vc.group_of(mesh, ("dp", "tp"))
     later = init_device_mesh("cpu", (4, 2), mesh_dim_names=("all", "tp"))
-    groups = group_of(later, "all"), group_of(mesh, ("dp", "cp"))
-    return [all_reduce(torch.tensor(rank), group).item() for group in groups]
+    groups = vc.group_of(later, "all"), vc.group_of(mesh, ("dp", "cp"))
+    return [vc.all_reduce(torch.tensor(rank), group).item() for group in groups]
 
 
 def test_a_group_of_some_does_not_keep_torch_from_making_one_of_all():
@@ -167,7 +158,7 @@ def release(rank, world_size):
     gc.collect()
     before = len(_of_mesh)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    group_of(mesh, ("dp", "tp"))
+    vc.group_of(mesh, ("dp", "tp"))
     during = len(_of_mesh)
     del mesh
     gc.collect()
@@ -179,19 +170,19 @@ def test_a_mesh_that_dies_releases_its_groups():
 
 
 def use_after_destruction(rank, world_size):
-    group = group_of(init_device_mesh("cpu", (world_size,)), 0)
+    group = vc.group_of(init_device_mesh("cpu", (world_size,)), 0)
     dist.destroy_process_group()
     gc.collect()
-    all_reduce(torch.ones(1), group)
+    vc.all_reduce(torch.ones(1), group)
 
 
 def use_while_a_mesh_holds_it(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
-    group, kept = group_of(mesh, 0), mesh.get_group(0)
-    all_reduce(torch.ones(1), group)  # so that the short road is known
+    group, kept = vc.group_of(mesh, 0), mesh.get_group(0)
+    vc.all_reduce(torch.ones(1), group)  # so that the short road is known
     dist.destroy_process_group()
     assert kept is not None
-    all_reduce(torch.ones(1), group)
+    vc.all_reduce(torch.ones(1), group)
 
 
 @pytest.mark.parametrize("use", [use_after_destruction, use_while_a_mesh_holds_it])
@@ -202,7 +193,7 @@ def test_use_after_the_world_is_gone(use):
 
 
 def outside(rank, world_size):
-    group_of(DeviceMesh("cpu", torch.arange(2)), 0)
+    vc.group_of(DeviceMesh("cpu", torch.arange(2)), 0)
 
 
 def test_a_rank_outside_of_the_mesh_is_told():
@@ -225,7 +216,7 @@ BAD_AXES = {
 def bad_axes(rank, world_size):
     # Its own: of a mesh that was asked before, `True` is the 1 that is known.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return refusals({axes: partial(group_of, mesh, axes) for axes in BAD_AXES})
+    return refusals({axes: partial(vc.group_of, mesh, axes) for axes in BAD_AXES})
 
 
 def test_axes_that_the_mesh_does_not_have():
@@ -236,42 +227,39 @@ def test_axes_that_the_mesh_does_not_have():
 
 def test_without_a_world_the_default_group_is_an_error():
     with pytest.raises(Exception, match="there is no default process group: call"):
-        as_group()
+        vc.as_group()
     with pytest.raises(ValueError, match=r"not a group: 'dp'. Pass group_of\(mesh, axes\)"):
-        as_group("dp")
+        vc.as_group("dp")
 
 
-def check_lanes(rank, world_size):
+@on_ranks(4)
+def test_lanes_are_further_groups_of_the_same_ranks(rank, world_size):
     grid = torch.tensor([3, 1, 0, 2])
     mesh = DeviceMesh("cpu", grid.view(2, 2), mesh_dim_names=("dp", "tp"))
     for axes in ("dp", ("dp", "tp")):
-        group, other, third = group_of(mesh, axes), *(group_of(mesh, axes, lane=n) for n in (1, 2))
-        assert group_of(mesh, axes, lane=1) is other
+        group, other, third = (
+            vc.group_of(mesh, axes),
+            *(vc.group_of(mesh, axes, lane=n) for n in (1, 2)),
+        )
+        assert vc.group_of(mesh, axes, lane=1) is other
         assert other.ranks == third.ranks == group.ranks
         assert other.axes == group.axes
         assert len({one.process_group for one in (group, other, third)}) == 3
         # What waits in one does not keep what goes by another.
-        handle = all_gather(torch.tensor([rank]), group, async_op=True)
-        assert all_gather(torch.tensor([rank]), other).tolist() == list(group.ranks)
+        handle = vc.all_gather(torch.tensor([rank]), group, async_op=True)
+        assert vc.all_gather(torch.tensor([rank]), other).tolist() == list(group.ranks)
         assert handle.wait().tolist() == list(group.ranks)
 
 
-def test_lanes_are_further_groups_of_the_same_ranks():
-    run(check_lanes, 4)
-
-
-def check_lanes_side_by_side(rank, world_size):
+@on_ranks(4)
+def test_lanes_are_made_by_their_members_alone(rank, world_size):
     meshes = [DeviceMesh("cpu", [one, one + 1], mesh_dim_names=("pp",)) for one in (0, 2)]
     mesh = meshes[rank // 2]
     if rank < 2:  # the others have made one group less, as programs of another kind do
-        group_of(mesh, "pp", lane=2)
-        assert all_gather(torch.tensor([rank]), group_alone()).tolist() == [rank]
-    group = group_of(mesh, "pp", lane=1)
-    assert all_gather(torch.tensor([rank]), group).tolist() == list(group.ranks)
+        vc.group_of(mesh, "pp", lane=2)
+        assert vc.all_gather(torch.tensor([rank]), vc.group_alone()).tolist() == [rank]
+    group = vc.group_of(mesh, "pp", lane=1)
+    assert vc.all_gather(torch.tensor([rank]), group).tolist() == list(group.ranks)
     # torch names groups of all ranks by how many each has made.
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    assert all_reduce(torch.ones(()), group_of(mesh, ("dp", "tp"))) == 4
-
-
-def test_lanes_are_made_by_their_members_alone():
-    run(check_lanes_side_by_side, 4)
+    assert vc.all_reduce(torch.ones(()), vc.group_of(mesh, ("dp", "tp"))) == 4

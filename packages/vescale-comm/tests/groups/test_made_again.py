@@ -6,29 +6,8 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_comm as vc
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from vescale_comm import (
-    Bucket,
-    CommError,
-    Reducer,
-    agreement,
-    all_gather,
-    all_reduce,
-    all_reduce_,
-    as_group,
-    bound_waits,
-    broadcast,
-    checked,
-    execution_log,
-    graphs,
-    group_alone,
-    group_of,
-    recv,
-    reduce_scatter,
-    send,
-    trace,
-    unwaited,
-)
 from vescale_comm.testing import run
 from vescale_comm_worlds import POOLS
 
@@ -38,13 +17,9 @@ def groups_of(size):
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))
     line = DeviceMesh("cpu", torch.arange(size).flip(0).view(1, size), mesh_dim_names=("x", "y"))
     up, down = range(size), range(size - 1, -1, -1)
-    found = [(as_group(), up), (as_group(dist.new_group()), up)]
-    for one, axes, ranks in (
-        (mesh, "dp", up),
-        (mesh, ("dp", "tp"), up),
-        (line, ("x", "y"), down),
-    ):
-        found += [(group_of(one, axes, lane=lane), ranks) for lane in (0, 1)]
+    found = [(vc.as_group(), up), (vc.as_group(dist.new_group()), up)]
+    for one, axes, ranks in ((mesh, "dp", up), (mesh, ("dp", "tp"), up), (line, ("x", "y"), down)):
+        found += [(vc.group_of(one, axes, lane=lane), ranks) for lane in (0, 1)]
     return [mesh, line], found
 
 
@@ -56,19 +31,19 @@ def check_group(group, ranks):
     total = size * (size + 1) / 2
     everyone = [one + 1.0 for one in ranks]
     for _ in range(2):  # the second by what is known from the first
-        assert all_reduce(own, group).item() == total
-        assert all_gather(own, group).tolist() == everyone
-        assert reduce_scatter(own.expand(size).clone(), group, order="rank").item() == total
-    assert broadcast(own, group).item() == everyone[0]
+        assert vc.all_reduce(own, group).item() == total
+        assert vc.all_gather(own, group).tolist() == everyone
+        assert vc.reduce_scatter(own.expand(size).clone(), group, order="rank").item() == total
+    assert vc.broadcast(own, group).item() == everyone[0]
     if size > 1:
-        started = graphs.start_all_reduce(own, "sum", group.tag)
-        assert graphs.finish(started).item() == total
+        started = vc.graphs.start_all_reduce(own, "sum", group.tag)
+        assert vc.graphs.finish(started).item() == total
         at = group.rank
-        sent = send(own, group, target=(at + 1) % size, async_op=True)
-        assert recv(own, group, source=at - 1 if at else size - 1).item() == everyone[at - 1]
+        sent = vc.send(own, group, target=(at + 1) % size, async_op=True)
+        assert vc.recv(own, group, source=at - 1 if at else size - 1).item() == everyone[at - 1]
         sent.wait()
-    assert agreement.gather_numbers([rank], group) == [(one,) for one in ranks]
-    assert agreement.gather_texts(f"{rank}", group) == [f"{one}" for one in ranks]
+    assert vc.agreement.gather_numbers([rank], group) == [(one,) for one in ranks]
+    assert vc.agreement.gather_texts(f"{rank}", group) == [f"{one}" for one in ranks]
 
 
 def check_world(rank, size):
@@ -77,21 +52,21 @@ def check_world(rank, size):
     meshes, groups = groups_of(size)
     for group, ranks in groups:
         check_group(group, ranks)
-    bound_waits(timeout=POOLS)
-    with checked(timeout=60):
+    vc.bound_waits(timeout=POOLS)
+    with vc.checked(timeout=60):
         check_group(*groups[-1])
-    assert agreement.broadcast_text(f"{rank}", size - 1) == f"{size - 1}"
-    log = execution_log(tuple(range(size)))
+    assert vc.agreement.broadcast_text(f"{rank}", size - 1) == f"{size - 1}"
+    log = vc.execution_log(tuple(range(size)))
     assert log is None or log.all_say("made")
-    alone = group_alone()
+    alone = vc.group_alone()
     assert alone.ranks == (rank,)
-    bucket = Bucket.plan([(2,), (3,)], [torch.float32] * 2)
-    reducer = Reducer(bucket)
+    bucket = vc.Bucket.plan([(2,), (3,)], [torch.float32] * 2)
+    reducer = vc.Reducer(bucket)
     for _ in range(2):
         for member, shape in enumerate(bucket.shapes):
             reducer.put(member, torch.full(shape, rank + 1.0))
         assert {x.item() for part in reducer.wait() for x in part} == {size * (size + 1) / 2}
-    assert unwaited() == []
+    assert vc.unwaited() == []
     return meshes, [*(group for group, _ in groups), alone], reducer
 
 
@@ -112,7 +87,7 @@ def in_several_worlds(rank, size):
         # Of a world that is gone, what is used is refused in words.
         for _, groups, _ in kept[:-1]:
             for group in groups:
-                with pytest.raises(CommError, match="its process group was destroyed"):
+                with pytest.raises(vc.CommError, match="its process group was destroyed"):
                     group.process_group  # noqa: B018 (what every function asks for)
         dist.destroy_process_group()
     return len(kept)
@@ -123,23 +98,23 @@ def test_worlds_with_other_ranks_or_fewer():
 
 
 def again_in_one_world(rank, size):
-    bound_waits(timeout=20)
+    vc.bound_waits(timeout=20)
     mesh, names = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp")), set()
     order = torch.arange(size).flip(0).view(1, size)
     flat = DeviceMesh("cpu", order, mesh_dim_names=("x", "y"))
     before = len(dist.distributed_c10d._world.pg_names)
-    with trace() as sent:
+    with vc.trace() as sent:
         for _ in range(3):
-            lane = group_of(mesh["dp"], "dp", lane=1)
+            lane = vc.group_of(mesh["dp"], "dp", lane=1)
             for _ in range(3):  # a slice of a mesh dies, and what was made for it is there
                 gc.collect()
-                assert group_of(mesh["dp"], "dp", lane=1).process_group is lane.process_group
-            with checked(timeout=20):
-                assert all_reduce(torch.ones(2), lane).tolist() == [size] * 2
+                assert vc.group_of(mesh["dp"], "dp", lane=1).process_group is lane.process_group
+            with vc.checked(timeout=20):
+                assert vc.all_reduce(torch.ones(2), lane).tolist() == [size] * 2
                 x = torch.ones(2)
-                assert all_reduce_(x, lane).tolist() == [size] * 2
-            whole = group_of(flat, ("x", "y"), lane=2)
-            assert all_gather(torch.tensor([rank]), whole).tolist() == order.view(-1).tolist()
+                assert vc.all_reduce_(x, lane).tolist() == [size] * 2
+            whole = vc.group_of(flat, ("x", "y"), lane=2)
+            assert vc.all_gather(torch.tensor([rank]), whole).tolist() == order.view(-1).tolist()
             for group in (lane, whole):
                 # torch would find under a name that was given before what the first one has left.
                 assert group.tag not in names
@@ -147,7 +122,7 @@ def again_in_one_world(rank, size):
                 dist.destroy_process_group(group.process_group)
             mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))
             flat = DeviceMesh("cpu", order, mesh_dim_names=("x", "y"))
-    bound_waits(timeout=POOLS)
+    vc.bound_waits(timeout=POOLS)
     return len(dist.distributed_c10d._world.pg_names) - before, sent.counts(), sent.unrecorded
 
 

@@ -15,21 +15,9 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_comm as vc
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from vescale_comm import (
-    CommArgumentError,
-    CommError,
-    CommMismatchError,
-    DeadlockError,
-    SimulationError,
-    all_reduce,
-    as_group,
-    barrier,
-    group_of,
-    simulate,
-    trace,
-)
 from vescale_comm.testing import run as run_processes
 from vescale_comm_worlds import run
 
@@ -134,23 +122,23 @@ def test_each_rank_has_generators_of_its_own():
             found += [torch.rand(1).item(), random.random(), numpy.random.rand()]
         return found
 
-    found = simulate(4)(program)
+    found = vc.simulate(4)(program)
     assert found[0] == found[2] != found[1] == found[3]
 
 
 def test_environment_warnings_and_traces_are_of_the_rank():
     def program(rank, world_size):
         os.environ["VESCALE_RANK"] = str(rank)
-        with trace() as t, warnings.catch_warnings(record=True) as caught:
+        with vc.trace() as t, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for index in range(3):
                 if index < rank:
                     warnings.warn(f"{rank}.{index}", UserWarning, stacklevel=1)
-                barrier()
-            all_reduce(torch.ones(1))
+                vc.barrier()
+            vc.all_reduce(torch.ones(1))
         return os.environ["VESCALE_RANK"], t.counts()["all_reduce"], len(caught)
 
-    assert simulate(3)(program) == [(str(rank), 1, rank) for rank in range(3)]
+    assert vc.simulate(3)(program) == [(str(rank), 1, rank) for rank in range(3)]
     assert "VESCALE_RANK" not in os.environ
 
 
@@ -160,12 +148,12 @@ def test_all_blocked_is_reported_at_once_with_every_call_site():
             return "left"
         if rank == 2:
             dist.recv(torch.zeros(1), 0)
-        all_reduce(torch.ones(2))
+        vc.all_reduce(torch.ones(2))
 
-    with pytest.raises(SimulationError) as caught:
-        simulate(4)(program)
+    with pytest.raises(vc.SimulationError) as caught:
+        vc.simulate(4)(program)
     errors = caught.value.errors
-    assert {type(error) for error in errors.values()} == {DeadlockError}
+    assert {type(error) for error in errors.values()} == {vc.DeadlockError}
     assert sorted(errors) == [0, 2, 3]
     text = str(errors[3])
     assert "rank 1 has returned" in text
@@ -180,29 +168,29 @@ def test_what_a_rank_raised_is_the_cause_of_the_others_waiting():
             raise KeyError("lost")
         dist.barrier()
 
-    with pytest.raises(SimulationError) as caught:
-        simulate(3)(program)
+    with pytest.raises(vc.SimulationError) as caught:
+        vc.simulate(3)(program)
     assert isinstance(caught.value.__cause__, KeyError)
     assert "rank 1 raised KeyError: 'lost'" in str(caught.value.errors[0])
 
 
 MISMATCHES = {
-    "op": lambda rank: all_reduce(torch.ones(2), op=["sum", "max"][rank]),
-    "shape": lambda rank: all_reduce(torch.ones(2 + rank)),
-    "dtype": lambda rank: all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank])),
-    "call": lambda rank: all_reduce(torch.ones(2)) if rank else dist.barrier(),
-    "order": lambda rank: all_reduce(torch.ones(2000), order=["native", "rank"][rank]),
-    "fold": lambda rank: all_reduce(torch.ones(2), order=["tree", "rank"][rank]),
-    "wire": lambda rank: all_reduce(torch.ones(2), wire=["fp8", "int8"][rank]),
-    "avg": lambda rank: all_reduce(torch.ones(2), op=["sum", "avg"][rank], order="rank"),
+    "op": lambda rank: vc.all_reduce(torch.ones(2), op=["sum", "max"][rank]),
+    "shape": lambda rank: vc.all_reduce(torch.ones(2 + rank)),
+    "dtype": lambda rank: vc.all_reduce(torch.ones(2, dtype=[torch.float32, torch.int64][rank])),
+    "call": lambda rank: vc.all_reduce(torch.ones(2)) if rank else dist.barrier(),
+    "order": lambda rank: vc.all_reduce(torch.ones(2000), order=["native", "rank"][rank]),
+    "fold": lambda rank: vc.all_reduce(torch.ones(2), order=["tree", "rank"][rank]),
+    "wire": lambda rank: vc.all_reduce(torch.ones(2), wire=["fp8", "int8"][rank]),
+    "avg": lambda rank: vc.all_reduce(torch.ones(2), op=["sum", "avg"][rank], order="rank"),
     "source": lambda rank: dist.broadcast(torch.ones(2), rank),
     "sizes": lambda rank: dist.all_to_all_single(
         torch.zeros(2), torch.zeros(2), [1, 1], [[1, 1], [2, 0]][rank]
     ),
-    "gradient": lambda rank: all_reduce(torch.ones(2, requires_grad=rank == 0)),
+    "gradient": lambda rank: vc.all_reduce(torch.ones(2, requires_grad=rank == 0)),
     "gradient, known": lambda rank: [
-        all_reduce(torch.ones(2)),  # from here on rank 1 takes the fast path
-        all_reduce(torch.ones(2, requires_grad=rank == 0)),
+        vc.all_reduce(torch.ones(2)),  # from here on rank 1 takes the fast path
+        vc.all_reduce(torch.ones(2, requires_grad=rank == 0)),
     ],
     "message": lambda rank: (
         dist.recv(torch.zeros(3), 0) if rank else [dist.send(torch.zeros(2), 1), dist.barrier()]
@@ -215,11 +203,11 @@ def test_a_disagreement_is_named_and_not_a_hang(name):
     def program(rank, world_size):
         MISMATCHES[name](rank)
 
-    with pytest.raises(SimulationError) as caught:
-        simulate(2)(program)
+    with pytest.raises(vc.SimulationError) as caught:
+        vc.simulate(2)(program)
     errors = caught.value.errors
     wrong = {1} if name == "message" else {0, 1}
-    assert all(isinstance(errors[rank], CommMismatchError) for rank in wrong)
+    assert all(isinstance(errors[rank], vc.CommMismatchError) for rank in wrong)
     assert __file__ in str(errors[1]) or "member" in str(errors[1])
     if "gradient" in name:
         assert "the input of some requires a gradient" in str(errors[1])
@@ -230,23 +218,23 @@ def test_nothing_is_left_behind():
     before = (torch.get_rng_state(), random.getstate(), sys.excepthook, threading.active_count())
     for program in (lambda rank, size: torch.rand(3), lambda rank, size: [][0]):
         try:
-            simulate(3)(program)
-        except SimulationError:
+            vc.simulate(3)(program)
+        except vc.SimulationError:
             assert program.__code__.co_consts
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert sys.excepthook is before[2]
     assert threading.active_count() == before[3]
     assert not dist.is_initialized()
-    with pytest.raises(CommError, match="no default process group"):
-        as_group(None)
+    with pytest.raises(vc.CommError, match="no default process group"):
+        vc.as_group(None)
 
 
 def inside_a_world(rank, world_size):
     """A real process group does not notice a simulation that runs beside it."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    inner = simulate(3)(lambda rank, world_size: all_reduce(torch.tensor(float(rank))).item())
-    return inner, all_reduce(torch.tensor(1.0), group_of(mesh, "dp")).item(), dist.get_rank()
+    inner = vc.simulate(3)(lambda rank, world_size: vc.all_reduce(torch.tensor(float(rank))).item())
+    return inner, vc.all_reduce(torch.tensor(1.0), vc.group_of(mesh, "dp")).item(), dist.get_rank()
 
 
 def test_a_simulation_inside_of_a_real_world():
@@ -255,12 +243,12 @@ def test_a_simulation_inside_of_a_real_world():
 
 def test_one_at_a_time_and_no_less_than_one_rank():
     def nested(rank, world_size):
-        simulate(1)(lambda rank, world_size: None)
+        vc.simulate(1)(lambda rank, world_size: None)
 
-    with pytest.raises(SimulationError, match="a simulation is running in this process"):
-        simulate(2)(nested)
-    with pytest.raises(CommArgumentError, match="world_size is 0"):
-        simulate(0)
+    with pytest.raises(vc.SimulationError, match="a simulation is running in this process"):
+        vc.simulate(2)(nested)
+    with pytest.raises(vc.CommArgumentError, match="world_size is 0"):
+        vc.simulate(0)
 
 
 def test_a_call_from_another_thread_says_so():
@@ -270,7 +258,7 @@ def test_a_call_from_another_thread_says_so():
         def call():
             try:
                 dist.barrier()
-            except CommError as error:
+            except vc.CommError as error:
                 caught.append(str(error))
 
         thread = threading.Thread(target=call)
@@ -278,7 +266,7 @@ def test_a_call_from_another_thread_says_so():
         thread.join()
         return caught
 
-    for (message,) in simulate(2)(program):
+    for (message,) in vc.simulate(2)(program):
         assert "from a thread of its own" in message
 
 
@@ -290,7 +278,7 @@ def test_a_backward_stays_in_the_thread_of_its_rank():
         dist.barrier()
         return was, torch.autograd.set_multithreading_enabled(False).prev
 
-    assert simulate(2)(program) == [(False, False)] * 2
+    assert vc.simulate(2)(program) == [(False, False)] * 2
     # The caller's thread has its own.
     assert torch.autograd.set_multithreading_enabled(True).prev
 
@@ -303,7 +291,7 @@ def test_polling_lets_the_others_run():
             pass
         return x.item()
 
-    assert simulate(3)(program) == [3.0] * 3
+    assert vc.simulate(3)(program) == [3.0] * 3
 
 
 def test_polling_for_what_cannot_come_is_a_deadlock_too():
@@ -314,8 +302,8 @@ def test_polling_for_what_cannot_come_is_a_deadlock_too():
                 pass
         dist.recv(torch.ones(1), 0)
 
-    with pytest.raises(SimulationError) as caught:
-        simulate(2)(program)
+    with pytest.raises(vc.SimulationError) as caught:
+        vc.simulate(2)(program)
     text = str(caught.value.errors[0])
     assert "rank 0 waits in all_reduce(SUM) of torch.float32 (1,), number 0" in text
     assert "rank 1 waits in recv(from rank 0)" in text
@@ -329,4 +317,4 @@ def test_the_store_waits_for_other_ranks():
         store.set("key", "value")
         return store.check(["key"]), store.add("count", 1)
 
-    assert simulate(2)(program)[0][0] == b"value"
+    assert vc.simulate(2)(program)[0][0] == b"value"

@@ -6,21 +6,11 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+import vescale_comm as vc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from vescale_comm import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    fsdp2,
-    reduce_scatter,
-    scatter,
-    simulate,
-    trace,
-)
 from vescale_comm.testing import run
 
 RANKS = 3
@@ -95,7 +85,7 @@ single_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 def every_call(rank, world_size):
     for name, (call, expected) in CALLS.items():
-        with trace(torch=True) as t:
+        with vc.trace(torch=True) as t:
             call(rank)
         ops = [word for word in name.split() if word not in ("one", "even", "functional")]
         assert [record.op for record in t.records] == ops, name
@@ -103,7 +93,10 @@ def every_call(rank, world_size):
         assert {record.ranks for record in t.records} == {(0, 1, 2)}
         assert all(record.of_torch and record.end for record in t.records)
         assert t.unrecorded == {}
-        with pytest.warns(UserWarning, match=r"over ranks 0-2\), and are in no"), trace() as blind:
+        with (
+            pytest.warns(UserWarning, match=r"over ranks 0-2\), and are in no"),
+            vc.trace() as blind,
+        ):
             call(rank)
         assert (blind.records, list(blind.unrecorded)) == ([], ["ranks 0-2"])
         # gloo makes several of the first one: its own count is told.
@@ -118,18 +111,18 @@ def test_each_call_of_torch_is_recorded_or_counted():
 
 def own(rank):
     x = torch.ones(6, requires_grad=True)
-    all_reduce(all_gather(x)).sum().backward()
-    reduce_scatter(torch.ones(6), order="rank")
-    all_to_all([torch.ones(2)] * RANKS, shapes=[(2,)] * RANKS)
-    scatter(torch.ones(6), source=0)
-    barrier()
+    vc.all_reduce(vc.all_gather(x)).sum().backward()
+    vc.reduce_scatter(torch.ones(6), order="rank")
+    vc.all_to_all([torch.ones(2)] * RANKS, shapes=[(2,)] * RANKS)
+    vc.scatter(torch.ones(6), source=0)
+    vc.barrier()
 
 
 def packages_own(rank, world_size):
     own(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with trace(torch=True, align=True) as outer, trace(align=True) as inner:
+        with vc.trace(torch=True, align=True) as outer, vc.trace(align=True) as inner:
             own(rank)
     return outer.records == inner.records, any(one.of_torch for one in outer.records)
 
@@ -146,14 +139,14 @@ def stock_training(rank, world_size):
         for one in (*module, module):
             fully_shard(one, mesh=mesh)
         if install:
-            fsdp2.install(module)
-        with trace(torch=True) as outer, trace(torch=True) as inner:
+            vc.fsdp2.install(module)
+        with vc.trace(torch=True) as outer, vc.trace(torch=True) as inner:
             module(torch.ones(2, 8)).sum().backward()
         assert outer.records == inner.records
         kinds = Counter((one.op, one.of_torch) for one in outer.records)
         found.append((dict(kinds), outer.bytes(), outer.unrecorded))
     replica = DistributedDataParallel(nn.Linear(4, 4))
-    with trace(torch=True) as t:
+    with vc.trace(torch=True) as t:
         replica(torch.ones(2, 4)).sum().backward()
     return *found, (t.counts(), t.bytes(), t.unrecorded)
 
@@ -170,9 +163,9 @@ def test_calls_of_a_simulated_rank_are_counted():
     def program(rank, world_size):
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
-            with trace() as t:
-                all_reduce(torch.ones(2))
+            with vc.trace() as t:
+                vc.all_reduce(torch.ones(2))
                 dist.all_reduce(torch.ones(2), group=dist.new_group([0, 1, 2]))
         return t.counts(), sum(t.unrecorded.values())
 
-    assert simulate(3)(program) == [({"all_reduce": 1}, 1)] * 3
+    assert vc.simulate(3)(program) == [({"all_reduce": 1}, 1)] * 3

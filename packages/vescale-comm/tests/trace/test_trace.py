@@ -4,83 +4,66 @@ import threading
 
 import pytest
 import torch
-from vescale_comm import (
-    SplitSizes,
-    all_gather,
-    all_gather_into,
-    all_reduce,
-    all_reduce_,
-    all_reduce_bucketed,
-    all_reduce_hierarchical,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    broadcast_,
-    gather_pieces,
-    group_of,
-    permute,
-    reduce_scatter,
-    reduce_scatter_into,
-    scatter,
-    simulate,
-    trace,
-)
-from vescale_comm.testing import device_mesh, run
+import vescale_comm as vc
+from vescale_comm.testing import device_mesh, on_ranks, run
 
 # Of three ranks: a call, and the bytes that each of them sends by the formulas of `trace`.
 CALLS = {
-    "all_reduce": (lambda rank: all_reduce(torch.ones(6)), [2 * 24 * 2 // 3] * 3),
+    "all_reduce": (lambda rank: vc.all_reduce(torch.ones(6)), [2 * 24 * 2 // 3] * 3),
     "all_reduce int16": (  # as int32
-        lambda rank: all_reduce(torch.ones(6, dtype=torch.int16)),
+        lambda rank: vc.all_reduce(torch.ones(6, dtype=torch.int16)),
         [2 * 24 * 2 // 3] * 3,
     ),
     "all_reduce float8": (  # as fp32
-        lambda rank: all_reduce(torch.ones(6).to(torch.float8_e5m2)),
+        lambda rank: vc.all_reduce(torch.ones(6).to(torch.float8_e5m2)),
         [2 * 24 * 2 // 3] * 3,
     ),
-    "all_reduce complex": (lambda rank: all_reduce(torch.ones(6).cfloat()), [2 * 48 * 2 // 3] * 3),
+    "all_reduce complex": (
+        lambda rank: vc.all_reduce(torch.ones(6).cfloat()),
+        [2 * 48 * 2 // 3] * 3,
+    ),
     "all_reduce complex prod": (  # gathered and folded
-        lambda rank: all_reduce(torch.ones(6).cfloat(), op="prod"),
+        lambda rank: vc.all_reduce(torch.ones(6).cfloat(), op="prod"),
         [2 * 48] * 3,
     ),
-    "all_gather": (lambda rank: all_gather(torch.ones(2, 3), dim=1), [2 * 24] * 3),
+    "all_gather": (lambda rank: vc.all_gather(torch.ones(2, 3), dim=1), [2 * 24] * 3),
     "all_gather uneven": (
-        lambda rank: all_gather(torch.ones(rank, 2), sizes=[0, 1, 2]),
+        lambda rank: vc.all_gather(torch.ones(rank, 2), sizes=[0, 1, 2]),
         [0, 2 * 8, 2 * 16],
     ),
-    "all_gather int16": (lambda rank: all_gather(torch.ones(2, dtype=torch.int16)), [2 * 4] * 3),
-    "reduce_scatter": (lambda rank: reduce_scatter(torch.ones(6)), [16] * 3),
+    "all_gather int16": (lambda rank: vc.all_gather(torch.ones(2, dtype=torch.int16)), [2 * 4] * 3),
+    "reduce_scatter": (lambda rank: vc.reduce_scatter(torch.ones(6)), [16] * 3),
     "reduce_scatter uneven": (
-        lambda rank: reduce_scatter(torch.ones(6), sizes=[1, 2, 3]),
+        lambda rank: vc.reduce_scatter(torch.ones(6), sizes=[1, 2, 3]),
         [20, 16, 12],
     ),
     "reduce_scatter fold": (
-        lambda rank: reduce_scatter(torch.ones(6).cfloat(), op="prod"),
+        lambda rank: vc.reduce_scatter(torch.ones(6).cfloat(), op="prod"),
         [32] * 3,
     ),
     "all_to_all": (
-        lambda rank: all_to_all(
+        lambda rank: vc.all_to_all(
             [torch.ones(rank + to) for to in range(3)], shapes=[(rank + to,) for to in range(3)]
         ),
         [4 * 3, 4 * 4, 4 * 5],
     ),
     "all_to_all float8": (
-        lambda rank: all_to_all([torch.ones(2).to(torch.float8_e5m2)] * 3, shapes=[(2,)] * 3),
+        lambda rank: vc.all_to_all([torch.ones(2).to(torch.float8_e5m2)] * 3, shapes=[(2,)] * 3),
         [4] * 3,
     ),
     "gather_pieces": (
-        lambda rank: gather_pieces(torch.ones(rank), shapes=[(0,), (1,), (2,)]),
+        lambda rank: vc.gather_pieces(torch.ones(rank), shapes=[(0,), (1,), (2,)]),
         [0, 2 * 4, 2 * 8],
     ),
-    "broadcast": (lambda rank: broadcast(torch.ones(5), source=1), [0, 2 * 20, 0]),
-    "barrier": (lambda rank: barrier(), [0] * 3),
+    "broadcast": (lambda rank: vc.broadcast(torch.ones(5), source=1), [0, 2 * 20, 0]),
+    "barrier": (lambda rank: vc.barrier(), [0] * 3),
 }
 
 
-def bytes_of(rank, world_size):
+@on_ranks(3)
+def test_bytes_follow_the_stated_formula(rank, world_size):
     for name, (call, expected) in CALLS.items():
-        with trace() as t:
+        with vc.trace() as t:
             call(rank)
         (record,) = t.records
         assert record.op == {"gather_pieces": "all_gather"}.get(name, name.split()[0])
@@ -88,20 +71,16 @@ def bytes_of(rank, world_size):
         assert t.bytes() == expected[rank], name
 
 
-def test_bytes_follow_the_stated_formula():
-    run(bytes_of, 3)
-
-
 def nested(rank, world_size):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     x = torch.ones(4, 2, requires_grad=True)
-    all_reduce(x, group_of(mesh, "dp"))
-    with trace() as outer:
-        y = all_gather(x, group_of(mesh, "tp"), dim=1)
-        with trace() as inner:
-            all_reduce(y, group_of(mesh, ("dp", "tp"))).sum().backward()
-        barrier()
-    all_reduce(x, group_of(mesh, "dp"))
+    vc.all_reduce(x, vc.group_of(mesh, "dp"))
+    with vc.trace() as outer:
+        y = vc.all_gather(x, vc.group_of(mesh, "tp"), dim=1)
+        with vc.trace() as inner:
+            vc.all_reduce(y, vc.group_of(mesh, ("dp", "tp"))).sum().backward()
+        vc.barrier()
+    vc.all_reduce(x, vc.group_of(mesh, "dp"))
     return outer, inner
 
 
@@ -125,8 +104,8 @@ def test_traces_nest_and_record_groups_shapes_and_dtypes():
 
 def from_another_thread(rank, world_size):
     x = torch.ones(2, requires_grad=True)
-    y = all_reduce(x).sum()
-    with trace() as t:
+    y = vc.all_reduce(x).sum()
+    with vc.trace() as t:
         thread = threading.Thread(target=y.backward)
         thread.start()
         thread.join()
@@ -140,11 +119,11 @@ def test_backward_in_another_thread_is_seen():
 def interrupted(rank, world_size):
     traces = []
     try:
-        with trace() as t:
+        with vc.trace() as t:
             traces.append(t)
             raise KeyError
     except KeyError:
-        all_reduce(torch.ones(1))
+        vc.all_reduce(torch.ones(1))
     return traces[0].records
 
 
@@ -153,40 +132,40 @@ def test_a_trace_ends_with_its_body():
 
 
 ALONE = {
-    "all_reduce": lambda x, g: all_reduce(x, g),
-    "all_reduce rank": lambda x, g: all_reduce(x, g, order="rank"),
-    "all_reduce wire": lambda x, g: all_reduce(x, g, wire="bf16"),
-    "reduce_scatter": lambda x, g: reduce_scatter(x, g),
-    "reduce_scatter sizes": lambda x, g: reduce_scatter(x, g, sizes=[3]),
-    "reduce_scatter wire": lambda x, g: reduce_scatter(x, g, wire="int8"),
-    "all_gather": lambda x, g: all_gather(x, g),
-    "all_gather sizes": lambda x, g: all_gather(x, g, sizes=[3], dim=0),
-    "gather_pieces": lambda x, g: gather_pieces(x, g, shapes=[(3, 2)])[0],
-    "all_to_all": lambda x, g: all_to_all([x], g, shapes=[(3, 2)])[0],
-    "all_to_all_single": lambda x, g: all_to_all_single(
-        x.view(-1), g, sizes=SplitSizes([6], [6])
+    "all_reduce": lambda x, g: vc.all_reduce(x, g),
+    "all_reduce rank": lambda x, g: vc.all_reduce(x, g, order="rank"),
+    "all_reduce wire": lambda x, g: vc.all_reduce(x, g, wire="bf16"),
+    "reduce_scatter": lambda x, g: vc.reduce_scatter(x, g),
+    "reduce_scatter sizes": lambda x, g: vc.reduce_scatter(x, g, sizes=[3]),
+    "reduce_scatter wire": lambda x, g: vc.reduce_scatter(x, g, wire="int8"),
+    "all_gather": lambda x, g: vc.all_gather(x, g),
+    "all_gather sizes": lambda x, g: vc.all_gather(x, g, sizes=[3], dim=0),
+    "gather_pieces": lambda x, g: vc.gather_pieces(x, g, shapes=[(3, 2)])[0],
+    "all_to_all": lambda x, g: vc.all_to_all([x], g, shapes=[(3, 2)])[0],
+    "all_to_all_single": lambda x, g: vc.all_to_all_single(
+        x.view(-1), g, sizes=vc.SplitSizes([6], [6])
     ).view(3, 2),
-    "broadcast": lambda x, g: broadcast(x, g),
-    "scatter": lambda x, g: scatter(x, g, source=0),
-    "permute": lambda x, g: permute(x, g, pairs=[(0, 0)]),
-    "permute later": lambda x, g: permute(x, g, pairs=[(0, 0)], async_op=True).wait(),
-    "permute to nobody": lambda x, g: permute(x, g, pairs=[]),
-    "permute shape": lambda x, g: permute(x, g, pairs=[(0, 0)], shape=(2, 3)).view(3, 2),
-    "hierarchical": lambda x, g: all_reduce_hierarchical(x, g, g),
-    "bucketed": lambda x, g: all_reduce_bucketed([x], g)[0],
-    "all_reduce_": lambda x, g: all_reduce_(x.detach().clone(), g),
-    "broadcast_": lambda x, g: broadcast_(x.detach().clone(), g),
-    "all_gather_into": lambda x, g: all_gather_into(torch.empty(3, 2), x.detach(), g),
-    "reduce_scatter_into": lambda x, g: reduce_scatter_into(torch.empty(3, 2), x.detach(), g),
-    "barrier": lambda x, g: [barrier(g), 1 * x][1],
+    "broadcast": lambda x, g: vc.broadcast(x, g),
+    "scatter": lambda x, g: vc.scatter(x, g, source=0),
+    "permute": lambda x, g: vc.permute(x, g, pairs=[(0, 0)]),
+    "permute later": lambda x, g: vc.permute(x, g, pairs=[(0, 0)], async_op=True).wait(),
+    "permute to nobody": lambda x, g: vc.permute(x, g, pairs=[]),
+    "permute shape": lambda x, g: vc.permute(x, g, pairs=[(0, 0)], shape=(2, 3)).view(3, 2),
+    "hierarchical": lambda x, g: vc.all_reduce_hierarchical(x, g, g),
+    "bucketed": lambda x, g: vc.all_reduce_bucketed([x], g)[0],
+    "all_reduce_": lambda x, g: vc.all_reduce_(x.detach().clone(), g),
+    "broadcast_": lambda x, g: vc.broadcast_(x.detach().clone(), g),
+    "all_gather_into": lambda x, g: vc.all_gather_into(torch.empty(3, 2), x.detach(), g),
+    "reduce_scatter_into": lambda x, g: vc.reduce_scatter_into(torch.empty(3, 2), x.detach(), g),
+    "barrier": lambda x, g: [vc.barrier(g), 1 * x][1],
 }
 
 
 def alone(rank, world_size, name):
-    group = group_of(device_mesh((world_size, 1), ("dp", "tp")), "tp")
+    group = vc.group_of(device_mesh((world_size, 1), ("dp", "tp")), "tp")
     x = torch.arange(6.0).view(3, 2).requires_grad_()
     expected = torch.zeros(3, 2) if name == "permute to nobody" else x.detach()
-    with trace() as t:
+    with vc.trace() as t:
         found = ALONE[name](x, group)
         assert found is not x
         if found.requires_grad:
@@ -200,4 +179,4 @@ def alone(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ALONE)
 def test_nothing_is_recorded_of_a_group_of_one(name):
-    assert simulate(2)(alone, name) == [[], []]
+    assert vc.simulate(2)(alone, name) == [[], []]

@@ -9,14 +9,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 from vescale_comm._torch.ranks import compact
-from vescale_comm._watchdog.places import (
-    Tracker,
-    communicates,
-    frame_of,
-    is_users,
-    site_of,
-    wait_of,
-)
+from vescale_comm._watchdog import places
 
 # Functions that block, as modules of torch and of this package would have them.
 CODE = """
@@ -74,7 +67,7 @@ def blocked():
 
 @pytest.mark.parametrize("name", ["torch.distributed.distributed_c10d", "vescale_comm._engine.x"])
 def test_a_wait_begins_where_it_was_first_seen_and_lasts_without_progress(blocked, name):
-    thread, tracker = blocked(name), Tracker()
+    thread, tracker = blocked(name), places.Tracker()
     known = thread.thread.ident
     assert tracker.update(10.0)[known] == 10.0
     assert tracker.update(15.0)[known] == 10.0
@@ -91,14 +84,14 @@ def test_a_wait_begins_where_it_was_first_seen_and_lasts_without_progress(blocke
 def test_the_users_line_is_not_one_of_a_package_that_calls_for_him(name, users):
     made = types.ModuleType(name)
     exec(compile("import sys\ndef f():\n    return sys._getframe()", "f.py", "exec"), made.__dict__)
-    assert is_users(made.f()) == users
+    assert places.is_users(made.f()) == users
 
 
 @pytest.mark.parametrize("name", ["numpy.linalg", "vescale_comm.testing._worker", "train"])
 def test_who_waits_for_something_else_does_not_wait_for_ranks(blocked, name):
     thread = blocked(name).thread.ident
-    assert not communicates(frame_of(thread))
-    assert thread not in Tracker().update(0.0)
+    assert not places.communicates(places.frame_of(thread))
+    assert thread not in places.Tracker().update(0.0)
 
 
 POLLS = """
@@ -116,14 +109,14 @@ def test_who_looks_at_a_store_again_and_again_waits():
     thread = threading.Thread(target=lambda: made.wait(store, stopped), daemon=True)
     thread.start()
     try:
-        tracker, known = Tracker(), thread.ident
+        tracker, known = places.Tracker(), thread.ident
         while not store:
             time.sleep(0.01)
         assert tracker.update(10.0)[known] == 10.0
         for now in range(11, 30):
             time.sleep(0.01)
             assert tracker.update(float(now))[known] == 10.0
-        wait = wait_of(frame_of(known))
+        wait = places.wait_of(places.frame_of(known))
         assert (wait.op, wait.site.rpartition(" in ")[2]) == ("wait", "<lambda>")
     finally:
         stopped.append(True)
@@ -131,10 +124,10 @@ def test_who_looks_at_a_store_again_and_again_waits():
 
 
 def test_a_wait_says_the_op_the_shape_and_the_users_line(blocked):
-    frame = frame_of(blocked("vescale_comm._engine.fast_path").thread.ident)
-    wait = wait_of(frame)
+    frame = places.frame_of(blocked("vescale_comm._engine.fast_path").thread.ident)
+    wait = places.wait_of(frame)
     assert (wait.op, wait.shape, wait.ranks) == ("all_reduce", "torch.float32 (2, 3)", ())
-    assert wait.site == site_of(frame)
+    assert wait.site == places.site_of(frame)
     assert wait.site.partition(":")[0] == __file__
     assert wait.site.endswith(" in run")
 

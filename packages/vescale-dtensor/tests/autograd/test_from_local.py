@@ -15,15 +15,7 @@ import torch.distributed.tensor as stock
 import vescale_dtensor as vd
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh, on_ranks, run
-from vescale_dtensor import (
-    DisagreementError,
-    InterleavedShard,
-    LayoutError,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-)
+from vescale_dtensor import DisagreementError, LayoutError, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor._autograd.local_agreement import silent
 
 from_local = vd.DTensor.from_local
@@ -70,7 +62,7 @@ def test_calls_that_nothing_is_compared_in_any_more_have_their_own_shapes(rank, 
         ([Replicate(), Shard(-1)], (2, 3)),
         ([RaggedShard((0,), (1, 3)), Replicate()], (4, 2)),
         ([RaggedShard((0,), (0, 1)), Shard(1)], (4, 3)),
-        ([InterleavedShard(0, 2), Shard(1)], (6, 3)),
+        ([vd.InterleavedShard(0, 2), Shard(1)], (6, 3)),
         ([Shard(0), Partial("avg")], (3, 2)),
         ([Replicate(), Replicate()], ()),
     ],

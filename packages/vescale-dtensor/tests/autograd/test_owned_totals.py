@@ -9,42 +9,34 @@ from typing import Any
 
 import pytest
 import torch
+import vescale_dtensor as vd
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_comm import all_reduce_bucketed, group_of
 from vescale_comm.testing import on_ranks
-from vescale_dtensor import (
-    PendingGradient,
-    Replicate,
-    Shard,
-    capture,
-    distribute_tensor,
-    init_device_mesh,
-    reduce_gradients,
-    set_gradient_reducer,
-)
+from vescale_dtensor import reduce_gradients
 
 
 class Place:
     """Three parameters, and the totals that their reducer has made."""
 
     def __init__(self, owned: bool = True) -> None:
-        self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        self.mesh = vd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         self.totals: list[Tensor] = []
         made = [torch.arange(6.0).view(2, 3) + i for i in range(3)]
         self.parameters = [
-            nn.Parameter(distribute_tensor(one, self.mesh, [Replicate()])) for one in made
+            nn.Parameter(vd.distribute_tensor(one, self.mesh, [vd.Replicate()])) for one in made
         ]
-        set_gradient_reducer(self.parameters, self._reduced, owned=owned)
+        vd.set_gradient_reducer(self.parameters, self._reduced, owned=owned)
 
-    def _reduced(self, pending: list[PendingGradient]) -> list[Tensor]:
+    def _reduced(self, pending: list[vd.PendingGradient]) -> list[Tensor]:
         group = group_of(self.mesh, ("dp",))
         self.totals = all_reduce_bucketed([one.local for one in pending], group)
         return self.totals
 
     def batch(self, times: float = 1.0) -> Tensor:
-        return distribute_tensor(torch.arange(8.0).view(4, 2) * times, self.mesh, [Shard(0)])
+        return vd.distribute_tensor(torch.arange(8.0).view(4, 2) * times, self.mesh, [vd.Shard(0)])
 
     def backward(self, times: float = 1.0, x: Any = None) -> None:
         x = self.batch(times) if x is None else x
@@ -229,7 +221,7 @@ def test_within_a_backward_and_by_a_program_totals_are_written():
     # A program has read `.grad` in one step and uses it in another.
     other = Place()
 
-    @capture
+    @vd.capture
     def step(x: Tensor) -> Any:
         for p in other.parameters:
             p.grad = None

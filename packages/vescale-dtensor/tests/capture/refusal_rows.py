@@ -19,14 +19,7 @@ import vescale_dtensor as vd
 import vescale_dtensor._capture
 from capture_guards import spread
 from function_cases import Gathered, Listed, Returned, one_after_the_other
-from state_keepers import (
-    KEEPERS,
-    Keeper,
-    keep_buffer,
-    keep_global,
-    keep_nonlocal,
-    keeping,
-)
+from state_keepers import KEEPERS, Keeper, keep_buffer, keep_global, keep_nonlocal, keeping
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vescale_dtensor import Replicate

@@ -4,18 +4,9 @@ Those that count their steps in Python are one step of the program; losses, para
 are compared after every step, bit for bit.
 """
 
+import captured_training
 import pytest
 import torch
-from captured_training import (
-    OPTIMIZERS,
-    STEPS,
-    Training,
-    adam,
-    network,
-    plain_step,
-    trains,
-    with_optimizer,
-)
 from vescale_comm.testing import on_ranks, run
 
 # They read a step count, or a value, into Python numbers: called again at each replay.
@@ -28,22 +19,22 @@ LIVE = {
 
 
 def a_scheduler_of_each_step(wrap):
-    model = network()
-    optimizer = adam(model, foreach=False)
+    model = captured_training.network()
+    optimizer = captured_training.adam(model, foreach=False)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-    step = wrap(lambda x: plain_step(model, optimizer, x))
-    return Training(model, optimizer, step, after=scheduler.step)
+    step = wrap(lambda x: captured_training.plain_step(model, optimizer, x))
+    return captured_training.Training(model, optimizer, step, after=scheduler.step)
 
 
 def verdict(rank, world_size, name):
-    function = trains(with_optimizer(name))
+    function = captured_training.trains(captured_training.with_optimizer(name))
     # What the optimizer makes at its first step is there before the second.
     assert 1 <= len(function.programs) <= 2
-    assert function._misses.replays >= STEPS - 2
+    assert function._misses.replays >= captured_training.STEPS - 2
     return "live" if function.programs[0].live else "recorded"
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("name", list(captured_training.OPTIMIZERS))
 def test_optimizers_inside(name):
     assert run(verdict, 2, name) == ["live" if name in LIVE else "recorded"] * 2
 
@@ -51,4 +42,4 @@ def test_optimizers_inside(name):
 @on_ranks(2)
 def test_a_rate_of_each_step_is_right_and_named():
     with pytest.warns(UserWarning, match=r"another value of .*param_groups\[0\]\['lr'\]"):
-        trains(a_scheduler_of_each_step, steps=10)
+        captured_training.trains(a_scheduler_of_each_step, steps=10)

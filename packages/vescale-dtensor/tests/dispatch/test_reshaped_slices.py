@@ -11,16 +11,10 @@ from itertools import product
 
 import pytest
 import torch
+import vescale_dtensor as vd
 from vescale_comm import simulate
 from vescale_comm.testing import device_mesh
-from vescale_dtensor import (
-    DTensor,
-    RaggedShard,
-    Replicate,
-    Shard,
-    UnsupportedError,
-    distribute_tensor,
-)
+from vescale_dtensor import Shard
 
 SHAPE = (4, 3, 6)
 
@@ -82,7 +76,7 @@ def outcome(base, part, reshape, write):
     try:
         made = RESHAPES[reshape](PARTS[part](base))
         WRITES[write](base, made)
-    except UnsupportedError:
+    except vd.UnsupportedError:
         return UNSUPPORTED, base, None
     except (RuntimeError, IndexError):
         return REFUSED, base, None
@@ -90,14 +84,14 @@ def outcome(base, part, reshape, write):
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, vd.DTensor) else tensor
 
 
 def layouts(size):
-    yield [Replicate()]
+    yield [vd.Replicate()]
     if size > 1:
         yield from ([Shard(0)], [Shard(1)], [Shard(2)])
-        yield [RaggedShard((0,), (1, 3, 0)[:size])]
+        yield [vd.RaggedShard((0,), (1, 3, 0)[:size])]
 
 
 def shares(part, reshape):
@@ -113,7 +107,7 @@ def run_part(rank, size, part, reshapes):
     found = []
     for reshape, write, placements in product(reshapes, WRITES, layouts(size)):
         x = torch.arange(72.0).reshape(SHAPE) - 20
-        y = distribute_tensor(x.clone(), mesh, placements, src_data_rank=None)
+        y = vd.distribute_tensor(x.clone(), mesh, placements, src_data_rank=None)
         before = x.clone()
         wanted, base, result = outcome(x, part, reshape, write)
         done, ours, made = outcome(y, part, reshape, write)

@@ -2,23 +2,17 @@
 
 import pytest
 import torch
+import vescale_dtensor as vd
 from on_mesh import on_mesh
 from one_device import Place, check
 from vescale_comm.testing import device_mesh, on_ranks
-from vescale_dtensor import (
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    UnsupportedError,
-    distribute_tensor,
-)
+from vescale_dtensor import Partial, RaggedShard, Shard, UnsupportedError, distribute_tensor
 
 X = torch.arange(60.0).reshape(3, 5, 4)
 LAYOUTS = (
     (Shard(0), Shard(1)),
     (Shard(1), Shard(2)),
-    (Shard(2), Replicate()),
+    (Shard(2), vd.Replicate()),
     (Shard(1), Shard(1)),
     (Partial(), Shard(1)),
 )
@@ -141,7 +135,7 @@ def test_what_would_not_be_seen_elsewhere_is_refused():
 
 
 def converted(mesh):
-    for placements in ([Replicate()], [RaggedShard((0, 1), UNITS)], [Shard(0)]):
+    for placements in ([vd.Replicate()], [RaggedShard((0, 1), UNITS)], [Shard(0)]):
         x = distribute_tensor(MATRIX.clone(), mesh, placements)
         for _ in range(2):
             for wide in (x.mT.to(torch.float64), x.mT.to(torch.float32, copy=True)):

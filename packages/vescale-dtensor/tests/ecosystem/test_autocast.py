@@ -170,10 +170,7 @@ FORMS = {
     "named": (lambda a, b: torch.addmm(a, mat1=a, mat2=b), (numbers(4, 4), numbers(4, 4))),
     "plain": (lambda a: a @ numbers(4, 4), (numbers(4, 4),)),
     "chain": (lambda a, b: (a @ b).softmax(-1).sum(0), (numbers(4, 4), numbers(4, 4))),
-    "einsum": (
-        lambda a, b: torch.einsum("ik,kj->ij", a, b),
-        (numbers(4, 4), numbers(4, 4)),
-    ),
+    "einsum": (lambda a, b: torch.einsum("ik,kj->ij", a, b), (numbers(4, 4), numbers(4, 4))),
 }
 WATCHED = {"grad": nullcontext, "no grad": torch.no_grad, "inference": torch.inference_mode}
 SEQUENCE = [None, BF16, None, FP16, BF16, "nested", BF16, None]

@@ -10,17 +10,7 @@ from named_cases import named_cases
 from torch import nn
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks
-from vescale_dtensor import (
-    DTensorError,
-    InterleavedShard,
-    LayoutError,
-    MeshError,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    UnsupportedError,
-)
+from vescale_dtensor import LayoutError, Partial, RaggedShard, Replicate, Shard, UnsupportedError
 
 
 @pytest.mark.parametrize("kind", ["Placement", "Shard", "Replicate", "Partial"])
@@ -100,10 +90,10 @@ def ranges_are_those_of_one_device(mesh):
 def spaced_numbers_are_those_of_one_device(mesh):
     ranges = [(0, 1, 7), (-2.5, 3, 40), (3, 3, 1), (5, -5, 0), (1e-3, 1e4, 1001)]
     layouts = [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Partial(), Replicate())]
-    for placements in [*layouts, (InterleavedShard(0, 2), Replicate())]:
+    for placements in [*layouts, (vd.InterleavedShard(0, 2), Replicate())]:
         on = {"device_mesh": mesh, "placements": placements}
         for start, end, steps in ranges:
-            if isinstance(placements[0], InterleavedShard) and steps % 4:
+            if isinstance(placements[0], vd.InterleavedShard) and steps % 4:
                 continue
             found = vd.linspace(start, end, steps, **on)
             assert torch.equal(found.full_tensor(), torch.linspace(start, end, steps))
@@ -135,7 +125,7 @@ def factories_hold_a_piece_and_follow_the_mesh_that_is_open(mesh):
         assert vd.rand(4, requires_grad=True).requires_grad
         assert vd.DTensor.from_local(torch.ones(2)).device_mesh is mesh
         assert vd.distribute_tensor(torch.ones(2)).device_mesh is mesh
-    with pytest.raises(MeshError, match="zeros: no device_mesh"):
+    with pytest.raises(vd.MeshError, match="zeros: no device_mesh"):
         vd.zeros(3)
     with pytest.raises(UnsupportedError, match="strided"):
         vd.zeros(3, device_mesh=mesh, layout=torch.sparse_coo)
@@ -171,9 +161,9 @@ def modules_are_distributed_as_torch_does(mesh):
     plain.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(x), plain(x))
-    with pytest.raises(DTensorError, match="already"):
+    with pytest.raises(vd.DTensorError, match="already"):
         vd.distribute_module(model, mesh)
-    with pytest.raises(DTensorError, match="input_fn takes 1"):
+    with pytest.raises(vd.DTensorError, match="input_fn takes 1"):
         vd.distribute_module(nn.Linear(2, 2), mesh, input_fn=lambda x: x)
 
 

@@ -16,15 +16,7 @@ from torch import nn
 from torch.distributed.tensor import parallel
 from torch.distributed.tensor.experimental import local_map
 from vescale_comm.testing import device_mesh, on_ranks
-from vescale_dtensor import (
-    InterleavedShard,
-    LayoutError,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    UnsupportedError,
-)
+from vescale_dtensor import Partial, Replicate, Shard
 from vescale_dtensor._layout.placements import StridedShard
 
 PAIRS = [
@@ -35,7 +27,7 @@ PAIRS = [
     (Partial("max"), stock.Partial("max")),
     (Partial("prod"), stock.Partial("product")),
 ]
-OURS_ALONE = [InterleavedShard(0, 2), RaggedShard((0,), (1, 3)), StridedShard(0, 2)]
+OURS_ALONE = [vd.InterleavedShard(0, 2), vd.RaggedShard((0,), (1, 3)), StridedShard(0, 2)]
 WHOLE = torch.arange(8.0).reshape(4, 2)
 
 
@@ -123,7 +115,7 @@ def test_torchs_functions_take_our_placements_as_their_own(name):
 def test_torchs_functions_refuse_placements_that_torch_lacks(name):
     mesh = device_mesh((2,))
     for placement in OURS_ALONE:
-        with pytest.raises(UnsupportedError, match=r"torch\.distributed\.tensor was given"):
+        with pytest.raises(vd.UnsupportedError, match=r"torch\.distributed\.tensor was given"):
             FUNCTIONS[name](mesh, placement)
 
 
@@ -132,7 +124,7 @@ def _helpers(mesh):
     for ours, theirs in PLACED:
         assert helper((4, 2), mesh, [ours]) == helper((4, 2), mesh, [theirs])
     for placement in OURS_ALONE:
-        with pytest.raises(UnsupportedError, match="would take for Replicate"):
+        with pytest.raises(vd.UnsupportedError, match="would take for Replicate"):
             helper((4, 2), mesh, [placement])
 
 
@@ -148,7 +140,7 @@ def _wrapped_twice(mesh):
         lambda: vd.distribute_tensor(theirs, mesh, [Shard(0)]),
         lambda: vd.DTensor.from_local(ours, mesh, [Shard(0)]),
     ):
-        with pytest.raises(LayoutError, match="needs a plain tensor"):
+        with pytest.raises(vd.LayoutError, match="needs a plain tensor"):
             call()
     for call in (lambda: ours + theirs, lambda: theirs + ours):
         with pytest.raises(RuntimeError, match="mixed"):

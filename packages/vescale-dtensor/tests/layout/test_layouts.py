@@ -20,15 +20,9 @@ from redistribution_oracle import coordinates, dense, legal, piece
 from torch.distributed.tensor import placement_types
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks, outcomes, run
+from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, StridedShard
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement, nested
-from vescale_dtensor._layout.placements import (
-    InterleavedShard,
-    RaggedShard,
-    Replicate,
-    Shard,
-    StridedShard,
-)
 from vescale_dtensor._layout.shard_geometry import rectangles
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -9,16 +9,9 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
+import vescale_dtensor as vd
 from on_mesh import on_mesh
 from vescale_comm import trace
-from vescale_dtensor import (
-    DTensor,
-    LayoutError,
-    Shard,
-    UnsupportedError,
-    distribute_tensor,
-    sequence_attention,
-)
 
 NAN = float("nan")
 RANKS = 3
@@ -73,13 +66,13 @@ def attend(given, mesh=None, dim=0, way="auto"):
     """The result; or the error, and how often anything was sent."""
     own, more = given
     if mesh is not None:
-        own = [distribute_tensor(one, mesh, [Shard(dim)]) for one in own]
-    with trace() as sent, sequence_attention(way):
+        own = [vd.distribute_tensor(one, mesh, [vd.Shard(dim)]) for one in own]
+    with trace() as sent, vd.sequence_attention(way):
         try:
             found = F.scaled_dot_product_attention(*own, **more)
         except Exception as error:
             return type(error), str(error), len(sent.records)
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    return found.full_tensor() if isinstance(found, vd.DTensor) else found
 
 
 def everywhere(given, layouts=LAYOUTS):
@@ -121,7 +114,7 @@ def test_sizes_of_long_sequences_are_told_as_they_are():
 def test_values_that_keys_do_not_fit(values):
     """One device's kernel reads what is behind the values; or leaves some out."""
     for found in everywhere((parts(rows=(8, 8, values)), {})):
-        assert found[0] is LayoutError
+        assert found[0] is vd.LayoutError
         assert f"8 keys and {values} values" in found[1]
         assert found[2] == 0
 
@@ -129,7 +122,7 @@ def test_values_that_keys_do_not_fit(values):
 def test_a_rate_that_one_device_overlooks():
     learned = {"attn_mask": torch.zeros(8, 8, requires_grad=True), "dropout_p": -0.5}
     for found in everywhere((parts(), learned)):
-        assert found[0] is UnsupportedError
+        assert found[0] is vd.UnsupportedError
         assert "no probability" in found[1]
 
 

@@ -8,24 +8,13 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+import vescale_dtensor as vd
 from attention_steps import laid, require_same, with_gradients
 from on_mesh import on_mesh
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate, trace
 from vescale_comm.testing import run
-from vescale_dtensor import (
-    DTensorError,
-    InterleavedShard,
-    LayoutError,
-    RaggedShard,
-    Replicate,
-    Shard,
-    UnsupportedError,
-    capture,
-    distribute_tensor,
-    init_device_mesh,
-    sequence_attention,
-)
+from vescale_dtensor import InterleavedShard, Replicate, Shard, init_device_mesh, sequence_attention
 from vescale_dtensor._layout.shard_geometry import owned
 from vescale_dtensor._ops.nn.ring_tiles import Block, Terms, tiles
 
@@ -33,7 +22,7 @@ LAYOUTS = {
     "rows": Shard(2),
     "halves": InterleavedShard(2, 2),
     "striped": InterleavedShard(2, 8),
-    "uneven": RaggedShard((2,), (1, 4, 0, 3)),
+    "uneven": vd.RaggedShard((2,), (1, 4, 0, 3)),
 }
 MASKS = {
     "none": None,
@@ -215,7 +204,7 @@ def test_a_second_derivative_is_refused_on_every_rank():
         parts = laid(tensors(8, (3, 3)), mesh, [Shard(2)])
         loss = F.scaled_dot_product_attention(*parts).square().sum()
         (first,) = torch.autograd.grad(loss, parts[0], create_graph=True)
-        with pytest.raises(UnsupportedError, match=r'no second derivative.*"gather"'):
+        with pytest.raises(vd.UnsupportedError, match=r'no second derivative.*"gather"'):
             first.square().sum().backward()
         return True
 
@@ -236,7 +225,7 @@ def test_captured_and_recomputed(mask):
         def again(*parts):
             return checkpoint(inner, *parts, use_reentrant=False)
 
-        captured, found = capture(inner), []
+        captured, found = vd.capture(inner), []
         for form in (inner, again, captured, captured):
             torch.manual_seed(0)
             loss = form(*parts)
@@ -273,7 +262,7 @@ def test_stripes_balance_a_causal_mask():
 
 def test_ways_follow_the_block_and_not_the_call_before():
     def program(mesh):
-        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (4, 4))]
+        parts = [vd.distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (4, 4))]
         ops = []
         for way in ("ring", "gather", "ulysses", "ring", "auto"):
             with sequence_attention(way), trace() as sent:
@@ -292,7 +281,7 @@ def test_auto_takes_a_ring_where_gathered_keys_would_keep_a_large_mask():
         found = []
         for tokens, heads in ((16, 3), (256, 3), (256, 4)):
             parts = [
-                distribute_tensor(one, mesh, [Shard(2)])
+                vd.distribute_tensor(one, mesh, [Shard(2)])
                 for one in tensors(tokens, (heads, heads), batch=1)
             ]
             with trace() as sent:
@@ -318,11 +307,11 @@ def test_without_features(widths, dropout):
 
 def test_what_cannot_be_is_said_on_every_rank():
     def program(mesh):
-        parts = [distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
-        refused = pytest.raises(LayoutError, match=r'3 heads.*over 4 ranks.*Take "ring"')
+        parts = [vd.distribute_tensor(one, mesh, [Shard(2)]) for one in tensors(8, (3, 3))]
+        refused = pytest.raises(vd.LayoutError, match=r'3 heads.*over 4 ranks.*Take "ring"')
         with trace() as sent, sequence_attention("ulysses"), refused:
             F.scaled_dot_product_attention(*parts)
-        unknown = pytest.raises(DTensorError, match=r"'zigzag'.*'auto', 'ring'")
+        unknown = pytest.raises(vd.DTensorError, match=r"'zigzag'.*'auto', 'ring'")
         with unknown, sequence_attention("zigzag"):
             pass
         return len(sent.records)

@@ -5,18 +5,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import vescale_dtensor as vd
 from attention_steps import laid, require_same, with_gradients
 from on_mesh import on_mesh
 from one_device import full_tensors
 from vescale_comm import simulate, trace
-from vescale_dtensor import (
-    InterleavedShard,
-    Replicate,
-    Shard,
-    capture,
-    distribute_tensor,
-    init_device_mesh,
-)
+from vescale_dtensor import Replicate, Shard, distribute_tensor
 
 CALLS = {
     "plain": {},
@@ -27,7 +21,7 @@ CALLS = {
     "grouped dropout": {"dropout_p": 0.4, "enable_gqa": True},
     "mask": {"attn_mask": True},
 }
-LAYOUTS = {"rows": Shard(2), "interleaved": InterleavedShard(2, 2)}
+LAYOUTS = {"rows": Shard(2), "interleaved": vd.InterleavedShard(2, 2)}
 # Of the query and of keys, for four ranks: what divides over them is exchanged.
 HEADS = {"exchange": ((4, 4), (4, 2)), "gather": ((3, 3), (6, 2))}
 SENT = {
@@ -80,7 +74,9 @@ def test_rows_stay_where_they_lie(way, call, layout, tokens):
 
 def test_an_empty_cache_does_not_gather_what_it_is_given():
     def program(rank, world_size):
-        keys = distribute_tensor(torch.randn(2, 2, 6, 4), init_device_mesh("cpu", (4,)), [Shard(2)])
+        keys = distribute_tensor(
+            torch.randn(2, 2, 6, 4), vd.init_device_mesh("cpu", (4,)), [Shard(2)]
+        )
         with trace() as sent:
             joined = torch.cat([torch.empty(0), keys], dim=-2)
         return joined.placements, len(sent.records), joined.shape
@@ -96,7 +92,7 @@ def test_a_mask_beside_is_causal_is_as_on_one_device(dropout):
         torch.manual_seed(0)
         query, mask = torch.randn(2, 4, 8, 4), torch.eye(8, dtype=torch.bool)
         if placement is not None:
-            query = distribute_tensor(query, init_device_mesh("cpu", (4,)), [placement])
+            query = distribute_tensor(query, vd.init_device_mesh("cpu", (4,)), [placement])
         try:
             found = F.scaled_dot_product_attention(query, query, query, mask, dropout, True)
         except RuntimeError as error:
@@ -173,7 +169,7 @@ def test_an_exchange_is_captured():
         def attend(query, key, value):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True).square().sum()
 
-        captured, found = capture(attend), []
+        captured, found = vd.capture(attend), []
         for run in (attend, captured, captured):
             loss = run(*parts)
             found.append([loss, *torch.autograd.grad(loss, parts)])

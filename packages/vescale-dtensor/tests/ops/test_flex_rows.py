@@ -6,19 +6,12 @@ CPUs, to attention that is written out.
 
 import pytest
 import torch
+import vescale_dtensor as vd
 from on_mesh import on_mesh
 from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import create_block_mask
 from vescale_comm import SimulationError, simulate, trace
-from vescale_dtensor import (
-    InterleavedShard,
-    LayoutError,
-    Replicate,
-    Shard,
-    UnsupportedError,
-    distribute_tensor,
-    init_device_mesh,
-)
+from vescale_dtensor import Shard, distribute_tensor
 from vescale_dtensor.experimental import flex_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
@@ -53,10 +46,10 @@ MODS = {
 HEADS = [(4, 4), (4, 2), (3, 1)]
 LAYOUTS = {
     "rows": [Shard(2)],
-    "stripes": [InterleavedShard(2, 3)],
+    "stripes": [vd.InterleavedShard(2, 3)],
     "heads": [Shard(1)],
     "batch": [Shard(0)],
-    "none": [Replicate()],
+    "none": [vd.Replicate()],
     "rows and heads": [Shard(2), Shard(1)],
     "batch and rows": [Shard(0), Shard(2)],
 }
@@ -104,7 +97,7 @@ def test_results_and_gradients_are_those_of_one_device(mods, heads):
     def program(rank, world_size):
         found = []
         for layout in LAYOUTS.values():
-            mesh = init_device_mesh("cpu", (4,) if len(layout) == 1 else (2, 2))
+            mesh = vd.init_device_mesh("cpu", (4,) if len(layout) == 1 else (2, 2))
             parts = [distribute_tensor(one, mesh, layout) for one in tensors(*heads)]
             parts = [one.requires_grad_() for one in parts]
             grouped = heads[0] != heads[1]
@@ -144,8 +137,8 @@ def failing(score, batch, head, row, key):
 
 
 REFUSED = {
-    "a mask of other rows": (LayoutError, lambda: {"block_mask": masked(causal, 16)}),
-    "a gradient of what is captured": (UnsupportedError, lambda: {"score_mod": learned}),
+    "a mask of other rows": (vd.LayoutError, lambda: {"block_mask": masked(causal, 16)}),
+    "a gradient of what is captured": (vd.UnsupportedError, lambda: {"score_mod": learned}),
     "a function that raises": (ZeroDivisionError, lambda: {"score_mod": failing}),
 }
 
@@ -171,7 +164,7 @@ def test_heads_that_do_not_fit(heads, keys):
 
     with pytest.raises(SimulationError) as caught:
         on_mesh((4,), program)
-    assert {type(one) for one in caught.value.errors.values()} == {LayoutError}
+    assert {type(one) for one in caught.value.errors.values()} == {vd.LayoutError}
 
 
 def test_fewer_rows_than_ranks():

@@ -6,24 +6,17 @@ written back; what cannot be written is refused, as are lists of different lengt
 
 import pytest
 import torch
+import vescale_dtensor as vd
 from on_mesh import on_mesh
 from vescale_comm import simulate
-from vescale_dtensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    UnsupportedError,
-    distribute_tensor,
-    init_device_mesh,
-)
+from vescale_dtensor import Replicate, Shard, distribute_tensor
 
 LAYOUTS = {
     "R": [Replicate(), Replicate()],
     "S": [Shard(0), Replicate()],
     "SS": [Shard(0), Shard(0)],
     "C": [Replicate(), Shard(1)],
-    "P": [Partial(), Replicate()],
+    "P": [vd.Partial(), Replicate()],
     "plain": None,
 }
 # Layouts of parameters, gradients, first and second moments. Shards of five rows are uneven, and
@@ -53,7 +46,7 @@ def stepped(shape, names, mesh, scale):
     with torch.no_grad():
         for rate in (0.1, 0.2):
             torch._fused_adam_(*lists, lr=rate, amsgrad=True, **HOW, **unscaled)
-    return [[t.full_tensor() if isinstance(t, DTensor) else t for t in each] for each in lists]
+    return [[t.full_tensor() if isinstance(t, vd.DTensor) else t for t in each] for each in lists]
 
 
 @pytest.mark.parametrize("scale", [None, 2.0])
@@ -77,7 +70,7 @@ def test_a_state_that_is_a_copied_view_is_refused():
         with torch.no_grad():
             torch._fused_adam_(*lists, [], steps, lr=0.1, amsgrad=False, **HOW)  # is stored
             lists[2] = [view]
-            with pytest.raises(UnsupportedError, match="copy"):
+            with pytest.raises(vd.UnsupportedError, match="copy"):
                 torch._fused_adam_(*lists, [], steps, lr=0.1, amsgrad=False, **HOW)
 
     on_mesh((2, 2), run)
@@ -86,7 +79,7 @@ def test_a_state_that_is_a_copied_view_is_refused():
 @pytest.mark.parametrize("short", [1, 2, 5])
 def test_lists_of_different_lengths_are_torchs_error(short):
     def run(rank, world_size):
-        lists = given((5, 3), "R R R R", init_device_mesh("cpu", (2, 2)))
+        lists = given((5, 3), "R R R R", vd.init_device_mesh("cpu", (2, 2)))
         lists[short] = lists[short][:1]
         with torch.no_grad(), pytest.raises(RuntimeError, match="n_tensors"):
             torch._fused_adam_(*lists, lr=0.1, amsgrad=True, **HOW)

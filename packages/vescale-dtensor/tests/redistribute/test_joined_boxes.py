@@ -16,10 +16,7 @@ def divided(start, shape, depth, chosen):
     cut = chosen.randrange(1, shape[dim])
     first, second, later = list(shape), list(shape), list(start)
     first[dim], second[dim], later[dim] = cut, shape[dim] - cut, start[dim] + cut
-    return [
-        *divided(start, first, depth - 1, chosen),
-        *divided(later, second, depth - 1, chosen),
-    ]
+    return [*divided(start, first, depth - 1, chosen), *divided(later, second, depth - 1, chosen)]
 
 
 @pytest.mark.parametrize("seed", range(40))

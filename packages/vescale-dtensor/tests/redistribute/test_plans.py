@@ -13,16 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redistribution_oracle import Case, check, coordinates, dense, legal, local_tensors, pieces
 from redistribution_simulation import plans_of, signature, simulate
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
 from vescale_dtensor._errors import LayoutError
-from vescale_dtensor._layout.placements import (
-    REDUCE_OPS,
-    InterleavedShard,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    StridedShard,
-)
+from vescale_dtensor._layout.placements import REDUCE_OPS
 from vescale_dtensor._layout.shard_geometry import check_fits
 from vescale_dtensor._redistribute.regions import is_run
 from vescale_dtensor._redistribute.steps import (

@@ -15,16 +15,9 @@ from redistribution_oracle import Case, check, coordinates, dense, legal, local_
 from redistribution_simulation import plans_of, simulate
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, outcomes, run
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.placements import (
-    InterleavedShard,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    StridedShard,
-)
 from vescale_dtensor._redistribute import execute as _transport
 from vescale_dtensor._redistribute.plan import plan_redistribution
 from vescale_dtensor._redistribute.steps import AllReduce

@@ -6,14 +6,7 @@ import torch.nn.functional as F
 import vescale_dtensor as vd
 from taught_rules import COLUMNS, ELEMENTS, GATE, ROWS, gate, letters
 from torch import Tensor
-from vescale_dtensor.rules import (
-    Rule,
-    RuleCheckError,
-    Sample,
-    check_rule,
-    local_offsets,
-    register_rule,
-)
+from vescale_dtensor import rules
 
 
 class Detached(torch.autograd.Function):
@@ -64,16 +57,16 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_found(name):
     func, args, options, words = WRONG[name]
-    register_rule(func, letters(**options))
-    with pytest.raises(RuleCheckError, match=words) as caught:
-        check_rule(func, [args], most=20)
+    rules.register_rule(func, letters(**options))
+    with pytest.raises(rules.RuleCheckError, match=words) as caught:
+        rules.check_rule(func, [args], most=20)
     text = str(caught.value)
     assert "mesh (4,)" in text
     assert "Again: check_rule(..., meshes=[(4,)], placements=[[[" in text
     # What it says can be run again, and fails again.
     placements = eval(text.rpartition("placements=")[2][:-1], vars(vd))
-    with pytest.raises(RuleCheckError, match=words):
-        check_rule(func, [args], meshes=[(4,)], placements=placements)
+    with pytest.raises(rules.RuleCheckError, match=words):
+        rules.check_rule(func, [args], meshes=[(4,)], placements=placements)
 
 
 def test_a_kernel_that_fails_on_one_rank_is_reported_and_hangs_nobody():
@@ -82,32 +75,32 @@ def test_a_kernel_that_fails_on_one_rank_is_reported_and_hangs_nobody():
             raise ValueError("not here")
         return torch.sigmoid(*args)
 
-    register_rule(torch.sigmoid, letters(**ELEMENTS, local=local))
-    with pytest.raises(RuleCheckError, match="raised ValueError: not here"):
-        check_rule(torch.sigmoid, [ROWS], most=20)
+    rules.register_rule(torch.sigmoid, letters(**ELEMENTS, local=local))
+    with pytest.raises(rules.RuleCheckError, match="raised ValueError: not here"):
+        rules.check_rule(torch.sigmoid, [ROWS], most=20)
 
 
 def test_a_rule_that_is_never_asked_is_no_success():
-    with pytest.raises(RuleCheckError, match=r"vescale_dtensor_tests\.gate has no rule"):
-        check_rule(gate, [(ROWS, COLUMNS)])
-    register_rule(gate, Rule("none", lambda call: None))
-    with pytest.raises(RuleCheckError, match="no rule answered"):
-        check_rule(gate, [(ROWS, COLUMNS)], most=4)
+    with pytest.raises(rules.RuleCheckError, match=r"vescale_dtensor_tests\.gate has no rule"):
+        rules.check_rule(gate, [(ROWS, COLUMNS)])
+    rules.register_rule(gate, rules.Rule("none", lambda call: None))
+    with pytest.raises(rules.RuleCheckError, match="no rule answered"):
+        rules.check_rule(gate, [(ROWS, COLUMNS)], most=4)
 
 
 def test_functions_of_ours_pass_by_their_own_rules():
-    report = check_rule(torch.Tensor.add_, [(ROWS, COLUMNS)], most=6)
+    report = rules.check_rule(torch.Tensor.add_, [(ROWS, COLUMNS)], most=6)
     assert report.sharded
-    report = check_rule(torch.topk, [Sample((ROWS,), {"k": 2, "dim": 1})], most=6)
+    report = rules.check_rule(torch.topk, [rules.Sample((ROWS,), {"k": 2, "dim": 1})], most=6)
     assert report.sharded
     # A function of others: whatever answers for those counts.
-    report = check_rule(lambda x, w: F.linear(x, w).relu(), [(ROWS, ROWS[:3])], most=6)
+    report = rules.check_rule(lambda x, w: F.linear(x, w).relu(), [(ROWS, ROWS[:3])], most=6)
     assert report.sharded
 
 
 def test_layouts_are_uneven_and_empty_and_every_placement_occurs():
-    register_rule(gate, letters(**GATE))
-    report = check_rule(gate, [(ROWS, COLUMNS)], gradients=False, most=12)
+    rules.register_rule(gate, letters(**GATE))
+    report = rules.check_rule(gate, [(ROWS, COLUMNS)], gradients=False, most=12)
     for axis in (0, 1):
         seen = {
             repr(outcome.trial.placements[0][axis])
@@ -127,7 +120,7 @@ def test_layouts_are_uneven_and_empty_and_every_placement_occurs():
 
 def test_local_offsets_of_every_shard():
     def local(context, args, kwargs):
-        first = local_offsets(context)[0]
+        first = rules.local_offsets(context)[0]
         return torch.arange(first, first + args[0].shape[0], dtype=torch.float32)
 
     rule = letters(
@@ -135,8 +128,8 @@ def test_local_offsets_of_every_shard():
         unshardable=frozenset({"c"}), contiguous_only=frozenset({"r"}),
     )  # fmt: skip
     places = torch.library.custom_op("vescale_dtensor_tests::places", mutates_args=())(_places)
-    register_rule(places, rule)
-    assert check_rule(places, [ROWS], gradients=False, most=20).sharded
+    rules.register_rule(places, rule)
+    assert rules.check_rule(places, [ROWS], gradients=False, most=20).sharded
 
 
 def _places(x: Tensor) -> Tensor:

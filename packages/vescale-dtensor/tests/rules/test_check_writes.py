@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from vescale_dtensor.rules import (
-    Reads,
-    Rule,
-    RuleCheckError,
-    Signature,
-    check_rule,
-    register_rule,
-)
+from vescale_dtensor.rules import Reads, Rule, RuleCheckError, Signature, check_rule, register_rule
 
 ROWS = torch.linspace(-2, 2, 20).reshape(5, 4)
 

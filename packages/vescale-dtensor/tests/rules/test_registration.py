@@ -4,25 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from taught_rules import COLUMNS, ELEMENTS, GATE, ROWS, Asked, fill, gate, letters, on_two_ranks
-from vescale_dtensor import Replicate, Shard
+from vescale_dtensor import Replicate, Shard, rules
 from vescale_dtensor._dispatch import registry
 from vescale_dtensor._ops import families
 from vescale_dtensor._ops.common.functions import functions
-from vescale_dtensor.rules import (
-    AxisStrategy,
-    Rule,
-    RuleError,
-    Signature,
-    Strategy,
-    check_rule,
-    register_rule,
-)
 
 REFUSED = {
     "a name": ("aten::mul", letters(**ELEMENTS), "a name is no function"),
     "the wrong way round": (letters(**ELEMENTS), torch.mul, "got the rule first"),
-    "a signature": (torch.mul, Signature(**ELEMENTS), "a Signature: make it Rule"),
-    "a strategy": (torch.mul, Signature(**ELEMENTS).strategy(), "a Strategy: make it Rule"),
+    "a signature": (torch.mul, rules.Signature(**ELEMENTS), "a Signature: make it Rule"),
+    "a strategy": (torch.mul, rules.Signature(**ELEMENTS).strategy(), "a Strategy: make it Rule"),
     "a function for a rule": (torch.mul, len, r"found len: make it Rule\('name', len\)"),
     "nothing": (torch.mul, None, "expected a Rule, found None"),
     "a number": (42, letters(**ELEMENTS), "expected a function, found 42"),
@@ -30,11 +21,11 @@ REFUSED = {
     "a method of a tensor": (ROWS.mul, letters(**ELEMENTS), r"register torch\.Tensor\.mul"),
     "a lambda": (lambda x: x, letters(**ELEMENTS), "of which torch knows nothing"),
     "metadata": (torch.Tensor.size, letters(**ELEMENTS), "no operation on data"),
-    "a strategy that is none": (torch.mul, Rule("r", 3), "strategy is 3"),
-    "reads that are none": (torch.mul, Rule("r", len, reads=64), "reads is 64"),
-    "writes by name": (torch.mul, Rule("r", len, writes="x"), "writes is 'x'"),
-    "an untold write": (torch.ops.aten.add_.Tensor, Rule("r", len), "writes to self"),
-    "a write that returns nothing": (fill, Rule("r", len, writes=0), "returns none of them"),
+    "a strategy that is none": (torch.mul, rules.Rule("r", 3), "strategy is 3"),
+    "reads that are none": (torch.mul, rules.Rule("r", len, reads=64), "reads is 64"),
+    "writes by name": (torch.mul, rules.Rule("r", len, writes="x"), "writes is 'x'"),
+    "an untold write": (torch.ops.aten.add_.Tensor, rules.Rule("r", len), "writes to self"),
+    "a write that returns nothing": (fill, rules.Rule("r", len, writes=0), "returns none of them"),
 }
 
 
@@ -42,8 +33,8 @@ REFUSED = {
 def test_what_is_no_rule_or_no_function_is_refused(name):
     func, rule, words = REFUSED[name]
     before = registry.known_rules(), registry.known_handlers()
-    with pytest.raises(RuleError, match=words):
-        register_rule(func, rule)
+    with pytest.raises(rules.RuleError, match=words):
+        rules.register_rule(func, rule)
     assert (registry.known_rules(), registry.known_handlers()) == before
 
 
@@ -55,23 +46,23 @@ def overridable_in_python(x):
 
 def test_python_functions_that_ask_for_overrides_have_rules():
     asked = Asked(letters(**ELEMENTS))
-    register_rule(overridable_in_python, asked.rule)
-    check_rule(overridable_in_python, [ROWS], most=4)
+    rules.register_rule(overridable_in_python, asked.rule)
+    rules.check_rule(overridable_in_python, [ROWS], most=4)
     assert asked.count
 
 
 def test_replace_is_a_choice():
-    with pytest.raises(RuleError, match="something answers for it already"):
-        register_rule(torch.mul, letters(**ELEMENTS), replace=False)
-    register_rule(gate, letters(**GATE), replace=False)
-    with pytest.raises(RuleError, match="already"):
-        register_rule(gate, letters(**GATE), replace=False)
+    with pytest.raises(rules.RuleError, match="something answers for it already"):
+        rules.register_rule(torch.mul, letters(**ELEMENTS), replace=False)
+    rules.register_rule(gate, letters(**GATE), replace=False)
+    with pytest.raises(rules.RuleError, match="already"):
+        rules.register_rule(gate, letters(**GATE), replace=False)
 
 
 def test_a_rule_takes_the_place_of_a_handler_that_would_not_ask_it():
     assert torch.block_diag in registry.handlers
-    asked = Asked(Rule("taught", lambda call: None))
-    register_rule(torch.block_diag, asked.rule)
+    asked = Asked(rules.Rule("taught", lambda call: None))
+    rules.register_rule(torch.block_diag, asked.rule)
     on_two_ranks(lambda x: torch.block_diag(x, x))
     assert asked.count
 
@@ -93,7 +84,7 @@ def test_every_handler_that_stands_beside_a_rule_asks_for_it():
     assert {registry.handlers[f].__qualname__ for f in calls} == implemented
     for func, call in calls.items():
         asked = Asked(registry.rule_of(func))
-        register_rule(func, asked.rule)
+        rules.register_rule(func, asked.rule)
         on_two_ranks(call)
         assert asked.count, func
 
@@ -102,24 +93,27 @@ def test_no_function_has_two_rules():
     for module in families._MODULES:
         both = [getattr(module, "RULES", {}), getattr(module, "HANDLERS", {})]
         if any(both):
-            with pytest.raises(RuleError, match="has two rules or two handlers"):
+            with pytest.raises(rules.RuleError, match="has two rules or two handlers"):
                 registry.install(*both)
     everything = [f for m in families._MODULES for f in getattr(m, "RULES", {})]
     assert len(everything) == len(set(everything)) == len(registry.known_rules())
 
 
 STRATEGIES = {
-    "a signature": (lambda call: Signature(**GATE), r"a Signature: return its \.strategy\(\)"),
+    "a signature": (
+        lambda call: rules.Signature(**GATE),
+        r"a Signature: return its \.strategy\(\)",
+    ),
     "letters of one operand": (
-        lambda call: Signature(**ELEMENTS).strategy(),
+        lambda call: rules.Signature(**ELEMENTS).strategy(),
         "for 1 operands, but the call has 2",
     ),
     "candidates of other lengths": (
-        lambda call: Strategy((AxisStrategy((Replicate(),) * 3, (Replicate(),)),)),
+        lambda call: rules.Strategy((rules.AxisStrategy((Replicate(),) * 3, (Replicate(),)),)),
         "for 3 operands, but the call has 2",
     ),
     "no replicated candidate": (
-        lambda call: Strategy((AxisStrategy((Shard(0), Replicate()), (Shard(0),)),)),
+        lambda call: rules.Strategy((rules.AxisStrategy((Shard(0), Replicate()), (Shard(0),)),)),
         "the first candidate has to be replicated",
     ),
     "a number": (lambda call: 3, "expected a Strategy or None, found 3"),
@@ -129,10 +123,10 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_that_does_not_fit_the_call_says_so(name):
     strategy, words = STRATEGIES[name]
-    register_rule(gate, Rule("taught", strategy))
+    rules.register_rule(gate, rules.Rule("taught", strategy))
     with pytest.raises(Exception, match=words) as caught:
         on_two_ranks(lambda x: gate(x, COLUMNS))
-    assert isinstance(caught.value.__cause__, RuleError)
+    assert isinstance(caught.value.__cause__, rules.RuleError)
 
 
 def test_a_name_that_means_something_else_in_another_module_has_no_rule_by_it(monkeypatch):

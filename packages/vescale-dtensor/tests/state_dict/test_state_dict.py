@@ -17,29 +17,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from vescale_comm import simulate
 from vescale_comm.testing import run
-from vescale_dtensor import (
-    InterleavedShard,
-    LayoutError,
-    MeshError,
-    Partial,
-    RaggedShard,
-    Replicate,
-    Shard,
-    UnsupportedError,
-)
+from vescale_dtensor import LayoutError, Replicate, Shard, UnsupportedError, state_dict
 from vescale_dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from vescale_dtensor.state_dict import (
-    as_torch,
-    full_state_dict,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    pickled,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-    unpickled_on,
-)
 
 CASES, case = named_cases()
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -85,7 +64,7 @@ def same(found, expected):
 
 
 def reread(thing, part, **options):
-    with pickled(part):
+    with state_dict.pickled(part):
         torch.save(thing, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, **options)  # noqa: TID251
@@ -97,7 +76,7 @@ def a_pickle_says_what_it_holds(mesh, folder):
     for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
         with pytest.raises(UnsupportedError, match=r'with pickled\("whole"\).*full_state_dict'):
             save(model[0].weight)
-    with pytest.raises(ValueError, match="'whole' or 'local'"), pickled("all"):
+    with pytest.raises(ValueError, match="'whole' or 'local'"), state_dict.pickled("all"):
         pass
     assert isinstance(copy.deepcopy(model[0].weight), vd.DTensor)  # which needs no word
 
@@ -114,12 +93,12 @@ def whole_pickles_are_those_of_one_device(mesh, folder):
     assert found["a"] is found["b"][0]
     assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3).T)
     assert not found["a"].requires_grad
-    partial = vd.DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    partial = vd.DTensor.from_local(torch.ones(2), mesh, [vd.Partial()])
     assert reread(partial, "whole").tolist() == [2.0, 2.0]
     # A whole module: its hooks are closures over the mesh, so it is one without styles.
     layer = vd.distribute_module(nn.Linear(3, 2), mesh)
     found = reread(layer, "whole", weights_only=False)
-    same(dict(found.state_dict()), full_state_dict(layer))
+    same(dict(found.state_dict()), state_dict.full_state_dict(layer))
 
 
 @case
@@ -129,7 +108,7 @@ def local_pickles_are_read_where_they_were_written(mesh, folder):
     train(model, optimizer)
     other = distributed_model(mesh, seed=1)
     twin = optimizer_of(other)
-    with unpickled_on(mesh):
+    with state_dict.unpickled_on(mesh):
         model_state = reread(model.state_dict(), "local", weights_only=True)
         state = reread(optimizer.state_dict(), "local", weights_only=True)
     assert model_state["0.weight"].placements == (Shard(0),)
@@ -137,7 +116,7 @@ def local_pickles_are_read_where_they_were_written(mesh, folder):
     twin.load_state_dict(state)
     for each in ((model, optimizer), (other, twin)):
         train(*each)
-    same(full_state_dict(other), full_state_dict(model))
+    same(state_dict.full_state_dict(other), state_dict.full_state_dict(model))
     tensor = vd.distribute_tensor(torch.arange(6.0).reshape(2, 3).T, mesh, [Shard(0)])
     tensor.requires_grad_()
     with mesh:
@@ -145,14 +124,14 @@ def local_pickles_are_read_where_they_were_written(mesh, folder):
     assert found.stride() == tensor.stride()
     assert found.requires_grad
     assert torch.equal(found.full_tensor(), tensor.full_tensor())
-    with unpickled_on(mesh):
+    with state_dict.unpickled_on(mesh):
         parameter = reread(model[0].weight, "local")
     assert isinstance(parameter, nn.Parameter)
-    with pytest.raises(MeshError, match="no `with mesh:` is open"):
+    with pytest.raises(vd.MeshError, match="no `with mesh:` is open"):
         reread(tensor, "local", weights_only=False)
     renamed = vd.init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("dp",))
-    elsewhere = pytest.raises(MeshError, match=r"on mesh\(dp=2\) .* what lay on mesh\(tp=2\)")
-    with elsewhere, unpickled_on(renamed):
+    elsewhere = pytest.raises(vd.MeshError, match=r"on mesh\(dp=2\) .* what lay on mesh\(tp=2\)")
+    with elsewhere, state_dict.unpickled_on(renamed):
         reread(tensor, "local")
 
 
@@ -161,7 +140,7 @@ def a_slice_is_pickled_without_what_is_around_it(mesh, folder):
     wide = vd.distribute_tensor(torch.zeros(1000, 100), mesh, [Shard(0)])
     sizes = []
     for thing in (wide[:2], wide):
-        with pickled("local"):
+        with state_dict.pickled("local"):
             torch.save(thing, file := io.BytesIO())
         sizes.append(file.tell())
     assert sizes[0] < 10_000 < sizes[1]
@@ -170,17 +149,17 @@ def a_slice_is_pickled_without_what_is_around_it(mesh, folder):
 @case
 def a_full_state_dict_is_that_of_one_device(mesh, folder):
     model, plain = distributed_model(mesh), plain_model()
-    same(full_state_dict(model), dict(plain.state_dict()))
-    found = full_state_dict(model, rank0_only=True, cpu_offload=True)
+    same(state_dict.full_state_dict(model), dict(plain.state_dict()))
+    found = state_dict.full_state_dict(model, rank0_only=True, cpu_offload=True)
     same(found, dict(plain.state_dict()) if mesh.get_local_rank() == 0 else {})
     options = StateDictOptions(full_state_dict=True)
-    same(get_model_state_dict(model, options=options), dict(plain.state_dict()))
-    assert isinstance(get_model_state_dict(model)["0.weight"], vd.DTensor)
+    same(state_dict.get_model_state_dict(model, options=options), dict(plain.state_dict()))
+    assert isinstance(state_dict.get_model_state_dict(model)["0.weight"], vd.DTensor)
     offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_model_state_dict(model, options=offloaded)
+    found = state_dict.get_model_state_dict(model, options=offloaded)
     assert len(found) == (4 if mesh.get_local_rank() == 0 else 0)
     with pytest.raises(UnsupportedError, match="full_state_dict=True"):
-        get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+        state_dict.get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
 
 
 @case
@@ -190,14 +169,14 @@ def states_of_optimizers_move_between_one_device_and_a_mesh(mesh, folder):
     optimizer, reference = optimizer_of(model), optimizer_of(plain)
     train(model, optimizer)
     train(plain, reference)
-    state = get_optimizer_state_dict(model, optimizer, options=full)
+    state = state_dict.get_optimizer_state_dict(model, optimizer, options=full)
     expected = dcp.state_dict.get_optimizer_state_dict(plain, reference)
     same(state, expected)
     # One device's state goes on over the mesh.
     other = distributed_model(mesh, seed=1)
     twin = optimizer_of(other)
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
-    missing = set_state_dict(
+    missing = state_dict.set_state_dict(
         other, twin, model_state_dict=weights, optim_state_dict=copy.deepcopy(expected),
         options=full,
     )  # fmt: skip
@@ -207,16 +186,16 @@ def states_of_optimizers_move_between_one_device_and_a_mesh(mesh, folder):
     # The mesh's own, sharded, too.
     third = distributed_model(mesh, seed=2)
     last = optimizer_of(third)
-    model_state, state = get_state_dict(model, optimizer)
-    set_model_state_dict(third, model_state)
-    set_optimizer_state_dict(third, last, state)
+    model_state, state = state_dict.get_state_dict(model, optimizer)
+    state_dict.set_model_state_dict(third, model_state)
+    state_dict.set_optimizer_state_dict(third, last, state)
     for each in ((plain, reference), (other, twin), (third, last)):
         train(*each)
-    same(full_state_dict(other), dict(plain.state_dict()))
-    same(full_state_dict(third), dict(plain.state_dict()))
+    same(state_dict.full_state_dict(other), dict(plain.state_dict()))
+    same(state_dict.full_state_dict(third), dict(plain.state_dict()))
     options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
     with pytest.raises(UnsupportedError, match="on every rank"):
-        set_optimizer_state_dict(third, last, state, options=options)
+        state_dict.set_optimizer_state_dict(third, last, state, options=options)
 
 
 @case
@@ -224,31 +203,33 @@ def the_first_rank_alone_may_have_the_state(mesh, folder):
     model, plain = distributed_model(mesh), plain_model(seed=1)
     state = dict(plain.state_dict()) if mesh.get_local_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=options)
-    same(full_state_dict(model), dict(plain.state_dict()))
+    state_dict.set_model_state_dict(model, state, options=options)
+    same(state_dict.full_state_dict(model), dict(plain.state_dict()))
     with pytest.raises(UnsupportedError, match="no DTensor"):
-        set_model_state_dict(plain, state, options=options)
+        state_dict.set_model_state_dict(plain, state, options=options)
 
 
 @case
 def what_the_first_rank_lacks_is_told_on_every_rank(mesh, folder):
     model, plain = distributed_model(mesh), plain_model(seed=1)
-    before = {name: one.clone() for name, one in full_state_dict(model).items()}
+    before = {name: one.clone() for name, one in state_dict.full_state_dict(model).items()}
     (name, other, *_) = plain.state_dict()
     first = mesh.get_local_rank() == 0
     state = {k: v for k, v in plain.state_dict().items() if k != name} if first else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
-        set_model_state_dict(model, state, options=options)
+        state_dict.set_model_state_dict(model, state, options=options)
     loose = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, state, options=loose)
-    same(full_state_dict(model), {**dict(plain.state_dict()), name: before[name]})
+    state_dict.set_model_state_dict(model, state, options=loose)
+    same(state_dict.full_state_dict(model), {**dict(plain.state_dict()), name: before[name]})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*extra"):
-        set_model_state_dict(
+        state_dict.set_model_state_dict(
             model, {**plain.state_dict(), "extra": torch.ones(2)} if first else {}, options=options
         )
     with pytest.raises(LayoutError, match=f"{other}.* on the first rank"):
-        set_model_state_dict(model, {**state, other: torch.ones(1)} if first else {}, options=loose)
+        state_dict.set_model_state_dict(
+            model, {**state, other: torch.ones(1)} if first else {}, options=loose
+        )
 
 
 @case
@@ -257,32 +238,36 @@ def torch_checkpoints_load_into_the_same_memory(mesh, folder):
     optimizer = optimizer_of(model)
     train(model, optimizer)
     state = {"model": model.state_dict(), "step": 3}
-    state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    state["optimizer"] = state_dict.get_optimizer_state_dict(model, optimizer)
     dcp.save(state, checkpoint_id=folder)
     other = distributed_model(mesh, seed=1)
     twin = optimizer_of(other)
-    found = {"model": other, "step": 0, "optimizer": get_optimizer_state_dict(other, twin)}
+    found = {
+        "model": other,
+        "step": 0,
+        "optimizer": state_dict.get_optimizer_state_dict(other, twin),
+    }
     dcp.load(found, checkpoint_id=folder)
     assert found["step"] == 3
-    same(full_state_dict(other), full_state_dict(model))
-    set_optimizer_state_dict(other, twin, found["optimizer"])
+    same(state_dict.full_state_dict(other), state_dict.full_state_dict(model))
+    state_dict.set_optimizer_state_dict(other, twin, found["optimizer"])
     for one, trained in ((other, twin), (model, optimizer)):
         train(one, trained, steps=1)
-    same(full_state_dict(other), full_state_dict(model))
+    same(state_dict.full_state_dict(other), state_dict.full_state_dict(model))
     # In another layout, which torch's checkpoint reshards; and through torch's own tensors.
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
-    for wrapped in (dict, as_torch):
+    for wrapped in (dict, state_dict.as_torch):
         rows = vd.distribute_module(plain_model(seed=2), mesh)
         dcp.load(wrapped({"model": rows.state_dict()}), checkpoint_id=folder)
-        same(full_state_dict(rows), full_state_dict(model))
+        same(state_dict.full_state_dict(rows), state_dict.full_state_dict(model))
     assert rows[0].weight.placements == (Replicate(),)
 
 
 LAYOUTS = {
     "rows": ((7, 4), Shard(0)),
-    "interleaved": ((4, 8), InterleavedShard(1, 2)),
-    "ragged": ((5, 3), RaggedShard((0, 1), (4, 11))),
-    "all on one": ((3, 2), RaggedShard((0,), (0, 1))),
+    "interleaved": ((4, 8), vd.InterleavedShard(1, 2)),
+    "ragged": ((5, 3), vd.RaggedShard((0, 1), (4, 11))),
+    "all on one": ((3, 2), vd.RaggedShard((0,), (0, 1))),
     "alike": ((3,), Replicate()),
     "a number": ((), Replicate()),
     "nothing": ((0, 4), Shard(1)),
@@ -319,9 +304,9 @@ def torch_checkpoints_hold_every_layout(mesh, folder):
 
 @case
 def torch_checkpoints_refuse_what_is_not_there(mesh, folder):
-    partial = vd.DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    partial = vd.DTensor.from_local(torch.ones(2), mesh, [vd.Partial()])
     with pytest.raises(LayoutError, match="is partial"):
-        as_torch({"x": partial})
+        state_dict.as_torch({"x": partial})
     with pytest.raises(CheckpointException, match=r"saving x: .* is partial.*redistribute it"):
         dcp.save({"x": partial}, checkpoint_id=folder)
     rows = vd.zeros(4, 2, device_mesh=mesh, placements=[Shard(0)])

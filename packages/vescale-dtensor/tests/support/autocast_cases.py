@@ -109,10 +109,7 @@ SINGLE = {
         lambda a: torch.stft(a, 8, return_complex=True, window=torch.ones(8)),
         (numbers(3, 32),),
     ),
-    "binary_cross_entropy": (
-        lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.sigmoid()),
-        (A, B),
-    ),
+    "binary_cross_entropy": (lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.sigmoid()), (A, B)),
     "binary_cross_entropy_with_logits": (
         lambda a, b: F.binary_cross_entropy_with_logits(a, b.sigmoid()),
         (A, B),

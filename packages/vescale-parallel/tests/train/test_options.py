@@ -4,30 +4,24 @@ from dataclasses import fields
 
 import pytest
 from vescale_parallel import TrainError
-from vescale_parallel.train.options import (
-    REMEMBERED,
-    Options,
-    flag,
-    make_options,
-    parse_arguments,
-    parse_mesh,
-    parser,
-)
+from vescale_parallel.train import options
 
 
 def test_only_what_is_given_is_returned():
-    assert parse_arguments([]) == {}
-    given = parse_arguments(["--steps", "7", "--data", "a", "b", "--digests", "--lr", "1e-4"])
+    assert options.parse_arguments([]) == {}
+    given = options.parse_arguments(
+        ["--steps", "7", "--data", "a", "b", "--digests", "--lr", "1e-4"]
+    )
     assert given == {"steps": 7, "data": ("a", "b"), "digests": True, "lr": 1e-4}
-    assert make_options(given).steps == 7
+    assert options.make_options(given).steps == 7
 
 
 def test_a_checkpoint_fills_in_what_was_not_given():
-    first = make_options({"batch": 4, "steps": 30, "dim": 64})
-    resumed = make_options({"batch": 6, "steps": 50}, first.remembered())
+    first = options.make_options({"batch": 4, "steps": 30, "dim": 64})
+    resumed = options.make_options({"batch": 6, "steps": 50}, first.remembered())
     assert (resumed.batch, resumed.dim, resumed.steps) == (6, 64, 50)
     assert resumed.decay_steps == 30
-    assert "out" not in REMEMBERED
+    assert "out" not in options.REMEMBERED
 
 
 @pytest.mark.parametrize(
@@ -45,7 +39,7 @@ def test_a_checkpoint_fills_in_what_was_not_given():
 )
 def test_refusals(arguments: list[str], message: str):
     with pytest.raises(TrainError) as caught:
-        make_options(parse_arguments(arguments))
+        options.make_options(options.parse_arguments(arguments))
     assert message in str(caught.value)
 
 
@@ -53,7 +47,7 @@ def number_of(default: object) -> type | None:
     return type(default) if type(default) in (int, float) else None
 
 
-NUMBERS = {one.name: kind for one in fields(Options) if (kind := number_of(one.default))}
+NUMBERS = {one.name: kind for one in fields(options.Options) if (kind := number_of(one.default))}
 WRONG = {int: ["-2", "-99999999999999999999"], float: ["nan", "inf", "-inf", "1e999", "-1e-9"]}
 
 
@@ -61,24 +55,24 @@ WRONG = {int: ["-2", "-99999999999999999999"], float: ["nan", "inf", "-inf", "1e
     ("name", "value"), [(name, value) for name, kind in NUMBERS.items() for value in WRONG[kind]]
 )
 def test_no_numeric_option_takes_what_is_no_sensible_number(name: str, value: str):
-    with pytest.raises(TrainError, match=f"^{flag(name)} "):
-        make_options(parse_arguments([f"{flag(name)}={value}"]))
+    with pytest.raises(TrainError, match=f"^{options.flag(name)} "):
+        options.make_options(options.parse_arguments([f"{options.flag(name)}={value}"]))
     # A checkpoint that holds such a number brings it in no more than the command line.
-    remembered = {name: NUMBERS[name](value)} if name in REMEMBERED else {}
+    remembered = {name: NUMBERS[name](value)} if name in options.REMEMBERED else {}
     if remembered:
-        with pytest.raises(TrainError, match=f"^{flag(name)} "):
-            make_options({}, remembered)
+        with pytest.raises(TrainError, match=f"^{options.flag(name)} "):
+            options.make_options({}, remembered)
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", 2**64), ("clip", 0.0), ("dropout", 1.0)])
 def test_upper_ends(name: str, value: float):
-    with pytest.raises(TrainError, match=flag(name)):
-        make_options({name: value})
+    with pytest.raises(TrainError, match=options.flag(name)):
+        options.make_options({name: value})
 
 
 def test_mesh_strings():
-    assert parse_mesh("dp=2, tp=2") == {"dp": 2, "tp": 2}
-    assert parse_mesh("tp=-1") == {"tp": -1}
+    assert options.parse_mesh("dp=2, tp=2") == {"dp": 2, "tp": 2}
+    assert options.parse_mesh("tp=-1") == {"tp": -1}
 
 
 @pytest.mark.parametrize(
@@ -86,12 +80,12 @@ def test_mesh_strings():
 )
 def test_mesh_strings_that_are_none(text: str):
     with pytest.raises(TrainError, match="--mesh"):
-        parse_mesh(text)
+        options.parse_mesh(text)
 
 
 def test_help_teaches():
-    text = parser().format_help()
+    text = options.parser().format_help()
     for part in ("torchrun --nproc-per-node 4", "--resume", "examples:", "dp=2,tp=2"):
         assert part in text
-    for name in Options.__dataclass_fields__:
+    for name in options.Options.__dataclass_fields__:
         assert "--" + name.replace("_", "-") in text
