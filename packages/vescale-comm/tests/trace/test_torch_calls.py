@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from vescale_comm.testing import run
+from vescale_comm.testing import on_ranks, run
 
 RANKS = 3
 
@@ -83,7 +83,10 @@ single_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 single_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def every_call(rank, world_size):
+
+
+@on_ranks(RANKS)
+def test_each_call_of_torch_is_recorded_or_counted(rank, world_size):
     for name, (call, expected) in CALLS.items():
         with vc.trace(torch=True) as t:
             call(rank)
@@ -103,10 +106,6 @@ def every_call(rank, world_size):
         count = blind.unrecorded["ranks 0-2"]
         assert count == len(ops) or (name == "reduce_scatter" and count > 1), name
         assert f"not this package's: {count} over ranks 0-2" in blind.table()
-
-
-def test_each_call_of_torch_is_recorded_or_counted():
-    run(every_call, RANKS)
 
 
 def own(rank):

@@ -82,12 +82,7 @@ another("float", lambda: 2.0, lambda v: v + 1, itself)
 kind("bool", lambda: True, lambda v: not v, lambda x, v: x.sin() if v else x.cos())
 kind("string", lambda: "sin", lambda v: "cos", lambda x, v: getattr(x, v)())
 kind("None", lambda: None, lambda v: 3.0, lambda x, v: x if v is None else x * v)
-kind(
-    "enum",
-    lambda: Mode.SINE,
-    lambda v: Mode.COSINE,
-    lambda x, v: x.sin() if v is Mode.SINE else x.cos(),
-)
+another("enum", lambda: Mode.SINE, lambda v: Mode.COSINE, lambda v: v is Mode.SINE)
 kind("dtype", lambda: torch.float32, lambda v: torch.float64, lambda x, v: x.to(v))
 another("tuple", lambda: (2.0, 3.0), lambda v: (2.0, 4.0), lambda v: v[1])
 kind("slice", lambda: slice(0, 1), lambda v: slice(1, 3), lambda x, v: x[:, v].sum())

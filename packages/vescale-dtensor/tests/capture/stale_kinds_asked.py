@@ -141,11 +141,7 @@ def imported_again(x):
 
 
 setting("another module of the name", other_module, imported_again)
-asked(
-    "module by its name",
-    other_module,
-    lambda: importlib.import_module("capture_settings_later").factor,
-)
+asked("module by its name", other_module, lambda: importlib.import_module(LATER).factor)
 setting("module that is there later", optional_module, maybe_imported)
 
 

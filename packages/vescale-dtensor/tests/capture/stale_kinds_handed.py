@@ -21,16 +21,12 @@ from stale_kinds_models import KINDS as KINDS
 # --- functions in C that C calls, of which no profiler hears
 
 
-def called_by_c(function):
+def in_c(function):
     """What a function gives that an iterator in C calls, and no Python code."""
     return next(iter(function, None))
 
 
-asked(
-    "folder, asked by C",
-    lambda n: os.chdir(("/", "/tmp")[n % 2]),
-    lambda: len(called_by_c(os.getcwd)),
-)
+asked("folder, asked by C", lambda n: os.chdir(("/", "/tmp")[n % 2]), lambda: len(in_c(os.getcwd)))
 in_place(
     "getter that is handed over",
     lambda: [torch.get_num_threads],

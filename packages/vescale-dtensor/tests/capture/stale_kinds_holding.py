@@ -3,6 +3,7 @@
 import collections
 import functools
 import weakref
+from collections import deque
 
 import numpy
 from stale_kinds import Settings, factor, grow, in_place
@@ -117,12 +118,7 @@ in_place(
     lambda v: v.move_to_end(next(iter(v))),
     lambda v: next(iter(v.values())),
 )
-in_place(
-    "rotated deque",
-    lambda: collections.deque([1.0, 2.0, 3.0]),
-    lambda v: v.rotate(1),
-    lambda v: v[0],
-)
+in_place("rotated deque", lambda: deque([1.0, 2.0, 3.0]), lambda v: v.rotate(1), lambda v: v[0])
 in_place(
     "bytes in a byte array",
     lambda: {"raw": bytearray(b"\x01")},

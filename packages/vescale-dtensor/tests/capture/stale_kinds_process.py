@@ -1,6 +1,5 @@
 """Kinds of state of the process, of the interpreter and of libraries, which code asks by calls."""
 
-import contextvars
 import gc
 import inspect
 import linecache
@@ -14,6 +13,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from contextvars import ContextVar, copy_context
 
 import numpy
 import torch
@@ -22,17 +22,13 @@ from stale_kinds_objects import KINDS as KINDS
 from torch import nn
 
 KEPT = []
-CONFIG = {"scale": 2.0}
+TABLE = {"scale": 2.0}
 FILE = os.path.join(tempfile.gettempdir(), f"capture_stale_{os.getpid()}")
 
 # --- the interpreter
 
-VARIABLE = contextvars.ContextVar("capture_scale", default=2.0)
-asked(
-    "copy of the context",
-    lambda n: VARIABLE.set(2.0 + n),
-    lambda: contextvars.copy_context()[VARIABLE],
-)
+VARIABLE = ContextVar("capture_scale", default=2.0)
+asked("copy of the context", lambda n: VARIABLE.set(2.0 + n), lambda: copy_context()[VARIABLE])
 asked(
     "garbage collector", lambda n: gc.set_threshold(700 + n, 10, 10), lambda: gc.get_threshold()[0]
 )
@@ -41,11 +37,7 @@ asked(
     lambda n: locale.setlocale(locale.LC_ALL, ("C", "C.UTF-8")[n % 2]),
     lambda: len(locale.setlocale(locale.LC_ALL)),
 )
-asked(
-    "attribute of sys",
-    lambda n: setattr(sys, "capture_factor", 2.0 + n),
-    lambda: sys.capture_factor,
-)
+asked("attribute of sys", lambda n: setattr(sys, "stale_factor", 2.0 + n), lambda: sys.stale_factor)
 asked(
     "name among the modules",
     lambda n: (
@@ -53,14 +45,10 @@ asked(
     ),
     lambda: "capture_named" in sys.modules,
 )
-asked("getrefcount", lambda n: KEPT.append(CONFIG), lambda: sys.getrefcount(CONFIG))
+asked("getrefcount", lambda n: KEPT.append(TABLE), lambda: sys.getrefcount(TABLE))
 asked("frame of the caller", lambda n: None, lambda: len(sys._getframe(1).f_locals))
 asked("stack", lambda n: None, lambda: len(inspect.stack()))
-asked(
-    "code that is evaluated",
-    lambda n: CONFIG.update(scale=2.0 + n),
-    lambda: eval("CONFIG['scale']"),
-)
+asked("code that is evaluated", lambda n: TABLE.update(scale=2 + n), lambda: eval("TABLE['scale']"))
 
 # --- warnings and logs
 
@@ -89,11 +77,7 @@ asked(
     lambda n: LOGGER.setLevel((10, 30)[n % 2]),
     lambda: LOGGER.getChild("below").isEnabledFor(20),
 )
-asked(
-    "all messages off",
-    lambda n: logging.disable(10 * (n % 2)),
-    lambda: logging.root.manager.disable,
-)
+asked("all messages off", lambda n: logging.disable(10 * (n % 2)), lambda: LOGGER.manager.disable)
 asked(
     "handlers of the root",
     lambda n: logging.root.addHandler(logging.NullHandler()),
@@ -111,8 +95,8 @@ def another_thread(number):
 
 asked(
     "attribute of the process",
-    lambda n: setattr(multiprocessing.current_process(), "capture_factor", 2.0 + n),
-    lambda: multiprocessing.current_process().capture_factor,
+    lambda n: setattr(multiprocessing.current_process(), "stale_factor", 2.0 + n),
+    lambda: multiprocessing.current_process().stale_factor,
 )
 asked("number of threads that run", another_thread, threading.active_count)
 

@@ -8,7 +8,6 @@ from stale_kinds import Settings, factor, in_place, kind, mutated
 from stale_kinds_asked import asked, setting
 from stale_kinds_world import KINDS as KINDS
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
 # --- what users keep on libraries, and what they put in its place
 
@@ -39,33 +38,14 @@ def linear():
     return nn.Linear(4, 4)
 
 
-class Scaled(nn.Module):
-    factor = 2.0
-
-    def forward(self, weight):
-        return weight * self.factor
-
-
-def parametrized():
-    module = linear()
-    parametrize.register_parametrization(module, "weight", Scaled())
-    return module
-
-
 def called(x, module):
     return module(x)
-
-
-def unparametrized(module):
-    if parametrize.is_parametrized(module):
-        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
 
 
 def maybe_scaled(x, module):
     return x * module.scale if hasattr(module, "scale") else x
 
 
-kind("parametrization, removed", parametrized, mutated(unparametrized), called)
 kind(
     "buffer that is there later",
     linear,

@@ -15,10 +15,8 @@ import json
 import locale
 import logging
 import os
-import pkgutil
 import queue
 import random
-import runpy
 import statistics
 import sys
 import tempfile
@@ -28,6 +26,8 @@ import types
 import warnings
 from importlib import import_module
 from pathlib import Path
+from pkgutil import get_data
+from runpy import run_path
 
 import numpy
 import torch
@@ -114,16 +114,8 @@ file("stale_package/__init__.py")
 import_module("stale_package")  # of this process, and not of the one which has started it
 IN_PACKAGE = "stale_package/text.txt"
 TEXT = file("stale.txt")
-asked(
-    "data of a package",
-    texts(IN_PACKAGE),
-    lambda: len(pkgutil.get_data("stale_package", "text.txt")),
-)
-asked(
-    "program that is run",
-    texts("stale.txt", "text = '{}'"),
-    lambda: len(runpy.run_path(TEXT)["text"]),
-)
+asked("data of a package", texts(IN_PACKAGE), lambda: len(get_data("stale_package", "text.txt")))
+asked("program that is run", texts("stale.txt", "text = '{}'"), lambda: len(run_path(TEXT)["text"]))
 if importlib.util.find_spec("safetensors"):
     SAVED = f"{FOLDER}/stale.safetensors"
     files = import_module("safetensors.torch")

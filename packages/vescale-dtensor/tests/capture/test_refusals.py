@@ -286,14 +286,8 @@ def test_every_op_that_torch_marks_is_known():
 
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     # Refused by their arguments; the last one only makes a buffer of another size.
-    elsewhere = {
-        "index",
-        "repeat_interleave",
-        "where",
-        "_local_scalar_dense",
-        "one_hot",
-        "_ctc_loss",
-    }
+    elsewhere = {"index", "repeat_interleave", "where"}
+    elsewhere |= {"_local_scalar_dense", "one_hot", "_ctc_loss"}
     names = {name.partition(".")[0].removeprefix("aten::") for name in _aten_names()}
     missing = []
     for name in sorted(names):

@@ -1,18 +1,23 @@
 """Where one rank alone refuses a captured call, every rank raises, within seconds and with words.
 
 Ranks that refuse together raise what they refuse, and can go on; whatever one rank captures beside.
-Ranks of a simulation, which are threads, may share a captured function.
+Ranks of a simulation, which are threads, may share a captured function. Of a call that not all
+ranks make, others are asked nothing.
 """
 
 import time
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import vescale_dtensor as vd
 from capture_guards import rows, spread
-from vescale_comm import CommError, bound_waits, simulate
-from vescale_comm.testing import outcomes, run
-from vescale_dtensor import Replicate
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import CommError, ExecutionLog, bound_waits, simulate
+from vescale_comm.testing import on_ranks, outcomes, run
+from vescale_dtensor import Replicate, Shard, capture, distribute_tensor
 
 # Below what a collective waits for ranks that never come.
 SECONDS = 15
@@ -170,3 +175,34 @@ def sharing(rank, world_size):
 @pytest.mark.parametrize("time", range(2))
 def test_threads_of_a_simulation_share_a_captured_function(time):
     simulate(2)(sharing)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def asked_by(mesh: DeviceMesh) -> list[tuple[tuple[int, ...], bool]]:
+    """Whom a refused function asks whether they refuse it as well, and the answers."""
+    answers: list[Any] = []
+    asks = ExecutionLog.all_say
+
+    def asked(log: ExecutionLog, word: str) -> bool:
+        answers.append((log.ranks, asks(log, word)))
+        return answers[-1][1]
+
+    captured = capture(scaled, refused="run", mesh=mesh)
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None)
+    with patch.object(ExecutionLog, "all_say", asked):
+        for _ in range(3):
+            assert torch.equal(captured(x).full_tensor(), torch.arange(4.0) * 6)
+    assert captured.refusal is not None
+    return answers
+
+
+@on_ranks(3)
+def test_ranks_of_other_meshes_are_not_asked(rank: int, world_size: int):
+    pair, alone = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])
+    if rank < 2:
+        assert asked_by(pair) == [((0, 1), True)]
+    else:
+        assert asked_by(alone) == []

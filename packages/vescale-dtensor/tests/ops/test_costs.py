@@ -3,6 +3,8 @@ docs/operators.md says. None takes the fallback, and logits, tables and weights 
 
 The operand has 64 x 16 numbers of 8 bytes, in 4 pieces of 16 rows. To gather it a rank sends its
 piece to 3 others.
+A tensor that only lends its shape is not read: nothing is sent, however it lies.
+Batch normalisation communicates its statistics once, under each of torch's names for it.
 """
 
 from __future__ import annotations
@@ -10,8 +12,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from vescale_comm.testing import device_mesh, run
-from vescale_dtensor import InterleavedShard, Replicate, Shard, distribute_tensor, explain
+import vescale_dtensor as vd
+from on_mesh import on_mesh
+from vescale_comm import simulate, trace
+from vescale_comm.testing import device_mesh, on_ranks, run
+from vescale_dtensor import (
+    InterleavedShard,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    explain,
+    init_device_mesh,
+)
+from vescale_dtensor.debug import CommDebugMode
 
 ROWS, COLUMNS, NUMBER = 64, 16, 8
 GATHERED = ROWS // 4 * COLUMNS * NUMBER * 3
@@ -160,3 +174,108 @@ def test_an_op_sends_what_is_said(found, name):
         assert forward <= most
         assert (forward == 0) == (most == 0)
         assert backward == 0
+
+
+WHOLE = torch.arange(24.0).reshape(6, 4)
+LENDING = {
+    "view_as": lambda x, y: x.view_as(y),
+    "reshape_as": lambda x, y: x.reshape_as(y),
+    "expand_as": lambda x, y: x.expand_as(y),
+    "type_as": lambda x, y: x.type_as(y),
+    "empty_like": lambda x, y: x if torch.empty_like(y).shape == x.shape else None,
+}
+
+
+@pytest.mark.parametrize("name", LENDING)
+def test_nothing_is_sent(name):
+    def ours(mesh):
+        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            local = vd.distribute_tensor(WHOLE * 2, mesh, [Replicate()]).to_local()
+            shape = (6, 4)
+            lender = (
+                vd.DTensor.from_local(local, mesh, [placement], shape=shape)
+                if isinstance(placement, Partial)
+                else vd.distribute_tensor(WHOLE * 2, mesh, [placement])
+            )
+            x = vd.distribute_tensor(WHOLE, mesh, [Shard(0)]).requires_grad_()
+            for _ in range(2):  # the second call is compiled
+                with CommDebugMode() as sent:
+                    result = LENDING[name](x, lender)
+                assert not sent.get_total_counts()
+                assert result.placements == (Shard(0),)
+                assert torch.equal(result.full_tensor(), WHOLE)
+            (result * result).sum().backward()
+            assert torch.equal(x.grad.full_tensor(), WHOLE * 2)
+
+    on_mesh((2,), ours)
+
+
+def test_plain_tensors_beside_dtensors():
+    """A plain tensor that borrows the shape of a DTensor, and one that lends its own."""
+
+    def ours(mesh):
+        lender = vd.distribute_tensor(WHOLE, mesh, [Shard(0)])
+        assert torch.equal((WHOLE.view(4, 6).view_as(lender) * lender).full_tensor(), WHOLE * WHOLE)
+        assert torch.equal(lender.view_as(WHOLE).full_tensor(), WHOLE)
+        with pytest.raises(RuntimeError):
+            lender.view_as(torch.zeros(5))
+
+    on_mesh((2,), ours)
+
+
+IMAGES = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+NATIVE = {
+    "native_batch_norm": lambda x, m, v: torch.native_batch_norm(
+        x, None, None, m, v, True, 0.1, 1e-5
+    ),
+    "_native_batch_norm_legit": lambda x, m, v: torch._native_batch_norm_legit(
+        x, None, None, m, v, True, 0.1, 1e-5
+    ),
+    "_batch_norm_with_update": lambda x, m, v: torch.ops.aten._batch_norm_with_update(
+        x, None, None, m, v, 0.1, 1e-5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_statistics_are_sent_once(name):
+    expected = NATIVE[name](IMAGES, torch.zeros(3), torch.ones(3))
+
+    def measure(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,))
+        x = distribute_tensor(IMAGES, mesh, [Shard(0)])
+        with trace() as functional:
+            F.batch_norm(x, torch.zeros(3), torch.ones(3), training=True)
+        with trace() as native:
+            found = NATIVE[name](x, torch.zeros(3), torch.ones(3))
+        for ours, theirs in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+        return functional.counts(), native.counts()
+
+    for functional, native in simulate(2)(measure):
+        assert functional == native
+        assert functional
+
+
+def test_one_value_per_channel_is_no_error_where_torch_has_none():
+    one = IMAGES[:1, :, :1, :1]
+    expected = torch.native_batch_norm(one, None, None, None, None, True, 0.1, 1e-5)
+
+    def run(rank, world_size):
+        x = distribute_tensor(one, init_device_mesh("cpu", (world_size,)), [Shard(1)])
+        found = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+
+    simulate(2)(run)
+
+
+@on_ranks(2, simulated=True)
+def test_the_rows_of_the_global_batch_are_counted(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = torch.randn(2, 3, 1, generator=torch.Generator().manual_seed(0))
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    assert torch.equal(F.group_norm(d, 3).full_tensor(), F.group_norm(x, 3))
+    for one in (x[:1], d[:1]):
+        with pytest.raises(ValueError, match=r"more than 1 value per channel .* \[1, 3, 1\]"):
+            F.group_norm(one, 3)

@@ -14,13 +14,7 @@ from vescale_dtensor._layout.shard_geometry import check_fits
 from vescale_dtensor._redistribute.ownership import PlanContext, coordinates_along
 
 _UNIT = 24
-_FOLD = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "prod": torch.mul,
-}
+_FOLD = dict(sum=torch.add, avg=torch.add, max=torch.maximum, min=torch.minimum, prod=torch.mul)
 
 
 class Case(NamedTuple):

@@ -2,12 +2,15 @@
 
 All ranks of a pair run in this process (see `redistribution_simulation`); the same steps in real
 processes, with their bytes traced, are in `test_redistribution_processes`.
+REDISTRIBUTION.md says what the planner does today.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from itertools import product
+from pathlib import Path
 
 import pytest
 from redistribution_bound import fewest_elements
@@ -138,3 +141,14 @@ def test_the_search_for_a_path_is_bounded(sizes, monkeypatch):
         stages.__wrapped__(source, target, sizes, (True, True))
         assert asked["_least"] <= 2000
         assert 1 <= asked["_path"] <= 50
+
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "redistribution_table.py"
+
+
+def test_the_table_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("redistribution_table", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written = script.FILE.read_text(encoding="utf-8")
+    assert written == script.text(), "run: python benchmarks/redistribution_table.py"

@@ -1,6 +1,7 @@
 """Redistribution in real processes moves the right values, and exactly the bytes that were planned.
 
 Each worker call takes many cases; what the ranks return is judged here, against dense torch.
+Boxes of several members make one tensor, also where they divide it at different rows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, S
 from vescale_dtensor._errors import LayoutError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._redistribute import execute as _transport
+from vescale_dtensor._redistribute.exchange import LocalBox, pack, packing_of, unpack
 from vescale_dtensor._redistribute.plan import plan_redistribution
 from vescale_dtensor._redistribute.steps import AllReduce
 
@@ -308,3 +310,36 @@ def test_a_local_tensor_of_another_shape_is_refused():
     for outcome in outcomes(wrong_shape, 2):
         assert outcome.type_name == LayoutError.__name__
         assert "should hold [2, 3], but its tensor is [4, 3]" in outcome.message
+
+
+def divided(start, shape, depth, chosen):
+    """Boxes that tile a box: one dim after the other is cut, each part at another place."""
+    dims = [dim for dim, extent in enumerate(shape) if extent > 1]
+    if not depth or not dims:
+        return [LocalBox(tuple(start), tuple(shape))]
+    dim = chosen.choice(dims)
+    cut = chosen.randrange(1, shape[dim])
+    first, second, later = list(shape), list(shape), list(start)
+    first[dim], second[dim], later[dim] = cut, shape[dim] - cut, start[dim] + cut
+    return [*divided(start, first, depth - 1, chosen), *divided(later, second, depth - 1, chosen)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_come_back_to_their_places(seed):
+    chosen = random.Random(seed)
+    shape = tuple(chosen.randrange(1, 6) for _ in range(chosen.randrange(1, 4)))
+    x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    how = packing_of(divided([0] * len(shape), list(shape), 3, chosen), shape)
+    assert torch.equal(unpack(pack(x, how), how, shape), x)
+
+
+def test_columns_that_are_divided_at_different_rows():
+    boxes = [
+        LocalBox((0, 0), (1, 2)),
+        LocalBox((1, 0), (2, 2)),
+        LocalBox((0, 2), (2, 2)),
+        LocalBox((2, 2), (1, 2)),
+    ]
+    x = torch.arange(12.0).view(3, 4)
+    how = packing_of(boxes, (3, 4))
+    assert torch.equal(unpack(pack(x, how), how, (3, 4)), x)

@@ -1,13 +1,25 @@
-"""What is no rule is refused, and a rule that is registered is the one that is asked."""
+"""What is no rule is refused, and a rule that is registered is the one that is asked.
+
+The page on adding an operator runs as it stands and prints what it says.
+Nothing that followed from the rules before a registration is used after it.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import vescale_dtensor as vd
 from taught_rules import COLUMNS, ELEMENTS, GATE, ROWS, Asked, fill, gate, letters, on_two_ranks
 from vescale_dtensor import Replicate, Shard, rules
 from vescale_dtensor._dispatch import registry
 from vescale_dtensor._ops import families
 from vescale_dtensor._ops.common.functions import functions
+from vescale_dtensor._torch.bounded_cache import BoundedCache
+from vescale_dtensor.rules import register_rule
 
 REFUSED = {
     "a name": ("aten::mul", letters(**ELEMENTS), "a name is no function"),
@@ -140,3 +152,77 @@ def test_a_name_that_means_something_else_in_another_module_has_no_rule_by_it(mo
     assert relu not in functions("relu")
     assert torch.linalg.det in functions("det")
     assert torch.fft.fft in functions("fft", (torch, torch.fft))
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "adding-an-operator.md").read_text()
+
+
+def blocks(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_the_page_runs_and_prints_what_it_says(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks("python")))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.stderr == ""
+    assert done.stdout == "".join(blocks("text"))
+
+
+def test_every_name_that_the_page_imports_from_rules_is_public():
+    from vescale_dtensor import rules
+
+    found = re.findall(r"^from vescale_dtensor\.rules import (.*)$", PAGE, flags=re.MULTILINE)
+    names = [name.strip() for line in found for name in line.split(",")]
+    assert names
+    assert set(names) <= set(rules.__all__)
+
+
+def caches():
+    """Every bounded cache that is alive, by what follows from rules: calls, plans, and lists."""
+    ours = ("_dispatch", "_fast_path")
+    modules = [m for name, m in vars(vd).items() if name in ours]
+    return {
+        f"{module.__name__}.{name}": value
+        for package in modules
+        for module in vars(package).values()
+        for name, value in getattr(module, "__dict__", {}).items()
+        if isinstance(value, BoundedCache)
+    }
+
+
+def test_every_cache_is_empty_after_register_rule():
+    captured = vd.capture(lambda x: torch.hypot(x, x))
+
+    def program(x):
+        for _ in range(3):
+            torch.hypot(x, x), x.mul(2.0), x[0], x.clone().abs_(), x.reshape(4, 5), x + x.cos()
+            torch.cat([x, x]), torch._foreach_mul([x], 2.0), captured(x)
+            with torch.no_grad():
+                torch._foreach_mul([x], 2.0)
+
+    on_two_ranks(program)
+    assert len(caches()) >= 7
+    assert sum(map(bool, caches().values())) >= 5
+    assert captured.programs
+    register_rule(torch.hypot, registry.rule_of(torch.hypot))
+    assert {name for name, cache in caches().items() if cache} == set()
+    assert not captured.programs
+
+
+def test_a_rule_that_is_taught_late_is_asked_by_lists_and_by_captured_functions():
+    captured = vd.capture(lambda x: x.mul(3.0))
+
+    def program(x):
+        with torch.no_grad():
+            for _ in range(3):
+                torch._foreach_mul([x, x], 2.0), captured(x)
+
+    on_two_ranks(program)
+    asked = Asked(registry.rule_of(torch.Tensor.mul))
+    register_rule(torch.Tensor.mul, asked.rule)
+    on_two_ranks(lambda x: torch._foreach_mul([x, x], 2.0))
+    assert asked.count
+    count = asked.count
+    on_two_ranks(captured)
+    assert asked.count > count

@@ -169,6 +169,20 @@ def read(p, w, n):
         p.see(source * source if n % 4 < 2 else source)
 
 
+@action(3)
+def total(p, w, n):
+    """The gradient stays what it is to read; what it owes is summed, or is not."""
+    if isinstance(w, vd.DTensor):
+        vd.gradient_total(w)
+
+
+@action(1)
+def float_and_back(p, w, n):
+    gradient = w.grad
+    w.data = w.data.double().float()
+    w.grad = gradient
+
+
 @action(2)
 def step(p, w, n):
     torch.optim.SGD(p.w, lr=0.01, momentum=0.9 if n % 2 else 0.0).step()

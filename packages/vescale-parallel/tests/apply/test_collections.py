@@ -1,4 +1,9 @@
-"""Steps send the same whenever Python collects garbage, which is chance on each rank."""
+"""Steps send the same whenever Python collects garbage, which is chance on each rank.
+
+Optimizers of a model are found in one order on all ranks, whatever their garbage collectors did.
+
+`balance_experts` redistributes what they remember, one after another: each is a collective.
+"""
 
 import gc
 import random
@@ -12,6 +17,7 @@ from vescale_comm import trace
 from vescale_comm.testing import run
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
+from vescale_parallel._apply.optimizers import optimizers_of
 
 PLANS = {
     "dp": ({"dp": 2}, {"batch": "dp:0"}),
@@ -96,3 +102,20 @@ def test_what_is_sent_is_no_chance(name):
     (first, sent), (second, other) = run(run_alike, 2, name, timeout=60)
     assert first == second
     assert sent == other
+
+
+def test_the_order_is_that_of_the_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    later = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    # It is older to the collector now than what comes.
+    gc.collect()
+    gc.disable()
+    try:
+        first = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+        other = torch.optim.Adam(model[1].parameters())
+        young = optimizers_of(model)
+    finally:
+        gc.enable()
+    gc.collect()
+    for found in (young, optimizers_of(model)):
+        assert [id(one) for one in found] == [id(one) for one in (other, first, later)]

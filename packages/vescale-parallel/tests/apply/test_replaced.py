@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.prune import l1_unstructured
 from vescale_comm import simulate
+from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import DisagreementError, Plan, PlanError, StaleParameterError, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -94,7 +95,10 @@ def train(
     return losses
 
 
-def go_on(rank: int, world_size: int, name: str, before: int) -> None:
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(WORLD, simulated=True)
+def test_an_optimizer_made_before_steps_the_distributed_parameters(name: str, before: int):
     """`before` steps on the plain model, then the mesh, with what was made at the beginning."""
     found = []
     for parallel in (False, True):
@@ -118,13 +122,8 @@ def go_on(rank: int, world_size: int, name: str, before: int) -> None:
     assert found[0][-2] < 0.999 * found[0][0]
 
 
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_made_before_steps_the_distributed_parameters(name: str, before: int):
-    simulate(WORLD)(go_on, name, before)
-
-
-def other_state(rank: int, world_size: int) -> None:
+@on_ranks(WORLD, simulated=True)
+def test_other_states_on_one_rank_are_named(rank: int, world_size: int):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(TOKENS).backward()
@@ -136,10 +135,6 @@ def other_state(rank: int, world_size: int) -> None:
         parallelize(model, mesh(), PLAN)
     assert "state of 'SGD 1: up.weight momentum_buffer': (7, 5) checksum " in str(caught.value)
     assert "on ranks 0, 1, 3; (7, 5) checksum " in str(caught.value)
-
-
-def test_other_states_on_one_rank_are_named():
-    simulate(WORLD)(other_state)
 
 
 def clipped(old: dict[str, nn.Parameter], model: nn.Module) -> None:
@@ -207,7 +202,8 @@ def test_any_other_use_of_an_old_object_is_refused_by_name():
     assert told[0]["autograd"].startswith("grad of the object")
 
 
-def shares(rank: int, world_size: int) -> None:
+@on_ranks(WORLD, simulated=True)
+def test_a_state_dict_from_before_keeps_its_values():
     model = make()
     saved = model.state_dict()
     before = saved["up.weight"].clone()
@@ -215,10 +211,6 @@ def shares(rank: int, world_size: int) -> None:
     # What was taken before keeps its values, though the parameter has given its memory back.
     assert torch.equal(saved["up.weight"], before)
     assert torch.equal(model.up.weight.full_tensor(), before)
-
-
-def test_a_state_dict_from_before_keeps_its_values():
-    simulate(WORLD)(shares)
 
 
 class TiedOutside(nn.Module):
@@ -233,16 +225,13 @@ class TiedOutside(nn.Module):
         return result
 
 
-def tied_outside(rank: int, world_size: int) -> None:
+@on_ranks(WORLD, simulated=True)
+def test_a_module_that_is_tied_from_outside_does_not_go_on_with_the_old_weight():
     torch.manual_seed(0)
     model = TiedOutside()
     parallelize(model.inner, mesh(), PLAN)
     with pytest.raises(StaleParameterError, match=r"'up.weight'"):
         model(torch.ones(2, 5))
-
-
-def test_a_module_that_is_tied_from_outside_does_not_go_on_with_the_old_weight():
-    simulate(WORLD)(tied_outside)
 
 
 class InLists(nn.Module):
@@ -319,7 +308,8 @@ def few_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]
     return losses
 
 
-def every_place(rank: int, world_size: int) -> None:
+@on_ranks(WORLD, simulated=True)
+def test_wherever_modules_keep_parameters_the_new_ones_are_trained():
     here = mesh()
     for name, build in PLACES.items():
         found = []
@@ -338,11 +328,8 @@ def every_place(rank: int, world_size: int) -> None:
         model(torch.ones(4, 4))
 
 
-def test_wherever_modules_keep_parameters_the_new_ones_are_trained():
-    simulate(WORLD)(every_place)
-
-
-def average_of_the_model(rank: int, world_size: int) -> None:
+@on_ranks(WORLD, simulated=True)
+def test_averages_of_the_model():
     """An average made before is plain and takes global values; one made after is distributed."""
     model, plain = make(), make()
     early = torch.optim.swa_utils.AveragedModel(model)
@@ -362,10 +349,6 @@ def average_of_the_model(rank: int, world_size: int) -> None:
     early.update_parameters(model)
     for one, two in zip(early.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.detach(), two.detach().full_tensor())
-
-
-def test_averages_of_the_model():
-    simulate(WORLD)(average_of_the_model)
 
 
 REFUSED: dict[str, tuple[Callable[[Net], Any], str]] = {
@@ -388,7 +371,8 @@ class Quantized(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(WORLD, simulated=True)
+def test_what_would_be_left_behind_is_refused():
     here = mesh()
     for edit, message in REFUSED.values():
         model = make()
@@ -397,7 +381,3 @@ def refused(rank: int, world_size: int) -> None:
             parallelize(model, here, PLAN)
         assert message in str(caught.value)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def test_what_would_be_left_behind_is_refused():
-    simulate(WORLD)(refused)

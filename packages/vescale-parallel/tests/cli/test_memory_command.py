@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor
-from vescale_parallel import memory
 from vescale_parallel._cli.arguments import main
 
 HERE = __name__.rpartition(".")[2]
@@ -80,8 +79,3 @@ def test_an_exported_program_is_a_graph(
     monkeypatch.setitem(sys.modules, "my_models", SimpleNamespace(made=made))
     assert main(["memory", "my_models:made"]) == 0
     assert "most alive, planned" in capsys.readouterr().out
-
-
-def test_public_names_are_documented():
-    for name in memory.__all__:
-        assert getattr(memory, name).__doc__

@@ -3,9 +3,18 @@ asked, on paper and by the allocator; copies have a line of their own in the tim
 
 Random functions with views, writes and draws; a model's step with dropout; steps of a parallelised
 model. And torch's own `save_on_cpu` around eager steps.
+
+A plan of memory waits for copies to the host before it writes where they read.
+
+The copies here are as late as on a GPU they may be: nothing is copied before somebody waits.
+
+A graph that computes activations twice has the bits of the given one, and takes what was asked.
+
+Random functions with views, writes and draws; a decoder's step with dropout, where half of what
+lives between forward and backward goes; a parallelised model's joint graph on several ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -15,7 +24,9 @@ from graph_steps import Net, bits, model_step, random_step
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import simulate
+from vescale_dtensor import capture, joint
 from vescale_parallel import Plan, graph, memory, mesh, parallelize
+from vescale_parallel._graph import host_ops
 
 SLOW_LINK = graph.Machine(
     flops=1e12,
@@ -139,3 +150,142 @@ def test_steps_of_a_mesh(sizes: dict[str, int], words: dict[str, Any]):
         return len(found) == len(expected), all(map(torch.equal, expected, found))
 
     assert simulate(prod(sizes.values()))(run) == [(True, True)] * prod(sizes.values())
+
+
+Copy = Callable[[], object]
+
+
+@pytest.fixture
+def late() -> Iterator[list[Copy]]:
+    """What has been started and not been done; kernels of the CPU come before those of all."""
+    host_ops.operators()
+    started: list[Copy] = []
+    library = torch.library.Library(host_ops.NAMESPACE, "IMPL")
+
+    def write(x: Tensor, memory: Tensor, offset: int) -> Tensor:
+        # Of the memory and not of the value, which it keeps, as the allocator would.
+        started.append(lambda: host_ops._write(x, memory, offset))
+        return x.new_empty(0)
+
+    def read(token: Tensor, memory: Tensor, offset: int, *like: Any) -> Tensor:
+        size, stride, dtype = like
+        found = torch.empty_strided(size, stride, dtype=dtype).fill_(torch.nan)
+        started.append(lambda: found.copy_(host_ops._place(memory, offset, size, stride, dtype)))
+        return found
+
+    def ready(x: Tensor) -> Tensor:
+        while started:
+            started.pop(0)()
+        return x
+
+    for name, call in (("host_write", write), ("host_read", read), ("host_ready", ready)):
+        library.impl(name, call, "CPU")
+    yield started
+    library._destroy()
+
+
+def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Activations that are used again behind a peak, with memory that is used anew on the way."""
+    kept = [torch.tanh(x @ w * k) for k in range(1, 4)]
+    y = kept[0] + kept[1] + kept[2]
+    for _ in range(3):
+        wide = y.repeat(1, 4).exp()
+        y = (wide @ wide.mT).softmax(1)
+    for one in reversed(kept):
+        y = (y * one) @ w
+    return y.sum(), y
+
+
+def test_what_is_copied_is_not_written_over(late: list[Copy]):
+    x, w = torch.randn(64, 64), torch.randn(64, 64) / 8
+    made = make_fx(function, tracing_mode="fake")(x, w)
+    with pytest.raises(graph.GraphError, match="which is the least that") as told:
+        graph.offload(made, 1)
+    least = int(str(told.value).split("as it is, and ")[1].split()[0].replace(",", ""))
+    found = graph.offload(made, least)
+    assert len(found.moved) == 3
+    planned = memory.plan(found.graph_module, solver="rules", seconds=0)
+    assert 0 < sum(step.waits for step in planned._arena.steps) < 3
+    expected = function(x, w)
+    for _ in range(2):
+        got = planned.run(x, w)
+        assert not late
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_it_waits_where_it_has_to_only(late: list[Copy]):
+    x, w = torch.randn(64, 64), torch.randn(64, 64) / 8
+    made = make_fx(function, tracing_mode="fake")(x, w)
+    planned = memory.plan(made, solver="rules", seconds=0)
+    assert not any(step.waits for step in planned._arena.steps)
+
+
+def least_recomputed(made: Any) -> int:
+    """The least_recomputed that recomputing can reach, as its refusal tells."""
+    with pytest.raises(graph.GraphError, match="with all computed again that can be") as told:
+        graph.recompute(made, 1)
+    return int(str(told.value).split(", and ")[1].split()[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_graphs_that_compute_twice_keep_their_bits(seed: int):
+    x, y = torch.randn(16, 16), torch.randn(16, 16)
+    made = make_fx(random_step(seed), tracing_mode="fake")(x, y)
+    whole = memory.plan(made, solver="rules", seconds=0).program_peak
+    assert graph.recompute(made, whole).nodes == ()
+    bound = least_recomputed(made)
+    assert bound <= whole
+    for wanted in {bound, (bound + whole) // 2}:
+        found = graph.recompute(made, wanted)
+        assert found.peak <= wanted
+        assert all(map(torch.equal, bits(made, x, y), bits(found.graph_module, x, y)))
+        planned = memory.plan(found.graph_module, solver="rules", seconds=0)
+        assert planned.program_peak == found.peak
+
+
+def test_half_of_a_models_activations_go():
+    made, given = model_step()
+    whole = graph.recompute(made, 10**9)
+    assert (whole.nodes, whole.peak) == ((), whole.peak_before)
+    half = graph.recompute(made, whole.peak // 2)
+    assert half.peak <= whole.peak // 2
+    assert half.nodes
+    assert not any("bernoulli" in one or "rand" in one for one in half.nodes)
+    expected, found = (
+        (torch.manual_seed(1), one(*given), torch.get_rng_state())
+        for one in (made, half.graph_module)
+    )
+    assert all(map(torch.equal, expected[1], found[1]))
+    assert torch.equal(expected[2], found[2])
+    counted = memory.measured(lambda: half.graph_module(*given)).peak
+    assert counted == pytest.approx(half.peak, rel=0.02)
+
+
+def trained_again(rank: int, world_size: int) -> tuple[int, int, int]:
+    plan = Plan(
+        batch="dp:0", parameters={"*.up.*": "tp:0", "*.down.weight": "tp:1", "*": "replicate"}
+    )
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(parallelize(Net(), mesh(dp=2, tp=2, device_type="cpu"), plan))
+    x, y = torch.randn(64, 16), torch.randint(4, (64,))
+    whole = joint(capture(models[0]), x, y)
+    bound = least_recomputed(whole.graph_module)
+    made = graph.recompute(whole.graph_module, bound)
+    torch.manual_seed(1)
+    loss = whole.running(made.graph_module)(x, y)
+    torch.manual_seed(1)
+    expected = models[1](x, y)
+    expected.backward()
+    assert torch.equal(loss.full_tensor(), expected.full_tensor())
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
+    return made.peak_before, made.peak, len(made.nodes)
+
+
+def test_steps_of_a_mesh_that_compute_twice():
+    for before, peak, nodes in simulate(4).run(trained_again):
+        assert peak < 0.8 * before
+        assert nodes > 0

@@ -2,17 +2,19 @@
 
 One device accumulates over the same four microbatches of seven rows, the last of which has one
 row: fewer than there are ranks along dp, so some of them have none.
+Unmodified Hugging Face models: tied embeddings, masks, dropout, losses inside.
 """
 
 from typing import Any
 
 import pytest
 import torch
-from stage_models import llama
-from stage_runs import make, plan, scaled_steps, train, whole
+from stage_models import gpt2, llama, needs_transformers
+from stage_runs import make, plan, require_gradients, scaled_steps, step_both, train, whole
 from torch import Tensor, nn
 from vescale_comm import simulate
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_dtensor import DTensor
+from vescale_parallel import Plan, forward_backward, mesh, parallelize
 from vescale_parallel import mesh as make_mesh
 
 LAYOUTS = {
@@ -88,3 +90,39 @@ def test_evaluation_and_generation(layout: str, zero: int):
         assert torch.equal(whole(model.generate(tokens, **asked)), written)
 
     simulate(8)(on_a_rank)
+
+
+KINDS = {"gpt2": gpt2, "llama": llama}
+
+
+def inputs() -> dict[str, Tensor]:
+    tokens = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(tokens)
+    mask[1, 4:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+@pytest.mark.models
+@needs_transformers
+@pytest.mark.parametrize(
+    ("kind", "sizes", "schedule"),
+    [
+        ("gpt2", {"pp": 2}, "1f1b"),
+        ("llama", {"pp": 2}, "interleaved"),
+        ("gpt2", {"pp": 2, "tp": 2}, "1f1b"),
+        ("llama", {"pp": 2, "dp": 2, "tp": 2}, "1f1b"),
+    ],
+    ids=str,
+)
+def test_hugging_face_models_run_in_stages(kind: str, sizes: dict[str, int], schedule: str):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        plain, model = KINDS[kind](), KINDS[kind]()
+        plan = Plan.from_hf(model, pipeline={"schedule": schedule, "microbatches": 4})
+        parallelize(model, mesh(device_type="cpu", **sizes), plan)
+        for _ in range(2):
+            step_both(model, plain, 4, rtol=1e-5, **inputs())
+        assert list(dict(plain.named_parameters())) == [n for n, _ in model.named_parameters()]
+        assert all(isinstance(one.grad, DTensor) for one in model.parameters())
+        require_gradients(model, plain, rtol=1e-4, atol=1e-6)
+
+    simulate(torch.Size(sizes.values()).numel())(on_a_rank)

@@ -1,5 +1,9 @@
-"""`parallelize(..., static=True)` of a model in stages: blocks are captured, with eager's bits."""
+"""`parallelize(..., static=True)` of a model in stages: blocks are captured, with eager's bits.
 
+`torch.compile` runs it as it is, and says so: eager mode's bits as well.
+"""
+
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +13,9 @@ from static_stage_runs import are_plain, made, replays, require_same_bits, train
 from torch import nn
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks, run
-from vescale_parallel import captured_units, forward_backward
+from vescale_parallel import captured_units, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+from zero_models import whole
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pp4": ({"pp": 4}, {}),
@@ -217,3 +223,40 @@ def test_a_call_that_keeps_changing_is_bounded():
             model(*batch(rows, rows))
     units = captured_units(model)
     assert all(0 < one.programs <= 4 for one in units), units
+
+
+def compile(model: nn.Module, how: str) -> nn.Module:
+    if how == "model" and model._compiled_call_impl is None:
+        model.compile(backend="eager")
+    elif how == "blocks":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    return torch.compile(model, backend="eager") if how == "wrapped" else model
+
+
+@pytest.mark.parametrize("which", ["model", "blocks", "wrapped"])
+@on_ranks(2)
+def test_compiled_stages_run_as_they_are(which: str):
+    torch.compiler.reset()
+    found: list[list[Any]] = []
+    for how in ("eager", which):
+        model = make(True)
+        parallelize(model, make_mesh(device_type="cpu", pp=2), plan("1f1b", 2))
+        values: list[Any] = []
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(3):
+                # The first step is not compiled: what it has learned holds for the others.
+                called = compile(model, how) if step else model
+                torch.manual_seed(step)
+                values.append(forward_backward(called, *batch(step)))
+                with torch.no_grad():
+                    values.append(model(*batch(step)))
+        said = [str(one.message) for one in told if "as it is" in str(one.message)]
+        assert bool(said) == (how != "eager"), (how, said)
+        values += [whole(one.grad) for one in model.parameters() if one.grad is not None]
+        found.append(values)
+    eager, other = found
+    assert len(eager) == len(other) > 4
+    for one, two in zip(eager, other, strict=True):
+        assert torch.equal(one, two)

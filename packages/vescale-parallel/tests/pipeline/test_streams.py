@@ -1,10 +1,14 @@
-"""Places in the random streams are those that drawing leads to, however they are found."""
+"""Places in the random streams are those that drawing leads to; what stages tell is read back."""
 
 import random
 
 import pytest
 import torch
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
+from vescale_parallel import PipelineError
+from vescale_parallel._pipeline.described import Described, TensorSpec
 from vescale_parallel._pipeline.streams import Streams, after, words_between
+from vescale_parallel._pipeline.text import from_text, to_text
 from vescale_rng import position
 
 
@@ -42,3 +46,26 @@ def test_it_goes_back_whoever_has_drawn(seed: int):
     found = torch.rand(2000)
     torch.set_rng_state(state)
     assert torch.equal(found, torch.rand(2000))
+
+
+PLACEMENTS = [
+    Shard(1),
+    Replicate(),
+    Partial("avg"),
+    RaggedShard((0, 1), (1, 0, 2)),
+    InterleavedShard(0, 3),
+    StridedShard(0, 2),
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_placements(placement: object):
+    spec = TensorSpec(torch.bfloat16, (2, 3), (3, 1), (placement,), (4, 3), (3, 1), True)
+    assert from_text(to_text(spec)) == spec
+    described = Described({"a": [1, "b", None]}, (spec,))
+    assert from_text(to_text(described)) == described
+
+
+def test_other_values_are_refused():
+    with pytest.raises(PipelineError, match="object"):
+        to_text([object()])

@@ -2,22 +2,26 @@
 
 Losses, gradients and parameters of two copies of one model are compared, one of them static: with
 dropout, accumulation, evaluation in between, activation checkpointing, and where calls are refused.
+Also a Hugging Face model, with caches and without.
+`torch.compile` of a parallelised model replays captured forwards: eager mode's bits, no graph.
 """
 
 import copy
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from stage_models import needs_transformers
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from vescale_comm import simulate
-from vescale_comm.testing import on_ranks
-from vescale_parallel import CapturedUnit, captured_units, mesh, no_sync, parallelize
+from vescale_comm.testing import on_ranks, run
+from vescale_parallel import CapturedUnit, Plan, captured_units, mesh, no_sync, parallelize
 from zero_models import Decoder, adamw, batch, gradients, local, make, plan_for, same
 
 STEPS = 3
@@ -241,3 +245,157 @@ def test_it_is_copied_called_and_fails_like_any_module():
         static.get_submodule("blocks.0")(torch.ones(2, 3))
     assert all(isinstance(p, nn.Parameter) for p in static.parameters())
     same([eager(*batch(3))], [static(*batch(3))])
+
+
+STEPS_OF_TEXT = 4
+
+
+def llama(cache: bool) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=cache))
+
+
+def losses(model: nn.Module) -> list[Any]:
+    """Losses of some steps, and the parameters after them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for seed in range(STEPS_OF_TEXT):
+        torch.manual_seed(seed)
+        tokens = torch.randint(53, (4, 6))
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach().to_local())
+    return [*found, *(p.detach().to_local() for p in model.parameters())]
+
+
+def trains(rank: int, world_size: int, zero: int, cache: bool) -> None:
+    over = mesh(device_type="cpu", dp=2, tp=1)
+    found = []
+    for static in (False, True):
+        model = llama(cache)
+        plan = Plan.from_hf(model.config).with_(zero=zero)
+        parallelize(model, over, plan, static=static)
+        found.append(losses(model))
+    assert all(map(torch.equal, *found))
+    units = captured_units(model)
+    # The whole model, or each of its layers; not layers that fill a cache, which is an argument.
+    captured = [one for one in units if one.replays >= STEPS_OF_TEXT - 2]
+    expected = (0 if cache else 2) if zero else 1
+    assert len(captured) == expected, "\n".join(map(str, units))
+    assert all(one.refusal for one in units if zero and (cache or not one.name))
+
+
+@pytest.mark.models
+@needs_transformers
+@pytest.mark.parametrize(("zero", "cache"), [(0, True), (3, False), (3, True)])
+def test_llama_trains_as_without_it(zero: int, cache: bool):
+    llama(cache)  # imported before there are threads
+    simulate(2)(trains, zero, cache)
+
+
+STEPS_COMPILED, SIZES = 4, {"dp": 2}
+Call = Callable[..., Tensor]
+
+
+class Backend:
+    """A backend of torch.compile that runs what it is given, and counts the operations."""
+
+    def __init__(self) -> None:
+        self.operations: list[str] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Call:
+        self.operations += [str(one.target) for one in graph.graph.nodes if "call" in one.op]
+        return graph.forward
+
+
+def the_model(model: nn.Module, backend: Backend) -> Call:
+    return torch.compile(model, backend=backend)
+
+
+def its_method(model: nn.Module, backend: Backend) -> Call:
+    model.compile(backend=backend)
+    return model
+
+
+def each_block(model: nn.Module, backend: Backend) -> Call:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def around_it(model: nn.Module, backend: Backend) -> Call:
+    return torch.compile(lambda *given: model(*given), backend=backend)
+
+
+def a_copy(model: nn.Module, backend: Backend) -> Call:
+    """The copy is trained as its own, whatever was compiled before."""
+    return torch.compile(copy.deepcopy(model), backend=backend)
+
+
+def train(model: nn.Module, call: Call) -> list[Any]:
+    optimizer, found = adamw(model.parameters()), []
+    for seed in range(STEPS_COMPILED):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        loss = call(*batch(seed))
+        loss.backward()
+        found += [loss.detach(), *(one.clone() for one in gradients(model).values())]
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found.append(call(*batch(seed)))
+        model.train()
+    return [*found, *(one.detach() for one in model.parameters()), torch.get_rng_state()]
+
+
+def compare_compiled(
+    rank: int, world_size: int, how: Any, zero: int, words: dict[str, Any], blocks: int = 2
+) -> Any:
+    torch.compiler.reset()  # it looks at eight modules of a kind, and workers serve many cases
+    over = mesh(device_type="cpu", **SIZES)
+    static = words.pop("static", False)
+    plan = plan_for(SIZES, zero, **words)
+    eager, other = (
+        parallelize(make(blocks=blocks), over, plan, static=one) for one in (False, static)
+    )
+    backend = Backend()
+    call = how(other, backend)
+    trained = getattr(call, "_orig_mod", other)
+    expected = train(eager, eager)
+    # A static model has said that it replays.
+    told = pytest.warns(UserWarning, match="captures forwards and replays them: .* given nothing")
+    with nullcontext() if static else told:
+        found = train(trained, call)
+    same(expected, found)
+    assert not captured_units(eager)
+    return {one.name: one.replays for one in captured_units(trained)}, backend.operations
+
+
+@pytest.mark.parametrize(
+    ("how", "zero"), [(the_model, 0), (the_model, 3), (its_method, 0), (around_it, 3), (a_copy, 3)]
+)
+def test_a_compiled_model_replays(how: Any, zero: int):
+    for replays, operations in run(compare_compiled, 2, how, zero, {}):
+        expected = {"blocks.0", "blocks.1"} if zero else {""}
+        assert {name for name, number in replays.items() if number >= STEPS_COMPILED} == expected
+        assert not operations
+
+
+def test_compiled_blocks_replay():
+    for replays, operations in run(compare_compiled, 2, each_block, 3, {}, 10):
+        assert set(replays) >= {f"blocks.{at}" for at in range(10)}
+        assert all(number >= STEPS_COMPILED for name, number in replays.items() if name)
+        assert not operations
+
+
+@pytest.mark.parametrize("words", [{"static": True}, {"checkpoint": "full"}], ids=str)
+def test_beside_other_words(words: dict[str, Any]):
+    for replays, operations in run(compare_compiled, 2, the_model, 3, words):
+        assert all(number >= STEPS_COMPILED for name, number in replays.items() if name)
+        assert not operations
