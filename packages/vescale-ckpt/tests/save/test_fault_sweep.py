@@ -54,13 +54,8 @@ def fsspec_local(tmp_path):
     return FsspecStorage("local", fsspec.filesystem("file")), str(tmp_path)
 
 
-# The object store is the fastest, and what runs on every change.
-STORAGES = [
-    object_store,
-    pytest.param(local, marks=SLOW),
-    pytest.param(fsspec_memory, marks=SLOW),
-    pytest.param(fsspec_local, marks=SLOW),
-]
+# The first two are the fastest, and what runs on every change.
+OTHERS = [pytest.param(fsspec_memory, marks=SLOW), pytest.param(fsspec_local, marks=SLOW)]
 
 
 def save_value(storage, path, value, *, overwrite, coordinator=None):
@@ -94,7 +89,7 @@ def goes_on(storage, path, found):
     assert value_at(storage, path) == NEXT
 
 
-@pytest.mark.parametrize("make", STORAGES)
+@pytest.mark.parametrize("make", [object_store, local, *OTHERS])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_fault_at_every_call(tmp_path, make, fault, overwrite):
@@ -188,7 +183,7 @@ def test_one_of_two_ranks_dies_at_every_call(tmp_path, victim, overwrite):
     assert at > (10 if victim == 0 else 3)
 
 
-@pytest.mark.parametrize("make", STORAGES)
+@pytest.mark.parametrize("make", [object_store, pytest.param(local, marks=SLOW), *OTHERS])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_second_writer_at_every_call(tmp_path, make, overwrite):
     storage, root = make(tmp_path)
