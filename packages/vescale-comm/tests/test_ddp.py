@@ -103,8 +103,7 @@ class LargeAndSmall(nn.Module):
         self.slopes = [torch.linspace(1, 2, 300) * scale for scale in (1000, 1)]
 
     def forward(self):
-        large = (self.large * self.slopes[0]).sum()
-        return large + (self.small * self.slopes[1]).sum()
+        return (self.large * self.slopes[0]).sum() + (self.small * self.slopes[1]).sum()
 
 
 def swapped(rank, world_size):

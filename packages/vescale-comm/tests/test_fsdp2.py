@@ -23,8 +23,7 @@ def model():
 
 
 def microbatch(index):
-    generator = torch.Generator().manual_seed(index)
-    return torch.randn(7, 13, generator=generator)
+    return torch.randn(7, 13, generator=torch.Generator().manual_seed(index))
 
 
 def loss_of(module, index, scale=1.0):

@@ -24,8 +24,7 @@ def saved(path):
 
 
 def run(capsys, *arguments):
-    status = main(arguments)
-    return status, *capsys.readouterr()
+    return main(arguments), *capsys.readouterr()
 
 
 def test_ls_of_a_checkpoint(saved, capsys):

@@ -219,8 +219,7 @@ def test_dcp_metadata_may_name_members_of_an_enum_as_python_311_does(tmp_path, m
     def as_attribute(member, protocol):
         return getattr, (type(member), member.name)
 
-    encodings = metadata._MEM_FORMAT_ENCODING
-    monkeypatch.setattr(encodings, "__reduce_ex__", as_attribute)
+    monkeypatch.setattr(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", as_attribute)
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()

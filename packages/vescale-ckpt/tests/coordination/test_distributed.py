@@ -135,8 +135,7 @@ def save_in_groups(rank, world_size, path):
 
 
 def test_groups(path):
-    found = testing.run(save_in_groups, 4, path)
-    assert found == [(0, [2]), (1, [2]), (0, [2]), (1, [2])]
+    assert testing.run(save_in_groups, 4, path) == [(0, [2]), (1, [2]), (0, [2]), (1, [2])]
 
 
 def train_with_optimizer(rank, world_size, path, mesh_shape, steps):

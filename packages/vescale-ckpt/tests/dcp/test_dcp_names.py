@@ -32,8 +32,7 @@ def test_leaves_have_the_names_of_torch():
     rng = random.Random(0)
     for _ in range(200):
         state = random_state(rng, 0)
-        tree = flatten(state, 0).tree
-        assert set(leaves_of(tree)) == set(planned(state)), state
+        assert set(leaves_of(flatten(state, 0).tree)) == set(planned(state)), state
 
 
 def test_the_tree_is_that_of_save():

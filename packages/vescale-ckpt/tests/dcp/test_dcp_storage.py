@@ -60,8 +60,7 @@ def test_dcp_saves_what_load_reads(path):
     found = vescale_ckpt.read(path)
     assert equal({**found, "optim": dict(found["optim"])}, state(3.0))
     into = state(0.0)
-    loaded = vescale_ckpt.load(path, into)
-    assert equal(loaded, state(3.0))
+    assert equal(vescale_ckpt.load(path, into), state(3.0))
     assert into["model"]["0.weight"].unique().tolist() == [3.0]
 
 
@@ -147,8 +146,7 @@ def built(world_size, seed):
     mesh = testing.device_mesh((world_size,), ("dp",))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    return model, optimizer
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 def train(model, optimizer, steps):

@@ -62,8 +62,7 @@ def test_statistics_of_every_dtype(path, dtype):
 
 def test_what_is_not_finite_and_what_a_float_cannot_hold(path):
     odd = torch.tensor([1.0, math.nan, math.inf])
-    large = torch.tensor([2**53 + 1, -(2**62) - 1])
-    save(path, {"odd": odd, "large": large})
+    save(path, {"odd": odd, "large": torch.tensor([2**53 + 1, -(2**62) - 1])})
     found = inspect(path, statistics=True).tensors
     assert found["odd"].statistics.not_finite == 2
     assert math.isnan(found["odd"].statistics.largest)

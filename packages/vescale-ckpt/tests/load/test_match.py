@@ -105,8 +105,7 @@ def test_an_optimizer_without_state_is_told_what_to_do(path):
 def test_only_what_no_rank_asks_for_is_unexpected(path):
     state = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
     ckpt.save(path, state)
-    outcomes = load_on([{"a": torch.ones(2)}, {"b": torch.ones(2)}], path)
-    for outcome in outcomes:
+    for outcome in load_on([{"a": torch.ones(2)}, {"b": torch.ones(2)}], path):
         assert isinstance(outcome, ckpt.MismatchError)
         assert "only in the checkpoint (1):\n    'c'" in str(outcome)
 

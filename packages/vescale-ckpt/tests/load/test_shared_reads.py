@@ -192,8 +192,7 @@ def save_and_load_simulated(rank, world_size, path):
 
 def test_simulated_ranks_that_take_turns_do_not_wait_for_each_other(path, monkeypatch):
     monkeypatch.undo()
-    comm = pytest.importorskip("vescale_comm")
-    comm.simulate(3)(save_and_load_simulated, path)
+    pytest.importorskip("vescale_comm").simulate(3)(save_and_load_simulated, path)
 
 
 def load_shared(rank, world_size, path):

@@ -315,8 +315,7 @@ def unhealthy_on_one_rank(rank, world_size, path):
 
 def test_one_rank_that_knows_of_something_bad_is_enough(tmp_path):
     testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
-    found = testing.run(unhealthy_on_one_rank, 3, str(tmp_path))
-    assert found == [([1, 4], 1, 1)] * 3
+    assert testing.run(unhealthy_on_one_rank, 3, str(tmp_path)) == [([1, 4], 1, 1)] * 3
 
 
 def test_the_manifest_is_legal_json(tmp_path):

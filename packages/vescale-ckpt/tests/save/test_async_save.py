@@ -293,8 +293,7 @@ def save_simulated(rank, world_size, path):
 
 def test_simulated_ranks_that_take_turns_have_saved_when_it_returns(path, monkeypatch):
     monkeypatch.undo()
-    comm = pytest.importorskip("vescale_comm")
-    comm.simulate(3)(save_simulated, path)
+    pytest.importorskip("vescale_comm").simulate(3)(save_simulated, path)
     found = ckpt.read(path)
     assert found["w"].equal(torch.ones(3))
     assert found["own"] == ckpt.PerRank((0, 1, 2))

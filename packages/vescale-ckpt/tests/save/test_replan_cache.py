@@ -84,8 +84,7 @@ def test_values_change_and_the_layout_does_not(tmp_path, planned, ranks, max_byt
         turn_of(whole, ranks, step=n, copied=torch.full((3,), float(n)), own=ckpt.RankLocal([n]))
         for n, whole in enumerate(wholes)
     ]
-    outcomes = save_in_turn(turns, tmp_path, max_bytes=max_bytes)
-    assert outcomes == [[None] * 4] * ranks
+    assert save_in_turn(turns, tmp_path, max_bytes=max_bytes) == [[None] * 4] * ranks
     assert sorted(planned) == list(range(ranks))
     for n, whole in enumerate(wholes):
         found = ckpt.read(tmp_path / str(n))
@@ -252,8 +251,7 @@ def random_state(rng, whole_of):
             continue
         expected[name] = whole.clone()
         if rng.random() < 0.3:
-            holders = rng.sample(range(ranks), rng.randint(1, ranks))
-            for rank in holders:
+            for rank in rng.sample(range(ranks), rng.randint(1, ranks)):
                 states[rank][name] = whole.clone()
         else:
             for state, piece in zip(states, sharded(whole, ranks), strict=True):

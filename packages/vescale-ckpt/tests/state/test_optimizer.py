@@ -21,8 +21,7 @@ def training(make):
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
     model[1].bias.requires_grad_(False)
     optimizer = make(list(model.parameters()))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return model, optimizer, scheduler
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
 def steps(model, optimizer, scheduler, n):

@@ -162,7 +162,6 @@ def test_a_glob_that_names_nothing_is_a_mistake(saved, only):
 def test_a_glob_may_name_what_one_rank_only_has(path):
     succeed(save_on([{"a": torch.ones(2), "b": torch.ones(3)}], path))
     into = [{"a": torch.zeros(2)}, {"b": torch.zeros(3)}]
-    selection = Selection(only=("a", "b"))
-    succeed(load_on(into, path, selection=selection))
+    succeed(load_on(into, path, selection=Selection(only=("a", "b"))))
     assert into[0]["a"].all()
     assert into[1]["b"].all()

@@ -16,8 +16,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
 
 def values(rank, shape, dtype):
-    made = torch.Generator().manual_seed(rank)
-    return (torch.randn(shape, generator=made) * 4).to(dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 4).to(dtype)
 
 
 def gathered(rank, world_size):

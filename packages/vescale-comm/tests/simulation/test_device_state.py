@@ -90,8 +90,7 @@ def test_ranks_begin_on_the_caller_s_device_and_stream(module):
         dist.barrier()
         return begun, (module.current_device(), module.current_stream())
 
-    found = simulate(3)(program)
-    for rank, (begun, later) in enumerate(found):
+    for rank, (begun, later) in enumerate(simulate(3)(program)):
         assert begun == (1, "of the caller")
         assert later == (0, f"of rank {rank}")
     assert (module.current_device(), module.current_stream()) == (1, "of the caller")

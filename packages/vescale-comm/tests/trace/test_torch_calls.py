@@ -83,8 +83,6 @@ single_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 single_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-
-
 @on_ranks(RANKS)
 def test_each_call_of_torch_is_recorded_or_counted(rank, world_size):
     for name, (call, expected) in CALLS.items():
@@ -109,8 +107,7 @@ def test_each_call_of_torch_is_recorded_or_counted(rank, world_size):
 
 
 def own(rank):
-    x = torch.ones(6, requires_grad=True)
-    vc.all_reduce(vc.all_gather(x)).sum().backward()
+    vc.all_reduce(vc.all_gather(torch.ones(6, requires_grad=True))).sum().backward()
     vc.reduce_scatter(torch.ones(6), order="rank")
     vc.all_to_all([torch.ones(2)] * RANKS, shapes=[(2,)] * RANKS)
     vc.scatter(torch.ones(6), source=0)

@@ -176,8 +176,7 @@ def test_a_difference_at_the_end_of_a_long_text_is_found(rank, world_size, argum
 @on_ranks(2, simulated=True)
 def test_all_dims_of_a_tensor_fit_into_what_is_sent(rank, world_size):
     local = torch.ones((1,) * 61 + (2, 3, 2 - rank))
-    result = from_local(local, device_mesh((2,)), [Shard(63)])
-    assert result.shape == (*local.shape[:-1], 3)
+    assert from_local(local, device_mesh((2,)), [Shard(63)]).shape == (*local.shape[:-1], 3)
     with pytest.raises(DisagreementError, match="rank 1: f64"):
         from_local(local.double() if rank else local, device_mesh((2,)), [Shard(63)])
 

@@ -37,8 +37,7 @@ def made(rank: int) -> tuple[nn.Parameter, Keeper]:
 def gradient(parameter: nn.Parameter) -> list[float]:
     found: Any = parameter.grad
     assert isinstance(found, vd.DTensor)
-    values: list[float] = found.full_tensor().tolist()
-    return values
+    return found.full_tensor().tolist()
 
 
 @on_ranks(2, simulated=True)

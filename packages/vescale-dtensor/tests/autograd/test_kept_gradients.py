@@ -171,8 +171,7 @@ def for_torch(gradient):
 @case
 def for_torch_reduced_afterwards(w, x):
     backward(w, x)
-    theirs = for_torch(w.grad)
-    return w.grad * w.grad, theirs
+    return w.grad * w.grad, for_torch(w.grad)
 
 
 @case
@@ -247,8 +246,7 @@ def test_kept_gradients(name, placements):
 def refusals(rank, world):
     mesh = vd.init_device_mesh("cpu", (world,))
     w = vd.distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]).requires_grad_()
-    x = vd.distribute_tensor(X, mesh, [Shard(0)])
-    backward(w, x)
+    backward(w, vd.distribute_tensor(X, mesh, [Shard(0)]))
     other = vd.distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
     for change in (w.grad.t_, w.grad.unsqueeze_):
         with pytest.raises(UnsupportedError, match="the gradient of a leaf"):

@@ -40,8 +40,7 @@ class Place:
 
     def backward(self, times: float = 1.0, x: Any = None) -> None:
         x = self.batch(times) if x is None else x
-        loss: Any = sum((x @ one).square().sum() for one in self.parameters)
-        loss.backward()
+        sum((x @ one).square().sum() for one in self.parameters).backward()
 
     def reduce(self) -> list[bool]:
         """Reduce all; which gradients are what the reducer returned."""

@@ -36,8 +36,7 @@ class Copy:
         self.put(self.value)
 
     def call(self, x):
-        result = self.function(x, *self.more())
-        return plain(result), plain(self.kind.seen(self.value))
+        return plain(self.function(x, *self.more())), plain(self.kind.seen(self.value))
 
     def replays(self):
         return self.function._misses.replays

@@ -35,8 +35,7 @@ def a_plain_operand_before_a_sharded_one(rank, world_size):
 
 def twice(x):
     """A partial sum that is used by itself after its total was needed."""
-    total = x.relu()
-    return total + x * 2
+    return x.relu() + x * 2
 
 
 def what_is_observed_is_what_runs(rank, world_size):

@@ -132,8 +132,7 @@ def attempted(case, mode):
     """What one device finds, and how far that is from what it finds in double precision."""
     try:
         found = found_of(case, mode, torch.clone)
-        exact = found_of(case, (None, torch.float64), torch.clone)
-        return found, errors_of(found, exact)
+        return found, errors_of(found, found_of(case, (None, torch.float64), torch.clone))
     except (RuntimeError, NotImplementedError) as problem:  # torch has no such kernel
         return problem
 
@@ -431,8 +430,7 @@ def casts(place, shape):
 
 
 def casts_on_a_rank(rank, world):
-    mesh = device_mesh((2, 2), ("dp", "tp"))
-    return casts(Place(mesh), (6 - rank % 2, 6))
+    return casts(Place(device_mesh((2, 2), ("dp", "tp"))), (6 - rank % 2, 6))
 
 
 def test_a_weight_is_cast_once():

@@ -47,8 +47,7 @@ def _into_a_list(place):
 
 def _statistics(place):
     mean, variance = place(ROW, Replicate(), Shard(0)), place(ROW.abs(), Shard(0), Partial())
-    result = F.batch_norm(place(WHOLE), mean, variance, training=True)
-    return result, mean, variance
+    return F.batch_norm(place(WHOLE), mean, variance, training=True), mean, variance
 
 
 def _native_statistics(place):
@@ -63,8 +62,7 @@ def _views_in_place(place):
     assert x.squeeze_(0) is x
     assert tuple(x.t_().shape) == (3, 5)
     x.unsqueeze_(1).transpose_(0, 2)
-    weighted = (x * torch.arange(15.0).reshape(5, 1, 3)).sum()
-    weighted.backward()
+    (x * torch.arange(15.0).reshape(5, 1, 3)).sum().backward()
     return x, leaf.grad
 
 

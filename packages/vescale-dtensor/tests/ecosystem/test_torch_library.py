@@ -125,8 +125,7 @@ def compiled_functions(place):
 
 @program
 def loaders(place):
-    data = TensorDataset(batch(place))
-    return [rows for (rows,) in DataLoader(data, batch_size=2)]
+    return [rows for (rows,) in DataLoader(TensorDataset(batch(place)), batch_size=2)]
 
 
 class Passing(TorchFunctionMode):

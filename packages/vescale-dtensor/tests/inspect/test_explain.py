@@ -77,8 +77,7 @@ def bytes_are_those_of_the_trace(mesh):
     moved = [r for r in report.records if r.op == "redistribute"]
     assert moved[0].moves[0].source == (Shard(0), Shard(1))
     assert moved[0].bytes == moved[0].moves[0].plan.wire_bytes
-    foreach = next(r for r in report.records if r.op == "_foreach_add_")
-    assert foreach.moves
+    assert next(r for r in report.records if r.op == "_foreach_add_").moves
 
 
 @case
@@ -90,8 +89,7 @@ def a_report_is_a_table(mesh):
     assert lines[0].split() == ["op", "in", "out", "by", "moved", "bytes", "sent"]
     assert [line.split()[0] for line in lines[2:4]] == ["Tensor.add", "redistribute"]
     assert "dp: Shard(0) → Replicate()" in lines[3]
-    column = lines[0].index("out")
-    assert lines[2][column:].startswith("f32[6@dp, 4]")
+    assert lines[2][lines[0].index("out") :].startswith("f32[6@dp, 4]")
     assert lines[-1] == "2 ops, 48 bytes sent by this rank"
     return str(report)
 

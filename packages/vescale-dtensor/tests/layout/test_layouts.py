@@ -80,8 +80,7 @@ def test_a_stretch_of_flattened_dims_is_few_boxes(extents):
     for low, high in product(range(numel + 1), repeat=2):
         boxes = rectangles(extents, (low, high))
         parts = [numbers[tuple(slice(*interval) for interval in box)].flatten() for box in boxes]
-        found = torch.cat([torch.arange(0), *parts]).tolist()
-        assert found == list(range(low, high))
+        assert torch.cat([torch.arange(0), *parts]).tolist() == list(range(low, high))
         assert len(boxes) <= 2 * len(extents) - 1
 
 

@@ -196,8 +196,7 @@ def test_a_step_updates_what_it_was_given(names, scale):
     def run(mesh):
         for shape in ((5, 3), (1, 2)):
             expected = stepped(shape, names, None, scale)
-            found = stepped(shape, names, mesh, scale)
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(stepped(shape, names, mesh, scale), expected)
 
     on_mesh((2, 2), run)
 

@@ -119,8 +119,7 @@ def test_real_processes_give_the_same(dtype, shape):
 
 def _in_processes(rank, world, dtype, shape):
     mesh = device_mesh((4,), ("dp",))
-    x = distributed(terms_of(shape, 4, dtype, 1), mesh, [P], shape)
-    return x.full_tensor()
+    return distributed(terms_of(shape, 4, dtype, 1), mesh, [P], shape).full_tensor()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -131,8 +130,7 @@ def test_products_keep_what_one_float32_holds(seed):
     terms = terms.to(torch.float16)
 
     def program(mesh):
-        x = distributed(terms, mesh, [Partial("prod")], (3,))
-        return x.full_tensor()
+        return distributed(terms, mesh, [Partial("prod")], (3,)).full_tensor()
 
     expected = terms.float().prod(0).half()
     assert all(same(found, expected) for found in on_mesh((4,), program, ("dp",)))

@@ -77,8 +77,7 @@ class Saved(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         result = torch.empty(x.shape).copy_(x.exp())
-        kept = result.clone()
-        ctx.save_for_backward(result, kept)
+        ctx.save_for_backward(result, result.clone())
         return result
 
     @staticmethod

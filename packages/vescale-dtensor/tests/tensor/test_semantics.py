@@ -204,8 +204,7 @@ def torch_placements_are_accepted(mesh):
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(4)
 def test_semantics(name):
-    mesh = device_mesh((2, 2), ("dp", "tp"))
-    CASES[name](mesh)
+    CASES[name](device_mesh((2, 2), ("dp", "tp")))
 
 
 @pytest.mark.smoke

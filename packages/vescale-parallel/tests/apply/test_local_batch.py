@@ -143,8 +143,7 @@ def test_random_numbers_of_rows_are_those_of_one_device(rank: int, world_size: i
         for counts in ([3, 3, 1], [2, 0, 5]):
             mine, even = batch.split(counts)[rank], noise.split([3, 3, 1])[rank]
             torch.manual_seed(3)
-            drawn = draw(vp.distribute_batch(model, mine))
-            assert torch.equal(drawn.to_local(), even)
+            assert torch.equal(draw(vp.distribute_batch(model, mine)).to_local(), even)
             assert torch.equal(torch.rand(1), after)
             torch.manual_seed(3)
             with consistent(data=mesh["dp"]):
@@ -186,8 +185,7 @@ class Many(nn.Module):
 def test_more_tensors_than_one_message_has_room_for(rank: int, world_size: int):
     values = [torch.arange(1.0, 4 + n % 3) for n in range(65)]
     plain, model = Many(), Many()
-    mesh = vp.mesh(device_type="cpu", dp=3)
-    vp.parallelize(model, mesh, vp.Plan(batch_is="local"))
+    vp.parallelize(model, vp.mesh(device_type="cpu", dp=3), vp.Plan(batch_is="local"))
     mine = [one.split([1, 0, len(one) - 1])[rank] for one in values]
     assert one_step(model, *mine) == pytest.approx(one_step(plain, *values), rel=1e-5)
 
@@ -208,8 +206,7 @@ def test_gradients_reach_the_rows_that_were_passed(rank: int, world_size: int):
     torch.manual_seed(0)
     plain, model = Weighted(), Weighted()
     model.load_state_dict(plain.state_dict())
-    mesh = vp.mesh(device_type="cpu", dp=3)
-    vp.parallelize(model, mesh, vp.Plan(batch_is="local"))
+    vp.parallelize(model, vp.mesh(device_type="cpu", dp=3), vp.Plan(batch_is="local"))
     x, y = torch.randn(8, 3, requires_grad=True), torch.randn(8)
     plain({"x": x, "y": y}, scale=torch.tensor(2.0)).backward()
     counts = [5, 0, 3]

@@ -30,8 +30,7 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.down(self.drop(self.up(x)))
-        return hidden * self.scale
+        return self.down(self.drop(self.up(x))) * self.scale
 
 
 PLAN = Plan(parameters={"up.*": "tp:0", "down.weight": "tp:1", "*": "replicate"})

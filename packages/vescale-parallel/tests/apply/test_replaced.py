@@ -35,8 +35,7 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         x = x + self.gain * self.down(torch.tanh(self.up(x)))
-        logits = self.head(x).flatten(0, 1)
-        return nn.functional.cross_entropy(logits, tokens.flatten())
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
 PLAN = Plan(
@@ -221,8 +220,7 @@ class TiedOutside(nn.Module):
         self.outer.weight = self.inner.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.outer(x)
-        return result
+        return self.outer(x)
 
 
 @on_ranks(WORLD, simulated=True)
@@ -252,8 +250,7 @@ class Functional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parameters = dict(self.inner.named_parameters())
-        result: Tensor = torch.func.functional_call(self.inner, parameters, x)
-        return result
+        return torch.func.functional_call(self.inner, parameters, x)
 
 
 class Sequences(nn.Module):
@@ -279,8 +276,7 @@ class KeptInAList(nn.Module):
 
 
 def pruned() -> nn.Module:
-    layer: nn.Module = l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
-    return layer
+    return l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
 
 
 PLACES: dict[str, Callable[[], nn.Module]] = {

@@ -28,8 +28,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    status = main(["plan", HERE, *arguments])
-    return status, capsys.readouterr().out
+    return main(["plan", HERE, *arguments]), capsys.readouterr().out
 
 
 def test_the_answer_for_people(capsys: pytest.CaptureFixture[str]):

@@ -38,8 +38,7 @@ from vescale_parallel._common.mesh import resolve_sizes
     ],
 )
 def test_sizes_and_order(sizes: dict[str, int], world: int, expected: dict[str, int]):
-    resolved = resolve_sizes(sizes, world)
-    assert list(resolved.items()) == list(expected.items())
+    assert list(resolve_sizes(sizes, world).items()) == list(expected.items())
 
 
 def test_a_product_that_does_not_fit():

@@ -80,8 +80,7 @@ def test_each_level_shards_one_kind_more(zero, sharded):
 
 
 def test_tensor_parallel_ranks_hold_their_part_of_the_matrices():
-    memory = cost_of({"dp": 1, "tp": 2}).memory
-    assert memory.parameters == 4 * (WHOLE - 2 * 8 * 32)
+    assert cost_of({"dp": 1, "tp": 2}).memory.parameters == 4 * (WHOLE - 2 * 8 * 32)
 
 
 @pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 2), (3, 2 + BLOCK / WHOLE)])

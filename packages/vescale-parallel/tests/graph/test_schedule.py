@@ -65,8 +65,7 @@ def program(seed, rank, groups):
 
 
 def order_of(module):
-    found = collectives(module.graph)
-    return [(one.kind, one.how, one.ranks, one.bytes) for one in found]
+    return [(one.kind, one.how, one.ranks, one.bytes) for one in collectives(module.graph)]
 
 
 def check(module, inputs, expected, **options):

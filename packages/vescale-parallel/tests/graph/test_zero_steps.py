@@ -32,8 +32,7 @@ def built(sizes, level):
     plan = Plan(axes=tuple(sizes), batch="dp:0", parameters=rules, zero=level)
     model = parallelize(a_net(), mesh(**sizes), plan)
     adam = optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
-    schedule = optim.lr_scheduler.OneCycleLR(adam, 0.05, total_steps=STEPS + 2)
-    return model, adam, schedule
+    return model, adam, optim.lr_scheduler.OneCycleLR(adam, 0.05, total_steps=STEPS + 2)
 
 
 def eager_step(model, adam, tokens, max_norm):

@@ -46,8 +46,7 @@ def counted(count: int, shared: bool) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     blocks = [layer() for _ in range(count)]
     model = nn.Sequential(*blocks, *([blocks[0]] if shared else []))
-    x = torch.randn(3, 5, 8, requires_grad=True)
-    return model, x, torch.randn(3, 5, 8)
+    return model, torch.randn(3, 5, 8, requires_grad=True), torch.randn(3, 5, 8)
 
 
 @pytest.mark.parametrize(("count", "shared"), [(1, False), (3, False), (2, True)])

@@ -267,5 +267,4 @@ def test_a_measured_action_does_not_wait_for_messages(monkeypatch: pytest.Monkey
 
 def test_a_loss_on_a_device_is_not_read():
     # It would wait there for all of the step. Nothing of a meta tensor can be read.
-    loss = torch.zeros((), device="meta")
-    assert len(note_of(loss, Trained([], []), whole=True)) == 8
+    assert len(note_of(torch.zeros((), device="meta"), Trained([], []), whole=True)) == 8

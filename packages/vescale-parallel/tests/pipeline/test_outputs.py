@@ -78,8 +78,7 @@ def test_training_goes_on_after_it():
     torch.manual_seed(1)
     first = forward_backward(model, *batch(0))
     torch.manual_seed(1)
-    second = forward_backward(other, *batch(0))
-    assert torch.equal(first, second)
+    assert torch.equal(first, forward_backward(other, *batch(0)))
     assert not torch.equal(before, first)
 
 
@@ -170,8 +169,7 @@ def step(rank: int, world_size: int, form: str, sizes: dict[str, int], schedule:
     plain, model = Model(form), Model(form)
     staged(model, sizes, schedule=schedule, microbatches=PARTS)
     for _ in range(2):
-        x = torch.randn(ROWS, SIZE)
-        step_both(model, plain, PARTS, x)
+        step_both(model, plain, PARTS, torch.randn(ROWS, SIZE))
     require_gradients(model, plain)
 
 

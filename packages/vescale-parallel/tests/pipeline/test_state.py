@@ -49,8 +49,7 @@ class Block(nn.Module):
         self.kept["sizes"].append(len(x))
         self.kept["sum"].add_(1)
         self.mean.lerp_(seen.mean(0), 0.3)
-        found: Tensor = self.norm(self.layer(x + self.mean / self.calls)).tanh()
-        return found
+        return self.norm(self.layer(x + self.mean / self.calls)).tanh()
 
 
 class Model(nn.Module):
@@ -253,8 +252,7 @@ class Grows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.rows = torch.cat([self.rows, x.detach().sum(1)])
-        found: Tensor = self.layer(x)
-        return found
+        return self.layer(x)
 
 
 @on_ranks(2, simulated=True)

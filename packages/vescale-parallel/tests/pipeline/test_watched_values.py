@@ -59,8 +59,7 @@ def used_later(rank: int, world_size: int, use: Any, error: str) -> None:
             forward_backward(model, X)
     else:
         losses += [forward_backward(model, X) for _ in range(3)]
-        found = gradients(model)
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, gradients(model), expected))
     model.extra = lambda x, every: x
     model.zero_grad()
     losses += [forward_backward(model, X) for _ in range(3)]
@@ -112,8 +111,7 @@ def test_functions_are_not_watched_where_nothing_is_expected(rank: int, world_si
     seen: list[bool] = []
 
     def use(x: Tensor, every: list[Tensor]) -> Tensor:
-        top: Any = torch.overrides._get_current_function_mode()
-        seen.append(top is not None)
+        seen.append(torch.overrides._get_current_function_mode() is not None)
         return x
 
     model.extra = use

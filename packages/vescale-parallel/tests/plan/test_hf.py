@@ -70,8 +70,7 @@ def built(config: Any) -> nn.Module:
 
     torch.manual_seed(0)
     kind = "AutoModelForMaskedLM" if config.model_type == "bert" else "AutoModelForCausalLM"
-    model: nn.Module = getattr(transformers, kind).from_config(config)
-    return model.train()
+    return getattr(transformers, kind).from_config(config).train()
 
 
 def tokens() -> torch.Tensor:

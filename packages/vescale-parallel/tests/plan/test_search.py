@@ -52,8 +52,7 @@ def test_nothing_is_chosen_that_is_slower_than_data_parallel(sizes: dict[str, in
         plan = Plan.search(model, sizes, memory=memory, sequence=64)
     except PlanError:
         plan = Plan.data_parallel(model, sizes, zero=3)
-        cost = plan.check(model, sizes).cost(8 * 64, sequence=64)
-        assert cost.memory.total > memory
+        assert plan.check(model, sizes).cost(8 * 64, sequence=64).memory.total > memory
         return
     ranks = torch.Size(sizes.values()).numel()
     chosen, plain = (
@@ -71,8 +70,7 @@ def test_nothing_is_chosen_that_is_slower_than_data_parallel(sizes: dict[str, in
 
 
 def test_a_model_that_no_preset_knows_is_data_parallel():
-    model = nn.Sequential(nn.Linear(3, 3))
-    assert Plan.search(model, {"tp": 4}).batch == "tp:0"
+    assert Plan.search(nn.Sequential(nn.Linear(3, 3)), {"tp": 4}).batch == "tp:0"
 
 
 @settings(max_examples=25, deadline=None)

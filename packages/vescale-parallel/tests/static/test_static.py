@@ -279,8 +279,7 @@ def trains(rank: int, world_size: int, zero: int, cache: bool) -> None:
     found = []
     for static in (False, True):
         model = llama(cache)
-        plan = Plan.from_hf(model.config).with_(zero=zero)
-        parallelize(model, over, plan, static=static)
+        parallelize(model, over, Plan.from_hf(model.config).with_(zero=zero), static=static)
         found.append(losses(model))
     assert all(map(torch.equal, *found))
     units = captured_units(model)

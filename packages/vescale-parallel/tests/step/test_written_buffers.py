@@ -104,8 +104,7 @@ def test_stages_write_what_one_device_writes(way: str):
         for one in expected:
             loss = forward_backward(model, rows, loss=(F.mse_loss, targets))
             assert loss.item() == pytest.approx(one, rel=1e-6)
-        own = model.get_submodule(str(rank))
-        assert own.calls == alone.get_submodule(str(rank)).calls
+        assert model.get_submodule(str(rank)).calls == alone.get_submodule(str(rank)).calls
         for buffer, other in zip(model.buffers(), alone.buffers(), strict=True):
             assert torch.allclose(buffer, other, rtol=1e-6, equal_nan=True)
 

@@ -93,8 +93,7 @@ def write_parameter(pair: Pair, number: int) -> None:
 def divide_groups(pair: Pair, number: int) -> None:
     group = pair[1].param_groups[0]
     if number == 1:  # in the second step only
-        moved = group["params"].pop(3)
-        pair[1].add_param_group({"params": [moved], "lr": 3e-3})
+        pair[1].add_param_group({"params": [group["params"].pop(3)], "lr": 3e-3})
 
 
 def freeze(pair: Pair, number: int) -> None:

@@ -20,8 +20,7 @@ class WordModel(nn.Module):
         hidden = self.embedding(x)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        made: Tensor = self.head(hidden)
-        return made
+        return self.head(hidden)
 
 
 def loss_of(made: Tensor, x: Tensor) -> Tensor:

@@ -211,8 +211,7 @@ def train_alike(models: Any, step: Callable[[Any, int], Any], steps: int = 4) ->
 
 def schedule_of(model: nn.Module) -> Schedule:
     """The schedule of a parallelised model."""
-    found: Schedule = getattr(model, SCHEDULE)
-    return found
+    return getattr(model, SCHEDULE)
 
 
 def train_scaled(
