@@ -95,16 +95,16 @@ def test_names_cannot_control_the_terminal(path, capsys):
     assert "\x1b" not in run(capsys, "ls", path)[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["--help"], 0, "examples:"),
-        (["ls", "--help"], 0, "--json"),
-        (["remove", "x"], 2, "invalid choice"),
-        (["ls", "--jsn", "x"], 2, "unrecognized arguments: --jsn"),
-        ([], 2, "required"),
-    ],
-)
+USAGES = [
+    (["--help"], 0, "examples:"),
+    (["ls", "--help"], 0, "--json"),
+    (["remove", "x"], 2, "invalid choice"),
+    (["ls", "--jsn", "x"], 2, "unrecognized arguments: --jsn"),
+    ([], 2, "required"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), USAGES)
 def test_help_and_wrong_usage(capsys, arguments, status, words):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -177,14 +177,14 @@ def test_lists_of_dcp_keep_their_places(tmp_path):
     assert str(found) == str(state)
 
 
-@pytest.mark.parametrize(
-    ("paths", "words"),
-    [
-        ({"w": ("list", 1 << 40), "v": ("v",)}, "a list has entries 1099511627776 to"),
-        ({"w": ("list", -1), "v": ("v",)}, "a list has entries -1 to -1"),
-        ({"w": ("v", "w"), "v": ("v",)}, "lies below a value that is not a container"),
-    ],
-)
+HOSTILE_PATHS = [
+    ({"w": ("list", 1 << 40), "v": ("v",)}, "a list has entries 1099511627776 to"),
+    ({"w": ("list", -1), "v": ("v",)}, "a list has entries -1 to -1"),
+    ({"w": ("v", "w"), "v": ("v",)}, "lies below a value that is not a container"),
+]
+
+
+@pytest.mark.parametrize(("paths", "words"), HOSTILE_PATHS)
 def test_hostile_paths_of_dcp(paths, words):
     with pytest.raises(ckpt.FormatError, match=words):
         dcp_import._nested({"v": 1, "w": 2}, paths)

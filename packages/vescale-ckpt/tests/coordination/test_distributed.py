@@ -168,15 +168,15 @@ def test_sharded_optimizer_state_follows_to_other_worlds(path):
         assert one["optim"]["state"][0][key].equal(many["optim"]["state"][0][key])
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ("cpu:gloo,cuda:gloo", "cpu"),
-        ("cpu:gloo,cuda:nccl", "cpu"),
-        ("cuda:nccl", "cuda"),
-        ("xpu:xccl", "xpu"),
-    ],
-)
+DEVICES = [
+    ("cpu:gloo,cuda:gloo", "cpu"),
+    ("cpu:gloo,cuda:nccl", "cpu"),
+    ("cuda:nccl", "cuda"),
+    ("xpu:xccl", "xpu"),
+]
+
+
+@pytest.mark.parametrize(("config", "expected"), DEVICES)
 def test_messages_are_sent_from_the_host_where_a_backend_can(monkeypatch, config, expected):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert groups._message_device(None).type == expected

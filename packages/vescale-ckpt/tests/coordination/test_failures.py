@@ -119,18 +119,18 @@ def test_an_empty_directory_is_free(tmp_path):
     assert ckpt.read(tmp_path / "empty")["w"].equal(WHOLE)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "words"),
-    [
-        ({"x": 1}, {"x": 2}, "at 'x': rank 0 holds 1 and rank 1 holds 2. Wrap it in RankLocal"),
-        ({"x": 1}, {"x": 1.0}, "rank 0 holds 1 and rank 1 holds 1.0"),
-        ({"x": [1]}, {"x": [1, 2]}, "rank 0 holds [1] and rank 1 holds [1, 2]"),
-        ({"x": {"y": (1,)}}, {"x": {"y": [1]}}, "at 'x/y'"),
-        ({"x": torch.zeros(2)}, {"x": torch.zeros(3)}, "shape (3,), a rank before it"),
-        ({"x": torch.zeros(2)}, {"x": torch.ones(2)}, "rank(s) [1] hold other values than rank 0"),
-        ({"x": torch.zeros(2)}, {"x": 0}, "at 'x'"),
-    ],
-)
+DISAGREEING = [
+    ({"x": 1}, {"x": 2}, "at 'x': rank 0 holds 1 and rank 1 holds 2. Wrap it in RankLocal"),
+    ({"x": 1}, {"x": 1.0}, "rank 0 holds 1 and rank 1 holds 1.0"),
+    ({"x": [1]}, {"x": [1, 2]}, "rank 0 holds [1] and rank 1 holds [1, 2]"),
+    ({"x": {"y": (1,)}}, {"x": {"y": [1]}}, "at 'x/y'"),
+    ({"x": torch.zeros(2)}, {"x": torch.zeros(3)}, "shape (3,), a rank before it"),
+    ({"x": torch.zeros(2)}, {"x": torch.ones(2)}, "rank(s) [1] hold other values than rank 0"),
+    ({"x": torch.zeros(2)}, {"x": 0}, "at 'x'"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "words"), DISAGREEING)
 def test_ranks_that_disagree(path, a, b, words):
     assert_all_raised(save_on([a, b], path), ckpt.StateError, words)
     assert not os.path.exists(path)

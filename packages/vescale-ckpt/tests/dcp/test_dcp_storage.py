@@ -90,14 +90,14 @@ def test_overwriting_is_asked_for(path):
     assert vescale_ckpt.read(path)["w"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (np.ones(3), "at 'x': not a plain value"),
-        ((torch.ones(2), 1), "at 'x': tensors inside a tuple"),
-        (Path, "at 'x': not a plain value"),
-    ],
-)
+NOT_PLAIN = [
+    (np.ones(3), "at 'x': not a plain value"),
+    ((torch.ones(2), 1), "at 'x': tensors inside a tuple"),
+    (Path, "at 'x': not a plain value"),
+]
+
+
+@pytest.mark.parametrize(("value", "said"), NOT_PLAIN)
 def test_what_is_no_plain_value_leaves_nothing(path, value, said):
     writer = StorageWriter(path)
     with pytest.raises(dcp.CheckpointException) as info:

@@ -42,21 +42,21 @@ def test_another_shape_and_dtype(saved):
         assert "bias': the checkpoint holds float32[4], `into` float64[4]" in message
 
 
-@pytest.mark.parametrize(
-    ("into", "words"),
-    [
-        ({"t": 3}, "'t': the checkpoint holds a tensor, `into` a int"),
-        ({"t": None}, "'t': the checkpoint holds a tensor, `into` a NoneType"),
-        ({"t": {"x": 1}}, "'t': the checkpoint holds a tensor, `into` a dict"),
-        ({"v": torch.zeros(2)}, "'v': the checkpoint holds a plain value, `into` a tensor"),
-        ({"d": [1]}, "'d': the checkpoint holds a dict, `into` a list"),
-        ({"l": [torch.zeros(2)]}, "'l': the checkpoint holds 2 entries, `into` 1"),
-        ({"r": 1}, "'r': the checkpoint holds one value per rank (RankLocal), `into` a int"),
-        ({"v": ckpt.RankLocal(1)}, "'v': the checkpoint holds a plain value, `into` a RankLocal"),
-        ({"v": 1, "new": 2}, "missing from the checkpoint (1):\n    'new'"),
-        ({"l": [torch.zeros(2), torch.empty(2).to_sparse()]}, "to_dense()"),
-    ],
-)
+ANOTHER_KIND = [
+    ({"t": 3}, "'t': the checkpoint holds a tensor, `into` a int"),
+    ({"t": None}, "'t': the checkpoint holds a tensor, `into` a NoneType"),
+    ({"t": {"x": 1}}, "'t': the checkpoint holds a tensor, `into` a dict"),
+    ({"v": torch.zeros(2)}, "'v': the checkpoint holds a plain value, `into` a tensor"),
+    ({"d": [1]}, "'d': the checkpoint holds a dict, `into` a list"),
+    ({"l": [torch.zeros(2)]}, "'l': the checkpoint holds 2 entries, `into` 1"),
+    ({"r": 1}, "'r': the checkpoint holds one value per rank (RankLocal), `into` a int"),
+    ({"v": ckpt.RankLocal(1)}, "'v': the checkpoint holds a plain value, `into` a RankLocal"),
+    ({"v": 1, "new": 2}, "missing from the checkpoint (1):\n    'new'"),
+    ({"l": [torch.zeros(2), torch.empty(2).to_sparse()]}, "to_dense()"),
+]
+
+
+@pytest.mark.parametrize(("into", "words"), ANOTHER_KIND)
 def test_another_kind_of_thing(path, into, words):
     t = torch.zeros(2)
     state = {"t": t, "v": 1, "d": {"x": t}, "l": [t, t], "r": ckpt.RankLocal(1)}

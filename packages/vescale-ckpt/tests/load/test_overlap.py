@@ -58,32 +58,32 @@ def test_two_values_whose_chunks_were_divided_otherwise(path):
         assert isinstance(error, MismatchError)
 
 
-@pytest.mark.parametrize(
-    "views",
-    [
-        lambda w: (w, w[:2]),
-        lambda w: (w, w.t()),
-        lambda w: (w[:, 1:3], w[:, 2:]),
-        lambda w: (w, w.view(torch.int32)),
-        lambda w: (w[0], torch.from_numpy(w.numpy())[0, 1:]),
-        lambda w: (w, torch.nn.Parameter(w)[1:]),
-    ],
-)
+OVERLAPPING = [
+    lambda w: (w, w[:2]),
+    lambda w: (w, w.t()),
+    lambda w: (w[:, 1:3], w[:, 2:]),
+    lambda w: (w, w.view(torch.int32)),
+    lambda w: (w[0], torch.from_numpy(w.numpy())[0, 1:]),
+    lambda w: (w, torch.nn.Parameter(w)[1:]),
+]
+
+
+@pytest.mark.parametrize("views", OVERLAPPING)
 def test_views_that_overlap(path, views):
     a, b = views(torch.zeros(3, 4))
     saved(path, a=torch.ones(a.shape), b=torch.ones(b.shape).to(b.dtype))
     refused(path, {"a": a, "b": b}, "'a' and 'b': in `into` they overlap in memory")
 
 
-@pytest.mark.parametrize(
-    "views",
-    [
-        lambda w: (w[:2], w[2:]),
-        lambda w: (w[:, ::2], w[:, 1::2]),
-        lambda w: (w[:, 0], w[:, 1:]),
-        lambda w: (w[:0], w),
-    ],
-)
+APART = [
+    lambda w: (w[:2], w[2:]),
+    lambda w: (w[:, ::2], w[:, 1::2]),
+    lambda w: (w[:, 0], w[:, 1:]),
+    lambda w: (w[:0], w),
+]
+
+
+@pytest.mark.parametrize("views", APART)
 def test_views_that_do_not(path, views):
     a, b = views(torch.zeros(3, 4))
     saved(path, a=torch.ones(a.shape), b=torch.full(b.shape, 2.0))

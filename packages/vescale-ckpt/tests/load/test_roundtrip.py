@@ -59,20 +59,21 @@ def test_dtype_keeps_its_bits(path, name):
         assert bits(loaded["y"]).equal(bits(saved[1, 2]))
 
 
+STRIDED = [
+    torch.tensor(5),
+    torch.empty(0),
+    torch.empty(3, 0, 2),
+    torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+    torch.arange(24)[3:20:5],
+    torch.arange(3).expand(4, 3),
+    torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    torch.nn.Parameter(torch.randn(3)),
+    torch.arange(300_000, dtype=torch.float64),
+]
+
+
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(5),
-        torch.empty(0),
-        torch.empty(3, 0, 2),
-        torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
-        torch.arange(24)[3:20:5],
-        torch.arange(3).expand(4, 3),
-        torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        torch.nn.Parameter(torch.randn(3)),
-        torch.arange(300_000, dtype=torch.float64),
-    ],
-    ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}",
+    "tensor", STRIDED, ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}"
 )
 def test_any_strides_and_sizes(path, tensor):
     ckpt.save(path, {"x": tensor})

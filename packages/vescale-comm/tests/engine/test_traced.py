@@ -255,17 +255,17 @@ def test_shapes_may_be_symbols(fake_world):
     assert [tuple(y.shape) for y in graph(torch.ones(12, 10))] == [(12, 10)] * 5
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda x: vc.send(x, target=0), "send cannot be traced"),
-        (lambda x: vc.barrier() or x, "barrier cannot be traced"),
-        (
-            lambda x: vc.all_reduce(x, wire="int8", feedback=vc.Feedback()),
-            "feedback= changes from call",
-        ),
-    ],
-)
+NOT_FUNCTIONAL = [
+    (lambda x: vc.send(x, target=0), "send cannot be traced"),
+    (lambda x: vc.barrier() or x, "barrier cannot be traced"),
+    (
+        lambda x: vc.all_reduce(x, wire="int8", feedback=vc.Feedback()),
+        "feedback= changes from call",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), NOT_FUNCTIONAL)
 def test_what_has_no_functional_form_says_so(fake_world, call, words):
     with pytest.raises(vc.CommArgumentError, match=words):
         make_fx(call)(torch.ones(2))

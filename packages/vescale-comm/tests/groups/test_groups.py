@@ -47,19 +47,18 @@ def check_every_subset(rank, world_size, shape, order):
             assert vc.reduce_scatter(table, group).item() == group.rank * group.size
 
 
-@pytest.mark.parametrize(
-    ("shape", "order"),
-    [
-        ((2, 2), [0, 1, 2, 3]),
-        ((2, 2), [3, 1, 0, 2]),
-        ((4, 1), [0, 1, 2, 3]),
-        ((1, 2, 2), [0, 2, 1, 3]),
-        ((2, 2, 2), [0, 1, 2, 3, 4, 5, 6, 7]),
-        ((2, 2, 2), [7, 0, 6, 1, 5, 2, 4, 3]),
-        ((2, 4), [1, 0, 3, 2, 5, 4, 7, 6]),
-    ],
-    ids=str,
-)
+ORDERS = [
+    ((2, 2), [0, 1, 2, 3]),
+    ((2, 2), [3, 1, 0, 2]),
+    ((4, 1), [0, 1, 2, 3]),
+    ((1, 2, 2), [0, 2, 1, 3]),
+    ((2, 2, 2), [0, 1, 2, 3, 4, 5, 6, 7]),
+    ((2, 2, 2), [7, 0, 6, 1, 5, 2, 4, 3]),
+    ((2, 4), [1, 0, 3, 2, 5, 4, 7, 6]),
+]
+
+
+@pytest.mark.parametrize(("shape", "order"), ORDERS, ids=str)
 def test_members_are_those_of_the_mesh_in_its_order(shape, order):
     run(check_every_subset, len(order), shape, order)
 

@@ -121,11 +121,10 @@ def start(command, name, end):
     )
 
 
-@pytest.mark.parametrize(
-    "command",
-    [forked, pytest.param(by_torchrun, marks=pytest.mark.slow)],
-    ids=["forked", "torchrun"],
-)
+COMMANDS = [forked, pytest.param(by_torchrun, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["forked", "torchrun"])
 def test_two_hosts_are_two_axes(tmp_path, command):
     script = Path(tmp_path, "program.py")
     script.write_text(PROGRAM)

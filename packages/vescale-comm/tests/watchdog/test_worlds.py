@@ -96,16 +96,19 @@ def check_named(printed, who, words):
         assert " at " not in words or f"{Path(__file__).name}:" in named
 
 
+ENDS = [
+    ("raises", 0, tcp, RAISED),  # and with it goes the store
+    ("raises", 1, file, RAISED),
+    ("is_killed", 0, tcp, KILLED),
+    ("is_killed", 2, tcp, KILLED),
+    ("crashes", 2, tcp, "crashed in C++: Aborted, at "),
+    ("returns", 2, tcp, "reached the end of its program"),
+]
+
+
 @pytest.mark.parametrize(
     ("case", "who", "where", "words"),
-    [
-        ("raises", 0, tcp, RAISED),  # and with it goes the store
-        ("raises", 1, file, RAISED),
-        ("is_killed", 0, tcp, KILLED),
-        ("is_killed", 2, tcp, KILLED),
-        ("crashes", 2, tcp, "crashed in C++: Aborted, at "),
-        ("returns", 2, tcp, "reached the end of its program"),
-    ],
+    ENDS,
     ids=["raises-0", "raises-1-file", "killed-0", "killed-2", "crashes-2", "returns-2"],
 )
 def test_a_rank_that_ends_is_named_on_the_others(tmp_path, case, who, where, words):

@@ -53,20 +53,20 @@ def test_calls_that_nothing_is_compared_in_any_more_have_their_own_shapes(rank, 
             assert (made.shape, made.stride()) == (local.shape, local.stride())
 
 
-@pytest.mark.parametrize(
-    ("placements", "shape"),
-    [
-        ([Shard(0), Shard(1)], (3, 5)),
-        ([Shard(0), Shard(0)], (7, 2)),
-        ([Shard(1), Replicate()], (2, 3)),
-        ([Replicate(), Shard(-1)], (2, 3)),
-        ([RaggedShard((0,), (1, 3)), Replicate()], (4, 2)),
-        ([RaggedShard((0,), (0, 1)), Shard(1)], (4, 3)),
-        ([vd.InterleavedShard(0, 2), Shard(1)], (6, 3)),
-        ([Shard(0), Partial("avg")], (3, 2)),
-        ([Replicate(), Replicate()], ()),
-    ],
-)
+WHOLE_SHAPES = [
+    ([Shard(0), Shard(1)], (3, 5)),
+    ([Shard(0), Shard(0)], (7, 2)),
+    ([Shard(1), Replicate()], (2, 3)),
+    ([Replicate(), Shard(-1)], (2, 3)),
+    ([RaggedShard((0,), (1, 3)), Replicate()], (4, 2)),
+    ([RaggedShard((0,), (0, 1)), Shard(1)], (4, 3)),
+    ([vd.InterleavedShard(0, 2), Shard(1)], (6, 3)),
+    ([Shard(0), Partial("avg")], (3, 2)),
+    ([Replicate(), Replicate()], ()),
+]
+
+
+@pytest.mark.parametrize(("placements", "shape"), WHOLE_SHAPES)
 @on_ranks(4, simulated=True)
 def test_every_layout(placements, shape):
     mesh, whole = device_mesh((2, 2)), torch.arange(float(torch.Size(shape).numel())).reshape(shape)
@@ -227,14 +227,14 @@ def _counted(rank, world_size, extents, given):
             from_local(torch.ones(extent[rank]), mesh, [Shard(0)])
 
 
-@pytest.mark.parametrize(
-    ("extents", "given", "expected"),
-    [
-        ([(2, 2)] * 5, False, {"all_reduce": 5}),
-        ([(2, 2), (2, 1), (2, 2), (1, 1)], False, {"all_reduce": 4, "all_gather": 1}),
-        ([(2, 2), (2, 1), (2, 1), (3, 3)], True, {"all_reduce": 2, "all_gather": 2}),
-    ],
-)
+EXCHANGED = [
+    ([(2, 2)] * 5, False, {"all_reduce": 5}),
+    ([(2, 2), (2, 1), (2, 2), (1, 1)], False, {"all_reduce": 4, "all_gather": 1}),
+    ([(2, 2), (2, 1), (2, 1), (3, 3)], True, {"all_reduce": 2, "all_gather": 2}),
+]
+
+
+@pytest.mark.parametrize(("extents", "given", "expected"), EXCHANGED)
 def test_what_is_exchanged(exchanges, extents, given, expected):
     simulate(2)(_counted, extents, given)
     assert {name: n for name, n in exchanges.items() if n} == expected

@@ -231,19 +231,18 @@ def plain_results(rank, world_size):
     assert all(map(torch.equal, gradients[:CALLS], gradients[CALLS:]))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        refused_after_it_ran,
-        programs_stay,
-        checked_inside,
-        lineages_of_threads,
-        hooks_inside_of_others,
-        training,
-        plain_results,
-    ],
-    ids=lambda case: case.__name__,
-)
+RUN_ON = [
+    refused_after_it_ran,
+    programs_stay,
+    checked_inside,
+    lineages_of_threads,
+    hooks_inside_of_others,
+    training,
+    plain_results,
+]
+
+
+@pytest.mark.parametrize("case", RUN_ON, ids=lambda case: case.__name__)
 def test_what_runs_on(case):
     simulate(2)(case)
 

@@ -130,34 +130,34 @@ REDUCED = {"all_reduce": 2}
 GATHERED = {"all_gather": 2, "reduce_scatter": 2}
 
 
+MINIMA = [
+    ({"tp": 4}, "tensor", REDUCED),
+    ({"tp": 4}, "sequence", GATHERED),
+    ({"dp": 4}, "data", {}),
+    ({"dp": 2, "tp": 2}, "tensor", REDUCED),
+    ({"dp": 2, "tp": 2}, "sequence", GATHERED),
+]
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("sizes", "style", "expected"),
-    [
-        ({"tp": 4}, "tensor", REDUCED),
-        ({"tp": 4}, "sequence", GATHERED),
-        ({"dp": 4}, "data", {}),
-        ({"dp": 2, "tp": 2}, "tensor", REDUCED),
-        ({"dp": 2, "tp": 2}, "sequence", GATHERED),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "style", "expected"), MINIMA)
 def test_a_block_sends_the_textbook_minimum(sizes, style, expected, bias):
     for forward, backward in run(measured, 4, sizes, style, bias):
         assert forward == expected
         assert backward == expected
 
 
+FUSED = [
+    ("Fused", "tensor", REDUCED, REDUCED),
+    ("Fused", "sequence", GATHERED, GATHERED),
+    ("Conv1d", "tensor", REDUCED, REDUCED),
+    # The view between the gather and its use is an op on whole tensors: its gradient is whole.
+    ("Conv1d", "sequence", GATHERED, {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1}),
+]
+
+
 @pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "tp": 2}])
-@pytest.mark.parametrize(
-    ("kind", "style", "there", "back"),
-    [
-        ("Fused", "tensor", REDUCED, REDUCED),
-        ("Fused", "sequence", GATHERED, GATHERED),
-        ("Conv1d", "tensor", REDUCED, REDUCED),
-        # The view between the gather and its use is an op on whole tensors: its gradient is whole.
-        ("Conv1d", "sequence", GATHERED, {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "style", "there", "back"), FUSED)
 def test_a_fused_projection_is_sharded_in_place(kind, sizes, style, there, back):
     for forward, backward in run(measured, 4, sizes, style, True, kind):
         assert forward == there

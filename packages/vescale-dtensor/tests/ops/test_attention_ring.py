@@ -149,16 +149,16 @@ def sent_by_all(mask, placement, heads=(4, 2), tokens=16, backward=True):
     return sum(in_ring(program)) / block
 
 
-@pytest.mark.parametrize(
-    ("mask", "placement", "blocks"),
-    [
-        ("none", Shard(2), 12),  # each of four to three others
-        ("causal", Shard(2), 6),  # to those behind
-        ("causal", InterleavedShard(2, 4), 12),  # all see something of all
-        ("window", Shard(2), 6),  # to the neighbours on both sides
-        ("packed", Shard(2), None),  # documents of 5, blocks of 4
-    ],
-)
+SENT_BLOCKS = [
+    ("none", Shard(2), 12),  # each of four to three others
+    ("causal", Shard(2), 6),  # to those behind
+    ("causal", InterleavedShard(2, 4), 12),  # all see something of all
+    ("window", Shard(2), 6),  # to the neighbours on both sides
+    ("packed", Shard(2), None),  # documents of 5, blocks of 4
+]
+
+
+@pytest.mark.parametrize(("mask", "placement", "blocks"), SENT_BLOCKS)
 def test_blocks_that_are_of_no_use_are_not_sent(mask, placement, blocks):
     if blocks is None:
         rows = torch.arange(16)

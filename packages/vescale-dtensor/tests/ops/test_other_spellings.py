@@ -90,16 +90,17 @@ def outcome(call, x):
         return type(error).__name__
 
 
+GROUPS = [
+    (OF_FLOATS, torch.float32, False),
+    (OF_LEAVES, torch.float32, True),
+    (INITIALISED, torch.float32, False),
+    (OF_COMPLEX, torch.complex64, False),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("calls", "dtype", "leaf"),
-    [
-        (OF_FLOATS, torch.float32, False),
-        (OF_LEAVES, torch.float32, True),
-        (INITIALISED, torch.float32, False),
-        (OF_COMPLEX, torch.complex64, False),
-    ],
-    ids=["floats", "leaves", "initialised", "complex"],
+    ("calls", "dtype", "leaf"), GROUPS, ids=["floats", "leaves", "initialised", "complex"]
 )
 @on_ranks(2, simulated=True)
 def test_as_on_one_device(rank, world_size, calls, dtype, leaf):

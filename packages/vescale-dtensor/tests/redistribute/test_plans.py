@@ -154,48 +154,44 @@ def kinds(sizes, source, target, shape=(8, 8)):
     return [(type(step), step.axes) for step in plans[-1]]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "steps"),
-    [
-        ((R, R), (R, R), []),
-        ((S0, R), (RaggedShard((0,), (1, 1)), R), []),
-        ((R, R), (S0, S1), [(Slice, ())]),
-        ((P, P), (R, R), [(AllReduce, (0, 1))]),
-        ((P, S0), (R, S0), [(AllReduce, (0,))]),
-        ((P, P), (S0, S0), [(ReduceScatter, (0, 1))]),
-        ((P, P), (S0, S1), [(PackedReduceScatter, (0, 1))]),
-        ((P, P), (S1, R), [(ReduceScatter, (0,)), (AllReduce, (1,))]),
-        ((P, R), (R, S0), [(Slice, ()), (AllReduce, (0,))]),
-        ((P, S0), (S0, S0), [(ReduceScatter, (0,)), (AllToAll, (0, 1))]),
-        ((P, R), (S0, S0), [(PackedReduceScatter, (0,))]),
-        ((P, S0), (R, S1), [(ReduceScatter, (0,)), (AllToAll, (0, 1))]),
-        ((P, S0), (S0, P), [(PackedReduceScatter, (0,)), (Rearrange, ())]),
-        ((R, S0), (S0, P), [(Rearrange, ()), (Rearrange, ())]),
-        ((R, P), (P, R), [(Slice, ()), (AllReduce, (1,)), (Pad, ())]),
-        ((P, S0), (S1, R), [(ReduceScatter, (0,)), (AllGather, (1,))]),
-        ((S0, S0), (S0, R), [(AllGather, (1,))]),
-        ((S0, S0), (R, R), [(AllGather, (0, 1))]),
-        ((S0, S1), (R, R), [(GatherPieces, (0, 1))]),
-        ((S0, R), (R, S1), [(Slice, ()), (AllGather, (0,))]),
-        ((S0, R), (S1, R), [(AllToAll, (0,))]),
-        ((S0, R), (R, S0), [(AllGather, (0,))]),
-        ((S0, S1), (S1, S0), [(AllToAll, (0, 1))]),
-        ((R, R), (P, R), [(Mask, ())]),
-        ((R, R), (Partial("max"), Partial("avg")), []),
-        ((S0, R), (P, R), [(Pad, ())]),
-        ((S0, S1), (P, P), [(Pad, ())]),
-        ((S0, R), (Partial("avg"), R), [(Pad, ()), (Scale, ())]),
-        ((S0, R), (Partial("max"), R), [(Pad, ())]),
-        ((P, R), (Partial("avg"), R), [(Scale, ())]),
-        ((P, R), (Partial("max"), R), [(ReduceScatter, (0,)), (Pad, ())]),
-        (
-            (P, Partial("max")),
-            (R, R),
-            [(ReduceScatter, (1,)), (AllReduce, (0,)), (AllGather, (1,))],
-        ),
-        ((P, Partial("avg")), (R, Partial("avg")), [(AllReduce, (0,))]),
-    ],
-)
+PATHS = [
+    ((R, R), (R, R), []),
+    ((S0, R), (RaggedShard((0,), (1, 1)), R), []),
+    ((R, R), (S0, S1), [(Slice, ())]),
+    ((P, P), (R, R), [(AllReduce, (0, 1))]),
+    ((P, S0), (R, S0), [(AllReduce, (0,))]),
+    ((P, P), (S0, S0), [(ReduceScatter, (0, 1))]),
+    ((P, P), (S0, S1), [(PackedReduceScatter, (0, 1))]),
+    ((P, P), (S1, R), [(ReduceScatter, (0,)), (AllReduce, (1,))]),
+    ((P, R), (R, S0), [(Slice, ()), (AllReduce, (0,))]),
+    ((P, S0), (S0, S0), [(ReduceScatter, (0,)), (AllToAll, (0, 1))]),
+    ((P, R), (S0, S0), [(PackedReduceScatter, (0,))]),
+    ((P, S0), (R, S1), [(ReduceScatter, (0,)), (AllToAll, (0, 1))]),
+    ((P, S0), (S0, P), [(PackedReduceScatter, (0,)), (Rearrange, ())]),
+    ((R, S0), (S0, P), [(Rearrange, ()), (Rearrange, ())]),
+    ((R, P), (P, R), [(Slice, ()), (AllReduce, (1,)), (Pad, ())]),
+    ((P, S0), (S1, R), [(ReduceScatter, (0,)), (AllGather, (1,))]),
+    ((S0, S0), (S0, R), [(AllGather, (1,))]),
+    ((S0, S0), (R, R), [(AllGather, (0, 1))]),
+    ((S0, S1), (R, R), [(GatherPieces, (0, 1))]),
+    ((S0, R), (R, S1), [(Slice, ()), (AllGather, (0,))]),
+    ((S0, R), (S1, R), [(AllToAll, (0,))]),
+    ((S0, R), (R, S0), [(AllGather, (0,))]),
+    ((S0, S1), (S1, S0), [(AllToAll, (0, 1))]),
+    ((R, R), (P, R), [(Mask, ())]),
+    ((R, R), (Partial("max"), Partial("avg")), []),
+    ((S0, R), (P, R), [(Pad, ())]),
+    ((S0, S1), (P, P), [(Pad, ())]),
+    ((S0, R), (Partial("avg"), R), [(Pad, ()), (Scale, ())]),
+    ((S0, R), (Partial("max"), R), [(Pad, ())]),
+    ((P, R), (Partial("avg"), R), [(Scale, ())]),
+    ((P, R), (Partial("max"), R), [(ReduceScatter, (0,)), (Pad, ())]),
+    ((P, Partial("max")), (R, R), [(ReduceScatter, (1,)), (AllReduce, (0,)), (AllGather, (1,))]),
+    ((P, Partial("avg")), (R, Partial("avg")), [(AllReduce, (0,))]),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "steps"), PATHS)
 def test_the_path_chosen(source, target, steps):
     assert kinds((2, 2), source, target) == steps
 
@@ -208,25 +204,25 @@ FLAT, HALVES, SKEW = (
 FUSED, STRIDED = InterleavedShard(0, 2), StridedShard(0, 2)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "steps"),
-    [
-        ((P, R), (FLAT, R), [(PackedReduceScatter, (0,))]),
-        ((P, R), (FUSED, R), [(PackedReduceScatter, (0,))]),
-        ((P, P), (FUSED, S0), [(PackedReduceScatter, (0, 1))]),
-        ((P, S1), (FLAT, R), [(AllReduce, (0,)), (PackedAllGather, (1,))]),
-        ((FLAT, R), (R, R), [(PackedAllGather, (0,))]),
-        ((FUSED, S0), (R, R), [(PackedAllGather, (0, 1))]),
-        ((R, R), (FUSED, R), [(Rearrange, ())]),
-        ((FUSED, R), (P, R), [(Rearrange, ())]),
-        ((FLAT, R), (SKEW, R), [(Rearrange, ())]),
-        ((FLAT, R), (HALVES, R), [(PackedAllToAll, (0,))]),
-        ((FUSED, R), (S0, R), [(PackedAllToAll, (0,))]),
-        ((FUSED, R), (STRIDED, R), []),
-        ((STRIDED, S0), (S0, StridedShard(0, 1)), [(PackedAllToAll, (0, 1))]),
-        ((FUSED, FLAT), (FUSED, R), [(PackedAllGather, (1,))]),
-    ],
-)
+PATHS_OF_NO_BOX = [
+    ((P, R), (FLAT, R), [(PackedReduceScatter, (0,))]),
+    ((P, R), (FUSED, R), [(PackedReduceScatter, (0,))]),
+    ((P, P), (FUSED, S0), [(PackedReduceScatter, (0, 1))]),
+    ((P, S1), (FLAT, R), [(AllReduce, (0,)), (PackedAllGather, (1,))]),
+    ((FLAT, R), (R, R), [(PackedAllGather, (0,))]),
+    ((FUSED, S0), (R, R), [(PackedAllGather, (0, 1))]),
+    ((R, R), (FUSED, R), [(Rearrange, ())]),
+    ((FUSED, R), (P, R), [(Rearrange, ())]),
+    ((FLAT, R), (SKEW, R), [(Rearrange, ())]),
+    ((FLAT, R), (HALVES, R), [(PackedAllToAll, (0,))]),
+    ((FUSED, R), (S0, R), [(PackedAllToAll, (0,))]),
+    ((FUSED, R), (STRIDED, R), []),
+    ((STRIDED, S0), (S0, StridedShard(0, 1)), [(PackedAllToAll, (0, 1))]),
+    ((FUSED, FLAT), (FUSED, R), [(PackedAllGather, (1,))]),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "steps"), PATHS_OF_NO_BOX)
 def test_the_path_of_what_is_no_box(source, target, steps):
     assert kinds((2, 2), source, target) == steps
 
@@ -240,15 +236,15 @@ def test_what_lies_in_one_run_is_not_copied():
             assert all(is_run(regions) for regions in (step.source, step.target) if regions)
 
 
-@pytest.mark.parametrize(
-    ("placements", "message"),
-    [
-        ((RaggedShard((0, 1), (1, 1)), S0), "no dim 0 of its own"),
-        ((RaggedShard((0, 1), (1, 1)), RaggedShard((1, 2), (1, 1))), "no dim 1 of its own"),
-        ((S0, InterleavedShard(0, 4)), "extent 2 is not a multiple of 4 blocks"),
-        ((RaggedShard((0, 1), (1, 4)), R), "extent 24 is not a multiple of its 5 units"),
-    ],
-)
+NOT_TOGETHER = [
+    ((RaggedShard((0, 1), (1, 1)), S0), "no dim 0 of its own"),
+    ((RaggedShard((0, 1), (1, 1)), RaggedShard((1, 2), (1, 1))), "no dim 1 of its own"),
+    ((S0, InterleavedShard(0, 4)), "extent 2 is not a multiple of 4 blocks"),
+    ((RaggedShard((0, 1), (1, 4)), R), "extent 24 is not a multiple of its 5 units"),
+]
+
+
+@pytest.mark.parametrize(("placements", "message"), NOT_TOGETHER)
 def test_shards_that_do_not_go_together_are_refused_on_all_ranks(placements, message):
     with pytest.raises(LayoutError, match=message):
         check_fits(placements, (2, 2), (4, 6, 5))

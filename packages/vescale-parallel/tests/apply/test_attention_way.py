@@ -60,17 +60,17 @@ def step(block, plan=None, static=False, policy="native", tokens=9):
 WAYS = {"ring": "permute", "gather": "all_gather"}
 
 
+PLACES = [
+    (Attention, {}, False),
+    (Attention, {}, True),
+    (Again, {}, False),
+    (Attention, {"checkpoint": "full"}, False),
+    (Again, {"checkpoint": {"*.inner": "full", "*": "none"}}, False),
+]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("block", "words", "static"),
-    [
-        (Attention, {}, False),
-        (Attention, {}, True),
-        (Again, {}, False),
-        (Attention, {"checkpoint": "full"}, False),
-        (Again, {"checkpoint": {"*.inner": "full", "*": "none"}}, False),
-    ],
-)
+@pytest.mark.parametrize(("block", "words", "static"), PLACES)
 def test_it_holds_in_forward_and_where_that_is_computed_again(way, block, words, static):
     plan = Plan(batch="cp:1", sequence=way, **words)
     loss, gradient, _ = step(block)
@@ -154,14 +154,14 @@ def test_the_plan_says_it():
     assert "attention by 'ring'" in str(plan.check(nn.Linear(2, 2), {"dp": 2, "cp": 2}))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"sequence": "zigzag", "batch": "cp:1"}, "expected one of.*'ring'.*got 'zigzag'"),
-        ({"sequence": "ring"}, "batch='dp:0' shards none: add an axis"),
-        ({"sequence": 3}, "got 3"),
-    ],
-)
+CANNOT_SAY = [
+    ({"sequence": "zigzag", "batch": "cp:1"}, "expected one of.*'ring'.*got 'zigzag'"),
+    ({"sequence": "ring"}, "batch='dp:0' shards none: add an axis"),
+    ({"sequence": 3}, "got 3"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), CANNOT_SAY)
 def test_what_a_plan_cannot_say(words, message):
     with pytest.raises(PlanError, match=message):
         Plan(**words)

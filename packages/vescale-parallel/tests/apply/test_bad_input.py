@@ -74,15 +74,15 @@ def train_until_killed(place: str, zero: int, rank: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("place", "zero"),
-    [
-        # Processes take long to start.
-        pytest.param("in_backward", 3, marks=pytest.mark.slow),
-        pytest.param("in_forward", 3, marks=pytest.mark.slow),
-        pytest.param("before_the_step", 0, marks=pytest.mark.slow),
-    ],
-)
+KILLED = [
+    # Processes take long to start.
+    pytest.param("in_backward", 3, marks=pytest.mark.slow),
+    pytest.param("in_forward", 3, marks=pytest.mark.slow),
+    pytest.param("before_the_step", 0, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("place", "zero"), KILLED)
 def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, place: str, zero: int):
     port = free_port()
     context = multiprocessing.get_context("forkserver")

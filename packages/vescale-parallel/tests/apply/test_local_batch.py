@@ -251,17 +251,17 @@ def wrong(rank: int, kind: str) -> tuple[dict[str, Any], Tensor]:
     return given, scale
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("dtype", "torch.float64 on rank 3"),
-        ("shape", r"\(rows, 4\) torch.float32 on rank 3"),
-        ("missing", "not there on rank 3"),
-        ("rows of tp", "2 rows on rank 2; 3 rows on rank 3"),
-        ("values of tp", r"value of 'args\[0\]\['x'\]'"),
-        ("table", "value of 'kwargs"),
-    ],
-)
+DIFFERENCES = [
+    ("dtype", "torch.float64 on rank 3"),
+    ("shape", r"\(rows, 4\) torch.float32 on rank 3"),
+    ("missing", "not there on rank 3"),
+    ("rows of tp", "2 rows on rank 2; 3 rows on rank 3"),
+    ("values of tp", r"value of 'args\[0\]\['x'\]'"),
+    ("table", "value of 'kwargs"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), DIFFERENCES)
 @on_ranks(4, simulated=True)
 def test_what_differs_is_told_on_every_rank(rank: int, world_size: int, kind: str, message: str):
     mesh = vp.mesh(device_type="cpu", **HALF)
@@ -329,14 +329,14 @@ def test_a_recording_does_not_keep_the_rows_of_one_batch():
             capture(model)({"x": torch.ones(2, 3), "y": torch.ones(2)}, scale=torch.ones(()))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"batch_is": "mine"}, "'mine'"),
-        ({"batch_is": "local", "batch": None}, "needs a batch"),
-        ({"batch_is": "local", "batch": "dp:0, cp:1"}, "needs a batch"),
-    ],
-)
+NO_MEANING = [
+    ({"batch_is": "mine"}, "'mine'"),
+    ({"batch_is": "local", "batch": None}, "needs a batch"),
+    ({"batch_is": "local", "batch": "dp:0, cp:1"}, "needs a batch"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), NO_MEANING)
 def test_words_that_mean_nothing(words: dict[str, Any], message: str):
     with pytest.raises(vp.PlanError, match=message):
         vp.Plan(**words)

@@ -157,15 +157,15 @@ def finished(gradient: DTensor) -> bool:
     return not any(isinstance(placement, Partial) for placement in gradient.placements)
 
 
-@pytest.mark.parametrize(
-    ("norm_sees", "collectives"),
-    [
-        # The norm works on whole sequences: its gradient, as all others, owes a sum over dp only.
-        ("tp:full", 1),
-        # It works on pieces of sequences: it owes one over dp and tp.
-        ("tp:1", 2),
-    ],
-)
+TRAVELS = [
+    # The norm works on whole sequences: its gradient, as all others, owes a sum over dp only.
+    ("tp:full", 1),
+    # It works on pieces of sequences: it owes one over dp and tp.
+    ("tp:1", 2),
+]
+
+
+@pytest.mark.parametrize(("norm_sees", "collectives"), TRAVELS)
 def test_all_gradients_travel_in_one_collective_for_each_set_of_axes(
     norm_sees: str, collectives: int
 ):

@@ -27,38 +27,38 @@ def report(kind: Any) -> Report:
     return Plan(checkpoint=kind).check(make(), {"dp": 2})
 
 
-@pytest.mark.parametrize(
-    ("kind", "modules"),
-    [
-        (None, []),
-        ("none", []),
-        ("full", ["blocks.0", "blocks.1", "blocks.2"]),
-        (2, ["blocks.0", "blocks.2"]),
-        ({"*": "full"}, ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]),
-        ({"blocks.[12]": "full"}, ["blocks.1", "blocks.2"]),
-        ({"blocks.0": "none", "blocks.*": "selective"}, ["blocks.1", "blocks.2"]),
-        ({"*.mlp": "full", "*": "none"}, ["blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"]),
-    ],
-)
+KINDS = [
+    (None, []),
+    ("none", []),
+    ("full", ["blocks.0", "blocks.1", "blocks.2"]),
+    (2, ["blocks.0", "blocks.2"]),
+    ({"*": "full"}, ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]),
+    ({"blocks.[12]": "full"}, ["blocks.1", "blocks.2"]),
+    ({"blocks.0": "none", "blocks.*": "selective"}, ["blocks.1", "blocks.2"]),
+    ({"*.mlp": "full", "*": "none"}, ["blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "modules"), KINDS)
 def test_which_modules(kind: Any, modules: list[str]):
     assert [row.module for row in report(kind).regions] == modules
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("fulll", "Did you mean 'full'?"),
-        (0, "got 0"),
-        (True, "got True"),
-        ({"blocks.*": 3}, "rule 'blocks.*': expected"),
-        ("save: matmull", "Did you mean 'matmul'?"),
-        ("save: aten::nothing", "no operator 'aten::nothing'"),
-        ({"blocks.{*": "full"}, "never closed"),
-        ({"bloks.*": "full"}, "matches no module"),
-        ({"blocks": "full"}, "never applies"),
-        ({"*.mlp": "full", "blocks.?": "full"}, "rule '*.mlp' never applies"),
-    ],
-)
+UNREADABLE = [
+    ("fulll", "Did you mean 'full'?"),
+    (0, "got 0"),
+    (True, "got True"),
+    ({"blocks.*": 3}, "rule 'blocks.*': expected"),
+    ("save: matmull", "Did you mean 'matmul'?"),
+    ("save: aten::nothing", "no operator 'aten::nothing'"),
+    ({"blocks.{*": "full"}, "never closed"),
+    ({"bloks.*": "full"}, "matches no module"),
+    ({"blocks": "full"}, "never applies"),
+    ({"*.mlp": "full", "blocks.?": "full"}, "rule '*.mlp' never applies"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), UNREADABLE)
 def test_what_cannot_be_read_or_never_applies(kind: Any, message: str):
     with pytest.raises(PlanError) as caught:
         report(kind)
@@ -135,15 +135,15 @@ class Copied(saved_tensors_hooks):
         super().__init__(pack, lambda copy: copy)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"dp": 2, "tp": 2}, {"zero": 0}),
-        ({"dp": 2, "tp": 2}, {"zero": 3}),
-        ({"dp": 2}, {"zero": 3, "checkpoint": "full"}),
-        ({"dp": 2}, {"zero": 2, "checkpoint": "selective"}),
-    ],
-)
+BITS = [
+    ({"dp": 2, "tp": 2}, {"zero": 0}),
+    ({"dp": 2, "tp": 2}, {"zero": 3}),
+    ({"dp": 2}, {"zero": 3, "checkpoint": "full"}),
+    ({"dp": 2}, {"zero": 2, "checkpoint": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "words"), BITS)
 def test_the_bits_stay(sizes: dict[str, int], words: dict[str, Any]):
     def run(rank: int, world_size: int) -> None:
         found: list[dict[str, Tensor | None]] = []

@@ -34,17 +34,17 @@ CONTEXT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("heads", "keys", "way"),
-    [
-        (4, 4, "auto"),
-        (8, 4, "auto"),
-        (8, 2, "auto"),
-        (6, 3, "auto"),
-        (3, 3, "auto"),
-        (6, 2, "ring"),
-    ],
-)
+PRICED = [
+    (4, 4, "auto"),
+    (8, 4, "auto"),
+    (8, 2, "auto"),
+    (6, 3, "auto"),
+    (3, 3, "auto"),
+    (6, 2, "ring"),
+]
+
+
+@pytest.mark.parametrize(("heads", "keys", "way"), PRICED)
 def test_what_is_priced_is_what_attention_sends(heads: int, keys: int, way: str):
     def step(rank: int, world_size: int) -> tuple[int, int]:
         mesh = init_device_mesh("cpu", (4,))
@@ -116,17 +116,17 @@ def test_the_table_says_what_sends_least(capsys: pytest.CaptureFixture[str]):
     assert found["ways"][0]["stored"] == found["ways"][3]["stored"] / 8
 
 
-@pytest.mark.parametrize(
-    ("asked", "more", "words"),
-    [
-        ("experts", "--ranks 300", "256 experts cannot be shared by 300 ranks"),
-        ("experts", "--ranks 8 --top-k 300", "tokens choose at most all experts"),
-        ("experts", "--ranks 8 --skew 0.5", "every number is at least 1"),
-        ("context", "--tokens 4", "4 tokens cannot be sharded over 8 ranks"),
-        ("context", "--kv-heads 7", "heads are a multiple of kv_heads"),
-        ("context", "--batch 0", "every number is at least 1"),
-    ],
-)
+NO_ANSWER = [
+    ("experts", "--ranks 300", "256 experts cannot be shared by 300 ranks"),
+    ("experts", "--ranks 8 --top-k 300", "tokens choose at most all experts"),
+    ("experts", "--ranks 8 --skew 0.5", "every number is at least 1"),
+    ("context", "--tokens 4", "4 tokens cannot be sharded over 8 ranks"),
+    ("context", "--kv-heads 7", "heads are a multiple of kv_heads"),
+    ("context", "--batch 0", "every number is at least 1"),
+]
+
+
+@pytest.mark.parametrize(("asked", "more", "words"), NO_ANSWER)
 def test_questions_without_an_answer(
     asked: str, more: str, words: str, capsys: pytest.CaptureFixture[str]
 ):

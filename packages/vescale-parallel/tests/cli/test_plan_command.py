@@ -88,18 +88,18 @@ def test_presets(capsys: pytest.CaptureFixture[str], preset: str):
     assert (rules == {"*": "replicate"}) == (preset == "data")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.json", "--mesh", "dp=2"], "there is no such file"),
-        (["nowhere:build", "--mesh", "dp=2"], "cannot be imported"),
-        ([HERE + "er", "--mesh", "dp=2"], "cannot be imported"),
-        ([HERE, "--mesh", "dp=2", "--plan", "nowhere.toml"], "cannot be read"),
-        ([HERE, "--mesh", "dp=2", "--write", "nowhere/plan.toml"], "cannot be written"),
-        ([HERE, "--mesh", "dp"], "write sizes by axis"),
-        ([HERE, "--mesh", "dp=2", "--memory", "much"], "write bytes"),
-    ],
-)
+WRONG_QUESTIONS = [
+    (["nowhere.json", "--mesh", "dp=2"], "there is no such file"),
+    (["nowhere:build", "--mesh", "dp=2"], "cannot be imported"),
+    ([HERE + "er", "--mesh", "dp=2"], "cannot be imported"),
+    ([HERE, "--mesh", "dp=2", "--plan", "nowhere.toml"], "cannot be read"),
+    ([HERE, "--mesh", "dp=2", "--write", "nowhere/plan.toml"], "cannot be written"),
+    ([HERE, "--mesh", "dp"], "write sizes by axis"),
+    ([HERE, "--mesh", "dp=2", "--memory", "much"], "write bytes"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_QUESTIONS)
 def test_wrong_questions(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err

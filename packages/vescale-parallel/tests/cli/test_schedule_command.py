@@ -56,22 +56,22 @@ def test_all_of_them_are_drawn_to_one_scale(tmp_path: Path):
     assert min(width for _, _, width in places) >= 14
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--trace", "x.json"], "name it by --only"),
-        (["--times", "1,2"], "write three numbers"),
-        (["--times", "1,2,-1"], "weights is -1; it has to be a number of at least 0"),
-        (["--times", "nan,1,1"], "forward is nan"),
-        (["--times", "1,inf,1"], "inputs is inf"),
-        (["--send", "-1"], "send is -1"),
-        (["--send", "nan"], "send is nan"),
-        (["--microbatches", "0"], "microbatches is 0"),
-        (["--only", "dualpipev", "--microbatches", "7", "--csv", "x"], "it needs at least 8"),
-        (["--svg", "absent/x.svg"], "cannot be written"),
-        (["--only", "1f1b", "--csv", "absent/x.csv"], "cannot be written"),
-    ],
-)
+WRONG = [
+    (["--trace", "x.json"], "name it by --only"),
+    (["--times", "1,2"], "write three numbers"),
+    (["--times", "1,2,-1"], "weights is -1; it has to be a number of at least 0"),
+    (["--times", "nan,1,1"], "forward is nan"),
+    (["--times", "1,inf,1"], "inputs is inf"),
+    (["--send", "-1"], "send is -1"),
+    (["--send", "nan"], "send is nan"),
+    (["--microbatches", "0"], "microbatches is 0"),
+    (["--only", "dualpipev", "--microbatches", "7", "--csv", "x"], "it needs at least 8"),
+    (["--svg", "absent/x.svg"], "cannot be written"),
+    (["--only", "1f1b", "--csv", "absent/x.csv"], "cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), WRONG)
 def test_what_is_wrong_is_said(
     more: list[str],
     words: str,

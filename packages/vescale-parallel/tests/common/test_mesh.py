@@ -26,17 +26,16 @@ from vescale_parallel import DisagreementError, MeshError, mesh
 from vescale_parallel._common import mesh as module
 from vescale_parallel._common.mesh import resolve_sizes
 
+SIZES = [
+    ({"tp": 2, "dp": 2}, 4, {"dp": 2, "tp": 2}),
+    ({"tp": 2, "pp": 3, "dp": -1}, 12, {"pp": 3, "dp": 2, "tp": 2}),
+    ({"tp": 2, "dp": -1}, 2, {"dp": 1, "tp": 2}),
+    ({"rows": 2, "dp": 3}, 6, {"rows": 2, "dp": 3}),
+    ({"ep": 1, "cp": 1}, 1, {"cp": 1, "ep": 1}),
+]
 
-@pytest.mark.parametrize(
-    ("sizes", "world", "expected"),
-    [
-        ({"tp": 2, "dp": 2}, 4, {"dp": 2, "tp": 2}),
-        ({"tp": 2, "pp": 3, "dp": -1}, 12, {"pp": 3, "dp": 2, "tp": 2}),
-        ({"tp": 2, "dp": -1}, 2, {"dp": 1, "tp": 2}),
-        ({"rows": 2, "dp": 3}, 6, {"rows": 2, "dp": 3}),
-        ({"ep": 1, "cp": 1}, 1, {"cp": 1, "ep": 1}),
-    ],
-)
+
+@pytest.mark.parametrize(("sizes", "world", "expected"), SIZES)
 def test_sizes_and_order(sizes: dict[str, int], world: int, expected: dict[str, int]):
     assert list(resolve_sizes(sizes, world).items()) == list(expected.items())
 
@@ -65,18 +64,18 @@ def test_two_sizes_cannot_be_open():
         resolve_sizes({"dp": -1, "tp": -1}, 4)
 
 
-@pytest.mark.parametrize(
-    ("size", "rank", "said"),
-    [
-        (None, "1", "WORLD_SIZE is not set and RANK is 1"),
-        (None, "0", "WORLD_SIZE is not set and RANK is 0"),
-        ("2", None, "WORLD_SIZE is 2 and RANK is not set"),
-        ("two", "0", "WORLD_SIZE is two"),
-        ("0", "0", "WORLD_SIZE is 0"),
-        ("2", "2", "RANK is 2"),
-        ("2", "-1", "RANK is -1"),
-    ],
-)
+HALVES = [
+    (None, "1", "WORLD_SIZE is not set and RANK is 1"),
+    (None, "0", "WORLD_SIZE is not set and RANK is 0"),
+    ("2", None, "WORLD_SIZE is 2 and RANK is not set"),
+    ("two", "0", "WORLD_SIZE is two"),
+    ("0", "0", "WORLD_SIZE is 0"),
+    ("2", "2", "RANK is 2"),
+    ("2", "-1", "RANK is -1"),
+]
+
+
+@pytest.mark.parametrize(("size", "rank", "said"), HALVES)
 def test_half_of_a_launcher(
     size: str | None, rank: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -296,20 +295,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize(
-    ("count", "current", "environ", "expected"),
-    [
-        (8, None, {}, 0),
-        (8, None, {"LOCAL_RANK": "3", "RANK": "11"}, 3),
-        (8, 5, {"LOCAL_RANK": "3"}, 5),  # the caller's
-        (8, 0, {"LOCAL_RANK": "3"}, 3),  # CUDA was asked something, and nobody chose
-        (1, None, {"LOCAL_RANK": "3"}, 0),  # each process sees its own only
-        (4, None, SLURM, 1),
-        (4, None, {**SLURM, "RANK": "6"}, 2),  # the task starts processes of its own
-        (4, None, {"RANK": "6"}, 2),
-        (4, None, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 0),
-    ],
-)
+DEVICES = [
+    (8, None, {}, 0),
+    (8, None, {"LOCAL_RANK": "3", "RANK": "11"}, 3),
+    (8, 5, {"LOCAL_RANK": "3"}, 5),  # the caller's
+    (8, 0, {"LOCAL_RANK": "3"}, 3),  # CUDA was asked something, and nobody chose
+    (1, None, {"LOCAL_RANK": "3"}, 0),  # each process sees its own only
+    (4, None, SLURM, 1),
+    (4, None, {**SLURM, "RANK": "6"}, 2),  # the task starts processes of its own
+    (4, None, {"RANK": "6"}, 2),
+    (4, None, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 0),
+]
+
+
+@pytest.mark.parametrize(("count", "current", "environ", "expected"), DEVICES)
 def test_the_device_of_a_process(
     machine: Any, count: int, current: int | None, environ: dict[str, str], expected: int
 ):

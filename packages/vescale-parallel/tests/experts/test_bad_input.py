@@ -96,13 +96,13 @@ def of_another_precision() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (of_another_width, "tokens of width 8, and its experts take 10 (gate_up_proj"),
-        (of_another_precision, "tokens of torch.float32, and its experts are of torch.float64"),
-    ],
-)
+DO_NOT_FIT = [
+    (of_another_width, "tokens of width 8, and its experts take 10 (gate_up_proj"),
+    (of_another_precision, "tokens of torch.float32, and its experts are of torch.float64"),
+]
+
+
+@pytest.mark.parametrize(("model", "words"), DO_NOT_FIT)
 def test_experts_that_tokens_do_not_fit(model: Callable[[], nn.Module], words: str):
     """A rank without experts has nothing to multiply, and would wait for the others."""
     for kind, said, exchanges in everywhere(model):

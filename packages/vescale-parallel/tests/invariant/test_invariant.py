@@ -38,11 +38,10 @@ def test_resumed_on_another_number_of_ranks(first: Any, second: Any):
     assert resumed(first, second) == alone(4)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "zero"),
-    [({"replica": 2, "dp": 2}, 3), ({"dp": 2}, {"*.bias": 0, "{embed,head}*": 1, "*": 3})],
-    ids=str,
-)
+BY_RULE = [({"replica": 2, "dp": 2}, 3), ({"dp": 2}, {"*.bias": 0, "{embed,head}*": 1, "*": 3})]
+
+
+@pytest.mark.parametrize(("sizes", "zero"), BY_RULE, ids=str)
 def test_hybrid_shards_and_levels_by_rule(sizes: Any, zero: Any):
     assert trained(sizes, zero) == alone()
 

@@ -38,18 +38,17 @@ def test_every_number_of_ranks_adds_in_one_order(shards: int, rows: int):
         assert total(shards, sums, add) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"deterministic": "yes"}, "'dp-invariant', for the same bits"),
-        (WORDS | {"shards": 0}, "a number of logical shards"),
-        (WORDS | {"shards": 3}, "4 ranks share the batch, and there are 3 logical shards"),
-        (WORDS | {"batch": None}, "the batch has no rows to cut"),
-        (WORDS | {"batch_is": "local"}, "would depend on the number of ranks"),
-        (WORDS | {"parameters": {"0.weight": "dp:0", "*": "replicate"}}, "over an axis of the ba"),
-    ],
-    ids=lambda one: str(one)[:40],
-)
+REFUSED_PLANS = [
+    ({"deterministic": "yes"}, "'dp-invariant', for the same bits"),
+    (WORDS | {"shards": 0}, "a number of logical shards"),
+    (WORDS | {"shards": 3}, "4 ranks share the batch, and there are 3 logical shards"),
+    (WORDS | {"batch": None}, "the batch has no rows to cut"),
+    (WORDS | {"batch_is": "local"}, "would depend on the number of ranks"),
+    (WORDS | {"parameters": {"0.weight": "dp:0", "*": "replicate"}}, "over an axis of the ba"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED_PLANS, ids=lambda one: str(one)[:40])
 def test_plans_that_cannot_be_invariant(words: Any, message: str):
     with pytest.raises(vp.PlanError, match=message):
         vp.Plan(**words).check(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), {"dp": 4})
@@ -178,25 +177,26 @@ def captured_norms(rank: int) -> None:
     vp.parallelize(Sometimes().eval(), mesh, vp.Plan(**WORDS), static=True)
 
 
+REFUSED_PROGRAMS = [
+    (counting, vp.ParallelError, "forward has written to 'seen'"),
+    (other_seeds, vp.DisagreementError, "different seeds for the logical shards"),
+    (other_batches, vp.DisagreementError, "forward_backward differ between ranks"),
+    (other_rows, vp.DisagreementError, "different numbers of rows"),
+    (drifting_batches, vp.DisagreementError, "rows of other values"),
+    (uneven_rows, vp.DisagreementError, "forward_backward differ between ranks"),
+    (raising, vp.ParallelError, "see the error of rank 1"),
+    (sometimes, vp.ParallelError, "batch norms are called|see the error"),
+    (captured_norms, vp.PlanError, "batch norms 'norm' keep running statistics"),
+    (not_a_sum, vp.ParallelError, "returned a str"),
+    (own_backward, vp.ParallelError, "trained by forward_backward"),
+    (evaluated_backward, vp.ParallelError, "a backward outside of forward_backward"),
+    (hooked, vp.ParallelError, "parameters have hooks: 'embed.weight'"),
+    (copied, vp.ParallelError, "a copy of a parallelised one"),
+]
+
+
 @pytest.mark.parametrize(
-    ("program", "error", "message"),
-    [
-        (counting, vp.ParallelError, "forward has written to 'seen'"),
-        (other_seeds, vp.DisagreementError, "different seeds for the logical shards"),
-        (other_batches, vp.DisagreementError, "forward_backward differ between ranks"),
-        (other_rows, vp.DisagreementError, "different numbers of rows"),
-        (drifting_batches, vp.DisagreementError, "rows of other values"),
-        (uneven_rows, vp.DisagreementError, "forward_backward differ between ranks"),
-        (raising, vp.ParallelError, "see the error of rank 1"),
-        (sometimes, vp.ParallelError, "batch norms are called|see the error"),
-        (captured_norms, vp.PlanError, "batch norms 'norm' keep running statistics"),
-        (not_a_sum, vp.ParallelError, "returned a str"),
-        (own_backward, vp.ParallelError, "trained by forward_backward"),
-        (evaluated_backward, vp.ParallelError, "a backward outside of forward_backward"),
-        (hooked, vp.ParallelError, "parameters have hooks: 'embed.weight'"),
-        (copied, vp.ParallelError, "a copy of a parallelised one"),
-    ],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ("program", "error", "message"), REFUSED_PROGRAMS, ids=lambda one: getattr(one, "__name__", "")
 )
 def test_programs_that_would_not_be(program: Callable[[int], None], error: type, message: str):
     def run(rank: int, world_size: int) -> bool:

@@ -157,17 +157,17 @@ def test_an_arena_begins_where_its_storages_may():
             plan.run(*inputs, arena=block[first + alignment // 2 :])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"solver": "sarch"}, "Did you mean 'search'"),
-        ({"alignment": 3}, "power of two"),
-        ({"seconds": -1}, "no time"),
-        ({"seconds": float("nan")}, "no time"),
-        ({"seconds": "10"}, "no time"),
-        ({"inputs": []}, "1 inputs"),
-    ],
-)
+WRONG_OPTIONS = [
+    ({"solver": "sarch"}, "Did you mean 'search'"),
+    ({"alignment": 3}, "power of two"),
+    ({"seconds": -1}, "no time"),
+    ({"seconds": float("nan")}, "no time"),
+    ({"seconds": "10"}, "no time"),
+    ({"inputs": []}, "1 inputs"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_OPTIONS)
 def test_wrong_options_are_told(options: Any, words: str):
     graph = traced(lambda x: x + 1, torch.ones(2))
     with pytest.raises(ParallelError, match=words):

@@ -103,17 +103,17 @@ def test_modules_and_methods_are_seen_through():
     assert {found.nodes[at].name for at in norm.users} >= {"layers_1", "layers_2", "mul_", "view"}
 
 
-@pytest.mark.parametrize(
-    ("function", "inputs", "words"),
-    [
-        (lambda x: x.nonzero(), [torch.ones(3)], "shapes do not depend on data"),
-        (lambda x: x[x > 0], [torch.ones(3)], "shapes do not depend on data"),
-        (lambda x: x.item(), [torch.ones(1)], "shapes do not depend on data"),
-        (lambda x: x + 1, None, "inputs="),
-        (lambda x: x + 1, [torch.ones(1)] * 2, "1 inputs"),
-        (lambda x: x @ x, [torch.ones(2, 3)], "matmul"),
-    ],
-)
+UNPLANNED = [
+    (lambda x: x.nonzero(), [torch.ones(3)], "shapes do not depend on data"),
+    (lambda x: x[x > 0], [torch.ones(3)], "shapes do not depend on data"),
+    (lambda x: x.item(), [torch.ones(1)], "shapes do not depend on data"),
+    (lambda x: x + 1, None, "inputs="),
+    (lambda x: x + 1, [torch.ones(1)] * 2, "1 inputs"),
+    (lambda x: x @ x, [torch.ones(2, 3)], "matmul"),
+]
+
+
+@pytest.mark.parametrize(("function", "inputs", "words"), UNPLANNED)
 def test_what_cannot_be_planned_is_told(function: Any, inputs: Any, words: str):
     with pytest.raises(ParallelError, match=words):
         traced(fx.symbolic_trace(function), inputs)

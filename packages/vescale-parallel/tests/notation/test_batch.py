@@ -10,21 +10,20 @@ from vescale_parallel import Plan, PlanError, forward_backward, mesh, paralleliz
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.layout import parse_layout
 
+ROW_DIMS = [
+    (None, "dp", 0),
+    ("dp:0", "dp", 0),
+    ("cp:1", "dp", 0),
+    ("cp:1", "cp", 0),
+    ("cp:1/4, dp:0", "dp", 0),
+    ("sp:1, ep:0", "dp", 0),
+    ("dp:1", "dp", 1),
+    ("data:1, cp:0", "data", 1),
+    ("dp:full, cp:1", "dp", 0),
+]
 
-@pytest.mark.parametrize(
-    ("batch", "over", "dim"),
-    [
-        (None, "dp", 0),
-        ("dp:0", "dp", 0),
-        ("cp:1", "dp", 0),
-        ("cp:1", "cp", 0),
-        ("cp:1/4, dp:0", "dp", 0),
-        ("sp:1, ep:0", "dp", 0),
-        ("dp:1", "dp", 1),
-        ("data:1, cp:0", "data", 1),
-        ("dp:full, cp:1", "dp", 0),
-    ],
-)
+
+@pytest.mark.parametrize(("batch", "over", "dim"), ROW_DIMS)
 def test_which_dim_has_the_rows(batch: str | None, over: str, dim: int):
     assert dim_of_rows(None if batch is None else parse_layout(batch), over) == dim
 

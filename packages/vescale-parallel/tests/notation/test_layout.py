@@ -18,45 +18,44 @@ from vescale_parallel._notation.layout import (
     some_rank_is_empty,
 )
 
+LAYOUTS = [
+    ("tp:0", (("tp", 0),), False),
+    ("dp:0, tp:1", (("dp", 0), ("tp", 1)), False),
+    (" tp : -1 ", (("tp", -1),), False),
+    ("tp:full", (("tp", None),), False),
+    ("tp : 1 / 3, dp:0", (("tp", 1), ("dp", 0)), False),
+    ("replicate", (), True),
+]
 
-@pytest.mark.parametrize(
-    ("text", "dims", "everywhere"),
-    [
-        ("tp:0", (("tp", 0),), False),
-        ("dp:0, tp:1", (("dp", 0), ("tp", 1)), False),
-        (" tp : -1 ", (("tp", -1),), False),
-        ("tp:full", (("tp", None),), False),
-        ("tp : 1 / 3, dp:0", (("tp", 1), ("dp", 0)), False),
-        ("replicate", (), True),
-    ],
-)
+
+@pytest.mark.parametrize(("text", "dims", "everywhere"), LAYOUTS)
 def test_reads_layouts(text: str, dims: tuple[tuple[str, int | None], ...], everywhere: bool):
     layout = parse_layout(text)
     assert (layout.dims, layout.everywhere) == (dims, everywhere)
     assert parse_layout(str(layout)) == layout
 
 
-@pytest.mark.parametrize(
-    ("text", "quoted"),
-    [
-        ("", "empty"),
-        ("tp", "'tp'"),
-        ("tp:", "'tp:'"),
-        ("tp:x", "'tp:x'"),
-        ("tp:0,", "empty"),
-        ("tp:0 dp:1", "'tp:0 dp:1'"),
-        ("tp:0, tp:1", "'tp' is named twice"),
-        ("tp:0 -> tp:1", "'->'"),
-        ("replicate, tp:0", "'replicate'"),
-        ("0:tp", "'0:tp'"),
-        ("tp:1.5", "'tp:1.5'"),
-        ("tp:1/0", "'tp:1/0'"),
-        ("tp:1/", "'tp:1/'"),
-        ("tp:full/2", "'tp:full/2'"),
-        ("tp:1/3, dp:1", "over one axis only"),
-        ("tp:1/3, dp:1/3", "over one axis only"),
-    ],
-)
+NO_LAYOUTS = [
+    ("", "empty"),
+    ("tp", "'tp'"),
+    ("tp:", "'tp:'"),
+    ("tp:x", "'tp:x'"),
+    ("tp:0,", "empty"),
+    ("tp:0 dp:1", "'tp:0 dp:1'"),
+    ("tp:0, tp:1", "'tp' is named twice"),
+    ("tp:0 -> tp:1", "'->'"),
+    ("replicate, tp:0", "'replicate'"),
+    ("0:tp", "'0:tp'"),
+    ("tp:1.5", "'tp:1.5'"),
+    ("tp:1/0", "'tp:1/0'"),
+    ("tp:1/", "'tp:1/'"),
+    ("tp:full/2", "'tp:full/2'"),
+    ("tp:1/3, dp:1", "over one axis only"),
+    ("tp:1/3, dp:1/3", "over one axis only"),
+]
+
+
+@pytest.mark.parametrize(("text", "quoted"), NO_LAYOUTS)
 def test_refuses_what_is_no_layout(text: str, quoted: str):
     with pytest.raises(PlanError, match="layout") as caught:
         parse_layout(text)
@@ -79,15 +78,15 @@ def test_any_text_is_a_layout_or_a_plan_error(text: str):
             assert parse(parsed.text) == parsed
 
 
-@pytest.mark.parametrize(
-    ("text", "inputs", "outputs"),
-    [
-        ("tp:full -> tp:1", "tp:full", "tp:1"),
-        ("-> tp:1", None, "tp:1"),
-        ("tp:full ->", "tp:full", None),
-        ("replicate -> dp:0, tp:-1", "replicate", "dp:0, tp:-1"),
-    ],
-)
+BOUNDARIES = [
+    ("tp:full -> tp:1", "tp:full", "tp:1"),
+    ("-> tp:1", None, "tp:1"),
+    ("tp:full ->", "tp:full", None),
+    ("replicate -> dp:0, tp:-1", "replicate", "dp:0, tp:-1"),
+]
+
+
+@pytest.mark.parametrize(("text", "inputs", "outputs"), BOUNDARIES)
 def test_reads_boundaries(text: str, inputs: str | None, outputs: str | None):
     boundary = parse_boundary(text)
     sides = [side and str(side) for side in (boundary.inputs, boundary.outputs)]
@@ -132,16 +131,16 @@ def test_blocks_are_sharded_one_by_one():
 NAMES = ["embed.weight", "layers.0.attention.q_proj.weight", "layers.0.mlp.up.weight"]
 
 
-@pytest.mark.parametrize(
-    ("glob", "alternatives"),
-    [
-        ("a", ("a",)),
-        ("{q,k}_proj", ("q_proj", "k_proj")),
-        ("x.{a,b}.{c,d}", ("x.a.c", "x.a.d", "x.b.c", "x.b.d")),
-        ("{a{1,2},b}", ("a1", "a2", "b")),
-        ("{a,}b", ("ab", "b")),
-    ],
-)
+BRACES = [
+    ("a", ("a",)),
+    ("{q,k}_proj", ("q_proj", "k_proj")),
+    ("x.{a,b}.{c,d}", ("x.a.c", "x.a.d", "x.b.c", "x.b.d")),
+    ("{a{1,2},b}", ("a1", "a2", "b")),
+    ("{a,}b", ("ab", "b")),
+]
+
+
+@pytest.mark.parametrize(("glob", "alternatives"), BRACES)
 def test_braces_expand(glob: str, alternatives: tuple[str, ...]):
     assert expand_braces(glob) == alternatives
 
@@ -152,18 +151,18 @@ def test_unbalanced_braces_are_refused(glob: str):
         expand_braces(glob)
 
 
-@pytest.mark.parametrize(
-    ("glob", "name", "expected"),
-    [
-        ("*.weight", "layers.0.mlp.up.weight", True),
-        ("*.weight", "weight", False),
-        ("layers.?.mlp.up.weight", "layers.0.mlp.up.weight", True),
-        ("layers.[01].mlp.*", "layers.2.mlp.up.weight", False),
-        ("embed", "embed.weight", False),
-        ("{embed,head}.weight", "head.weight", True),
-        ("a.b", "axb", False),
-    ],
-)
+MATCHES = [
+    ("*.weight", "layers.0.mlp.up.weight", True),
+    ("*.weight", "weight", False),
+    ("layers.?.mlp.up.weight", "layers.0.mlp.up.weight", True),
+    ("layers.[01].mlp.*", "layers.2.mlp.up.weight", False),
+    ("embed", "embed.weight", False),
+    ("{embed,head}.weight", "head.weight", True),
+    ("a.b", "axb", False),
+]
+
+
+@pytest.mark.parametrize(("glob", "name", "expected"), MATCHES)
 def test_matching(glob: str, name: str, expected: bool):
     assert matches(glob, name) is expected
 

@@ -172,16 +172,17 @@ def counted_in_the_batch(rank: int, world_size: int, plan: Plan, sizes: dict[str
     assert abs(mean - expected.detach()) > 1e-4
 
 
+BY_TOKENS = [
+    (Plan(microbatches=2), {"dp": 1}),
+    (Plan(batch="dp:0", parameters={"*": "replicate"}, microbatches=2), {"dp": 2}),
+    (STAGES, {"pp": 2}),
+    (Plan(pipeline={"microbatches": 3, "schedule": "zb-h1"}), {"pp": 2}),
+    (Plan(batch="dp:0", deterministic="dp-invariant", shards=4), {"dp": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("plan", "sizes"),
-    [
-        (Plan(microbatches=2), {"dp": 1}),
-        (Plan(batch="dp:0", parameters={"*": "replicate"}, microbatches=2), {"dp": 2}),
-        (STAGES, {"pp": 2}),
-        (Plan(pipeline={"microbatches": 3, "schedule": "zb-h1"}), {"pp": 2}),
-        (Plan(batch="dp:0", deterministic="dp-invariant", shards=4), {"dp": 2}),
-    ],
-    ids=["microbatches", "dp", "stages", "halves", "invariant"],
+    ("plan", "sizes"), BY_TOKENS, ids=["microbatches", "dp", "stages", "halves", "invariant"]
 )
 def test_losses_by_the_tokens_of_the_batch_add_up(plan: Plan, sizes: dict[str, int]):
     simulate(max(sizes.values()))(counted_in_the_batch, plan, sizes)

@@ -102,18 +102,17 @@ def inputs() -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
+MODELS = [
+    ("gpt2", {"pp": 2}, "1f1b"),
+    ("llama", {"pp": 2}, "interleaved"),
+    ("gpt2", {"pp": 2, "tp": 2}, "1f1b"),
+    ("llama", {"pp": 2, "dp": 2, "tp": 2}, "1f1b"),
+]
+
+
 @pytest.mark.models
 @needs_transformers
-@pytest.mark.parametrize(
-    ("kind", "sizes", "schedule"),
-    [
-        ("gpt2", {"pp": 2}, "1f1b"),
-        ("llama", {"pp": 2}, "interleaved"),
-        ("gpt2", {"pp": 2, "tp": 2}, "1f1b"),
-        ("llama", {"pp": 2, "dp": 2, "tp": 2}, "1f1b"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "sizes", "schedule"), MODELS, ids=str)
 def test_hugging_face_models_run_in_stages(kind: str, sizes: dict[str, int], schedule: str):
     def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = KINDS[kind](), KINDS[kind]()

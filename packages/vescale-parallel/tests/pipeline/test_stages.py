@@ -28,32 +28,31 @@ ZERO = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "schedule", "tied", "rows", "words"),
-    [
-        ({"pp": 2}, "gpipe", False, 8, {}),
-        ({"pp": 2}, "1f1b", True, 7, {}),
-        ({"pp": 4}, "1f1b", False, 8, {}),
-        ({"pp": 4}, "gpipe", True, 7, {}),
-        ({"pp": 2}, "interleaved", False, 8, {}),
-        ({"pp": 2}, "interleaved", True, 7, {}),
-        ({"pp": 2, "dp": 2}, "1f1b", False, 8, {}),
-        ({"pp": 2, "dp": 2}, "1f1b", True, 7, {}),
-        ({"pp": 2, "tp": 2}, "1f1b", False, 8, {}),
-        ({"pp": 2, "tp": 2}, "gpipe", True, 7, {}),
-        ({"dp": 2, "pp": 2}, "interleaved", False, 7, {}),
-        ({"pp": 2}, "zb-h1", True, 7, {}),
-        ({"pp": 4}, "zb-greedy", False, 8, {}),
-        ({"pp": 2}, "zbv", False, 7, {}),
-        ({"pp": 2}, "dualpipev", True, 8, {}),
-        ({"pp": 2, "tp": 2}, "zbv", True, 7, {}),
-        ({"pp": 2, "dp": 2}, "dualpipev", False, 7, {}),
-        ({"pp": 2}, "1f1b", False, 8, {"checkpoint": "full"}),
-        ({"pp": 2}, "1f1b", False, 8, {"checkpoint": "selective"}),
-        *(({"pp": 2, "dp": 2}, *case) for case in ZERO),
-    ],
-    ids=str,
-)
+IN_STAGES = [
+    ({"pp": 2}, "gpipe", False, 8, {}),
+    ({"pp": 2}, "1f1b", True, 7, {}),
+    ({"pp": 4}, "1f1b", False, 8, {}),
+    ({"pp": 4}, "gpipe", True, 7, {}),
+    ({"pp": 2}, "interleaved", False, 8, {}),
+    ({"pp": 2}, "interleaved", True, 7, {}),
+    ({"pp": 2, "dp": 2}, "1f1b", False, 8, {}),
+    ({"pp": 2, "dp": 2}, "1f1b", True, 7, {}),
+    ({"pp": 2, "tp": 2}, "1f1b", False, 8, {}),
+    ({"pp": 2, "tp": 2}, "gpipe", True, 7, {}),
+    ({"dp": 2, "pp": 2}, "interleaved", False, 7, {}),
+    ({"pp": 2}, "zb-h1", True, 7, {}),
+    ({"pp": 4}, "zb-greedy", False, 8, {}),
+    ({"pp": 2}, "zbv", False, 7, {}),
+    ({"pp": 2}, "dualpipev", True, 8, {}),
+    ({"pp": 2, "tp": 2}, "zbv", True, 7, {}),
+    ({"pp": 2, "dp": 2}, "dualpipev", False, 7, {}),
+    ({"pp": 2}, "1f1b", False, 8, {"checkpoint": "full"}),
+    ({"pp": 2}, "1f1b", False, 8, {"checkpoint": "selective"}),
+    *(({"pp": 2, "dp": 2}, *case) for case in ZERO),
+]
+
+
+@pytest.mark.parametrize(("sizes", "schedule", "tied", "rows", "words"), IN_STAGES, ids=str)
 def test_a_model_in_stages_trains_like_one_device(
     sizes: dict[str, int], schedule: str, tied: bool, rows: int, words: dict[str, Any]
 ):

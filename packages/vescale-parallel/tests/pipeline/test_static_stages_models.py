@@ -80,16 +80,19 @@ def steps_and_text(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[A
     return every
 
 
+MODELS = [
+    (gpt2, {"pp": 2}, {"schedule": "zbv"}),
+    (llama, {"pp": 2}, {"schedule": "interleaved"}),
+    (gpt2, {"pp": 2, "tp": 2}, {"schedule": "1f1b"}),
+    (llama, {"pp": 2, "dp": 2}, {"schedule": "1f1b", "zero": 3}),
+]
+
+
 @pytest.mark.models
 @needs_transformers
 @pytest.mark.parametrize(
     ("make", "sizes", "words"),
-    [
-        (gpt2, {"pp": 2}, {"schedule": "zbv"}),
-        (llama, {"pp": 2}, {"schedule": "interleaved"}),
-        (gpt2, {"pp": 2, "tp": 2}, {"schedule": "1f1b"}),
-        (llama, {"pp": 2, "dp": 2}, {"schedule": "1f1b", "zero": 3}),
-    ],
+    MODELS,
     ids=["gpt2 pp2", "llama pp2", "gpt2 pp2 tp2", "llama pp2 zero3"],
 )
 def test_hugging_face_models(make: Any, sizes: dict[str, int], words: dict[str, Any]):

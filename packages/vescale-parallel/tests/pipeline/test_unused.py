@@ -176,13 +176,13 @@ def test_one_microbatch_that_uses_it_is_enough(schedule: str):
     require_gradients(model, plain)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "why"),
-    [
-        ((1, 1, 1, 1), (-1, -1, -1, -1), "no gradient comes back from"),
-        ((-1, 1, 1, 1), (-1, -1, -1, -1), "the loss did not depend on it"),
-    ],
-)
+USES = [
+    ((1, 1, 1, 1), (-1, -1, -1, -1), "no gradient comes back from"),
+    ((-1, 1, 1, 1), (-1, -1, -1, -1), "the loss did not depend on it"),
+]
+
+
+@pytest.mark.parametrize(("first", "then", "why"), USES)
 @on_ranks(2, simulated=True)
 def test_a_model_that_uses_other_things_than_before_is_refused_on_all_ranks(
     first: Any, then: Any, why: str

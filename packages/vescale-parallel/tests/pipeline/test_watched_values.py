@@ -81,14 +81,14 @@ def read(x: Tensor, every: list[Tensor]) -> Tensor:
     return x if every[0].sum().item() > 0 else -x
 
 
-@pytest.mark.parametrize(
-    ("use", "error"),
-    [
-        (added, "the loss is computed from values that only earlier stages have"),
-        (added_in_place, "the loss is computed from values that only earlier stages have"),
-        (read, "reads a value that another stage"),
-    ],
-)
+LATER_USES = [
+    (added, "the loss is computed from values that only earlier stages have"),
+    (added_in_place, "the loss is computed from values that only earlier stages have"),
+    (read, "reads a value that another stage"),
+]
+
+
+@pytest.mark.parametrize(("use", "error"), LATER_USES)
 def test_a_later_use_of_other_stages_values_is_seen(use: Any, error: str):
     simulate(2)(used_later, use, error)
 

@@ -52,16 +52,15 @@ def test_a_rule_that_both_have_is_the_later_one():
     assert list(both.parameters.items())[-1] == ("*", "tp:full")
 
 
-@pytest.mark.parametrize(
-    ("later", "field", "value"),
-    [
-        (Plan(zero=3), "zero", 3),
-        (Plan(batch=None), "batch", None),
-        (Plan(prefetch=2), "prefetch", 2),
-        (Plan(axes=("tp",)), "axes", ("tp",)),
-    ],
-    ids=str,
-)
+OTHER_FIELDS = [
+    (Plan(zero=3), "zero", 3),
+    (Plan(batch=None), "batch", None),
+    (Plan(prefetch=2), "prefetch", 2),
+    (Plan(axes=("tp",)), "axes", ("tp",)),
+]
+
+
+@pytest.mark.parametrize(("later", "field", "value"), OTHER_FIELDS, ids=str)
 def test_other_fields_of_the_later_plan_win_where_they_are_said(
     later: Plan, field: str, value: Any
 ):
@@ -206,16 +205,16 @@ def test_toml_leaves_out_what_need_not_be_said_and_nests():
     assert read_toml(toml_of(content)) == content
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[", "cannot be read"),
-        ("zero = 3", "an object with the keys"),
-        ("zerro = 3\n[parameters]", "Did you mean 'zero'?"),
-        ('[parameters]\n"*" = "tp"', "'tp'"),
-        ('[parameters]\n"*" = 0', "a layout is a string"),
-    ],
-)
+NO_PLANS = [
+    ("[", "cannot be read"),
+    ("zero = 3", "an object with the keys"),
+    ("zerro = 3\n[parameters]", "Did you mean 'zero'?"),
+    ('[parameters]\n"*" = "tp"', "'tp'"),
+    ('[parameters]\n"*" = 0', "a layout is a string"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), NO_PLANS)
 def test_toml_that_is_no_plan(text: str, message: str):
     with pytest.raises(PlanError) as caught:
         Plan.from_toml(text)

@@ -176,17 +176,17 @@ def test_json_round_trip_keeps_the_order_of_rules():
     assert list(again.parameters) == list(GOOD)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "an object with the keys"),
-        ("{}", "an object with the keys"),
-        (json.dumps({"parameters": {}, "activation": {}}), "Did you mean 'activations'?"),
-        (json.dumps({"parameters": {"*": "tp"}}), "'tp'"),
-        (json.dumps({"parameters": ["*"]}), "expected a mapping"),
-    ],
-)
+NO_PLANS = [
+    ("{", "cannot be read"),
+    ("[]", "an object with the keys"),
+    ("{}", "an object with the keys"),
+    (json.dumps({"parameters": {}, "activation": {}}), "Did you mean 'activations'?"),
+    (json.dumps({"parameters": {"*": "tp"}}), "'tp'"),
+    (json.dumps({"parameters": ["*"]}), "expected a mapping"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), NO_PLANS)
 def test_json_that_is_no_plan(text: str, message: str):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
@@ -202,16 +202,16 @@ def test_a_plan_is_frozen_and_keeps_its_own_rules():
         plan.batch = None  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"parameters": {"*": "tp"}},
-        {"parameters": {"{a": "tp:0"}},
-        {"parameters": {3: "tp:0"}},
-        {"parameters": {"*": "tp:0"}, "axes": "tp"},
-        {"parameters": {"*": "tp:0"}, "axes": (1,)},
-    ],
-)
+UNREADABLE = [
+    {"parameters": {"*": "tp"}},
+    {"parameters": {"{a": "tp:0"}},
+    {"parameters": {3: "tp:0"}},
+    {"parameters": {"*": "tp:0"}, "axes": "tp"},
+    {"parameters": {"*": "tp:0"}, "axes": (1,)},
+]
+
+
+@pytest.mark.parametrize("rules", UNREADABLE)
 def test_a_plan_that_cannot_be_read_is_never_made(rules: dict[str, Any]):
     with pytest.raises(PlanError):
         Plan(**rules)

@@ -360,17 +360,17 @@ TWO = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([["0F0", "0B0"], ["1B0", "1F0"]], "rank 1 at 1B0 waits for 1F0"),
-        ([["0F0", "0B0"], ["1F0"]], "stage 1 has F for microbatch 0"),
-        ([["0F0", "0B0", "0F0"], ["1F0", "1B0"]], "stage 0 has F, B, F for microbatch 0"),
-        ([["0F0", "0B0", "0W0"], ["1F0", "1B0"]], "stage 0 has F, B, W"),
-        ([["0F0", "0I0"], ["1F0", "1B0"]], "stage 0 has F, I for"),
-        ([["0F0", "0B0", "0F2", "0B2"], ["1F0", "1B0"]], "stage 0 has nothing for microbatch 1"),
-    ],
-)
+NEVER_ENDS = [
+    ([["0F0", "0B0"], ["1B0", "1F0"]], "rank 1 at 1B0 waits for 1F0"),
+    ([["0F0", "0B0"], ["1F0"]], "stage 1 has F for microbatch 0"),
+    ([["0F0", "0B0", "0F0"], ["1F0", "1B0"]], "stage 0 has F, B, F for microbatch 0"),
+    ([["0F0", "0B0", "0W0"], ["1F0", "1B0"]], "stage 0 has F, B, W"),
+    ([["0F0", "0I0"], ["1F0", "1B0"]], "stage 0 has F, I for"),
+    ([["0F0", "0B0", "0F2", "0B2"], ["1F0", "1B0"]], "stage 0 has nothing for microbatch 1"),
+]
+
+
+@pytest.mark.parametrize(("rows", "words"), NEVER_ENDS)
 def test_what_is_left_out_or_never_ends_is_refused(rows: list[list[str]], words: str):
     schedule = schedules.schedule_of(
         "mine", [[schedules.Action.parse(text) for text in row] for row in rows]
@@ -379,18 +379,18 @@ def test_what_is_left_out_or_never_ends_is_refused(rows: list[list[str]], words:
         schedules.check_schedule(schedule)
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([[("X", 0, 0)]], r"\('X', 0, 0\) is no action"),
-        ([[("F", 0.5, 0), ("B", 0.5, 0)]], "0.5, 0. is no action"),
-        ([[("F", -1, 0), ("B", -1, 0)]], "-1, 0. is no action"),
-        ([[("F", "0", "0")]], "is no action"),
-        ([[("F", 0)]], "is no action"),
-        ([[7]], "7 is no action"),
-        ([["0F0", "\u0663B0"]], "is no action"),
-    ],
-)
+NO_ACTIONS = [
+    ([[("X", 0, 0)]], r"\('X', 0, 0\) is no action"),
+    ([[("F", 0.5, 0), ("B", 0.5, 0)]], "0.5, 0. is no action"),
+    ([[("F", -1, 0), ("B", -1, 0)]], "-1, 0. is no action"),
+    ([[("F", "0", "0")]], "is no action"),
+    ([[("F", 0)]], "is no action"),
+    ([[7]], "7 is no action"),
+    ([["0F0", "\u0663B0"]], "is no action"),
+]
+
+
+@pytest.mark.parametrize(("rows", "words"), NO_ACTIONS)
 def test_what_is_no_action_is_refused(rows: list[list[Any]], words: str):
     with pytest.raises(PlanError, match=words):
         schedules.schedule_of("mine", rows)

@@ -24,19 +24,19 @@ def test_a_checkpoint_fills_in_what_was_not_given():
     assert "out" not in options.REMEMBERED
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--stepz", "3"], "Did you mean '--steps'?"),
-        (["--steps", "many"], "invalid int value: 'many'"),
-        (["--steps", "0"], "--steps 0: a finite number, at least 1, is needed"),
-        (["--dropout", "1"], "--dropout 1.0"),
-        (["--dim", "100"], "not a multiple"),
-        (["--heads", "8", "--kv-heads", "3"], "not a multiple of --kv-heads 3"),
-        (["extra"], "unrecognized arguments: extra"),
-        (["--st", "3"], "--st"),
-    ],
-)
+REFUSED = [
+    (["--stepz", "3"], "Did you mean '--steps'?"),
+    (["--steps", "many"], "invalid int value: 'many'"),
+    (["--steps", "0"], "--steps 0: a finite number, at least 1, is needed"),
+    (["--dropout", "1"], "--dropout 1.0"),
+    (["--dim", "100"], "not a multiple"),
+    (["--heads", "8", "--kv-heads", "3"], "not a multiple of --kv-heads 3"),
+    (["extra"], "unrecognized arguments: extra"),
+    (["--st", "3"], "--st"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_refusals(arguments: list[str], message: str):
     with pytest.raises(TrainError) as caught:
         options.make_options(options.parse_arguments(arguments))
