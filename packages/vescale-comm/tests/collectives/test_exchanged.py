@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vescale_comm as vc
+from vescale_comm import graphs
 from vescale_comm._engine import exchanged
 from vescale_comm.testing import run
 from vescale_comm_seen import Seen
@@ -114,19 +115,19 @@ def of_graphs(rank, world_size):
         x = values(rank, shape, torch.float32)
         kept = x.clone()
         with Seen() as seen:
-            started = vc.graphs.start_all_reduce(x, "sum", name)
+            started = graphs.start_all_reduce(x, "sum", name)
         x.add_(1)  # a graph may write to what is under way
-        found = vc.graphs.finish(started)
+        found = graphs.finish(started)
         assert torch.equal(found, ops.wait_tensor(ops.all_reduce(kept, "sum", name)))
         exchanges = world_size == 2 and exchanged.is_small(kept)
         assert ("alltoall_base" in seen.names) == exchanges
         copied = kept.clone()
-        again = vc.graphs.finish(vc.graphs.start_all_reduce(copied, "sum", name, owned=True))
+        again = graphs.finish(graphs.start_all_reduce(copied, "sum", name, owned=True))
         assert torch.equal(again, found)
         if shape:
-            started = vc.graphs.start_all_gather(kept, world_size, name)
+            started = graphs.start_all_gather(kept, world_size, name)
             expected = ops.wait_tensor(ops.all_gather_into_tensor(kept, world_size, name))
-            assert torch.equal(vc.graphs.finish(started), expected)
+            assert torch.equal(graphs.finish(started), expected)
     of_odd_tensors(rank, world_size, name)
 
 
@@ -137,11 +138,9 @@ def of_odd_tensors(rank, world_size, name):
     for x in (z, z.to(torch.complex128), z.conj(), z.real, z.conj().imag, z.real > 0):
         plain = x.resolve_conj().resolve_neg().contiguous()
         expected = ops.wait_tensor(ops.all_gather_into_tensor(plain, world_size, name))
-        assert torch.equal(
-            vc.graphs.finish(vc.graphs.start_all_gather(x, world_size, name)), expected
-        )
+        assert torch.equal(graphs.finish(graphs.start_all_gather(x, world_size, name)), expected)
         expected = ops.wait_tensor(ops.all_reduce(plain, "sum", name))
-        assert torch.equal(vc.graphs.finish(vc.graphs.start_all_reduce(x, "sum", name)), expected)
+        assert torch.equal(graphs.finish(graphs.start_all_reduce(x, "sum", name)), expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import vescale_comm as vc
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from vescale_comm import agreement, graphs
 from vescale_comm.testing import run
 from vescale_comm_worlds import POOLS
 
@@ -36,14 +37,14 @@ def check_group(group, ranks):
         assert vc.reduce_scatter(own.expand(size).clone(), group, order="rank").item() == total
     assert vc.broadcast(own, group).item() == everyone[0]
     if size > 1:
-        started = vc.graphs.start_all_reduce(own, "sum", group.tag)
-        assert vc.graphs.finish(started).item() == total
+        started = graphs.start_all_reduce(own, "sum", group.tag)
+        assert graphs.finish(started).item() == total
         at = group.rank
         sent = vc.send(own, group, target=(at + 1) % size, async_op=True)
         assert vc.recv(own, group, source=at - 1 if at else size - 1).item() == everyone[at - 1]
         sent.wait()
-    assert vc.agreement.gather_numbers([rank], group) == [(one,) for one in ranks]
-    assert vc.agreement.gather_texts(f"{rank}", group) == [f"{one}" for one in ranks]
+    assert agreement.gather_numbers([rank], group) == [(one,) for one in ranks]
+    assert agreement.gather_texts(f"{rank}", group) == [f"{one}" for one in ranks]
 
 
 def check_world(rank, size):
@@ -55,7 +56,7 @@ def check_world(rank, size):
     vc.bound_waits(timeout=POOLS)
     with vc.checked(timeout=60):
         check_group(*groups[-1])
-    assert vc.agreement.broadcast_text(f"{rank}", size - 1) == f"{size - 1}"
+    assert agreement.broadcast_text(f"{rank}", size - 1) == f"{size - 1}"
     log = vc.execution_log(tuple(range(size)))
     assert log is None or log.all_say("made")
     alone = vc.group_alone()

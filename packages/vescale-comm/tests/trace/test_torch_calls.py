@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from vescale_comm import fsdp2
 from vescale_comm.testing import on_ranks, run
 
 RANKS = 3
@@ -39,43 +40,34 @@ def messages(rank):
 
 # torch's calls by the op that is recorded, and the bytes that each of three ranks sends.
 CALLS = {
-    "all_reduce": (lambda rank: dist.all_reduce(ones(6)), [32] * 3),
-    "all_reduce functional": (lambda rank: functional("all_reduce", ones(6), "sum"), [32] * 3),
-    "all_gather": (lambda rank: dist.all_gather([ones(6) for _ in range(3)], ones(6)), [48] * 3),
-    "all_gather one": (lambda rank: single_gather(ones(18), ones(6)), [48] * 3),
-    "all_gather functional": (
-        lambda rank: functional("all_gather_into_tensor", ones(6), 3),
-        [48] * 3,
-    ),
-    "reduce_scatter": (
-        lambda rank: dist.reduce_scatter(ones(2 + rank), pieces(rank, rank)),
-        [28, 24, 20],
-    ),
-    "reduce_scatter one": (lambda rank: single_scatter(ones(2), ones(6)), [16] * 3),
+    "all_reduce": (lambda r: dist.all_reduce(ones(6)), [32] * 3),
+    "all_reduce functional": (lambda r: functional("all_reduce", ones(6), "sum"), [32] * 3),
+    "all_gather": (lambda r: dist.all_gather([ones(6) for _ in range(3)], ones(6)), [48] * 3),
+    "all_gather one": (lambda r: single_gather(ones(18), ones(6)), [48] * 3),
+    "all_gather functional": (lambda r: functional("all_gather_into_tensor", ones(6), 3), [48] * 3),
+    "reduce_scatter": (lambda r: dist.reduce_scatter(ones(2 + r), pieces(r, r)), [28, 24, 20]),
+    "reduce_scatter one": (lambda r: single_scatter(ones(2), ones(6)), [16] * 3),
     "reduce_scatter functional": (
-        lambda rank: functional("reduce_scatter_tensor", ones(6), "sum", 3),
+        lambda r: functional("reduce_scatter_tensor", ones(6), "sum", 3),
         [16] * 3,
     ),
     "all_to_all": (
-        lambda rank: dist.all_to_all_single(ones(3 * (1 + rank)), ones(6), [1 + rank] * 3, SPLITS),
+        lambda r: dist.all_to_all_single(ones(3 * (1 + r)), ones(6), [1 + r] * 3, SPLITS),
         [20, 16, 12],
     ),
-    "all_to_all even": (lambda rank: dist.all_to_all_single(ones(6), ones(6)), [16] * 3),
+    "all_to_all even": (lambda r: dist.all_to_all_single(ones(6), ones(6)), [16] * 3),
     "all_to_all functional": (
-        lambda rank: functional("all_to_all_single", ones(6), [2] * 3, [2] * 3),
+        lambda r: functional("all_to_all_single", ones(6), [2] * 3, [2] * 3),
         [16] * 3,
     ),
-    "broadcast": (lambda rank: dist.broadcast(ones(5), 1), [0, 40, 0]),
-    "reduce": (lambda rank: dist.reduce(ones(5), 2), [20, 20, 0]),
+    "broadcast": (lambda r: dist.broadcast(ones(5), 1), [0, 40, 0]),
+    "reduce": (lambda r: dist.reduce(ones(5), 2), [20, 20, 0]),
     "gather": (
-        lambda rank: dist.gather(ones(5), [ones(5) for _ in range(3)] if rank == 1 else None, 1),
+        lambda r: dist.gather(ones(5), [ones(5) for _ in range(3)] if r == 1 else None, 1),
         [20, 0, 20],
     ),
-    "scatter": (
-        lambda rank: dist.scatter(ones(4), [ones(4)] * 3 if rank == 2 else None, 2),
-        [0, 0, 32],
-    ),
-    "barrier": (lambda rank: dist.barrier(), [0] * 3),
+    "scatter": (lambda r: dist.scatter(ones(4), [ones(4)] * 3 if r == 2 else None, 2), [0, 0, 32]),
+    "barrier": (lambda r: dist.barrier(), [0] * 3),
     "send recv": (messages, [20] * 3),
 }
 SPLITS = [1, 2, 3]
@@ -135,7 +127,7 @@ def stock_training(rank, world_size):
         for one in (*module, module):
             fully_shard(one, mesh=mesh)
         if install:
-            vc.fsdp2.install(module)
+            fsdp2.install(module)
         with vc.trace(torch=True) as outer, vc.trace(torch=True) as inner:
             module(torch.ones(2, 8)).sum().backward()
         assert outer.records == inner.records

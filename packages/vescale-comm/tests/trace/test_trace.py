@@ -5,58 +5,47 @@ import threading
 import pytest
 import torch
 import vescale_comm as vc
+from torch import ones
 from vescale_comm.testing import device_mesh, on_ranks, run
 
 # Of three ranks: a call, and the bytes that each of them sends by the formulas of `trace`.
 CALLS = {
-    "all_reduce": (lambda rank: vc.all_reduce(torch.ones(6)), [2 * 24 * 2 // 3] * 3),
+    "all_reduce": (lambda r: vc.all_reduce(ones(6)), [2 * 24 * 2 // 3] * 3),
     "all_reduce int16": (  # as int32
-        lambda rank: vc.all_reduce(torch.ones(6, dtype=torch.int16)),
+        lambda r: vc.all_reduce(ones(6, dtype=torch.int16)),
         [2 * 24 * 2 // 3] * 3,
     ),
     "all_reduce float8": (  # as fp32
-        lambda rank: vc.all_reduce(torch.ones(6).to(torch.float8_e5m2)),
+        lambda r: vc.all_reduce(ones(6).to(torch.float8_e5m2)),
         [2 * 24 * 2 // 3] * 3,
     ),
-    "all_reduce complex": (
-        lambda rank: vc.all_reduce(torch.ones(6).cfloat()),
-        [2 * 48 * 2 // 3] * 3,
-    ),
+    "all_reduce complex": (lambda r: vc.all_reduce(ones(6).cfloat()), [2 * 48 * 2 // 3] * 3),
     "all_reduce complex prod": (  # gathered and folded
-        lambda rank: vc.all_reduce(torch.ones(6).cfloat(), op="prod"),
+        lambda r: vc.all_reduce(ones(6).cfloat(), op="prod"),
         [2 * 48] * 3,
     ),
-    "all_gather": (lambda rank: vc.all_gather(torch.ones(2, 3), dim=1), [2 * 24] * 3),
-    "all_gather uneven": (
-        lambda rank: vc.all_gather(torch.ones(rank, 2), sizes=[0, 1, 2]),
-        [0, 2 * 8, 2 * 16],
-    ),
-    "all_gather int16": (lambda rank: vc.all_gather(torch.ones(2, dtype=torch.int16)), [2 * 4] * 3),
-    "reduce_scatter": (lambda rank: vc.reduce_scatter(torch.ones(6)), [16] * 3),
-    "reduce_scatter uneven": (
-        lambda rank: vc.reduce_scatter(torch.ones(6), sizes=[1, 2, 3]),
-        [20, 16, 12],
-    ),
-    "reduce_scatter fold": (
-        lambda rank: vc.reduce_scatter(torch.ones(6).cfloat(), op="prod"),
-        [32] * 3,
-    ),
+    "all_gather": (lambda r: vc.all_gather(ones(2, 3), dim=1), [2 * 24] * 3),
+    "all_gather uneven": (lambda r: vc.all_gather(ones(r, 2), sizes=[0, 1, 2]), [0, 2 * 8, 2 * 16]),
+    "all_gather int16": (lambda r: vc.all_gather(ones(2, dtype=torch.int16)), [2 * 4] * 3),
+    "reduce_scatter": (lambda r: vc.reduce_scatter(ones(6)), [16] * 3),
+    "reduce_scatter uneven": (lambda r: vc.reduce_scatter(ones(6), sizes=[1, 2, 3]), [20, 16, 12]),
+    "reduce_scatter fold": (lambda r: vc.reduce_scatter(ones(6).cfloat(), op="prod"), [32] * 3),
     "all_to_all": (
-        lambda rank: vc.all_to_all(
-            [torch.ones(rank + to) for to in range(3)], shapes=[(rank + to,) for to in range(3)]
+        lambda r: vc.all_to_all(
+            [ones(r + to) for to in range(3)], shapes=[(r + to,) for to in range(3)]
         ),
         [4 * 3, 4 * 4, 4 * 5],
     ),
     "all_to_all float8": (
-        lambda rank: vc.all_to_all([torch.ones(2).to(torch.float8_e5m2)] * 3, shapes=[(2,)] * 3),
+        lambda r: vc.all_to_all([ones(2).to(torch.float8_e5m2)] * 3, shapes=[(2,)] * 3),
         [4] * 3,
     ),
     "gather_pieces": (
-        lambda rank: vc.gather_pieces(torch.ones(rank), shapes=[(0,), (1,), (2,)]),
+        lambda r: vc.gather_pieces(ones(r), shapes=[(0,), (1,), (2,)]),
         [0, 2 * 4, 2 * 8],
     ),
-    "broadcast": (lambda rank: vc.broadcast(torch.ones(5), source=1), [0, 2 * 20, 0]),
-    "barrier": (lambda rank: vc.barrier(), [0] * 3),
+    "broadcast": (lambda r: vc.broadcast(ones(5), source=1), [0, 2 * 20, 0]),
+    "barrier": (lambda r: vc.barrier(), [0] * 3),
 }
 
 
@@ -73,7 +62,7 @@ def test_bytes_follow_the_stated_formula(rank, world_size):
 
 def nested(rank, world_size):
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    x = torch.ones(4, 2, requires_grad=True)
+    x = ones(4, 2, requires_grad=True)
     vc.all_reduce(x, vc.group_of(mesh, "dp"))
     with vc.trace() as outer:
         y = vc.all_gather(x, vc.group_of(mesh, "tp"), dim=1)
@@ -103,7 +92,7 @@ def test_traces_nest_and_record_groups_shapes_and_dtypes():
 
 
 def from_another_thread(rank, world_size):
-    x = torch.ones(2, requires_grad=True)
+    x = ones(2, requires_grad=True)
     y = vc.all_reduce(x).sum()
     with vc.trace() as t:
         thread = threading.Thread(target=y.backward)
@@ -123,7 +112,7 @@ def interrupted(rank, world_size):
             traces.append(t)
             raise KeyError
     except KeyError:
-        vc.all_reduce(torch.ones(1))
+        vc.all_reduce(ones(1))
     return traces[0].records
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from named_cases import named_cases
 from one_device import check, full_tensors
-from torch.utils.checkpoint import checkpoint
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import Replicate, Shard
 
@@ -52,32 +51,6 @@ def hooks_get_complete_gradients(place):
     whole.register_hook(lambda g: seen.__setitem__("gathered", full_tensors(g)))
     (F.linear(whole, w).square().sum() + whole.sum()).backward()
     return [seen[name] for name in ("leaf", "after", "gathered")], inner.grad
-
-
-@program
-def a_hook_may_replace_the_gradient(place):
-    x = place(X, S0, R, grad=True)
-    inner = moved(place, x, R, R) if place.mesh else x * 1
-    inner.register_hook(lambda g: g * 3)
-    F.linear(inner, place(W, R, S0)).sum().backward()
-    return x.grad
-
-
-@program
-def double_backward(place):
-    w, x = place(W, R, S0, grad=True), place(X, S0, S1, grad=True)
-    loss = F.linear(moved(place, x, S0, R), w).pow(3).sum()
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    first.square().sum().backward()
-    return first, x.grad, w.grad
-
-
-@program
-def checkpointing_draws_the_same_mask_again(place):
-    w, x = place(W, R, S0, grad=True), place(X, S0, R, grad=True)
-    block = lambda t, p: F.dropout(F.linear(t, p), 0.5).relu()  # noqa: E731
-    checkpoint(block, x * 1, w, use_reentrant=False).sum().backward()
-    return w.grad, x.grad, torch.get_rng_state()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -8,7 +8,7 @@ runs on one device and on dp=2 x tp=2.
 import logging
 import sys
 
-import plain_result_functions as functions
+import plain_result_functions as of
 import pytest
 import torch
 import vescale_dtensor as vd
@@ -27,61 +27,53 @@ W = torch.linspace(-1, 2, 12).reshape(3, 4)
 
 def beside(x, w, view, leaf):
     plain = torch.arange(4.0, requires_grad=True)
-    kept, total = functions.Beside.apply(x, plain if leaf else plain * 2, view)
+    kept, total = of.Beside.apply(x, plain if leaf else plain * 2, view)
     loss = (kept * total).sum()
     (found,) = torch.autograd.grad(loss, plain, retain_graph=True)
     return loss + found.sum()
 
 
 PROGRAMS = {
-    "rows": lambda x, w: functions.Chunked.apply(x, w)[0].square().sum(),
-    "mean": lambda x, w: functions.Chunked.apply(x, w)[1] * 3,
-    "rows and mean": lambda x, w: sum(r.sin().sum() for r in functions.Chunked.apply(x, w)),
-    "beside other uses": lambda x, w: (
-        functions.Chunked.apply(x, w)[1] + (x @ w.t()).square().mean()
-    ),
-    "with DTensors again": lambda x, w: (functions.Chunked.apply(x, w)[0] * x.sum(1).sin()).sum(),
-    "one operand wants a gradient": lambda x, w: functions.Chunked.apply(x.detach(), w)[1],
-    "an operand twice": lambda x, w: functions.Chunked.apply(w * 2, w)[1],
-    "squares": lambda x, w: functions.Squares.apply(x).sin(),
-    "chained": lambda x, w: functions.Squares.apply(functions.Saved.apply(x) * w.sum()),
-    "after one that gives DTensors": lambda x, w: functions.Squares.apply(
-        functions.Several.apply(x, 2.0)[1]
-    ),
-    "several": lambda x, w: sum(r.square().sum() for r in functions.Several.apply(x, 2.0)[:2]),
-    "one of several, plain": lambda x, w: functions.Several.apply(x, 2.0)[0].square().sum(),
-    "one of several, a DTensor": lambda x, w: functions.Several.apply(x, 2.0)[1].square().sum(),
-    "saved": lambda x, w: (functions.Saved.apply(x) * 2).sum(),
-    "a context of its own": lambda x, w: functions.WithContext.apply(x).square().sum(),
-    "a context that asks its result": lambda x, w: (
-        (functions.WithSizes.apply(x) * 2).square().sum()
-    ),
-    "once": lambda x, w: functions.Once.apply(x) * 2,
-    "calls another": lambda x, w: functions.Outer.apply(x),
-    "a buffer": lambda x, w: functions.Buffered.apply(x, torch.zeros(5, 4)).square().sum(),
+    "rows": lambda x, w: of.Chunked.apply(x, w)[0].square().sum(),
+    "mean": lambda x, w: of.Chunked.apply(x, w)[1] * 3,
+    "rows and mean": lambda x, w: sum(r.sin().sum() for r in of.Chunked.apply(x, w)),
+    "beside other uses": lambda x, w: of.Chunked.apply(x, w)[1] + (x @ w.t()).square().mean(),
+    "with DTensors again": lambda x, w: (of.Chunked.apply(x, w)[0] * x.sum(1).sin()).sum(),
+    "one operand wants a gradient": lambda x, w: of.Chunked.apply(x.detach(), w)[1],
+    "an operand twice": lambda x, w: of.Chunked.apply(w * 2, w)[1],
+    "squares": lambda x, w: of.Squares.apply(x).sin(),
+    "chained": lambda x, w: of.Squares.apply(of.Saved.apply(x) * w.sum()),
+    "after DTensors": lambda x, w: of.Squares.apply(of.Several.apply(x, 2.0)[1]),
+    "several": lambda x, w: sum(r.square().sum() for r in of.Several.apply(x, 2.0)[:2]),
+    "one of several, plain": lambda x, w: of.Several.apply(x, 2.0)[0].square().sum(),
+    "one of several, a DTensor": lambda x, w: of.Several.apply(x, 2.0)[1].square().sum(),
+    "saved": lambda x, w: (of.Saved.apply(x) * 2).sum(),
+    "a context of its own": lambda x, w: of.WithContext.apply(x).square().sum(),
+    "a context of sizes": lambda x, w: (of.WithSizes.apply(x) * 2).square().sum(),
+    "once": lambda x, w: of.Once.apply(x) * 2,
+    "calls another": lambda x, w: of.Outer.apply(x),
+    "a buffer": lambda x, w: of.Buffered.apply(x, torch.zeros(5, 4)).square().sum(),
     "plain beside, a leaf": lambda x, w: beside(x, w, False, True),
     "plain beside": lambda x, w: beside(x, w, False, False),
     "a view of plain beside": lambda x, w: beside(x, w, True, True),
-    "lists": lambda x, w: functions.OfList.apply(x, [x, w]).sin().sum(),
-    "a view": lambda x, w: functions.View.apply(x).square().sum(),
-    "called by C": lambda x, w: sum(map(functions.Squares.apply, [x, w])),
-    "a decorated forward": lambda x, w: functions.Decorated.apply(x) * 3,
-    "arguments bound anew": lambda x, w: functions.Rebinding.apply(x, w).square().sum(),
-    "item": lambda x, w: functions.Numbers.apply(x, lambda x: torch.tensor(x.sum().item())),
-    "tolist": lambda x, w: functions.Numbers.apply(x, lambda x: torch.tensor(x.tolist()).sum()),
-    "numpy": lambda x, w: functions.Numbers.apply(
-        x, lambda x: torch.from_numpy(x.detach().numpy()).sum()
-    ),
-    "data": lambda x, w: functions.Numbers.apply(x, lambda x: functions.gathered(x.data).sum()),
-    "float": lambda x, w: functions.Numbers.apply(x, lambda x: torch.ones(()) * float(x.sum())),
-    "full": lambda x, w: functions.Numbers.apply(x, lambda x: torch.full((), x.sum())),
-    "foreach": lambda x, w: functions.Numbers.apply(x, lambda x: foreach(x.sum())),
-    "an index": lambda x, w: functions.Numbers.apply(x, lambda x: indexed(x.sum())),
+    "lists": lambda x, w: of.OfList.apply(x, [x, w]).sin().sum(),
+    "a view": lambda x, w: of.View.apply(x).square().sum(),
+    "called by C": lambda x, w: sum(map(of.Squares.apply, [x, w])),
+    "a decorated forward": lambda x, w: of.Decorated.apply(x) * 3,
+    "arguments bound anew": lambda x, w: of.Rebinding.apply(x, w).square().sum(),
+    "item": lambda x, w: of.Numbers.apply(x, lambda x: torch.tensor(x.sum().item())),
+    "tolist": lambda x, w: of.Numbers.apply(x, lambda x: torch.tensor(x.tolist()).sum()),
+    "numpy": lambda x, w: of.Numbers.apply(x, lambda x: torch.from_numpy(x.detach().numpy()).sum()),
+    "data": lambda x, w: of.Numbers.apply(x, lambda x: of.gathered(x.data).sum()),
+    "float": lambda x, w: of.Numbers.apply(x, lambda x: torch.ones(()) * float(x.sum())),
+    "full": lambda x, w: of.Numbers.apply(x, lambda x: torch.full((), x.sum())),
+    "foreach": lambda x, w: of.Numbers.apply(x, lambda x: foreach(x.sum())),
+    "an index": lambda x, w: of.Numbers.apply(x, lambda x: indexed(x.sum())),
     "checkpointed": lambda x, w: checkpoint(
-        lambda x: functions.Chunked.apply(x.sin(), w)[1] * 2, x, use_reentrant=False
+        lambda x: of.Chunked.apply(x.sin(), w)[1] * 2, x, use_reentrant=False
     ),
     "checkpointed, beside": lambda x, w: checkpoint(
-        lambda x: (functions.Chunked.apply(x.sin(), w)[0] * (x @ w.t()).sum(1)).sum(),
+        lambda x: (of.Chunked.apply(x.sin(), w)[0] * (x @ w.t()).sum(1)).sum(),
         x,
         use_reentrant=False,
     ),
@@ -92,7 +84,7 @@ TWICE = ("squares", "several", "a context of its own", "a view")
 
 def autocast(x, w):
     with torch.autocast("cpu", dtype=torch.float64, enabled=False):
-        return functions.Chunked.apply(x, w)[1]
+        return of.Chunked.apply(x, w)[1]
 
 
 def foreach(value):
@@ -161,7 +153,7 @@ def test_in_processes(name):
     run(run_program, 4, name)
 
 
-@pytest.mark.parametrize("name", ["mean", "chained", "a context that asks its result"])
+@pytest.mark.parametrize("name", ["mean", "chained", "a context of sizes"])
 def test_where_the_profiler_sees_no_apply(name, monkeypatch):
     monkeypatch.setattr(function_results, "apply_code", None)
     simulate(4)(run_program, name)
@@ -180,7 +172,7 @@ CASES, case = named_cases()
 @case
 def hooks_flags_and_grad_of_a_plain_result(place):
     x, w, seen = place(X, grad=True), place(W, grad=True), []
-    rows, mean = functions.Chunked.apply(x, w)
+    rows, mean = of.Chunked.apply(x, w)
     assert rows.requires_grad
     assert not rows.is_leaf
     assert "Backward" in rows.grad_fn.name()
@@ -194,12 +186,12 @@ def hooks_flags_and_grad_of_a_plain_result(place):
 def without_grad_nothing_is_joined(place):
     x, w = place(X, grad=True), place(W, grad=True)
     with torch.no_grad():
-        rows, mean = functions.Chunked.apply(x, w)
+        rows, mean = of.Chunked.apply(x, w)
     assert not rows.requires_grad
     assert rows.grad_fn is None
     with torch.inference_mode():
-        functions.Chunked.apply(x.detach(), w.detach())
-    return [rows, mean, functions.Chunked.apply(x.detach(), w.detach())]
+        of.Chunked.apply(x.detach(), w.detach())
+    return [rows, mean, of.Chunked.apply(x.detach(), w.detach())]
 
 
 @case
@@ -210,7 +202,7 @@ def a_training_step_of_a_batch_that_is_cut(place):
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = functions.Chunked.apply(x, w)[1]
+        loss = of.Chunked.apply(x, w)[1]
         loss.backward()
         optimizer.step()
         losses.append(loss.detach().clone())
@@ -219,7 +211,7 @@ def a_training_step_of_a_batch_that_is_cut(place):
 
 @case
 def what_raises_inside_leaves_nothing_behind(place):
-    class Failing(functions.Squares):
+    class Failing(of.Squares):
         @staticmethod
         def forward(ctx, x):
             torch.zeros(()).add_(x.sum())
@@ -229,7 +221,7 @@ def what_raises_inside_leaves_nothing_behind(place):
     with pytest.raises(ValueError, match="of the user"):
         Failing.apply(x)
     assert sys.getprofile() is None
-    loss = functions.Squares.apply(x)
+    loss = of.Squares.apply(x)
     loss.backward()
     return [loss, x.grad]
 
@@ -237,7 +229,7 @@ def what_raises_inside_leaves_nothing_behind(place):
 @case
 def a_write_to_what_was_saved_is_noticed(place):
     x = place(X, grad=True) * 1
-    loss = functions.Squares.apply(x) + 0
+    loss = of.Squares.apply(x) + 0
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -247,7 +239,7 @@ def a_write_to_what_was_saved_is_noticed(place):
 @case
 def a_plain_result_that_was_saved_cannot_be_differentiated_again(place):
     x, w = place(X, grad=True), place(W, grad=True)
-    (first,) = torch.autograd.grad(functions.Chunked.apply(x, w)[1], x, create_graph=True)
+    (first,) = torch.autograd.grad(of.Chunked.apply(x, w)[1], x, create_graph=True)
     if place.mesh is None:
         return
     with pytest.raises(vd.UnsupportedError, match="returned plain tensors"):
@@ -270,7 +262,7 @@ def test_a_profiler_of_somebody_else_stays():
 
     sys.setprofile(profiler)
     try:
-        loss = functions.Squares.apply(x)
+        loss = of.Squares.apply(x)
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(None)
@@ -286,7 +278,7 @@ def noted(rank, world):
     logging.getLogger("vescale_dtensor").addHandler(handler)
     try:
         for _ in range(3):
-            functions.Squares.apply(x)
+            of.Squares.apply(x)
     finally:
         logging.getLogger("vescale_dtensor").removeHandler(handler)
     return seen

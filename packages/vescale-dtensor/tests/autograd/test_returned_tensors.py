@@ -121,7 +121,7 @@ RETURNED = {
         lambda _, x: made, lambda ctx, g: g * 5, with_context=True
     ).apply(x),
     # The tensor is an argument that needs no gradient, and comes out as it is.
-    "argument": lambda x, made: _function(lambda ctx, x, c: c, lambda ctx, g: (g * 5, None)).apply(
+    "argument": lambda x, made: _function(lambda ctx, *a: a[1], lambda ctx, g: (g * 5, None)).apply(
         x, made
     ),
     "input": lambda x, made: _function(lambda ctx, x: x, lambda ctx, g: g * 5).apply(x) + made,

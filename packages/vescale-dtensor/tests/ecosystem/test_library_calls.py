@@ -26,25 +26,6 @@ torch.manual_seed(0)
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
 
-def _constructors(place):
-    x = place(WHOLE)
-    copied = torch.tensor(x)
-    copied.add_(1)
-    return [
-        x,
-        copied,
-        torch.tensor(x, dtype=torch.float64),
-        torch.as_tensor(x, dtype=torch.float64),
-        torch.as_tensor(x),
-        torch.Tensor(x) * 2,
-        WHOLE.new_tensor(x),
-        torch.tensor([x.sum(), x.amax()]),
-        torch.as_tensor([x.sum(), 1.0], dtype=torch.float64),
-        torch.tensor([[x.sum(), x.sum()], [x.argmax(), 2]]),
-        torch.tensor([(x > 3).any(), True]),
-    ]
-
-
 def _constructors_and_gradients(place):
     x = place(WHOLE, grad=True)
     assert not torch.tensor(x).requires_grad
@@ -57,14 +38,10 @@ def _constructors_and_gradients(place):
     return x.grad, leaf.grad
 
 
-PROGRAMS = {"values": _constructors, "gradients": _constructors_and_gradients}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks(4, simulated=True)
-def test_constructors(name):
+def test_constructors_and_gradients():
     with warnings.catch_warnings(action="ignore"):
-        check(PROGRAMS[name])
+        check(_constructors_and_gradients)
 
 
 def _garbage(rank, *shape):

@@ -26,6 +26,8 @@ def definite():
 
 LABELS = torch.tensor([1, 0, 3, 2, 1, 4, 0])
 SIGNS = torch.tensor([1, -1, 1, 1, -1, 1, 1])
+SIGNED, WAVE = SIGNS.reshape(7, 1).expand(7, 5), numbers(3, 32)
+ROWS = numbers(7), numbers(7).flip(0)
 A, B, C = numbers(7, 5), numbers(7, 5).flip(0), numbers(7, 5).roll(1, 0)
 SQUARE, OTHER = numbers(7, 7), numbers(7, 7).flip(0)
 Q, K = numbers(3, 4, 5, 6), numbers(3, 4, 7, 6)
@@ -35,7 +37,7 @@ sdpa = F.scaled_dot_product_attention
 LOW = {
     "mm": (torch.mm, (A, numbers(5, 6))),
     "matmul": (torch.matmul, (numbers(2, 3, 4, 5), numbers(5, 6))),
-    "matmul of vectors": (torch.matmul, (numbers(7), numbers(7).flip(0))),
+    "matmul of vectors": (torch.matmul, ROWS),
     "bmm": (torch.bmm, (numbers(3, 4, 5), numbers(3, 5, 6))),
     "baddbmm": (torch.baddbmm, (numbers(3, 4, 6), numbers(3, 4, 5), numbers(3, 5, 6))),
     "addmm": (torch.addmm, (numbers(6), A, numbers(5, 6))),
@@ -105,10 +107,7 @@ SINGLE = {
     "eigvalsh": (linalg.eigvalsh, (definite(),)),
     "fft": (torch.fft.rfft, (numbers(7, 6),)),
     "ifft": (lambda a: torch.fft.irfft(torch.fft.rfft(a)), (numbers(7, 6),)),
-    "stft": (
-        lambda a: torch.stft(a, 8, return_complex=True, window=torch.ones(8)),
-        (numbers(3, 32),),
-    ),
+    "stft": (lambda a: torch.stft(a, 8, return_complex=True, window=torch.ones(8)), (WAVE,)),
     "binary_cross_entropy": (lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.sigmoid()), (A, B)),
     "binary_cross_entropy_with_logits": (
         lambda a, b: F.binary_cross_entropy_with_logits(a, b.sigmoid()),
@@ -124,15 +123,9 @@ SINGLE = {
         (A, B),
     ),
     "cosine_embedding_loss": (lambda a, b: F.cosine_embedding_loss(a, b, SIGNS), (A, B)),
-    "hinge_embedding_loss": (
-        lambda a: F.hinge_embedding_loss(a, SIGNS.reshape(7, 1).expand(7, 5)),
-        (A,),
-    ),
-    "soft_margin_loss": (lambda a: F.soft_margin_loss(a, SIGNS.reshape(7, 1).expand(7, 5)), (A,)),
-    "margin_ranking_loss": (
-        lambda a, b: F.margin_ranking_loss(a, b, SIGNS),
-        (numbers(7), numbers(7).flip(0)),
-    ),
+    "hinge_embedding_loss": (lambda a: F.hinge_embedding_loss(a, SIGNED), (A,)),
+    "soft_margin_loss": (lambda a: F.soft_margin_loss(a, SIGNED), (A,)),
+    "margin_ranking_loss": (lambda a, b: F.margin_ranking_loss(a, b, SIGNS), ROWS),
     "triplet_margin_loss": (F.triplet_margin_loss, (A, B, C)),
     "multi_margin_loss": (lambda a: F.multi_margin_loss(a, LABELS), (A,)),
     "multilabel_margin_loss": (
@@ -209,7 +202,7 @@ NONE = {
     "dist": (torch.dist, (A, B)),
     "addcmul": (torch.addcmul, (A, B, C)),
     "cov": (torch.cov, (numbers(4, 7),)),
-    "dot": (torch.dot, (numbers(7), numbers(7).flip(0))),
+    "dot": (torch.dot, ROWS),
     "mv": (torch.mv, (A, numbers(5))),
     "outer": (torch.outer, (numbers(7), numbers(5))),
     "kron": (torch.kron, (numbers(3, 2), numbers(2, 3))),

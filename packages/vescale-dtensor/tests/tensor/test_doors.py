@@ -15,10 +15,11 @@ import pytest
 import torch
 import vescale_dtensor as vd
 from one_device import Place, check
-from torch import nn
+from torch import nested, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import DTensorError, Replicate, Shard
 
-WHOLE = torch.arange(24.0).reshape(6, 4)
+WHOLE, AT = torch.arange(24.0).reshape(6, 4), torch.tensor([0, 1])
 
 
 def module_with(x):
@@ -63,12 +64,17 @@ def optimizer_state(x):
     return optimizer.state_dict()
 
 
+def node_of(x):
+    return (x.requires_grad_() * 2).grad_fn
+
+
 def hooked_together(x):
     """It asks the engine about nodes, and those of a DTensor are not handed out."""
     torch.autograd.graph.register_multi_grad_hook((x, x * 2), print)
     (x * 2).sum().backward()
 
 
+LEGACY = {"_use_new_zipfile_serialization": False}
 # What each must say besides being an error of ours; None: torch raises first, in its own words.
 OURS = ""
 IN_ITS_OWN_WORDS = (RuntimeError, TypeError, ValueError, AttributeError)
@@ -97,22 +103,13 @@ CLOSED = {
     "pickle": (pickle.dumps, "vescale_ckpt"),
     "pickle of a module": (lambda x: pickle.dumps(module_with(x)), "vescale_ckpt"),
     "torch.save": (lambda x: saved({"a": [x]}), "vescale_ckpt"),
-    "torch.save, legacy": (
-        lambda x: saved(x, _use_new_zipfile_serialization=False),
-        "vescale_ckpt",
-    ),
+    "torch.save, legacy": (lambda x: saved(x, **LEGACY), "vescale_ckpt"),
     "torch.save of an optimizer": (lambda x: saved(optimizer_state(x)), "vescale_ckpt"),
     # Constructors that read memory, and wrappers around a wrapper.
     "asarray with a copy": (lambda x: torch.asarray(x, copy=True), "to_local"),
-    "nested tensors": (lambda x: torch.nested.nested_tensor([x, x]), "to_local"),
-    "jagged tensors": (
-        lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged),
-        "to_local",
-    ),
-    "sparse values": (
-        lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), x[0:2, 0]),
-        "to_local",
-    ),
+    "nested tensors": (lambda x: nested.nested_tensor([x, x]), "to_local"),
+    "jagged tensors": (lambda x: nested.as_nested_tensor([x, x], layout=torch.jagged), "to_local"),
+    "sparse values": (lambda x: torch.sparse_coo_tensor(AT[None], x[0:2, 0]), "to_local"),
     "as_strided": (lambda x: x.as_strided((2, 2), (2, 1), 0), "to_local"),
     "resize_": (lambda x: x.resize_(2, 2), "to_local"),
     # Assignments of plain tensors, whose layout nobody knows.
@@ -174,21 +171,15 @@ CLOSED = {
         ),
         "tensor itself",
     ),
-    "hooks on a node": (
-        lambda x: (x.requires_grad_() * 2).grad_fn.register_hook(print),
-        "on the tensor",
-    ),
+    "hooks on a node": (lambda x: node_of(x).register_hook(print), "on the tensor"),
     "prehooks on a node before": (
-        lambda x: (x.requires_grad_() * 2).grad_fn.next_functions[0][0].register_prehook(print),
+        lambda x: node_of(x).next_functions[0][0].register_prehook(print),
         "on the tensor",
     ),
     "hooks on several tensors": (lambda x: hooked_together(x.requires_grad_()), None),
     # What shards tensors of its own kind.
     "DDP": (lambda x: DistributedDataParallel(module_with(x)), "to_torch"),
-    "FSDP1": (
-        lambda x: FullyShardedDataParallel(module_with(x), device_id=torch.device("cpu")),
-        "to_local",
-    ),
+    "FSDP1": (lambda x: FSDP(module_with(x), device_id=torch.device("cpu")), "to_local"),
     "FSDP2": (lambda x: fully_shard(module_with(x), mesh=x.device_mesh["dp"]), FSDP2),
     "FSDP2 with pieces of nothing": (lambda x: fully_shard(module_with(x)), FSDP2),
     "torch's DTensor around ours": (
@@ -223,6 +214,7 @@ def test_closed(name):
         door(x)
 
 
+NUMPY = (np.sqrt, np.transpose, np.stack)
 OPEN = {
     "item": lambda p: p(WHOLE).sum().item(),
     "tolist": lambda p: p(WHOLE).tolist(),
@@ -230,15 +222,21 @@ OPEN = {
     "np.array": lambda p: np.array(p(WHOLE)).tolist(),
     "np.asarray": lambda p: np.asarray(p(WHOLE).sum(0)).tolist(),
     "np.asarray with a dtype": lambda p: np.asarray(p(WHOLE), dtype=np.float64).tolist(),
-    "numpy functions": lambda p: [
-        torch.as_tensor(f(p(WHOLE))) for f in (np.sqrt, np.transpose, np.stack)
-    ],
+    "numpy functions": lambda p: [torch.as_tensor(f(p(WHOLE))) for f in NUMPY],
     "torch.tensor of numbers": lambda p: torch.tensor([p(WHOLE).sum(), p(WHOLE).mean()]),
     "torch.tensor, nested": lambda p: torch.tensor([[p(WHOLE).sum()], [p(WHOLE).max()]]),
     "as_tensor of numbers": lambda p: torch.as_tensor([p(WHOLE).sum()]),
     "as_tensor": lambda p: torch.as_tensor(p(WHOLE)),
     "as_tensor with a dtype": lambda p: torch.as_tensor(p(WHOLE), dtype=torch.float64),
     "torch.tensor": lambda p: torch.tensor(p(WHOLE)),
+    "torch.tensor is a copy": lambda p: (
+        x := p(WHOLE),
+        torch.tensor(x, dtype=torch.double).add_(1),
+    ),
+    "torch.tensor of indices": lambda p: torch.tensor(
+        [[p(WHOLE).argmax(), 2], [3, p(WHOLE).sum()]]
+    ),
+    "torch.tensor of truths": lambda p: torch.tensor([(p(WHOLE) > 3).any(), True]),
     "torch.Tensor": lambda p: torch.Tensor(p(WHOLE)),
     "new_tensor": lambda p: p(WHOLE).new_tensor(p(WHOLE)),
     "as_subclass": lambda p: p(WHOLE).as_subclass(torch.Tensor),
@@ -256,7 +254,7 @@ OPEN = {
     "scalar_tensor": lambda p: torch.scalar_tensor(p(WHOLE).sum()),
     "fill_ of a plain tensor": lambda p: torch.zeros(2).fill_(p(WHOLE).sum()),
     "an item of a plain tensor": lambda p: torch.zeros(2).index_fill_(
-        0, torch.tensor([1]), p(WHOLE).sum().item()
+        0, AT[1:], p(WHOLE).sum().item()
     ),
     "shapes from values": lambda p: torch.zeros(int(p(WHOLE).max() // 12)),
     "range": lambda p: list(range(p(WHOLE).max().long())),

@@ -88,6 +88,7 @@ def no_mesh(given: Given) -> None:
     given.mesh = {"dp": 2, "tp": 2}
 
 
+OTHERS = "parameter 'up.weight': (6, 4) torch.float32 on cpu on ranks 0, 1, 3; "
 CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
     "layout": (
         set_plan(parameters=PLAN.parameters | {"up.*": "tp:1"}),
@@ -110,19 +111,12 @@ CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
     "bucket": (put("bucket_bytes", 4), "option 'bucket_bytes': 1024 on ranks 0, 1, 3; 4 on rank 2"),
     "static": (put("static", True), "option 'static': False on ranks 0, 1, 3; True on rank 2"),
     "bucket of nothing": (put("bucket_bytes", 0), "option 'bucket_bytes'"),
-    "shapes": (
-        set_model(wider),
-        "parameter 'up.weight': (6, 4) torch.float32 on cpu on ranks 0, 1, 3; (8, 4)",
-    ),
+    "shapes": (set_model(wider), OTHERS + "(8, 4)"),
     "dtypes": (set_model(lambda m: m.double()), "parameter 'up.bias': (6,) torch.float32 on cpu"),
-    "strides": (
-        set_model(transposed),
-        "parameter 'up.weight': (6, 4) torch.float32 on cpu on ranks 0, 1, 3; ",
-    ),
+    "strides": (set_model(transposed), OTHERS),
     "frozen": (
         set_model(lambda m: m.up.weight.requires_grad_(False)),
-        "parameter 'up.weight': (6, 4) torch.float32 on cpu on ranks 0, 1, 3; "
-        "(6, 4) torch.float32 on cpu, frozen on rank 2",
+        OTHERS + "(6, 4) torch.float32 on cpu, frozen on rank 2",
     ),
     "parameter more": (
         set_model(lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1)))),

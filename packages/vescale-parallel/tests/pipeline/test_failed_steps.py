@@ -67,19 +67,14 @@ class Hook:
             raise ValueError("not today")
 
 
+STAGES = {"schedule": "1f1b", "microbatches": 2}
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "microbatches": ({"dp": 2}, {"batch": "dp:0", "microbatches": 2}),
     "zero": ({"dp": 2}, {"batch": "dp:0", "microbatches": 2, "zero": 3}),
     "1f1b": ({"pp": 2}, {"pipeline": {"schedule": "1f1b", "microbatches": 3}}),
     "halves": ({"pp": 2}, {"pipeline": {"schedule": "zb-h1", "microbatches": 3}}),
-    "everywhere": (
-        {"pp": 2},
-        {"pipeline": {"schedule": "1f1b", "microbatches": 2, "everywhere": "embed"}},
-    ),
-    "stages of two": (
-        {"pp": 2, "dp": 2},
-        {"batch": "dp:0", "pipeline": {"schedule": "1f1b", "microbatches": 2}},
-    ),
+    "everywhere": ({"pp": 2}, {"pipeline": STAGES | {"everywhere": "embed"}}),
+    "stages of two": ({"pp": 2, "dp": 2}, {"batch": "dp:0", "pipeline": STAGES}),
 }
 
 

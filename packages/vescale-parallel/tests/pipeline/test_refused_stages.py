@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, PlanError, forward_backward, parallelize
-from vescale_parallel import mesh as make_mesh
+from vescale_parallel import Plan, PlanError, forward_backward
 from vescale_parallel._pipeline import rehearsal
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2}
@@ -271,19 +270,6 @@ def test_stages_are_balanced_and_explained():
     assert report.split.owners["embed.weight"] == 0
     assert report.split.owners["head.weight"] == 1
     assert "schedule 1f1b, 2 microbatches" in str(report)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-@on_ranks(2, simulated=True)
-def test_microbatches_without_stages_are_those_of_one_device(parts: int):
-    torch.manual_seed(0)
-    plain = Model()
-    torch.manual_seed(0)
-    model = Model()
-    batch = torch.randn(7, 3)
-    parallelize(model, make_mesh(device_type="cpu", dp=2), Plan(zero=3, microbatches=parts))
-    step_both(model, plain, parts, batch)
-    require_gradients(model, plain)
 
 
 @on_ranks(4, simulated=True)
