@@ -41,16 +41,6 @@ def _counted(x):
     return x.sin() + COUNTED
 
 
-class Row:
-    """A row of the table: what is refused, the words of the error, and what to write instead."""
-
-    def __init__(self, what, words, instead, *functions):
-        self.what, self.words, self.instead, self.functions = what, words, instead, functions
-
-    def __str__(self):
-        return f"| {self.what} | {self.words} | {self.instead} |"
-
-
 class Built:
     """A function that is made where it runs: it needs a mesh."""
 
@@ -193,89 +183,33 @@ def tagged(x):
 
 CLOCK = partial(time.time)
 GENERATOR = random.Random(0)
+# In the order of the guide: the words of the error, and functions that are refused with them.
 ROWS = [
-    Row(
-        "values of tensors in Python: `item()`, `float()`, `tolist()`, `numpy()`, `if loss > 3`",
-        "reads the value of a tensor",
-        "keep a tensor (`torch.where`, `masked_fill`), or read it outside",
-        lambda x: x.sum().item(),
-        lambda x: x if x.sum() > 3 else -x,
-    ),
-    Row(
-        "the text of a plain tensor: `str(x)`",
-        "the text of a tensor has its values",
-        "`print(x)`, or log `x` itself",
-        lambda x: x * len(str(x.to_local())),
-    ),
-    Row(
-        "optimizers that call a closure (`LBFGS`)",
-        "reads the value of a tensor",
-        "`optimizer.step()` outside, or another optimizer",
-        Built(stepping),
-    ),
-    Row(
-        "a `GradScaler` with fused optimizers and others that count steps in Python",
-        "some read values",
-        "make all of them fused, or call the scaler outside",
-        Built(scaling),
-    ),
-    Row(
-        "gradient hooks that hold tensors or lists of one call, or assign variables around them",
-        "replays would keep the first",
-        "a tensor from outside, written in place (`copy_`)",
-        hooked,
-    ),
-    Row(
-        "gradient hooks that are registered and removed inside",
-        "registered and removed inside",
-        "register and remove them outside",
-        unhooked,
-    ),
-    Row(
-        "shapes that depend on values: `x[x > 0]`, `nonzero`, `unique`",
-        "depends on values",
-        "a mask (`torch.where`, `masked_fill`), or a call outside",
-        lambda x: x[x > 0],
-        lambda x: x.unique(),
-    ),
-    Row(
-        "Python state that changes at every call: `self.last = loss`, `log.append(loss)`, "
-        "counters, averages and recurrent state that are assigned",
+    ("reads the value of a tensor", lambda x: x.sum().item(), lambda x: x if x.sum() > 3 else -x),
+    ("the text of a tensor has its values", lambda x: x * len(str(x.to_local()))),
+    ("reads the value of a tensor", Built(stepping)),
+    ("some read values", Built(scaling)),
+    ("replays would keep the first", hooked),
+    ("registered and removed inside", unhooked),
+    ("depends on values", lambda x: x[x > 0], lambda x: x.unique()),
+    (
         "in call after call",
-        "return it, and keep it outside; or write in place: `self.average.lerp_(loss, 0.1)`",
         *map(keeping, KEEPERS),
         Built(keep_nonlocal),
         Built(keep_buffer),
         keep_global,
     ),
-    Row(
-        "iterators, generators, coroutines, frames, storages, `random.Random`, numpy generators, "
-        "numpy arrays of more than 64 KiB, objects of C extensions",
+    (
         "whose state a replay would not see",
-        "pass what is needed of it as an argument: `next(batches)`",
         reading(iter(range(9))),
         reading(number for number in range(9)),
         lambda x: x * len(str(GENERATOR)),
         lambda x: x * CLOCK(),
     ),
-    Row(
-        "functions that C calls and no variable holds: a handler of `codecs.register_error`",
-        "called by code in C",
-        "call it by a name",
-        lambda x: x * len("ä".encode("ascii", "refused")),
-    ),
-    Row(
-        "numpy arrays and iterators as arguments",
-        "an argument is a",
-        "`torch.as_tensor(array)`, `next(iterator)`",
-        partial(given, more=numpy.ones(3)),
-        partial(given, more=iter([1])),
-    ),
-    Row(
-        "clocks, random numbers of Python and numpy, files, `input`, processes, the network, "
-        "callers' frames, counts of references, `pickle.loads`, libraries and memory of `ctypes`",
+    ("called by code in C", lambda x: x * len("ä".encode("ascii", "refused"))),
+    ("an argument is a", partial(given, more=numpy.ones(3)), partial(given, more=iter([1]))),
+    (
         "gives another value each time",
-        "call it outside, and pass what it gives as a tensor",
         lambda x: x * time.time(),
         lambda x: x * random.random(),
         lambda x: x * random.randint(1, 3),
@@ -290,162 +224,68 @@ ROWS = [
         lambda x: x * sys.getrefcount(CLOCK),
         lambda x: x * next(iter(time.time, None)),
     ),
-    Row(
-        "custom `autograd.Function`s that return their arguments, are defined inside, get DTensors "
-        "in a list or return plain tensors for them, or get the result of another one together "
-        "with what that one got",
+    (
         "custom autograd.Function",
-        "`x.clone()`; an op between the two; `local_map(F.apply, …)`, which gives it local tensors",
         lambda x: Returned.apply(x) * 2,
         lambda x: Gathered.apply(x) * 2,
         lambda x: Listed.apply([x]) * 2,
         lambda x: one_after_the_other(x * torch.ones(4, requires_grad=True)),
     ),
-    Row(
-        "full backward hooks of modules",
+    (
         "custom autograd.Function",
-        "hooks of tensors (`x.register_hook`); `torch.library.custom_op`",
         lambda x: with_backward_hook()(x * torch.ones(4, requires_grad=True)) * 2,
     ),
-    Row(
-        "tensors made where torch's overrides do not see it: `torch.from_numpy`, C++ extensions",
-        "that torch's overrides do not see",
-        "`torch.library.custom_op`, or pass the tensor as an argument",
-        lambda x: x + torch.from_numpy(numpy.ones(4, dtype="f")),
-    ),
-    Row(
-        "`torch.func`, `vmap`, forward mode, `make_fx`, `torch.jit.trace`, fake tensors",
+    ("that torch's overrides do not see", lambda x: x + torch.from_numpy(numpy.ones(4, dtype="f"))),
+    (
         "is active inside",
-        "call it outside, and pass what it gives",
         lambda x: x * torch.func.grad(torch.sum)(torch.ones(4)),
         lambda x: x * torch.vmap(torch.neg)(torch.ones(4)),
     ),
-    Row(
-        "sparse tensors, and others without strides",
-        "that is not strided",
-        "call it outside, and pass what it gives",
-        lambda x: x * torch.eye(4).to_sparse().to_dense().sum(0),
-    ),
-    Row(
-        "collectives of `torch.distributed`",
-        "raw collectives",
-        "those of `vescale_comm`, or `redistribute`",
-        lambda x: dist.all_reduce(x.to_local().clone()),
-    ),
-    Row(
-        "seeds that are set inside",
+    ("that is not strided", lambda x: x * torch.eye(4).to_sparse().to_dense().sum(0)),
+    ("raw collectives", lambda x: dist.all_reduce(x.to_local().clone())),
+    (
         "a random generator was moved",
-        "set them outside",
         lambda x: torch.nn.functional.dropout(x + torch.manual_seed(3).initial_seed()),
         lambda x: (x * 2, torch.manual_seed(3))[0],
     ),
-    Row(
-        "torch's activation checkpointing inside",
+    (
         "saved-tensor hooks",
-        "`vescale_dtensor.checkpoint(f, x)`, a plan's `checkpoint=`, `checkpoint(capture(f), x)`",
         lambda x: checkpoint(torch.sin, x * torch.ones(4, requires_grad=True), use_reentrant=False),
     ),
-    Row(
-        "writes to tensors from outside, in what backward computes again",
+    (
         "that backward computes again",
-        "write outside of the region",
         lambda x: vd.checkpoint(_counted, x * torch.ones(4, requires_grad=True)),
     ),
-    Row(
-        "inference mode, grad mode, default dtype, policy of random numbers, choice of kernels "
-        "that the function leaves changed",
+    (
         "Change it outside",
-        "change it around the captured function",
         inference,
         leaving(torch.set_grad_enabled, False, True),
         leaving(torch.set_default_dtype, torch.float64, torch.float32),
         leaving(torch.use_deterministic_algorithms, True, False),
         leaving(torch.set_num_threads, 2, 1),
     ),
-    Row(
-        "threads that start inside",
-        "a thread is started inside",
-        "start it outside, and pass what it gives",
-        in_a_thread,
-    ),
-    Row(
-        "profilers that start or stop inside",
-        "a profiler is switched on or off inside",
-        "profile around the captured function",
-        lambda x: (sys.setprofile(None), x * 2)[1],
-    ),
-    Row(
-        "what no guard compares of a tensor: `_version`, `_base`, `output_nr`, `is_shared()`, "
-        "`is_conj()`",
+    ("a thread is started inside", in_a_thread),
+    ("a profiler is switched on or off inside", lambda x: (sys.setprofile(None), x * 2)[1]),
+    (
         "that a replay would not renew",
-        "ask outside, and pass the answer",
         lambda x: x * x.to_local()._version,
         lambda x: x * x.to_local().is_shared(),
     ),
-    Row(
-        "parameters of lazy modules that are not initialized",
-        "before it is initialized",
-        "call the function itself once before",
-        Built(lambda: nn.LazyLinear(4)),
-    ),
-    Row(
-        "objects that only a weak reference leads to",
-        "only the weak reference",
-        "hold them by a reference that is not weak, where the function sees it",
-        Built(weakly_held),
-    ),
-    Row(
-        "functions that torch has written in Python, and methods of `torch.Tensor`, that have been "
-        "replaced",
-        "has been replaced",
-        "call the function that replaces it by its own name",
-        with_another_method,
-    ),
-    Row(
-        "attributes that are set on a result",
-        "on which the function sets",
-        "return them beside the tensor",
-        tagged,
-    ),
-    Row(
-        "`retain_grad()` of a tensor inside",
-        "a replay makes no such tensor",
-        "return the tensor, and call `retain_grad()` on what is returned",
-        retained,
-    ),
-    Row(
-        "tensors from outside with an autograd history",
-        "Pass it as an argument",
-        "pass it as an argument, or `detach()` it",
-        Built(with_history),
-    ),
-    Row(
-        "`p.data = value` of a parameter that ZeRO gathers for each call",
-        "Write into it: p",
-        "`p.copy_(value)` under `no_grad`",
-        Built(storing_a_gathered_parameter),
-    ),
-    Row(
-        "`p.grad` as a result",
-        "read p.grad after",
-        "read it after the call",
-        Built(returning_a_gradient),
-    ),
-    Row(
-        "results of a class that neither pytree knows nor attributes make up: an iterator, a set, "
-        "an exception, a list of a class of your own",
+    ("before it is initialized", Built(lambda: nn.LazyLinear(4))),
+    ("only the weak reference", Built(weakly_held)),
+    ("has been replaced", with_another_method),
+    ("on which the function sets", tagged),
+    ("a replay makes no such tensor", retained),
+    ("Pass it as an argument", Built(with_history)),
+    ("Write into it: p", Built(storing_a_gathered_parameter)),
+    ("read p.grad after", Built(returning_a_gradient)),
+    (
         "is returned, of which each call",
-        "a tuple, list, dict or dataclass",
         lambda x: {x.dim()},
         lambda x: iter([x]),
         lambda x: [x].__getitem__,
         lambda x: lambda: x.dim(),
         ValueError,
     ),
-    Row(
-        "one list, dict or dataclass in two places of the result",
-        "is returned in two places",
-        "return it once",
-        lambda x: [[x * 2]] * 2,
-    ),
+    ("is returned in two places", lambda x: [[x * 2]] * 2),
 ]

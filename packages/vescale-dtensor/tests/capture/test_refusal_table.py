@@ -19,15 +19,13 @@ from state_keepers import Keeper, keep_count
 from vescale_comm.testing import on_ranks
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "capture.md").read_text()
+TABLE = GUIDE.partition("| refused | the error says | write instead |\n|---|---|---|\n")[2]
+TABLE = TABLE.partition("\n\n")[0]
 
 
-def table():
-    head = "| refused | the error says | write instead |\n|---|---|---|\n"
-    return head + "\n".join(map(str, ROWS)) + "\n"
-
-
-def test_the_guide_has_the_table():
-    assert table() in GUIDE, table()
+def test_the_guide_has_these_rows():
+    said = [line.split(" | ")[1] for line in TABLE.splitlines()]
+    assert said == [words for words, *_ in ROWS]
 
 
 def refusals():
@@ -49,24 +47,24 @@ def test_the_table_has_each_refusal():
     missing = [
         found
         for found in refusals()
-        if not any(row.words in found[1] for row in ROWS)
+        if not any(words in found[1] for words, *_ in ROWS)
         and not any(part in found[1] for part in MADE_OF)
     ]
     assert not missing
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number].words)
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number][0])
 @on_ranks(2)
 def test_each_row_is_refused(number):
-    row = ROWS[number]
-    for function in row.functions:
+    words, *functions = ROWS[number]
+    for function in functions:
         more = {}
         if isinstance(function, Built):
             function = function.make()
         if isinstance(function, partial):
             function, more = function.func, function.keywords
         captured = vd.capture(function)
-        with pytest.raises(vd.CaptureError, match=row.words):
+        with pytest.raises(vd.CaptureError, match=words):
             [captured(spread(rows()), **more) for _ in range(2)]
 
 

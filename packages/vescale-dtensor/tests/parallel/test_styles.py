@@ -75,11 +75,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, words=12, size=16, tied=False):
         super().__init__()
-        self.embedding = nn.Embedding(words, size)
-        self.positions = nn.Embedding(8, size)
+        self.embedding, self.positions = nn.Embedding(words, size), nn.Embedding(8, size)
         self.layers = nn.ModuleList(Block(size) for _ in range(2))
-        self.norm = nn.LayerNorm(size)
-        self.output = nn.Linear(size, words, bias=False)
+        self.norm, self.output = nn.LayerNorm(size), nn.Linear(size, words, bias=False)
         if tied:
             self.output.weight = self.embedding.weight
 

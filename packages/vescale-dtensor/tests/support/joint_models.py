@@ -14,8 +14,7 @@ class Llama(nn.Module):
     def __init__(self, size=16, heads=4, words=24, p=0.1):
         super().__init__()
         self.heads, self.p = heads, p
-        self.embed = nn.Embedding(words, size)
-        self.norm = nn.RMSNorm(size)
+        self.embed, self.norm = nn.Embedding(words, size), nn.RMSNorm(size)
         self.q, self.k, self.v, self.o = (nn.Linear(size, size, bias=False) for _ in range(4))
         self.gate, self.up = nn.Linear(size, 2 * size), nn.Linear(size, 2 * size)
         self.down, self.head = nn.Linear(2 * size, size), nn.Linear(size, words, bias=False)

@@ -17,8 +17,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).split(x.shape[-1], dim=-1)

@@ -23,8 +23,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(8)
-        self.up = nn.Linear(8, 12)
+        self.norm, self.up = nn.RMSNorm(8), nn.Linear(8, 12)
         self.down = nn.Linear(12, 8, bias=False)
 
     def forward(self, pair: tuple[Tensor, Tensor], *, options: dict[str, Any]) -> dict[str, Tensor]:

@@ -24,9 +24,7 @@ WORLD = 4
 class Net(nn.Module):
     def __init__(self, width: int = 6, p: float = 0.1) -> None:
         super().__init__()
-        self.up = nn.Linear(4, width)
-        self.drop = nn.Dropout(p)
-        self.down = nn.Linear(width, 4)
+        self.up, self.drop, self.down = nn.Linear(4, width), nn.Dropout(p), nn.Linear(width, 4)
         self.register_buffer("scale", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:

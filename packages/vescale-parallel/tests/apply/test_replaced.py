@@ -25,11 +25,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10, 5)
-        self.up = nn.Linear(5, 7)
-        self.down = nn.Linear(7, 5)
-        self.gain = nn.Parameter(torch.tensor(0.5))
-        self.head = nn.Linear(5, 10, bias=False)
+        self.embed, self.up, self.down = nn.Embedding(10, 5), nn.Linear(5, 7), nn.Linear(7, 5)
+        self.gain, self.head = nn.Parameter(torch.tensor(0.5)), nn.Linear(5, 10, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

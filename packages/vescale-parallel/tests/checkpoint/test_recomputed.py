@@ -53,9 +53,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.out = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
+        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.BatchNorm1d(8)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor, *, gain: dict[str, Tensor]) -> Tensor:

@@ -34,8 +34,7 @@ PLAN = Plan(parameters={"*.up.weight": "tp:0", "*.down.weight": "tp:1", "*": "re
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(8)
-        self.up = nn.Linear(8, 32, bias=False)
+        self.norm, self.up = nn.RMSNorm(8), nn.Linear(8, 32, bias=False)
         self.down = nn.Linear(32, 8, bias=False)
 
 
@@ -44,8 +43,7 @@ class Model(nn.Module):
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList([Mlp(), Mlp()])
         self.head = nn.Linear(8, 16, bias=False)
         if tied:
             self.head.weight = self.embed.weight

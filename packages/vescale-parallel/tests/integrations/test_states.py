@@ -20,8 +20,7 @@ LAYOUTS = [({"dp": 4}, 0), ({"dp": 4}, 3), ({"dp": 2, "tp": 2}, 1)]
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(5, 7)
-        self.down = nn.Linear(7, 5)
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
         self.head = nn.Linear(5, 5, bias=False)
         self.head.weight = self.tied = nn.Parameter(torch.eye(5))
         self.seen: Any = None

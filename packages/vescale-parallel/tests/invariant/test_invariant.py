@@ -196,8 +196,7 @@ class Normed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = torch.nn.Conv2d(2, 5, 3)
-        self.first = torch.nn.BatchNorm2d(5)
+        self.conv, self.first = torch.nn.Conv2d(2, 5, 3), torch.nn.BatchNorm2d(5)
         self.twice = torch.nn.BatchNorm2d(5, momentum=None)
         self.free = torch.nn.BatchNorm2d(5, track_running_stats=False)
         self.frozen = torch.nn.BatchNorm1d(5).eval()

@@ -107,8 +107,7 @@ class Scaled(nn.Module):
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.dropout = nn.Dropout(0.1)
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.1)
         self.scale, self.keeps, self.calls, self.fails = 1.0, keeps, 0, False
 
     def forward(self, x: Any) -> Any:

@@ -15,10 +15,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10, 4)
-        self.up = nn.Linear(4, 6, bias=False)
-        self.down = nn.Linear(6, 4)
-        self.head = nn.Linear(4, 10, bias=False)
+        self.embed, self.up = nn.Embedding(10, 4), nn.Linear(4, 6, bias=False)
+        self.down, self.head = nn.Linear(6, 4), nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.ones(()))
 

@@ -28,8 +28,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn, self.norm = Attention(), nn.LayerNorm(12)
         self.ff = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
-        self.gate = nn.Linear(12, 4)
-        self.latent = nn.Linear(12, 3)
+        self.gate, self.latent = nn.Linear(12, 4), nn.Linear(12, 3)
 
 
 class Model(nn.Module):

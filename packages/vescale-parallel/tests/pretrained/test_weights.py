@@ -27,11 +27,9 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11, bias=False)
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
         self.head.weight = self.embed.weight
-        self.up = nn.Linear(6, 7).to(torch.bfloat16)
-        self.gain = nn.Parameter(torch.rand(()))
+        self.up, self.gain = nn.Linear(6, 7).to(torch.bfloat16), nn.Parameter(torch.rand(()))
         self.empty = nn.Parameter(torch.rand(0, 3))
         self.cube = nn.Parameter(torch.rand(3, 4, 5))
         self.turned = nn.Parameter(torch.rand(5, 4).t())

@@ -50,8 +50,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(20, 6, padding_idx=3)
-        self.head = nn.Linear(6, 20, bias=False)
+        self.embed, self.head = nn.Embedding(20, 6, padding_idx=3), nn.Linear(6, 20, bias=False)
         self.head.weight = self.embed.weight
 
 

@@ -19,8 +19,7 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(8, width)
-        self.down = nn.Linear(width, 8, bias=False)
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8, bias=False)
         self.gain = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,8 +61,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, 8)
         self.blocks = nn.ModuleList(Block(width, inside) for _ in range(blocks))
-        self.norm = nn.RMSNorm(8)
-        self.head = nn.Linear(8, vocabulary, bias=False)
+        self.norm, self.head = nn.RMSNorm(8), nn.Linear(8, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embed.weight
         self.around = around
