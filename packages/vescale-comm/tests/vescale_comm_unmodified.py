@@ -289,24 +289,8 @@ def column(only=""):
     return {program.__doc__: cell(n) for n, program in named if only in program.__name__}
 
 
-HEAD = """# What of torch runs in `simulate`, unmodified
-
-Written by `python tests/vescale_comm_unmodified.py`, which runs every program on 4 simulated ranks
-and in 4 processes (gloo), and compares what all ranks return: to 1e-5, as gloo adds floats of four
-ranks in another order. **yes**: it runs, with the results of processes. **no**: it is an error, and
-which. **-**: it does not run in processes either, on this torch. A test computes the column of the
-installed torch again.
-
-`loss_parallel()` sets handlers of its whole process and takes them away as it is left, under the
-other simulated ranks too: enter it around `simulate(...).run(...)`, not inside.
-
-"""
-
-
 def read():
     """The columns that are written down, by version."""
-    if not FILE.exists():
-        return {}
     rows = [
         [cell.strip() for cell in line.strip().strip("|").split("|")]
         for line in FILE.read_text().splitlines()
@@ -322,7 +306,8 @@ def table(columns):
     for program in PROGRAMS:
         cells = [columns[v].get(program.__doc__, "") for v in versions]
         lines.append(f"| {program.__doc__} | " + " | ".join(cells) + " |")
-    return HEAD + "\n".join(lines) + "\n"
+    # What stands before the table on the page stays there.
+    return "\n".join([FILE.read_text().partition("\n|")[0], *lines, ""])
 
 
 if __name__ == "__main__":

@@ -239,41 +239,14 @@ def cells(name: str, way: str) -> str:
     return "; ".join(f"{word} ({', '.join(levels)})" for word, levels in groups.items())
 
 
-HEAD = """\
-# Forwards that write to their own parameters
-
-A forward may write to its parameters: normalised last layers, clamped weights, `max_norm`. With
-`zero` modules compute with gathered values, and what they write to these comes back to the shards.
-Written by `python tests/support/forward_writes.py`: three steps of a small model whose blocks and
-head write, beside one device, with `zero=0` to `3` on two ranks of `dp`. Recomputed: by torch's
-`checkpoint`. Staged: two stages of two ranks each, two microbatches. Static: `static=True`. Tests
-compute the cells again.
-
-*right*: losses and parameters are those of one device. *as torch*: refused on every rank, as on one
-device. *refused*: an error on every rank. In brackets: levels of `zero`, where they differ.
-
-"""
-TAIL = """
-- A write is seen by torch's version counters, of which each gathered parameter has its own, and by
-  `.data`. One that torch does not count (a kernel that is given an address, `w.to_local().data`,
-  numpy) is **not seen**: at level 3 it is lost.
-- Where modules compute in another dtype than is stored (`precision=`), a write is an error at its
-  line (by `to_local()` and `.data =` when the module has run): it would round what is stored.
-- Stages refuse such forwards, as they do buffers that are written to: microbatches would compute
-  with each other's writes. Where a stage lies on one rank, parameters are plain tensors, and writes
-  by `.data` are **not seen**.
-- All ranks write alike. With `zero`, a write on some of them is an error on every rank.
-- `.data =` behind a use is refused in backward: on one device that use keeps the former memory. In
-  captured forwards any write by `.data` behind a use is, as replays count it.
-"""
-
-
 def page() -> str:
     lines = [f"| write | of | {' | '.join(WAYS)} |", f"|{'---|' * (2 + len(WAYS))}"]
     for name, (what, *_) in WRITES.items():
         lines.append(f"| {name} | {what} | {' | '.join(cells(name, way) for way in WAYS)} |")
         print(lines[-1], file=sys.stderr)  # it takes minutes
-    return HEAD + "\n".join(lines) + "\n" + TAIL
+    # What stands around the table on the page stays there.
+    head, _, rest = FILE.read_text().partition("\n|")
+    return head + "\n" + "\n".join(lines) + rest[rest.rindex("|\n") + 1 :]
 
 
 if __name__ == "__main__":
