@@ -78,81 +78,61 @@ def test_every_layout(placements, shape):
 
 def _wrong(rank, world_size, case):
     mesh = device_mesh((2,))
-    call, error, words = WRONG[case]
+    error, words = SAID[case]
     with pytest.raises(error, match=words):
-        call(mesh, rank)
+        WRONG[case](mesh, rank)
     # Nobody is left behind: the next collective works.
     assert from_local(torch.ones(2), mesh, [Shard(0)]).sum().item() == 4
 
 
 WRONG = {
-    "sizes": (
-        lambda mesh, rank: from_local(torch.ones(3 + 2 * rank), mesh, [Shard(0)]),
-        LayoutError, r"rank 0: \[3\]; rank 1: \[5\].*RaggedShard\(\(0,\), \(3, 5\)\)",
+    "sizes": lambda m, r: from_local(torch.ones(3 + 2 * r), m, [Shard(0)]),
+    "replicated": lambda m, r: from_local(torch.ones(3 + r), m, [Replicate()]),
+    "partial": lambda m, r: from_local(torch.ones(3 + r), m, [Partial()]),
+    "dims": lambda m, r: from_local(torch.ones((2,) * (1 + r)), m, [Shard(0)]),
+    "dtypes": lambda m, r: from_local(torch.ones(2, dtype=(torch.half, torch.int)[r]), m),
+    "placements": lambda m, r: from_local(torch.ones(2, 2), m, [Shard(r)]),
+    "shapes": lambda m, r: from_local(torch.ones(2), m, [Shard(0)], shape=(3 + r,)),
+    "one rank's shape": lambda m, r: from_local(torch.ones(2 + r), m, [Shard(0)], shape=(4,)),
+    "gradients": lambda m, r: from_local(torch.ones(2).requires_grad_(r == 1), m, [Shard(0)]),
+    "another dim": lambda m, r: from_local(torch.ones(2, 3 + r), m, [Shard(0)]),
+    "checks": lambda m, r: from_local(torch.ones(2), m, [Replicate()], run_check=r == 1),
+    "an unknown check": lambda m, r: from_local(
+        torch.ones(2), m, [Replicate()], run_check="always"
     ),
-    "replicated": (
-        lambda mesh, rank: from_local(torch.ones(3 + rank), mesh, [Replicate()]),
-        LayoutError, r"rank 0: \[3\]; rank 1: \[4\]",
+    "layouts of gradients": lambda m, r: from_local(
+        torch.ones(2), m, [Replicate()], grad_placements=[(Partial(), Replicate())[r]]
     ),
-    "partial": (
-        lambda mesh, rank: from_local(torch.ones(3 + rank), mesh, [Partial()]),
-        LayoutError, r"rank 0: \[3\]; rank 1: \[4\]",
+    "memory orders": lambda m, r: from_local(
+        torch.ones(3, 4) if r else torch.ones(4, 3).t(), m, [Shard(0)]
     ),
-    "dims": (
-        lambda mesh, rank: from_local(torch.ones((2,) * (1 + rank)), mesh, [Shard(0)]),
-        DisagreementError, "rank 0: f32 of 1 dims.*rank 1: f32 of 2 dims",
+    "a DTensor of torch": lambda m, r: from_local(
+        stock.DTensor.from_local(torch.ones(2), m, [stock.Shard(0)]), m, [Shard(0)]
     ),
-    "dtypes": (
-        lambda mesh, rank: from_local(torch.ones(2, dtype=(torch.half, torch.int)[rank]), mesh),
-        DisagreementError, "rank 0: f16.*rank 1: i32",
-    ),
-    "placements": (
-        lambda mesh, rank: from_local(torch.ones(2, 2), mesh, [Shard(rank)]),
-        DisagreementError, r"Shard\(0\).*Shard\(1\)",
-    ),
-    "shapes": (
-        lambda mesh, rank: from_local(torch.ones(2), mesh, [Shard(0)], shape=(3 + rank,)),
-        DisagreementError, r"shape=\(3,\).*shape=\(4,\)",
-    ),
-    "one rank's shape": (
-        lambda mesh, rank: from_local(torch.ones(2 + rank), mesh, [Shard(0)], shape=(4,)),
-        LayoutError, r"found rank 0: \[2\]; rank 1: \[3\]",
-    ),
-    "gradients": (
-        lambda mesh, rank: from_local(torch.ones(2).requires_grad_(rank == 1), mesh, [Shard(0)]),
-        DisagreementError, "rank 1: f32 of 1 dims, requires_grad",
-    ),
+}
+SAID = {
+    "sizes": (LayoutError, r"rank 0: \[3\]; rank 1: \[5\].*RaggedShard\(\(0,\), \(3, 5\)\)"),
+    "replicated": (LayoutError, r"rank 0: \[3\]; rank 1: \[4\]"),
+    "partial": (LayoutError, r"rank 0: \[3\]; rank 1: \[4\]"),
+    "dims": (DisagreementError, "rank 0: f32 of 1 dims.*rank 1: f32 of 2 dims"),
+    "dtypes": (DisagreementError, "rank 0: f16.*rank 1: i32"),
+    "placements": (DisagreementError, r"Shard\(0\).*Shard\(1\)"),
+    "shapes": (DisagreementError, r"shape=\(3,\).*shape=\(4,\)"),
+    "one rank's shape": (LayoutError, r"found rank 0: \[2\]; rank 1: \[3\]"),
+    "gradients": (DisagreementError, "rank 1: f32 of 1 dims, requires_grad"),
     "another dim": (
-        lambda mesh, rank: from_local(torch.ones(2, 3 + rank), mesh, [Shard(0)]),
-        LayoutError, r"rank 1: \[2, 4\]. Only dim 0 is sharded: all others have one extent",
+        LayoutError,
+        r"rank 1: \[2, 4\]. Only dim 0 is sharded: all others have one extent",
     ),
-    "checks": (
-        lambda mesh, rank: from_local(torch.ones(2), mesh, [Replicate()], run_check=rank == 1),
-        DisagreementError, r"rank 1: f32 of 1 dims, run_check=True, as \[Replicate",
-    ),
-    "an unknown check": (
-        lambda mesh, rank: from_local(torch.ones(2), mesh, [Replicate()], run_check="always"),
-        LayoutError, "run_check='always'; it is True, False or 'sampled'",
-    ),
+    "checks": (DisagreementError, r"rank 1: f32 of 1 dims, run_check=True, as \[Replicate"),
+    "an unknown check": (LayoutError, "run_check='always'; it is True, False or 'sampled'"),
     "layouts of gradients": (
-        lambda mesh, rank: from_local(
-            torch.ones(2), mesh, [Replicate()], grad_placements=[(Partial(), Replicate())[rank]]
-        ),
-        DisagreementError, r"rank 0: f32 of 1 dims, grad_placements=\[Partial",
+        DisagreementError,
+        r"rank 0: f32 of 1 dims, grad_placements=\[Partial",
     ),
-    "memory orders": (
-        lambda mesh, rank: from_local(
-            torch.ones(3, 4) if rank else torch.ones(4, 3).t(), mesh, [Shard(0)]
-        ),
-        DisagreementError, r"memory order \[1, 0\].*memory order \[0, 1\]",
-    ),
-    "a DTensor of torch": (
-        lambda mesh, rank: from_local(
-            stock.DTensor.from_local(torch.ones(2), mesh, [stock.Shard(0)]), mesh, [Shard(0)]
-        ),
-        LayoutError, "from_torch",
-    ),
-}  # fmt: skip
+    "memory orders": (DisagreementError, r"memory order \[1, 0\].*memory order \[0, 1\]"),
+    "a DTensor of torch": (LayoutError, "from_torch"),
+}
 
 
 @pytest.mark.parametrize("argument", ["shape", "stride", "units"])
