@@ -18,6 +18,7 @@ import vescale_ckpt
 import vescale_dtensor as vd
 from redistribution_oracle import coordinates, dense, legal, piece
 from torch.distributed.tensor import placement_types
+from torch.testing import assert_close
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks, outcomes, run
 from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, StridedShard
@@ -168,9 +169,9 @@ def test_pointwise_ops_need_no_communication():
         x.requires_grad_(), y.requires_grad_()
         wanted = (x * y).sigmoid() + 2 * x.exp().clamp(max=3)
         wanted.backward(wanted.detach())
-        torch.testing.assert_close(result.full_tensor(), wanted)
+        assert_close(result.full_tensor(), wanted)
         for tensor, plain in [(a, x), (b, y)]:
-            torch.testing.assert_close(vd.gradient_total(tensor).full_tensor(), plain.grad)
+            assert_close(vd.gradient_total(tensor).full_tensor(), plain.grad)
 
 
 @on_ranks(4)
@@ -201,7 +202,7 @@ def test_ops_are_right_on_every_layout():
         ]
         for index, (found, wanted) in enumerate(pairs):
             what = f"{placements}, op {index}"
-            torch.testing.assert_close(found.full_tensor(), wanted, msg=what)
+            assert_close(found.full_tensor(), wanted, msg=what)
 
 
 @on_ranks(4)
@@ -212,11 +213,11 @@ def test_flat_pieces_of_sums():
     flat = RaggedShard((0, 1), (1, 2))
     owed = spread_out(x, mesh, [vd.Partial(), flat])
     assert (2 * owed).placements == (vd.Partial(), flat)
-    torch.testing.assert_close((2 * owed).full_tensor(), 2 * x)
-    torch.testing.assert_close(owed.sigmoid().full_tensor(), x.sigmoid())
-    torch.testing.assert_close((owed * owed).full_tensor(), x * x)
-    torch.testing.assert_close(owed.sum().full_tensor(), x.sum())
-    torch.testing.assert_close(torch.linalg.vector_norm(owed).full_tensor(), x.norm())
+    assert_close((2 * owed).full_tensor(), 2 * x)
+    assert_close(owed.sigmoid().full_tensor(), x.sigmoid())
+    assert_close((owed * owed).full_tensor(), x * x)
+    assert_close(owed.sum().full_tensor(), x.sum())
+    assert_close(torch.linalg.vector_norm(owed).full_tensor(), x.norm())
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -242,8 +243,8 @@ def test_an_optimizer_step_on_pieces(foreach):
         assert seen.counts() == {"all_reduce": 1}, f"{cut}: {seen.records}"
         wanted = torch.nn.utils.clip_grad_norm_([plain], 1.0, foreach=foreach)
         torch.optim.AdamW([plain], lr=0.1, foreach=foreach).step()
-        torch.testing.assert_close(found.full_tensor(), wanted)
-        torch.testing.assert_close(ours.detach().full_tensor(), plain.detach())
+        assert_close(found.full_tensor(), wanted)
+        assert_close(ours.detach().full_tensor(), plain.detach())
 
 
 @on_ranks(4)
@@ -257,10 +258,10 @@ def test_totals_are_reduced_shard_by_shard():
             ours = [a.sum(), a.mean(), (a * a).sum()]
         assert not seen.records, f"{placements}: {seen.records}"
         for found, wanted in zip(ours, [x.sum(), x.mean(), (x * x).sum()], strict=True):
-            torch.testing.assert_close(found.full_tensor(), wanted)
+            assert_close(found.full_tensor(), wanted)
         ours[1].backward()
         x.mean().backward()
-        torch.testing.assert_close(vd.gradient_total(a).full_tensor(), x.grad)
+        assert_close(vd.gradient_total(a).full_tensor(), x.grad)
 
 
 @on_ranks(2)
@@ -273,15 +274,11 @@ def test_ops_that_need_an_interval_get_one():
         found = torch.nn.functional.embedding(index, spread_out(table, mesh, [kind(0, 2)]))
         assert torch.equal(found.full_tensor(), table[index])
         loss = torch.nn.functional.cross_entropy(spread_out(logits, mesh, [kind(1, 2)]), index)
-        torch.testing.assert_close(
-            loss.full_tensor(), torch.nn.functional.cross_entropy(logits, index)
-        )
+        assert_close(loss.full_tensor(), torch.nn.functional.cross_entropy(logits, index))
         rows = torch.nn.functional.cross_entropy(
             spread_out(logits, mesh, [kind(0, 2)]), spread_out(index, mesh, [kind(0, 2)])
         )
-        torch.testing.assert_close(
-            rows.full_tensor(), torch.nn.functional.cross_entropy(logits, index)
-        )
+        assert_close(rows.full_tensor(), torch.nn.functional.cross_entropy(logits, index))
 
 
 @on_ranks(2)

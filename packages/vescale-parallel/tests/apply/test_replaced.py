@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.prune import l1_unstructured
 from vescale_comm import simulate
@@ -61,20 +61,18 @@ def in_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 3e-3}]
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
-    "adamw_loop": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False, amsgrad=True),
-    "adamw_groups": lambda m: torch.optim.AdamW(in_groups(m), lr=1e-2),
-    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1),  # makes its state at once
-    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),  # rows and columns
-    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=2),  # keeps the list
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "sgd": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda m: optim.AdamW(m.parameters(), lr=1e-2),
+    "adamw_loop": lambda m: optim.AdamW(m.parameters(), lr=1e-2, foreach=False, amsgrad=True),
+    "adamw_groups": lambda m: optim.AdamW(in_groups(m), lr=1e-2),
+    "adagrad": lambda m: optim.Adagrad(m.parameters(), lr=0.1),  # makes its state at once
+    "adafactor": lambda m: optim.Adafactor(m.parameters(), lr=1e-2),  # rows and columns
+    "lbfgs": lambda m: optim.LBFGS(m.parameters(), lr=0.5, max_iter=2),  # keeps the list
 }
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int
-) -> list[float]:
+def train(model: nn.Module, optimizer: optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = model(TOKENS)
@@ -85,7 +83,7 @@ def train(
     for _ in range(steps):
         loss = closure()
         norm = clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(closure if isinstance(optimizer, torch.optim.LBFGS) else None)
+        optimizer.step(closure if isinstance(optimizer, optim.LBFGS) else None)
         scheduler.step()
         losses += [loss.item(), norm.item()]
     return losses
@@ -100,7 +98,7 @@ def test_an_optimizer_made_before_steps_the_distributed_parameters(name: str, be
     for parallel in (False, True):
         model = make()
         optimizer = OPTIMIZERS[name](model)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
         losses = train(model, optimizer, scheduler, before)
         optimizer.zero_grad()
         if parallel:
@@ -121,7 +119,7 @@ def test_an_optimizer_made_before_steps_the_distributed_parameters(name: str, be
 @on_ranks(WORLD, simulated=True)
 def test_other_states_on_one_rank_are_named(rank: int, world_size: int):
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(TOKENS).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -164,7 +162,7 @@ STALE: dict[str, Callable[[dict[str, nn.Parameter], nn.Module], Any]] = {
     "freeze": lambda old, model: old["up.weight"].requires_grad_(False),
     "hook": lambda old, model: old["up.weight"].register_hook(print),
     "write": lambda old, model: nn.init.zeros_(old["up.weight"]),
-    "new optimizer": lambda old, model: torch.optim.SGD(list(old.values()), lr=1.0),
+    "new optimizer": lambda old, model: optim.SGD(list(old.values()), lr=1.0),
     "autograd": lambda old, model: torch.autograd.grad(model(TOKENS), [old["up.weight"]]),
     "into the new one": into_the_new,
     "functional_call": lambda old, model: torch.func.functional_call(model, old, TOKENS),
@@ -289,7 +287,7 @@ PLACES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def few_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def few_steps(model: nn.Module, optimizer: optim.Optimizer) -> list[float]:
     x = torch.ones(4, 4) * torch.arange(1.0, 5.0)[:, None]
     losses = []
     for _ in range(3):
@@ -309,7 +307,7 @@ def test_wherever_modules_keep_parameters_the_new_ones_are_trained():
         for parallel in (False, True):
             torch.manual_seed(0)
             model = build()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = optim.SGD(model.parameters(), lr=0.05)
             if parallel:
                 parallelize(model, here, Plan(parameters={"*": "replicate"}))
             found.append(torch.tensor(few_steps(model, optimizer)))
@@ -325,12 +323,12 @@ def test_wherever_modules_keep_parameters_the_new_ones_are_trained():
 def test_averages_of_the_model():
     """An average made before is plain and takes global values; one made after is distributed."""
     model, plain = make(), make()
-    early = torch.optim.swa_utils.AveragedModel(model)
-    reference = torch.optim.swa_utils.AveragedModel(plain)
+    early = optim.swa_utils.AveragedModel(model)
+    reference = optim.swa_utils.AveragedModel(plain)
     parallelize(model, mesh(), PLAN)
-    late = torch.optim.swa_utils.AveragedModel(model)
+    late = optim.swa_utils.AveragedModel(model)
     for one, averages in ((plain, [reference]), (model, [late])):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        optimizer = optim.SGD(one.parameters(), lr=0.5)
         for _ in range(2):
             optimizer.zero_grad()
             one(TOKENS).backward()

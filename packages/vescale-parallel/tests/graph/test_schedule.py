@@ -64,10 +64,6 @@ def program(seed, rank, groups):
     return function
 
 
-def order_of(module):
-    return [(one.kind, one.how, one.ranks, one.bytes) for one in collectives(module.graph)]
-
-
 def check(module, inputs, expected, **options):
     made = graph.schedule(module, **options)
     torch.manual_seed(3)

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from vescale_comm import simulate
 from vescale_parallel import Plan, clip_grad_norm_, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -36,9 +36,7 @@ def build(sizes: Mapping[str, int], zero: Any = 0, static: bool = False, **words
     return parallelize(model, make_mesh(device_type="cpu", **sizes), plan, static=static)
 
 
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Any, rows: int = 11
-) -> list[str]:
+def steps(model: nn.Module, optimizer: optim.Optimizer, numbers: Any, rows: int = 11) -> list[str]:
     """Losses and norms of some steps, as bits; dropout goes on from the generator."""
     found = []
     for step in numbers:
@@ -65,7 +63,7 @@ def trained(
 
     def run(rank: int, world_size: int) -> tuple[list[str], str]:
         model = build(sizes, zero, **words)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         return steps(model, optimizer, range(number), rows), digest(model)
 
     found = simulate(prod(sizes.values())).run(run)
@@ -78,7 +76,7 @@ def resumed(first: tuple[int, Any], second: tuple[int, Any]) -> tuple[list[str],
 
     def begin(rank: int, world_size: int) -> Any:
         model = build({"dp": first[0]}, first[1])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         found = steps(model, optimizer, range(2))
         states = [optimizer.state[one] for one in model.parameters()]
         plain = [{key: whole(value) for key, value in one.items()} for one in states]
@@ -88,7 +86,7 @@ def resumed(first: tuple[int, Any], second: tuple[int, Any]) -> tuple[list[str],
     def go_on(rank: int, world_size: int, values: Any, plain: Any, generator: Tensor) -> Any:
         torch.manual_seed(5)
         model = Decoder(**OPTIONS)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         for parameter, value, state in zip(model.parameters(), values, plain, strict=True):
             parameter.data.copy_(value)
             optimizer.state[parameter] = {k: v.clone() for k, v in state.items()}
