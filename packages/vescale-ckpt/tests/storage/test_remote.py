@@ -7,6 +7,7 @@ import pytest
 import torch
 import vescale_ckpt as ckpt
 from emulated_ranks import assert_filled, load_on, save_on, sharded, succeed
+from faulty_storage import AtCall, Failed, fails_from_then_on
 from vescale_ckpt.__main__ import main
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -22,30 +23,6 @@ def remote(request, tmp_path):
         return FsspecStorage("local", fsspec.filesystem("file")), str(tmp_path)
     root = f"{request.getfixturevalue(request.param)}/{uuid.uuid4().hex}"
     return FsspecStorage(root), root
-
-
-class Stops(Exception):
-    pass
-
-
-class StoppingStorage:
-    """Every call that changes the store counts, and from the n-th on nothing reaches it."""
-
-    CHANGES = ("create", "put", "remove_file", "remove_directory", "make_directory")
-    renames = False
-
-    def __init__(self, inner, at):
-        self.inner, self.at, self.log = inner, at, []
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            if name in self.CHANGES:
-                self.log.append(f"{name} {arguments[0].rpartition('/')[2]}")
-                if self.at is not None and len(self.log) >= self.at:
-                    raise Stops(self.log[-1])
-            return getattr(self.inner, name)(*arguments)
-
-        return call
 
 
 def states(value):
@@ -75,7 +52,7 @@ def test_a_save_that_stops_anywhere(remote, overwrite):
         path = f"{root}/{at}"
         if overwrite:
             succeed(save_on(states(1), path, storages=[storage] * 2))
-        stopping = StoppingStorage(storage, at)
+        stopping = AtCall(storage, at, fails_from_then_on)
         outcomes = save_on(states(2), path, storages=[stopping, storage], overwrite=overwrite)
         into = [{"w": p, "n": 0} for p in sharded(torch.zeros(30, 4), 1)]
         (found,) = load_on(into, path, storages=[storage])
@@ -174,7 +151,7 @@ class BreakingWriter:
     def write(self, data):
         self.left -= len(data)
         if self.left < 0:
-            raise Stops("the connection is gone")
+            raise Failed("the connection is gone")
         self.inner.write(data)
 
     def finish(self):
