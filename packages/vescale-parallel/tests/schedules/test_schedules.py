@@ -13,10 +13,18 @@ import vescale_parallel.schedules as schedules
 from vescale_parallel import PlanError
 from vescale_parallel._schedules import check as check_module
 from vescale_parallel._schedules import timeline as timeline_module
+from vescale_parallel.schedules import (
+    Action,
+    StageTimes,
+    check_schedule,
+    make_schedule,
+    schedule_of,
+    simulate_schedule,
+)
 
 COUNTS = [(p, m) for p in (1, 2, 3, 4, 7, 8) for m in (1, 2, 3, 4, 8, 9, 14, 16, 24, 40)]
 # What a rank does in one of two stages takes half as long.
-HALF = schedules.StageTimes(0.5, 0.5, 0.5, 0.5, 0.5)
+HALF = StageTimes(0.5, 0.5, 0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
@@ -24,11 +32,11 @@ def test_every_schedule_computes_everything_once_and_ends(name: str):
     made = 0
     for ranks, microbatches in COUNTS:
         try:
-            schedule = schedules.make_schedule(name, ranks, microbatches)
+            schedule = make_schedule(name, ranks, microbatches)
         except PlanError:
             assert name == "dualpipev" or (name == "interleaved" and microbatches % ranks)
             continue
-        schedules.check_schedule(schedule)
+        check_schedule(schedule)
         assert len(schedule.ranks) == ranks
         assert schedule.microbatches == microbatches
         assert schedules.from_csv(schedule.to_csv(), name) == schedule
@@ -38,11 +46,11 @@ def test_every_schedule_computes_everything_once_and_ends(name: str):
 
 def test_chunks_of_interleaved_schedules():
     for chunks in (1, 2, 3, 5):
-        schedule = schedules.make_schedule("interleaved", 4, 12, chunks=chunks)
-        schedules.check_schedule(schedule)
+        schedule = make_schedule("interleaved", 4, 12, chunks=chunks)
+        check_schedule(schedule)
         assert schedule.stages == 4 * chunks
-    plain = schedules.make_schedule("1f1b", 4, 12)
-    assert schedules.make_schedule("interleaved", 4, 12, chunks=1).stages == plain.stages
+    plain = make_schedule("1f1b", 4, 12)
+    assert make_schedule("interleaved", 4, 12, chunks=1).stages == plain.stages
 
 
 # What is known of each, where F, I and W take 1 each for a rank's part of the model.
@@ -52,9 +60,9 @@ def test_chunks_of_interleaved_schedules():
 def test_times_and_memory_are_those_of_the_papers(ranks: int, microbatches: int):
     whole = 3 * microbatches
     found = {
-        name: schedules.simulate_schedule(
-            schedules.make_schedule(name, ranks, microbatches),
-            HALF if schedules.SCHEDULES[name].chunks != 1 else schedules.StageTimes(),
+        name: simulate_schedule(
+            make_schedule(name, ranks, microbatches),
+            HALF if schedules.SCHEDULES[name].chunks != 1 else StageTimes(),
         )
         for name in schedules.SCHEDULES
     }
@@ -118,11 +126,11 @@ OF_TORCH = [
 def test_actions_are_those_of_torch(
     name: str, cls: type, chunks: int, ranks: int, microbatches: int
 ):
-    ours = schedules.make_schedule(name, ranks, microbatches, chunks=chunks)
+    ours = make_schedule(name, ranks, microbatches, chunks=chunks)
     theirs = actions_of_torch(cls, ranks, microbatches, chunks)
     if name == "1f1b":
         # torch lists the last rank's forwards as 1 to n, and runs 0 to n - 1 as all others.
-        listed = [schedules.Action.parse(text) for text in theirs[-1]]
+        listed = [Action.parse(text) for text in theirs[-1]]
         theirs[-1] = [str(a._replace(microbatch=a[2] - (a.kind == "F"))) for a in listed]
     assert [[str(action) for action in row] for row in ours.ranks] == theirs
 
@@ -130,7 +138,7 @@ def test_actions_are_those_of_torch(
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
 def test_torch_accepts_them_and_finds_that_they_end(name: str, ranks: int, microbatches: int):
-    schedule = schedules.make_schedule(name, ranks, microbatches)
+    schedule = make_schedule(name, ranks, microbatches)
     # Its halves of backwards only come in pairs, and whole ones beside them: as ours.
     rows = {
         rank: [of_torch._Action.from_str(str(action)) for action in row]
@@ -161,7 +169,7 @@ def test_what_torch_writes_is_read(cls: type, is_lowered: bool):
     text = "\n".join(",".join("" if a is None else str(a) for a in rows[r]) for r in range(4))
     assert ("SEND_F" in text) == is_lowered
     read = schedules.from_csv(text + "\n\n")
-    schedules.check_schedule(read)
+    check_schedule(read)
     theirs = actions_of_torch(cls, 4, 8, 2)
     assert [[str(action) for action in row] for row in read.ranks] == theirs
 
@@ -169,22 +177,16 @@ def test_what_torch_writes_is_read(cls: type, is_lowered: bool):
 def test_split_backwards_are_no_slower_than_torchs():
     for ranks, microbatches in ((2, 4), (4, 8), (4, 16), (8, 16)):
         theirs = actions_of_torch(of_torch.ScheduleInterleavedZeroBubble, ranks, microbatches, 2)
-        other = schedules.schedule_of(
-            "torch", [[schedules.Action.parse(text) for text in row] for row in theirs]
-        )
-        ours = schedules.simulate_schedule(
-            schedules.make_schedule("zbv", ranks, microbatches), HALF
-        )
-        assert ours.seconds <= schedules.simulate_schedule(other, HALF).seconds
-        assert ours.peak <= schedules.simulate_schedule(other, HALF).peak
+        other = schedule_of("torch", [[Action.parse(text) for text in row] for row in theirs])
+        ours = simulate_schedule(make_schedule("zbv", ranks, microbatches), HALF)
+        assert ours.seconds <= simulate_schedule(other, HALF).seconds
+        assert ours.peak <= simulate_schedule(other, HALF).peak
 
 
 # Simulation.
 
 
-def by_brute_force(
-    schedule: schedules.Schedule, times: list[schedules.StageTimes], send: float
-) -> float:
+def by_brute_force(schedule: schedules.Schedule, times: list[StageTimes], send: float) -> float:
     """When all has ended: repeat until nothing changes."""
     last = schedule.stages - 1
     end: dict[tuple[str, int, int], float] = {}
@@ -218,13 +220,12 @@ def test_times_are_those_of_a_plain_simulation():
     for _ in range(60):
         name = draw.choice([*schedules.SCHEDULES])
         ranks = draw.choice([1, 2, 3, 4])
-        schedule = schedules.make_schedule(name, ranks, ranks * draw.randint(2, 4))
+        schedule = make_schedule(name, ranks, ranks * draw.randint(2, 4))
         times = [
-            schedules.StageTimes(*(draw.uniform(0.1, 2) for _ in range(3)))
-            for _ in range(schedule.stages)
+            StageTimes(*(draw.uniform(0.1, 2) for _ in range(3))) for _ in range(schedule.stages)
         ]
         send = draw.choice([0.0, 0.3])
-        found = schedules.simulate_schedule(schedule, times, send=send)
+        found = simulate_schedule(schedule, times, send=send)
         assert found.seconds == pytest.approx(by_brute_force(schedule, times, send))
         assert max(found.busy) <= found.seconds
 
@@ -238,7 +239,7 @@ def test_the_best_that_fits_is_taken():
         if isinstance(t, schedules.Timeline)
     )
     tight = schedules.best_schedule(
-        4, 16, times=schedules.StageTimes(kept=2.0, kept_for_weights=2.0), memory=8.0
+        4, 16, times=StageTimes(kept=2.0, kept_for_weights=2.0), memory=8.0
     )
     assert tight.peak <= 8.0
     with pytest.raises(PlanError, match=r"keeps at most 0\.5"):
@@ -248,18 +249,18 @@ def test_the_best_that_fits_is_taken():
 def test_schedules_of_many_ranks_are_made_and_checked():
     for name in schedules.SCHEDULES:
         chunks = schedules.SCHEDULES[name].chunks
-        schedule = schedules.make_schedule(name, 64 if chunks == 1 else 32, 128)
-        schedules.check_schedule(schedule)
-        assert schedules.simulate_schedule(schedule).bubble < 0.5
+        schedule = make_schedule(name, 64 if chunks == 1 else 32, 128)
+        check_schedule(schedule)
+        assert simulate_schedule(schedule).bubble < 0.5
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_what_an_action_costs_on_paper_does_not_grow(name: str):
     def lines(ranks: int, microbatches: int) -> float:
-        schedule = schedules.make_schedule(name, ranks, microbatches)
-        return lines_run(
-            lambda: (schedules.check_schedule(schedule), schedules.simulate_schedule(schedule))
-        ) / sum(map(len, schedule.ranks))
+        schedule = make_schedule(name, ranks, microbatches)
+        return lines_run(lambda: (check_schedule(schedule), simulate_schedule(schedule))) / sum(
+            map(len, schedule.ranks)
+        )
 
     small, large = lines(4, 16), lines(8, 64)
     assert large <= small
@@ -281,10 +282,10 @@ def test_of_many_ranks_no_table_of_all_is_made_for_each(monkeypatch: pytest.Monk
 
     def arrays(ranks: int) -> int:
         nonlocal made
-        schedule = schedules.make_schedule("1f1b", ranks, 4)
+        schedule = make_schedule("1f1b", ranks, 4)
         made = 0
-        schedules.check_schedule(schedule, buffers=ranks)
-        schedules.simulate_schedule(schedule)
+        check_schedule(schedule, buffers=ranks)
+        simulate_schedule(schedule)
         return made
 
     assert arrays(64) == arrays(2)
@@ -319,7 +320,7 @@ def test_tables_pictures_and_traces():
     told = json.loads(schedules.as_json(found))
     assert told["1f1b"]["kept"] == [4, 3, 2, 1]
     assert "error" in told["dualpipev"]
-    timeline = schedules.simulate_schedule(schedules.make_schedule("zb-h1", 3, 4))
+    timeline = simulate_schedule(make_schedule("zb-h1", 3, 4))
     assert schedules.as_svg(timeline).count("<rect") == 1 + sum(map(len, timeline.spans))
     events = json.loads(schedules.as_trace(timeline))["traceEvents"]
     assert {event["tid"] for event in events} == {0, 1, 2}
@@ -327,7 +328,7 @@ def test_tables_pictures_and_traces():
 
 
 def test_letters_tell_who_does_what_and_who_waits():
-    timeline = schedules.simulate_schedule(schedules.make_schedule("1f1b", 3, 3))
+    timeline = simulate_schedule(make_schedule("1f1b", 3, 3))
     assert schedules.as_text(timeline) == (
         "1f1b: time 15, bubble 40.0%\n"
         "rank 0 FFF....BB.BB.BB\n"
@@ -335,7 +336,7 @@ def test_letters_tell_who_does_what_and_who_waits():
         "rank 2 ..FBBFBBFBB...."
     )
     # Two stages of a rank: a letter is each action, in order, where there is room.
-    folded = schedules.simulate_schedule(schedules.make_schedule("zbv", 2, 4), HALF)
+    folded = simulate_schedule(make_schedule("zbv", 2, 4), HALF)
     for line, row in zip(
         schedules.as_text(folded).splitlines()[1:], folded.schedule.ranks, strict=True
     ):
@@ -345,19 +346,13 @@ def test_letters_tell_who_does_what_and_who_waits():
     assert narrow[0].endswith("a letter for 1.25")
     assert [len(line) for line in narrow[1:]] == [17, 17]
     assert schedules.as_text(
-        schedules.simulate_schedule(
-            schedules.make_schedule("gpipe", 1, 1), schedules.StageTimes(0, 0, 0)
-        ),
-        10,
+        simulate_schedule(make_schedule("gpipe", 1, 1), StageTimes(0, 0, 0)), 10
     )
 
 
 # What is refused.
 
-TWO = [
-    [schedules.Action("F", 0, 0), schedules.Action("B", 0, 0)],
-    [schedules.Action("F", 1, 0), schedules.Action("B", 1, 0)],
-]
+TWO = [[Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
 
 
 NEVER_ENDS = [
@@ -372,11 +367,9 @@ NEVER_ENDS = [
 
 @pytest.mark.parametrize(("rows", "words"), NEVER_ENDS)
 def test_what_is_left_out_or_never_ends_is_refused(rows: list[list[str]], words: str):
-    schedule = schedules.schedule_of(
-        "mine", [[schedules.Action.parse(text) for text in row] for row in rows]
-    )
+    schedule = schedule_of("mine", [[Action.parse(text) for text in row] for row in rows])
     with pytest.raises(PlanError, match=words):
-        schedules.check_schedule(schedule)
+        check_schedule(schedule)
 
 
 NO_ACTIONS = [
@@ -393,28 +386,28 @@ NO_ACTIONS = [
 @pytest.mark.parametrize(("rows", "words"), NO_ACTIONS)
 def test_what_is_no_action_is_refused(rows: list[list[Any]], words: str):
     with pytest.raises(PlanError, match=words):
-        schedules.schedule_of("mine", rows)
+        schedule_of("mine", rows)
     # Nor in one that was put together by hand.
     with pytest.raises(PlanError, match=r"no action|no `Action`s|no such stage"):
-        schedules.check_schedule(schedules.Schedule("mine", tuple(map(tuple, rows)), (0,), 1))
+        check_schedule(schedules.Schedule("mine", tuple(map(tuple, rows)), (0,), 1))
 
 
 def test_actions_are_given_as_texts_and_triples_and_none_is_a_pause():
-    rows = [["0F0", None, ("B", np.int64(0), 0)], [None, schedules.Action("F", 1, 0), "1B0"]]
-    assert schedules.schedule_of("mine", rows) == schedules.schedule_of("mine", TWO)  # type: ignore[arg-type]
+    rows = [["0F0", None, ("B", np.int64(0), 0)], [None, Action("F", 1, 0), "1B0"]]
+    assert schedule_of("mine", rows) == schedule_of("mine", TWO)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="make it by schedule_of"):
-        schedules.check_schedule(schedules.Schedule("mine", (("0F0", "0B0"),), (0,), 1))  # type: ignore[arg-type]
+        check_schedule(schedules.Schedule("mine", (("0F0", "0B0"),), (0,), 1))  # type: ignore[arg-type]
 
 
 def test_one_wrong_number_makes_no_table_of_its_size():
     for number in ("99999999999", "9" * 30):
         with pytest.raises(PlanError, match="stage 0 has nothing for microbatch 1;"):
-            schedules.check_schedule(schedules.from_csv(f"0F0,0B0,0F{number},0B{number}\n1F0,1B0"))
+            check_schedule(schedules.from_csv(f"0F0,0B0,0F{number},0B{number}\n1F0,1B0"))
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_stages_with_too_few_buffers_are_named(name: str):
-    schedule = schedules.make_schedule(name, 3, 7 if name != "interleaved" else 6)
+    schedule = make_schedule(name, 3, 7 if name != "interleaved" else 6)
     # Of each stage, by a plain count.
     most = dict.fromkeys(range(schedule.stages), 0)
     for row in schedule.ranks:
@@ -423,26 +416,26 @@ def test_stages_with_too_few_buffers_are_named(name: str):
             kept[stage] += {"F": 1, "I": 0}.get(kind, -1)
             most[stage] = max(most[stage], kept[stage])
     needed = max(most.values())
-    schedules.check_schedule(schedule, buffers=needed)
+    check_schedule(schedule, buffers=needed)
     with pytest.raises(PlanError, match=rf"keeps {needed} .* has buffers for {needed - 1}: \dF"):
-        schedules.check_schedule(schedule, buffers=needed - 1)
+        check_schedule(schedule, buffers=needed - 1)
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_times_that_nothing_takes_are_refused(value: float):
     """A simulation of them would be wrong, and one by a rule never end."""
-    for what in vars(schedules.StageTimes()):
+    for what in vars(StageTimes()):
         with pytest.raises(PlanError, match=f"{what} is {value:g}"):
-            schedules.StageTimes(**{what: value})
+            StageTimes(**{what: value})
     with pytest.raises(PlanError, match=f"send is {value:g}"):
-        schedules.simulate_schedule(schedules.make_schedule("1f1b", 2, 2), send=value)
+        simulate_schedule(make_schedule("1f1b", 2, 2), send=value)
     with pytest.raises(PlanError, match=f"send is {value:g}"):
         schedules.compare_schedules(2, 2, send=value)
 
 
 def test_stages_side_by_side_on_a_rank_are_told_apart():
     rows = [["0F0", "1F0", "1B0", "0B0"], ["2F0", "3F0", "3B0", "2B0"]]
-    found = schedules.simulate_schedule(schedules.schedule_of("mine", rows))  # type: ignore[arg-type]
+    found = simulate_schedule(schedule_of("mine", rows))  # type: ignore[arg-type]
     letters = [
         line.split()[2].replace(".", "") for line in schedules.as_text(found).splitlines()[1:]
     ]
@@ -467,10 +460,8 @@ def test_what_is_no_schedule_is_refused():
         ("dualpipev", 4, 7, "it needs at least 8"),
     ):
         with pytest.raises(PlanError, match=words):
-            schedules.make_schedule(name, ranks, microbatches)
+            make_schedule(name, ranks, microbatches)
     with pytest.raises(PlanError, match="3 times for 2 stages"):
-        schedules.simulate_schedule(
-            schedules.schedule_of("mine", TWO), [schedules.StageTimes()] * 3
-        )
+        simulate_schedule(schedule_of("mine", TWO), [StageTimes()] * 3)
     with pytest.raises(PlanError, match="3 times for 2 ranks"):
-        schedules.compare_schedules(2, 4, times=[schedules.StageTimes()] * 3)
+        schedules.compare_schedules(2, 4, times=[StageTimes()] * 3)
