@@ -214,6 +214,7 @@ class Rehearsal:
         scene = self._scene
         start = scene.streams.here()
         running = StageForward(scene, stage, kind, self)
+        running.foreign.elsewhere = scene.elsewhere()
         written = _Parameters(scene)
         with KeptBytes(scene.model) if scene.split.is_auto else nullcontext() as kept:
             found = running.run(part)

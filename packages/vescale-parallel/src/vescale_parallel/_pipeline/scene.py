@@ -113,6 +113,12 @@ class Scene:
             self._nothings[id(leaf)] = leaf, found
         return found
 
+    def elsewhere(self) -> dict[int, tuple[str, Tensor]]:
+        """Parameters of which this rank holds no elements, by `id`, with their names."""
+        owners = self.split.owners
+        pairs = self.model.named_parameters()
+        return {id(p): (name, p) for name, p in pairs if owners.get(name) not in (None, self.rank)}
+
     @property
     def own_blocks(self) -> list[str]:
         """The blocks of this rank's stages."""
