@@ -140,27 +140,29 @@ class Foreign(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.leaks is None and self.is_plainly_known(args, kwargs):
             return func(*args, **kwargs)
-        if self.elsewhere:
-            self._require_here(func, args, kwargs)
+        asked = self._asked_elsewhere(func, args, kwargs) if self.elsewhere else None
         result = self._run(func, args, kwargs)
+        if asked is not None and isinstance(result, Tensor):
+            self.elsewhere[id(result)] = asked, result
         if self.leaks is not None:
             given, made = tensors_within((args, kwargs)), tensors_within(result)
             self.note_used(given)
             self.leaks.computed(name_of(func), given, made)
         return result
 
-    def _require_here(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Refuse a function that computes with a parameter which is on other ranks only."""
+    def _asked_elsewhere(self, func: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+        """Name the parameter on other ranks of which an attribute is read, as `.T`.
+
+        Raises:
+            PipelineError: something is computed with one.
+        """
         used = [one for one in tensors_within((args, kwargs)) if id(one) in self.elsewhere]
         name = getattr(func, "__name__", "")
         if not used or name in _FORMS or name.endswith("_like") or name.startswith("new_"):
-            return
+            return None
         parameter, _ = self.elsewhere[id(used[0])]
         if name == "__get__":
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor):  # `.data`, `.T`: what is computed with these is asked
-                self.elsewhere[id(result)] = parameter, result
-            return
+            return parameter
         raise PipelineError(
             f"{name_of(func)} computes with '{parameter}' on stage {self.stage}, which does not "
             "hold it, and not by calling the module that does. If that lies outside of the blocks, "
