@@ -245,6 +245,17 @@ def test_a_module_that_is_tied_from_outside_does_not_go_on_with_the_old_weight()
     simulate(WORLD)(tied_outside)
 
 
+def pruned(rank: int, world_size: int) -> None:
+    model = parallelize(make(), mesh(), Plan(zero=3))
+    l1_unstructured(model.up, "weight", 0.5)
+    with pytest.raises(StaleParameterError, match="'up.weight' was taken out of its module.*prune"):
+        model(TOKENS)
+
+
+def test_pruning_a_model_whose_parameters_are_gathered_is_refused_by_name():
+    simulate(WORLD)(pruned)
+
+
 class InLists(nn.Module):
     def __init__(self) -> None:
         super().__init__()

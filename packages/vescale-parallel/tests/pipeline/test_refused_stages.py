@@ -217,6 +217,17 @@ def test_every_rank_hears_what_is_wrong(case: str):
         assert words in told, told
 
 
+def test_what_came_late_is_named():
+    def on_a_rank(rank: int, world_size: int) -> str:
+        model = Model()
+        staged(model, {"pp": 2}, **PIPELINE)
+        model.head = nn.Linear(4, 1)
+        return failures_of(lambda: forward_backward(model, torch.ones(4, 3)))
+
+    for told in simulate(2)(on_a_rank):
+        assert "'head.weight', 'head.bias' came after parallelize" in told
+
+
 def test_ranks_that_call_it_otherwise_are_told():
     def on_a_rank(rank: int, world_size: int) -> str:
         torch.manual_seed(0)

@@ -1,5 +1,7 @@
 """What stages tell each other is read as it was written."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
@@ -7,6 +9,7 @@ from vescale_parallel import PipelineError
 from vescale_parallel._pipeline.described import Described, TensorSpec
 from vescale_parallel._pipeline.text import from_text, to_text
 
+Pair = namedtuple("Pair", "first second")
 PLACEMENTS = [
     Shard(1),
     Replicate(),
@@ -25,6 +28,13 @@ def test_placements(placement: object):
     assert from_text(to_text(described)) == described
 
 
-def test_other_values_are_refused():
-    with pytest.raises(PipelineError, match="object"):
-        to_text([object()])
+def test_named_tuples_of_modules():
+    found = from_text(to_text({"a": Pair(1, [Pair("b", None)])}))
+    assert found == {"a": Pair(1, [Pair("b", None)])}
+    assert type(found["a"]) is type(found["a"].second[0]) is Pair
+
+
+@pytest.mark.parametrize("value", [object(), namedtuple("Nowhere", "x")(1)])
+def test_other_values_are_refused(value: object):
+    with pytest.raises(PipelineError, match=type(value).__name__):
+        to_text([value])

@@ -70,7 +70,7 @@ class StagedStep:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
         self._same = SameCalls(mesh, scene.stepped)
         self._group = everyone(mesh)
-        self._walker = Walker(scene.model)
+        self._walker = Walker(scene.model, scene.split.owners)
         # What was found in a table of parameters by name.
         self._shared: tuple[dict[str, nn.Parameter], list[nn.Parameter]] = {}, []
         self._schedule = scene.split.schedule

@@ -325,6 +325,13 @@ class Unit:
             for module, name in one.places:
                 held = module._parameters
                 if name not in held or held[name] is not one.stored:
+                    if name not in held:
+                        raise StaleParameterError(
+                            f"parameter '{one.name}' was taken out of its module after "
+                            "parallelize, as prune, weight_norm and parametrizations do: what is "
+                            "gathered comes back under that name. Call these before parallelize, "
+                            "and undo them (prune.remove) where the model is whole again."
+                        )
                     raise StaleParameterError(
                         f"parameter '{one.name}' was replaced by another object after parallelize: "
                         "its values are in a buffer that is gathered, and the new object's are "
