@@ -67,7 +67,6 @@ def test_the_table_says_which_way_is_taken(capsys: pytest.CaptureFixture[str]):
     [
         (["--tokens", "4"], "4 tokens cannot be sharded over 8 ranks"),
         (["--kv-heads", "7"], "heads are a multiple of kv_heads"),
-        (["--batch", "0"], "every number is at least 1"),
     ],
 )
 def test_questions_without_an_answer(

@@ -58,7 +58,6 @@ def test_the_table_says_what_sends_least(capsys: pytest.CaptureFixture[str]):
     [
         (["--ranks", "300"], "256 experts cannot be shared by 300 ranks"),
         (["--ranks", "8", "--top-k", "300"], "tokens choose at most all experts"),
-        (["--ranks", "8", "--skew", "0.5"], "every number is at least 1"),
     ],
 )
 def test_questions_without_an_answer(
