@@ -26,6 +26,7 @@ PUBLIC = {
         "broadcast_text", "by_ranks", "digest", "gather_bytes", "gather_failures",
         "gather_numbers", "gather_texts", "message_device", "named", "several_ranks",
     ],
+    "vescale_comm.operators": ["Effects", "arguments_of", "effects_of"],
     "vescale_comm.generators": ["States", "generators_of", "mixed"],
     "vescale_comm.graphs": ["Started", "finish", "start_all_gather", "start_all_reduce"],
     "vescale_comm.nested": [
