@@ -41,24 +41,17 @@ def refusing(rank):
 def trained(rank, world_size, zero, backend):
     """Train beside eager mode; the regions of this rank."""
     (model, adam), (eager, other) = built(zero), built(zero)
-    step, exact = graph.train_step(model, model, batch(0)), backend is None
-    # What is handed to a compiler takes numbers as tensors, which rounds otherwise.
-    step = step if exact else step.with_optimizer(adam, max_norm=0.5)
+    step = graph.train_step(model, model, batch(0)).with_optimizer(adam, max_norm=0.5)
     planned = graph.schedule(step.graph_module)
     found = graph.compile_regions(
         planned.graph_module, backend=refusing(rank) if backend is None else backend
     )
     before = [one.start.target for one in collectives(planned.graph_module.graph)]
     step = step.running(found.graph_module)
+    exact = backend is None
     for at in range(STEPS):
         torch.manual_seed(at)
-        if exact:
-            loss = step(batch(at))
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            adam.step()
-            adam.zero_grad()
-        else:
-            loss, norm = step(batch(at))
+        loss, norm = step(batch(at))
         state = torch.get_rng_state()
         torch.manual_seed(at)
         other.zero_grad()

@@ -1,7 +1,8 @@
 """Numbers that a graph takes at each call, as tensors: a compiler would compile anew for each one.
 
-Learning rates and corrections of optimizers are such. Operators that take a number of Python get
-the product with a tensor of no dims in its place, which rounds as compiled code does.
+Learning rates and corrections of optimizers are such. Operators take a tensor of no dims in place
+of a number of Python, or what was multiplied by it: Adam's update keeps its bits, SGD's may round
+otherwise, as compiled code does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FACTORS: Final = {aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_
 """What scales its second argument by `alpha=` or `value=`."""
 _OTHERS: Final = _FACTORS | {aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor}
 """What takes a tensor or a number for its second argument."""
-_LERPS: Final = {aten.lerp.Scalar: aten.add.Tensor, aten.lerp_.Scalar: aten.add_.Tensor}
+_LERPS: Final = {aten.lerp.Scalar: aten.lerp.Tensor, aten.lerp_.Scalar: aten.lerp_.Tensor}
 
 
 def takers_of_numbers(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -88,13 +89,13 @@ class _Maker:
         with self._mode:
             return torch.empty((), dtype=torch.float64, device="cpu")
 
-    def __call__(self, user: fx.Node, target: Any, *args: Any) -> fx.Node:
+    def __call__(self, user: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a node in front of another one, with its label."""
         with self._graph.inserting_before(user):
-            node = self._graph.call_function(target, args)
+            node = self._graph.call_function(target, args, kwargs)
         given = fx.node.map_arg(args, lambda one: one.meta["val"])
         with self._mode, torch.no_grad():
-            node.meta["val"] = target(*given)
+            node.meta["val"] = target(*given, **kwargs)
         if "label" in user.meta:
             node.meta["label"] = user.meta["label"]
         return node
@@ -115,9 +116,10 @@ def _way(user: fx.Node, number: fx.Node) -> Callable[[_Maker, fx.Node, fx.Node],
 
 def _lerp(make: _Maker, user: fx.Node, number: fx.Node) -> None:
     start, end, _ = user.args
-    apart = make(user, aten.sub.Tensor, end, start)
+    like = start.meta["val"]  # type: ignore[union-attr]
+    how = {"dtype": like.dtype, "device": like.device, "non_blocking": True}
     user.target = _LERPS[user.target]
-    user.args = (start, make(user, aten.mul.Tensor, apart, number))
+    user.args = (start, end, make(user, aten._to_copy.default, number, **how))
 
 
 def _other(make: _Maker, user: fx.Node, number: fx.Node) -> None:
