@@ -66,7 +66,7 @@ def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
     def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not isinstance(input, DTensor) or not _is_usual(input, p, training, ndims):
             return _unusual(func, input, p, training, inplace)
-        result = _planned(_TORCHS[rule.name], rule, input, p)
+        result = _planned(_TORCHS[rule.name], rule, input, float(p))
         # Computed out of place, so that the write is checked and recorded as any `copy_`.
         return input.copy_(result) if inplace else result
 
@@ -113,7 +113,7 @@ def _native_dropout(input: Tensor, p: float, train: bool | None) -> Any:
     # What torch refuses, it refuses on global tensors, on every rank.
     if train is None or not 0 <= p <= 1 or not input.is_floating_point():
         return fallback(torch.native_dropout, (input, p, train), {})
-    return _planned(torch.native_dropout, _NATIVE, input, p, train)
+    return _planned(torch.native_dropout, _NATIVE, input, float(p), train)
 
 
 def _gumbel_softmax(
