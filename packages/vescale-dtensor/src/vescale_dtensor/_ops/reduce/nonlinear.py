@@ -1,7 +1,7 @@
 """Other reductions: every rank reduces its shard, and the ranks' results are combined.
 
-One result per rank is sent, never the operand. `max` and its kin gather all ranks' results instead
-of reducing them by maximum, which would lose a NaN of some rank.
+One result per rank is sent, never the operand. `max` and its kin gather all ranks' results: where
+each came from is known then, as gradients and indices need it.
 """
 
 from __future__ import annotations
