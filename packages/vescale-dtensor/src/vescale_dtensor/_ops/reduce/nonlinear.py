@@ -164,6 +164,8 @@ def _largest(reduction: ShardedReduction, largest: bool) -> Tensor:
     wide = best if reduction.keepdim else _restore_dims(best, reduction.dims, x.ndim)
     tied = x == wide
     ties = reduction.total(tied.sum(reduction.dims, keepdim=reduction.keepdim))
+    if reduction.func.__name__.endswith("norm"):
+        ties = ties.clamp(min=1)  # torch's gradient of a norm is zero where that is NaN
     # Ties share the gradient, over all ranks. Not `where`: NaN ties with nothing, so that the
     # quotient is 0 / 0, and torch's gradient is NaN then, too.
     share = (x * tied.to(x.dtype)).sum(reduction.dims, keepdim=reduction.keepdim) / ties
@@ -305,8 +307,10 @@ def _correction(call: OpCall) -> float:
 
 def _variance(reduction: ShardedReduction) -> Any:
     """Two passes, mean first: `E[x²] - E[x]²` would lose all digits to a large mean."""
-    x, dims, count = to_opmath(reduction.x), reduction.dims, reduction.element_count()
     own = reduction.x.dtype.to_real()  # the variance of complex numbers is real
+    # As wide as torch's own sums: squares and sums of floats may be beyond their range.
+    x = reduction.x.to(product_dtype(reduction.x.dtype))
+    dims, count = reduction.dims, reduction.element_count()
     mean = reduction.total(x.sum(dims, keepdim=True)) / count
     away = (x - mean).abs().square() if x.is_complex() else (x - mean).square()
     # Fewer elements than the correction: torch gives infinity, or NaN for zero over zero.

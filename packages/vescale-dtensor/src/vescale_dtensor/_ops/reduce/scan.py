@@ -120,10 +120,18 @@ def _log_sum(scan: ShardedScan) -> Tensor:
         parts = scan.preceding_totals(torch.logsumexp(x, scan.dim, keepdim=True))
     else:
         parts = scan.preceding_totals(scaled_sum(x, (scan.dim,), keepdim=True))
-    if not len(parts):
-        # The sum of nothing keeps what was sent in the graph: backward asks every rank.
-        return torch.logcumsumexp(x, scan.dim).to(own) + parts.sum().to(own)
-    before = parts.logsumexp(0) if x.is_complex() else log_of_sums(parts)
+    if not len(parts) or not x.shape[scan.dim]:
+        # A product with nothing keeps what was sent in the graph, as backward asks every rank; and
+        # what it sends back depends on the operand there, as on other ranks.
+        nothing = parts.sum() * x.narrow(scan.dim, 0, 0).sum()
+        return torch.logcumsumexp(x, scan.dim).to(own) + nothing.to(own)
+    if x.is_complex():
+        before = parts.logsumexp(0)
+    else:
+        before = log_of_sums(parts)
+        # Before an infinite sum nothing counts: its derivative is 0, which torch has as a quotient
+        # of infinities.
+        before = torch.where(before == torch.inf, before.detach(), before)
     # What comes before is one more element, so that gradients are those of one long row.
     found = torch.logcumsumexp(torch.cat([before, x], scan.dim), scan.dim)
     return found.narrow(scan.dim, 1, x.shape[scan.dim]).to(own)
