@@ -18,8 +18,8 @@ from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
     as_partial_value,
-    check_kind,
     extreme_identity,
+    is_refused,
     pad_empty_dims,
     sharded_dim_strategy,
     straight_through,
@@ -99,11 +99,12 @@ def _reduction_strategy(
         dims, keepdim = (parse or _usual)(call)
         if dims is None or len(call.operands) != 1 or len(set(dims)) != len(dims):
             return None
+        if is_refused(call):
+            return None
         operand, result = reduction_letters(call.operands[0].ndim, dims, keepdim)
         partial = [call.differentiable and each for each in outputs]
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            check_kind(context.call.func, args, kwargs)
             return combine(ShardedReduction(context, dims, keepdim, args, kwargs))
 
         found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, partial)

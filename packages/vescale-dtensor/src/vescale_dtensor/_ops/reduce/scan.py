@@ -14,8 +14,8 @@ from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
-    check_kind,
     extreme_identity,
+    is_refused,
     pad_empty_dims,
     rank_index,
     sharded_dim_strategy,
@@ -74,12 +74,11 @@ def _scan_strategy(
 ) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
         dim_index = call.dim(1)
-        if dim_index is None or len(call.operands) != 1:
+        if dim_index is None or len(call.operands) != 1 or is_refused(call):
             return None
         writes = call.func.__name__.endswith("_")
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            check_kind(context.call.func, args, kwargs)
             found = ShardedScan(context, dim_index, args, kwargs)
             if not writes:
                 return scan(found)
