@@ -195,7 +195,8 @@ def _orthogonal(
         # By torch itself: QR has other signs in other libraries, and the sign is part of the
         # result.
         made = torch.empty(layout.global_shape, dtype=target.dtype, device=target.device)
-        return torch_init.orthogonal_(made, gain, generator)
+        filled: torch.Tensor = torch_init.orthogonal_(made, gain, generator)
+        return filled
     rows, columns = layout.global_shape[0], prod(layout.global_shape[1:])
     normals = torch.empty(rows, columns, dtype=target.dtype, device=target.device)
     fill_(normals, Normal(), whole((rows, columns)), generator)
