@@ -203,7 +203,8 @@ def _orthogonal(
     q, r = torch.linalg.qr(normals if rows >= columns else normals.t())
     # With these signs the factors are unique, and q is uniform among orthogonal matrices.
     q = q * r.diagonal().sign()
-    return (q if rows >= columns else q.t()).mul(gain).reshape(layout.global_shape)
+    factor: torch.Tensor = q if rows >= columns else q.t()
+    return factor.mul(gain).reshape(layout.global_shape)
 
 
 def _slice(start: int, extent: int) -> slice:
