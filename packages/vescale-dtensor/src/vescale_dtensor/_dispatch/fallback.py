@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vescale_rng
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -61,6 +62,7 @@ def run_replicated(call: OpCall) -> Any:
 
     Raises:
         UnsupportedError: a write to a copied view, or one that changes a DTensor's shape.
+        PolicyError: the op draws, and another policy than "native" is in force.
     """
     mesh = mesh_of(call)
     if observers:
@@ -80,7 +82,8 @@ def run_replicated(call: OpCall) -> Any:
     args, kwargs = call.replaced(locals_)
     generator = generator_in(args, kwargs)
     before = state_before(mesh, locals_[0], generator)
-    result = call.func(*args, **kwargs)
+    with vescale_rng.no_native_draws(function_name(call.func)):
+        result = call.func(*args, **kwargs)
     # Every rank draws for itself (`svd_lowrank`, say): alike, as long as the generators are.
     record_if_drawn(mesh, locals_[0], generator, before)
     # Sorted, so that all ranks write back, which communicates, in one order.

@@ -1,7 +1,7 @@
 """Other reductions: every rank reduces its shard, and the ranks' results are combined.
 
-One result per rank is sent, never the operand. `max` and its kin gather all ranks' results instead
-of reducing them by maximum, which would lose a NaN of some rank.
+One result per rank is sent, never the operand. `max` and its kin gather all ranks' results: where
+each came from is known then, as gradients and indices need it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
     as_partial_value,
-    check_kind,
     extreme_identity,
+    is_refused,
     pad_empty_dims,
     sharded_dim_strategy,
     straight_through,
@@ -99,11 +99,12 @@ def _reduction_strategy(
         dims, keepdim = (parse or _usual)(call)
         if dims is None or len(call.operands) != 1 or len(set(dims)) != len(dims):
             return None
+        if is_refused(call):
+            return None
         operand, result = reduction_letters(call.operands[0].ndim, dims, keepdim)
         partial = [call.differentiable and each for each in outputs]
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            check_kind(context.call.func, args, kwargs)
             return combine(ShardedReduction(context, dims, keepdim, args, kwargs))
 
         found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, partial)
@@ -164,6 +165,8 @@ def _largest(reduction: ShardedReduction, largest: bool) -> Tensor:
     wide = best if reduction.keepdim else _restore_dims(best, reduction.dims, x.ndim)
     tied = x == wide
     ties = reduction.total(tied.sum(reduction.dims, keepdim=reduction.keepdim))
+    if reduction.func.__name__.endswith("norm"):
+        ties = ties.clamp(min=1)  # torch's gradient of a norm is zero where that is NaN
     # Ties share the gradient, over all ranks. Not `where`: NaN ties with nothing, so that the
     # quotient is 0 / 0, and torch's gradient is NaN then, too.
     share = (x * tied.to(x.dtype)).sum(reduction.dims, keepdim=reduction.keepdim) / ties
@@ -305,8 +308,10 @@ def _correction(call: OpCall) -> float:
 
 def _variance(reduction: ShardedReduction) -> Any:
     """Two passes, mean first: `E[x²] - E[x]²` would lose all digits to a large mean."""
-    x, dims, count = to_opmath(reduction.x), reduction.dims, reduction.element_count()
     own = reduction.x.dtype.to_real()  # the variance of complex numbers is real
+    # As wide as torch's own sums: squares and sums of floats may be beyond their range.
+    x = reduction.x.to(product_dtype(reduction.x.dtype))
+    dims, count = reduction.dims, reduction.element_count()
     mean = reduction.total(x.sum(dims, keepdim=True)) / count
     away = (x - mean).abs().square() if x.is_complex() else (x - mean).square()
     # Fewer elements than the correction: torch gives infinity, or NaN for zero over zero.

@@ -15,7 +15,7 @@ from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.memory_formats import in_format_of_operand
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
-from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
+from vescale_dtensor._ops.common.sharded_dim import is_refused, pad_empty_dims
 from vescale_dtensor._ops.common.unsharded_dims import unsharded_dims_strategy
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
@@ -302,6 +302,10 @@ def _repeated(call: OpCall) -> Strategy | None:
     )
 
 
+def _mode(call: OpCall) -> Strategy | None:
+    return None if is_refused(call) else _dropping_dim(_LAST, 2, 2)(call)
+
+
 _SAME, _PAIR = ("same",), ("same", "same")
 _LAST = dim_at(1, -1)
 # Names -> their strategy: of most, which dims are not sharded, the dims of the results, and whether
@@ -326,7 +330,7 @@ _TABLE: dict[str, Callable[[OpCall], Strategy | None]] = {
     "diff": _difference,
     "trapezoid trapz cumulative_trapezoid": _trapezoid,
     "kthvalue": _dropping_dim(dim_at(2, -1), 3, 2),
-    "mode": _dropping_dim(_LAST, 2, 2),
+    "mode": _mode,
     "median nanmedian": _median,
     "quantile nanquantile": _quantile,
     "tril triu tril_ triu_": _triangle,
