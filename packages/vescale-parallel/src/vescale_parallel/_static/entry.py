@@ -54,10 +54,11 @@ class CompileEntry:
         units: Sequence[Unit],
         captures: bool,
     ) -> None:
+        # First, as it brings attributes along. So that who looks at its signature sees the model's.
+        update_wrapper(self, forward)
         self.name, self.module, self.forward = name, module, forward
         self.captures, self.together = captures, tuple[CompileEntry, ...]()
         self._units, self._told = tuple(units), False
-        update_wrapper(self, forward)  # so that who looks at its signature sees the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute."""

@@ -38,12 +38,15 @@ class StaticForward:
         forward: Callable[..., Any],
         units: Sequence[Unit],
         mesh: DeviceMesh | None = None,
+        *,
+        hooks: int | None = None,
     ) -> None:
+        # First, as it brings attributes along. So that who looks at its signature sees the model's.
+        update_wrapper(self, forward)
         self.name, self.module, self.forward, self.mesh = name, module, forward, mesh
         self.paused: Callable[[], str] = _never
         self._units = tuple(units)
-        self._hooks = _count_hooks(module)
-        update_wrapper(self, forward)  # so that who looks at its signature sees the model's
+        self._hooks = _count_hooks(module) if hooks is None else hooks
 
     # At the first use: while a model is copied, the copies of its modules have no parts yet.
     @cached_property
@@ -99,8 +102,9 @@ class StaticForward:
         memo[id(self)] = made  # first: its module and its unit lead back here
         module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
-        StaticForward.__init__(made, self.name, module, forward, units, self.mesh)
-        made._hooks = self._hooks  # the copied module may not have its own yet
+        # The copied module may have no hooks yet, nor an attribute for them.
+        how: Any = {"hooks": self._hooks}
+        StaticForward.__init__(made, self.name, module, forward, units, self.mesh, **how)
         return made
 
     @untraced

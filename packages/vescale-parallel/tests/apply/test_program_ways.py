@@ -1,0 +1,31 @@
+"""What programs do around their steps has one device's numbers on every layout, or is an error."""
+
+import pytest
+import torch
+from program_ways import LAYOUTS, WAYS, distributed, make, ranks_of, result
+from vescale_comm import simulate
+
+REFUSED = {
+    (way, layout): "a model whose stages lie on several ranks cannot be copied"
+    for way in ("average_of_weights", "deep_copy")
+    for layout in ("pp", "pp zero3")
+}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_numbers_of_one_device(way: str, layout: str, static: bool):
+    refused = REFUSED.get((way, layout))
+
+    def on_a_rank(rank: int, world_size: int) -> list[float]:
+        model = distributed(make(), layout, static=static)
+        if refused is None:
+            return result(way, model)
+        with pytest.raises(Exception, match=refused):
+            result(way, model)
+        return []
+
+    expected = torch.tensor(result(way, make()) if refused is None else [])
+    for found in simulate(ranks_of(layout)).run(on_a_rank):
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-3, atol=1e-4)

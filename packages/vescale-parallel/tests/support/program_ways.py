@@ -1,0 +1,163 @@
+"""What programs do around their training steps, on layouts and beside one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import mesh as make_mesh
+
+ROWS = 8
+
+
+class Tower(nn.Module):
+    """A layer, three alike, a layer; it returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.up(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) - y).square().mean()
+
+
+_TP = {
+    "blocks.*.weight": "tp:0",
+    "blocks.*.bias": "tp:0",
+    "*": "replicate",
+}
+_STAGES: dict[str, Any] = {"stages": "blocks.*", "schedule": "1f1b", "microbatches": 2}
+_DP: dict[str, Any] = {"batch": "dp:0", "axes": ("dp",)}
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    **{f"zero{zero}": ({"dp": 2}, {**_DP, "zero": zero}) for zero in range(4)},
+    "tp": ({"tp": 2}, {"parameters": _TP, "batch": None, "axes": ("tp",)}),
+    "pp": ({"pp": 2}, {"pipeline": _STAGES, "batch": None, "axes": ("pp",)}),
+    "pp zero3": (
+        {"pp": 2, "dp": 2},
+        {"pipeline": _STAGES, "batch": "dp:0", "zero": 3, "axes": ("pp", "dp")},
+    ),
+}
+"""By name: sizes of a mesh, and the words of a plan."""
+
+
+def make(kind: Callable[[], nn.Module] = Tower) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def ranks_of(layout: str) -> int:
+    sizes, _ = LAYOUTS[layout]
+    total = 1
+    for size in sizes.values():
+        total *= size
+    return total
+
+
+def distributed(model: nn.Module, layout: str, *, static: bool = False) -> nn.Module:
+    sizes, words = LAYOUTS[layout]
+    return parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(**words), static=static)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 5, generator=draws), torch.randn(ROWS, 3, generator=draws)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    optimizer.zero_grad()
+    loss = forward_backward(model, *batch(step))
+    optimizer.step()
+    return float(loss)
+
+
+def evaluated(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(forward_backward(model, *batch(99)))
+
+
+def values(model: nn.Module) -> list[float]:
+    """One number of each parameter."""
+    found = []
+    for one in model.parameters():
+        whole: Any = one.detach()
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        found.append(float((whole * torch.arange(1.0, whole.numel() + 1).view_as(whole)).sum()))
+    return found
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def moving_average(model: nn.Module) -> list[float]:
+    """The usual class: `.data` is taken out for an evaluation, and put back."""
+    optimizer, found = adam(model), []
+    shadow = {name: one.data.clone() for name, one in model.named_parameters()}
+    for step in range(3):
+        found.append(trained(model, optimizer, step))
+        for name, one in model.named_parameters():
+            shadow[name] = 0.5 * one.data + 0.5 * shadow[name]
+        backup = {}
+        for name, one in model.named_parameters():
+            backup[name] = one.data
+            one.data = shadow[name]
+        found.append(evaluated(model))
+        for name, one in model.named_parameters():
+            one.data = backup[name]
+    return found
+
+
+def average_of_weights(model: nn.Module) -> list[float]:
+    """torch's `AveragedModel`."""
+    optimizer, found = adam(model), []
+    average = AveragedModel(model)
+    for step in range(3):
+        found.append(trained(model, optimizer, step))
+        average.update_parameters(model)
+        found.append(evaluated(average.module))
+    return found + values(average.module)
+
+
+def finite_differences(model: nn.Module) -> list[float]:
+    found = []
+    for one in model.parameters():
+        saved = one.data
+        one.data = saved + 0.1
+        above = evaluated(model)
+        one.data = saved - 0.1
+        found += [above, evaluated(model)]
+        one.data = saved
+    first, second = (block[0].weight for block in list(model.blocks)[:2])
+    first.data, second.data = second.data, first.data
+    return [*found, evaluated(model), *values(model)]
+
+
+def deep_copy(model: nn.Module) -> list[float]:
+    """A teacher: the copy stands still, then trains by itself."""
+    optimizer = adam(model)
+    found = [trained(model, optimizer, 0)]
+    teacher = copy.deepcopy(model)
+    found += [trained(model, optimizer, 1), evaluated(teacher), evaluated(model)]
+    return [*found, trained(teacher, adam(teacher), 2), evaluated(model), *values(teacher)]
+
+
+WAYS: dict[str, Callable[[nn.Module], list[float]]] = {
+    one.__name__: one for one in (moving_average, average_of_weights, finite_differences, deep_copy)
+}
+
+
+def result(way: str, model: nn.Module) -> list[float]:
+    """What a program sees on its way, and what it leaves in the model."""
+    found = WAYS[way](model)
+    return [*found, trained(model, adam(model), 7), *values(model)]
