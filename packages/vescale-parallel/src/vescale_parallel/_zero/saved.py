@@ -33,7 +33,7 @@ class _Gathered(tuple[FlatBuffer, int, int, tuple[int, ...], tuple[int, ...], in
     """A view of a gathered buffer: the values are those of its owner at that version.
 
     That buffer, the slot in it, the version (of writes and of moves); size, strides and offset of
-    the view. A tuple, since each saved weight makes one, and a class of ours would make that a call.
+    the view. A tuple: each saved weight makes one, and a class of ours would make that a call.
     """
 
     __slots__ = ()
