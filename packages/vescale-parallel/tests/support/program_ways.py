@@ -6,13 +6,34 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 ROWS = 8
+
+
+class Squash(nn.Module):
+    """`tanh`, in which somebody may interrupt the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupted = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interrupted == "forward":
+            raise KeyboardInterrupt
+        x = x.tanh()
+        if self.interrupted == "backward" and x.requires_grad:
+            x.register_hook(_interrupt)
+        return x
+
+
+def _interrupt(gradient: Tensor) -> None:
+    raise KeyboardInterrupt
 
 
 class Tower(nn.Module):
@@ -21,7 +42,7 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), Squash()) for _ in range(3))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -152,8 +173,56 @@ def deep_copy(model: nn.Module) -> list[float]:
     return [*found, trained(teacher, adam(teacher), 2), evaluated(model), *values(teacher)]
 
 
+def interrupted(model: nn.Module, where: str, call: Callable[[], Any]) -> None:
+    """Interrupt a call in the second block, as Ctrl-C does."""
+    squash: Any = model.blocks[1][1]  # type: ignore[index]
+    squash.interrupted = where
+    # The other error on ranks of other stages.
+    with pytest.raises((KeyboardInterrupt, PipelineError)) as raised:
+        call()
+    assert "KeyboardInterrupt" in repr(raised.value)
+    squash.interrupted = ""
+
+
+def interrupted_step(model: nn.Module, where: str) -> list[float]:
+    optimizer = adam(model)
+    found = [trained(model, optimizer, 0)]
+    for _ in range(2):
+        interrupted(model, where, lambda: trained(model, optimizer, 1))
+        found += values(model)
+        found += [float(one.norm()) for one in model.state_dict().values()]
+    return [*found, trained(model, optimizer, 2), evaluated(model)]
+
+
+def interrupted_forward(model: nn.Module) -> list[float]:
+    return interrupted_step(model, "forward")
+
+
+def interrupted_backward(model: nn.Module) -> list[float]:
+    return interrupted_step(model, "backward")
+
+
+def interrupted_evaluation(model: nn.Module) -> list[float]:
+    optimizer = adam(model)
+    found = [trained(model, optimizer, 0)]
+    for _ in range(2):
+        interrupted(model, "forward", lambda: evaluated(model))
+        found += values(model)
+    found += [trained(model, optimizer, 1), evaluated(model)]
+    return found
+
+
 WAYS: dict[str, Callable[[nn.Module], list[float]]] = {
-    one.__name__: one for one in (moving_average, average_of_weights, finite_differences, deep_copy)
+    one.__name__: one
+    for one in (
+        moving_average,
+        average_of_weights,
+        finite_differences,
+        interrupted_forward,
+        interrupted_backward,
+        interrupted_evaluation,
+        deep_copy,
+    )
 }
 
 

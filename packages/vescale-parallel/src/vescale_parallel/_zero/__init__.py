@@ -20,6 +20,7 @@
 - `told`: gathers and reductions, as events of what ranks compare.
 - `owners`: which rank owns a tensor in full; `owner_steps`: how Muon steps those.
 - `flat_steps`: optimizers that go by element step flat buffers.
+- `steps`: what happens to buffers around an optimizer's step.
 - `schedule`: when all that happens; the only place with module hooks.
 
 `_apply.zero_install` makes a model's stored parameters, units and schedule of these.
