@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from vescale_comm import Group, all_gather_into, reduce_scatter
 from vescale_dtensor import (
     keep_gradient,
@@ -165,14 +166,25 @@ class FlatBuffer:
         else:
             # A new one each time: earlier forwards' backwards may still hold views of the former.
             target = self._new_full()
+        self.pending = (self._gather(sent, target, is_old=is_old), target)
+
+    def _gather(self, sent: Tensor, target: Tensor, *, is_old: bool) -> Any:
         # In any grad mode: neither the shard nor what it is gathered into has a history.
         group, sizes = self.group, self._sizes
         if self.host is None:
-            pending = all_gather_into(target, sent, group, sizes=sizes, async_op=True)
-        else:
-            start = self.row.plan.start(group.rank)
-            pending = self.host.gather(sent, target, group, start, sizes, is_old=is_old)
-        self.pending = (pending, target)
+            return all_gather_into(target, sent, group, sizes=sizes, async_op=True)
+        start = self.row.plan.start(group.rank)
+        return self.host.gather(sent, target, group, start, sizes, is_old=is_old)
+
+    def gather_again(self) -> None:
+        """Have new values where modules compute with the old ones, amid a forward. Collective."""
+        if self.full is None:
+            return
+        # Into the same memory, which whoever has taken a parameter out of its module has, too.
+        self._gather(self.begin(), self.full.data, is_old=True).wait()
+        # What is computed from the old ones counts as outdated, and nothing as written by modules.
+        increment_version(self.handed)
+        self.counted = [one._version for one in self.handed]
 
     @property
     def joins(self) -> bool:

@@ -15,8 +15,8 @@ from vescale_parallel._zero.flat_steps import FlatSteps
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.unit import Unit
 
-_Known = weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[FlatBuffer]]]
-_NOTHING: Final[tuple[list[Any], list[FlatBuffer]]] = ([], [])
+_Known = weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[Unit], list[FlatBuffer]]]
+_NOTHING: Final[tuple[list[Any], list[Unit], list[FlatBuffer]]] = ([], [], [])
 
 
 class SteppedUnits(Protocol):
@@ -43,7 +43,10 @@ class Steps:
 
     def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
         """Have complete gradients, and let what can be stepped as one buffer be."""
-        buffers = self._buffers(optimizer)
+        units, buffers = self._of(optimizer)
+        for unit in units:
+            if unit.depth:
+                unit.before_step()
         if not buffers:
             return None
         for buffer in buffers:
@@ -65,25 +68,31 @@ class Steps:
         """What was gathered is old."""
         self._flat.end(optimizer, args)
         give_back(self._taken.pop(id(optimizer), []))
-        for buffer in self._buffers(optimizer):
+        units, buffers = self._of(optimizer)
+        for buffer in buffers:
             buffer.stepped()
+        for unit in units:
+            # A step amid a forward, as of a loop that is called through the model's hooks.
+            if unit.depth:
+                unit.after_step(buffers)
 
-    def _buffers(self, optimizer: Optimizer) -> list[FlatBuffer]:
-        """Return those of which an optimizer steps parameters; none where the model is gone."""
+    def _of(self, optimizer: Optimizer) -> tuple[list[Unit], list[FlatBuffer]]:
+        """Return units and buffers of which an optimizer steps parameters."""
         schedule = self._schedule()
         if schedule is None:
-            return []
+            return [], []  # the model is gone
         # Looked at in each step: groups of parameters are added and replaced while training.
         now = [one for group in optimizer.param_groups for one in group["params"]]
-        parameters, found = self._known.get(optimizer, _NOTHING)
+        parameters, units, buffers = self._known.get(optimizer, _NOTHING)
         if len(parameters) == len(now) and all(map(is_, parameters, now)):
-            return found
+            return units, buffers
         stepped = set(map(id, now))
-        found = [
+        units = [u for u in schedule.units if any([id(one.stored) in stepped for one in u.held])]
+        buffers = [
             buffer
-            for unit in schedule.units
+            for unit in units
             for buffer in unit.buffers
             if any([id(one) in stepped for one in buffer.parameters])
         ]
-        self._known[optimizer] = now, found
-        return found
+        self._known[optimizer] = now, units, buffers
+        return units, buffers
