@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from program_ways import LAYOUTS, WAYS, distributed, make, ranks_of, result
+from program_ways import LAYOUTS, WAYS, distributed, loaded_when_deferred, make, ranks_of, result
 from vescale_comm import simulate
 
 REFUSED = {
@@ -19,7 +19,8 @@ def test_the_numbers_of_one_device(way: str, layout: str, static: bool):
     refused = REFUSED.get((way, layout))
 
     def on_a_rank(rank: int, world_size: int) -> list[float]:
-        model = distributed(make(), layout, static=static)
+        plain = loaded_when_deferred() if way == "loaded" else make()
+        model = distributed(plain, layout, static=static)
         if refused is None:
             return result(way, model)
         with pytest.raises(Exception, match=refused):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import PipelineError, Plan, deferred, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
 ROWS = 8
@@ -75,6 +75,14 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def make(kind: Callable[[], nn.Module] = Tower) -> nn.Module:
     torch.manual_seed(0)
     return kind()
+
+
+def loaded_when_deferred() -> nn.Module:
+    """A deferred model that was given real values."""
+    with deferred():
+        model = Tower()
+    model.load_state_dict(make().state_dict())
+    return model
 
 
 def ranks_of(layout: str) -> int:
@@ -173,6 +181,11 @@ def deep_copy(model: nn.Module) -> list[float]:
     return [*found, trained(teacher, adam(teacher), 2), evaluated(model), *values(teacher)]
 
 
+def loaded(model: nn.Module) -> list[float]:
+    """A model that was deferred, and given values by `load_state_dict`."""
+    return [trained(model, adam(model), 0), *values(model)]
+
+
 def interrupted(model: nn.Module, where: str, call: Callable[[], Any]) -> None:
     """Interrupt a call in the second block, as Ctrl-C does."""
     squash: Any = model.blocks[1][1]  # type: ignore[index]
@@ -218,6 +231,7 @@ WAYS: dict[str, Callable[[nn.Module], list[float]]] = {
         moving_average,
         average_of_weights,
         finite_differences,
+        loaded,
         interrupted_forward,
         interrupted_backward,
         interrupted_evaluation,
