@@ -1,10 +1,13 @@
-"""`p.data = values` between forwards: the former memory stays as it was, on every level."""
+"""`p.data = values` leaves the former memory as it was, and `p.grad.data =` is not lost."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from program_ways import batch, distributed, make, values
 from torch import nn
 from vescale_comm import simulate
+from vescale_parallel import no_sync
 
 
 def between_forward_and_backward(model: nn.Module, at: int) -> list[torch.Tensor]:
@@ -53,4 +56,46 @@ def test_one_of_a_unit_is_taken_out():
 
     for ways in simulate(2).run(on_a_rank):
         for found in ways:
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def halved(p: nn.Parameter) -> None:
+    p.grad.data = p.grad.data * 0.5
+
+
+def halved_in_place(p: nn.Parameter) -> None:
+    p.grad.data *= 0.5
+
+
+def of_other_memory(p: nn.Parameter) -> None:
+    p.grad.set_(p.grad * 2)
+
+
+def put_back(p: nn.Parameter) -> None:
+    saved = p.grad.data
+    p.grad.data = torch.zeros_like(saved)
+    p.grad.data = saved
+
+
+@pytest.mark.parametrize("change", [halved, halved_in_place, of_other_memory, put_back])
+def test_data_of_a_gradient_that_no_sync_keeps(change: Callable[[nn.Parameter], None]):
+    def run(model: nn.Module, *, last: bool) -> list[float]:
+        with no_sync(model):
+            model(*batch(0)).backward()
+            for one in model.parameters():
+                held = one.grad
+                change(one)
+                assert one.grad is held
+        if last:
+            model(*batch(1)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return values(model)
+
+    for last in (True, False):
+        expected = torch.tensor(run(make(), last=last))
+
+        def on_a_rank(rank: int, world_size: int, last: bool = last) -> list[float]:
+            return run(distributed(make(), "zero3"), last=last)
+
+        for found in simulate(2).run(on_a_rank):
             torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-5)
