@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from vescale_dtensor.state_dict import pickled
 from vescale_parallel import PipelineError, Plan, deferred, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 
@@ -181,6 +183,17 @@ def deep_copy(model: nn.Module) -> list[float]:
     return [*found, trained(teacher, adam(teacher), 2), evaluated(model), *values(teacher)]
 
 
+def saved(model: nn.Module) -> list[float]:
+    """Its state, in a file that any program reads."""
+    trained(model, adam(model), 0)
+    with pickled("whole"):
+        torch.save(model.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    again = make()
+    again.load_state_dict(torch.load(file, weights_only=True))  # noqa: TID251
+    return [*values(again), trained(again, adam(again), 1)]
+
+
 def loaded(model: nn.Module) -> list[float]:
     """A model that was deferred, and given values by `load_state_dict`."""
     return [trained(model, adam(model), 0), *values(model)]
@@ -231,6 +244,7 @@ WAYS: dict[str, Callable[[nn.Module], list[float]]] = {
         moving_average,
         average_of_weights,
         finite_differences,
+        saved,
         loaded,
         interrupted_forward,
         interrupted_backward,

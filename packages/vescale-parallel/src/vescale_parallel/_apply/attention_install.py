@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from vescale_dtensor import AttentionWay, sequence_attention
 
+from vescale_parallel._common.unpickled import Unpickled
+
 
 def install_attention(model: nn.Module, way: AttentionWay) -> Within | None:
     """Let every module that has others inside, and the model, run in `sequence_attention(way)`.
@@ -28,7 +30,7 @@ def install_attention(model: nn.Module, way: AttentionWay) -> Within | None:
     return within
 
 
-class Within:
+class Within(Unpickled):
     """Hooks around forwards of a model's modules; of calls within calls, the inner ends first."""
 
     def __init__(self, way: AttentionWay) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_parallel._common.unpickled import Unpickled
+
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-class Interruptible:
+class Interruptible(Unpickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     Args:

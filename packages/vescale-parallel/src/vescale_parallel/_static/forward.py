@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Captured, capture, untraced
 
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._zero.unit import Held, Places, Unit
 from vescale_parallel._zero.unit import put_all as _put_all
 
@@ -19,7 +20,7 @@ Part = tuple[Held, Places]
 """A parameter of a unit of ZeRO, and the places in one module."""
 
 
-class StaticForward:
+class StaticForward(Unpickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     Attributes:

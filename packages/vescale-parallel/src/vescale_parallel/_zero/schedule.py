@@ -24,6 +24,7 @@ from vescale_parallel._common.interrupted import is_running
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.optimizer_hooks import watch_steps
 from vescale_parallel._common.torch_compat import in_backward, no_torch_function
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
@@ -447,7 +448,7 @@ class Schedule:
                 unit.syncs = syncs
 
 
-class _Hook:
+class _Hook(Unpickled):
     """A hook of a module: it knows its unit, and is copied with the model."""
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
