@@ -80,8 +80,9 @@ class StagedStep:
         self._kinds: dict[Any, Kind] = {}
         # Of the same keys: what this rank alone knows of them.
         self._routes: dict[Any, Routes] = {}
-        # Kinds of which a whole step has drawn nothing here, neither forwards nor backwards.
-        self._still: set[int] = set()
+        # Kinds of which a whole step has drawn nothing here, neither forwards nor backwards. By
+        # `id`, and held: a kind that is learned anew must not be taken for one that is gone.
+        self._still: dict[int, Kind] = {}
         # Whether a first forward may begin before all ranks are known to call alike. Not one that
         # exchanges anything beside its messages: with ranks that call otherwise it would wait.
         self._may_begin = is_plain(scene.mesh) and not isinstance(
@@ -300,8 +301,8 @@ class StagedStep:
         """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
         start = microbatches[0].start
         # A new one for each step: nothing of a failed step may be found by the next.
-        kinds = {id(one.kind) for one in microbatches}
-        is_still = kinds <= self._still
+        kinds = {id(one.kind): one.kind for one in microbatches}
+        is_still = kinds.keys() <= self._still.keys()
         runner = Runner(self._scene, self._lines, schedule, microbatches, watch, is_still=is_still)
         try:
             failure = runner.run(agreed)
