@@ -115,7 +115,7 @@ def _is_set_as_kept(gradient: DTensor, value: DTensor) -> bool:
 
     Collective then: `p.grad.data = x` is `p.grad = x`, which drops what was kept.
     """
-    whole = None if gradient._part_of is None else gradient._part_of()
+    whole: Any = None if gradient._part_of is None else gradient._part_of()
     leaf = None if whole is None else whole._leaf_gradient
     if leaf is None or leaf.kept is None or leaf.kept.wrapper is not gradient:
         return False

@@ -43,6 +43,7 @@ class StoredShard:
         self._row, self._rank, self._parameters, self._host = row, rank, parameters, host
         self.owned = owned_places(row.plan, rank, shapes)
         self.moves = [0] * len(parameters)
+        self._memories: list[object] = []
         self._allocate()
 
     def parts_of(self, shard: Tensor) -> list[Tensor]:
