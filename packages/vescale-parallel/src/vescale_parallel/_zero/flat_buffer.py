@@ -85,8 +85,6 @@ class FlatBuffer:
         self._under_way: list[Any] = []
         self._gathered_at: tuple[int, ...] | None = None
         self._alone = False
-        # Whether nothing was gathered into `full` yet.
-        self._is_blank = True
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
         self._packed: Tensor | None = None
         self._slots = list(map(place_of, row.plan.slots, shapes))
@@ -152,17 +150,17 @@ class FlatBuffer:
         """
         if self.pending is not None:
             return
-        if self.full is not None and not (self._is_blank or (anew and self._is_old())):
+        if self.full is not None and not (anew and self._is_old()):
             return
         # Of what lies on the host only, whose copies on the device may be used again.
         is_old = self.host is not None and self._is_old()
         sent = self.begin()
-        if self.is_kept:
-            if self.full is None:
-                self.full = self._new_full()
+        if self.is_kept and self.full is not None:
             # Through `.data`, which has a version of its own: the values are those that autograd
             # saved, unless a parameter was written to, which did count.
             target = self.full.data
+        elif self._stored.within is not None:
+            target = self._stored.within
         else:
             # A new one each time: earlier forwards' backwards may still hold views of the former.
             target = self._new_full()
@@ -178,10 +176,12 @@ class FlatBuffer:
 
     def gather_again(self) -> None:
         """Have new values where modules compute with the old ones, amid a forward. Collective."""
-        if self.full is None:
+        full = self.full
+        if full is None:
             return
         # Into the same memory, which whoever has taken a parameter out of its module has, too.
-        self._gather(self.begin(), self.full.data, is_old=True).wait()
+        self._gather(self.begin(), full.data, is_old=True).wait()
+        self.full = full  # also where the shard is other memory by now
         # What is computed from the old ones counts as outdated, and nothing as written by modules.
         increment_version(self.handed)
         self.counted = [one._version for one in self.handed]
@@ -258,8 +258,7 @@ class FlatBuffer:
         if self.pending is not None:
             (pending, target), self.pending = self.pending, None
             found = pending.wait()
-            self._is_blank = False
-            if not self.is_kept:
+            if not self.is_kept or self.full is None:
                 self.full = found if target is None else target
 
     def release(self) -> None:
@@ -461,5 +460,5 @@ class FlatBuffer:
 
     def _begin_anew(self) -> None:
         """The shard is other memory: nothing that was gathered is there."""
-        self.full, self._gathered_at, self._is_blank = self._stored.within, None, True
+        self.full, self._gathered_at = None, None
         self.handed, self.counted = [], []
