@@ -12,10 +12,10 @@ PendingGradient Placement Program RaggedShard Replicate Shard StoredSlice Strict
 UnsupportedError __version__ arange attention_way before_backward capture checkpoint
 distribute_module distribute_tensor empty explain full gathered gradient_total half_sums
 init_device_mesh joint joint_stored keep_alive keep_gradient layout_differences linspace local_leaf
-local_leaves local_map logspace normal note_written ones op_support permit_writes rand randint
-randn randperm reduce_gradients refuse_writes register_rule release_kept_gradient separate_memory
-sequence_attention
-set_gradient_reducer strict sum_whole untraced visualize written_unseen zeros
+local_leaves local_map logspace memories_of normal note_written ones op_support permit_writes rand
+randint randn randperm reduce_gradients refuse_writes register_rule release_kept_gradient
+separate_memory
+sequence_attention set_gradient_reducer strict sum_whole untraced visualize written_unseen zeros
 """
 # Of DTensor, beyond what every tensor has.
 METHODS = """

@@ -311,9 +311,11 @@ def global_shape(local: Tensor, index: int, plan: OpPlan, call: OpCall) -> Shape
         return tuple(local.shape)  # no output of the rule is ever sharded
     sources = strategy.extents[index if len(strategy.extents) > 1 else 0]
     operands: Sequence[Tensor] = call.operands
+    # Where several dims in front are one here, counted from the end.
+    fewer = len(sources) - local.ndim
     return tuple(
         [
-            local.shape[dim] if source is None else operands[source[0]].shape[source[1]]
+            local.shape[dim - fewer] if source is None else operands[source[0]].shape[source[1]]
             for dim, source in enumerate(sources)
         ]
     )
