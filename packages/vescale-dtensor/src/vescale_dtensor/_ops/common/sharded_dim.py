@@ -211,6 +211,13 @@ def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
     return x
 
 
+def restore_dims(x: Tensor, dims: Collection[int]) -> Tensor:
+    """`x` with the dims that were reduced, of extent one."""
+    for dim in sorted(dims):
+        x = x.unsqueeze(dim)
+    return x
+
+
 def extreme_identity(dtype: torch.dtype, *, largest: bool) -> Any:
     """The identity element of a maximum, or of a minimum."""
     if dtype is torch.bool:
