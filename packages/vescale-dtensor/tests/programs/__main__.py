@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import itertools
 import sys
 import time
@@ -88,6 +89,7 @@ def main(arguments=None):
     """Run the command line."""
     options, tally = parse(arguments), Tally()
     torch.set_num_threads(1)
+    gc.freeze()  # writes to bases of copied views collect garbage: not among what was imported
     ends, shown = tally.began + options.minutes * 60, tally.began
     numbers = itertools.count(options.seed)
     if options.programs:

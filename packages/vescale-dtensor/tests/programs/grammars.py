@@ -274,7 +274,6 @@ KINDS = table("""
 = {x}.clamp(-1, 2)
 = {x}.sign()
 = torch.maximum({x}, {y})
-= {x}.softmax({d}).sum()
 = {x}.sort({d}, stable=True)[{z2}]
 = {x}.new_zeros(5).index_add(0, {five}, {x}.flatten()[:3])
 = {x}.index_add({d}, {index}, {x}.index_select({d}, {index}))
@@ -282,7 +281,6 @@ KINDS = table("""
 = {x}.gather({d}, {places})
 = {x}.masked_fill({mask}, 1)
 = {x} @ {v}
-= {x}.float().mean({d}).round()
 = torch.cat([{x}, {y}]) if {x}.ndim else {x}
 = torch.stack([{x}, {s}], {d})
 = {x}.expand({wider})
@@ -311,11 +309,20 @@ KINDS = table("""
 {x} += {k}
 """)
 
+KINDS_ROUNDED = table("""
+= {x}.float().mean({d}).round()
+= {x}.softmax({d}).sum()
+= {x}.double().std({d}).floor()
+= {x}.float().norm(dim={d}).long()
+= {x}.double().logsumexp({d}).to({dtype})
+""")
+
 GRAMMARS = {
     "views": Grammar((*VIEWS, *VIEWS, *VIEWS, *COPIES, *WRITES, *WRITES)),
     "operators": Grammar((*VIEWS, *COPIES, *SUMS), SMOOTH * 3, largest=100.0),
     "kinds": Grammar(
         KINDS,
+        KINDS_ROUNDED,
         dtypes=("int64", "int32", "uint8", "bool", "float32", "bfloat16", "float16", "float64"),
         gradients=0.3,
     ),

@@ -21,7 +21,7 @@ from slots import Line, Unfilled, placements_of
 from vescale_dtensor.rules._check_trial import flat
 
 MESHES = ((2,), (3,), (4,), (2, 2))
-EXTENTS = (0, 1, 1, 2, 3, 3, 4, 5, 6, 7)
+EXTENTS = (1, 2, 3, 4, 5, 6, 7) * 3 + (0, 1, 1)
 LEVELS = ("values", "gradients", "second derivatives")
 MOST = 150
 HALVES = (torch.float16, torch.bfloat16)

@@ -159,6 +159,13 @@ def new_shape(line):
     return tuple(target)
 
 
+def higher(line):
+    # Of one dim, `flatten` is the tensor itself on one device only; see docs/limits.md.
+    if int(line.got["low"]) >= line.x.ndim - 1:
+        raise Unfilled
+    return line.chosen.randint(int(line.got["low"]) + 1, line.x.ndim - 1)
+
+
 def split_sizes(line):
     cuts = sorted(line.chosen.randint(0, line.extent) for _ in range(2))
     return [b - a for a, b in pairwise([0, *cuts, line.extent])]
@@ -261,7 +268,7 @@ SLOTS = {
     "start": lambda line: line.chosen.randint(0, line.extent),
     "rest": lambda line: line.chosen.randint(0, line.extent - int(line.got["start"])),
     "low": lambda line: line.chosen.randrange(max(1, line.x.ndim)),
-    "high": lambda line: line.chosen.randint(int(line.got["low"]), max(0, line.x.ndim - 1)),
+    "high": higher,
     "item": item,
     "shape": new_shape,
     "factors": lambda line: factors(line.chosen, line.extent, 2) if line.extent else [0, 3],

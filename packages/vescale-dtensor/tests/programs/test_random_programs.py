@@ -12,7 +12,7 @@ import shrinking
 import torch
 from beside import Failure, judge, spread_inputs
 from grammars import GRAMMARS, VIEWS, Grammar
-from random_programs import Input, Program, generate, run_line, space
+from random_programs import LEVELS, Input, Program, generate, run_line, space
 from shrinking import pasted, shrunk
 from vescale_comm import simulate, trace
 from vescale_dtensor import Partial, Replicate, Shard, init_device_mesh, zeros
@@ -30,7 +30,7 @@ def check(grammar, seeds):
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_programs_equal_one_device(grammar):
-    check(grammar, range(12))
+    check(grammar, range(8))
 
 
 @pytest.mark.slow
@@ -41,13 +41,43 @@ def test_many_programs(grammar, start):
     check(grammar, range(start, start + 500))
 
 
+WANTED, PLAIN = True, False
+FOUND = {
+    # What random programs have found: the mesh, x0 (shape, layout, gradient), and the lines.
+    "a view of a leaf is transposed": ((2,), (3, 4), "[Shard(0)]", WANTED, [
+        "x1 = x0.mT", "x1.t_()", "x2 = x0[:]", "x2.squeeze_(1)", "x3 = x0.expand((2, -1, -1))",
+        "x3.transpose_(-3, 1)"]),
+    "a copied view becomes its own view twice": ((2,), (3, 1), "[Shard(1)]", PLAIN, [
+        "x1 = x0.view_as(x0)", "x1.unsqueeze_(-1)", "x2 = x1.expand((2, -1, 3, -1))",
+        "x2.transpose_(-2, -3)"]),
+    "windows lie beside what they hold": ((2, 2), (2, 6, 3), "[Shard(0), Shard(2)]", WANTED, [
+        "x1 = x0.unfold(1, 2, 2)", "x2 = x1 * 2.0", "x3 = torch.where((x1 > 0), x1, x1)",
+        "x4 = x0.unfold(1, 3, 1).exp()"]),
+    "a leaf that a kernel cut out of something": ((2,), (4,), "[InterleavedShard(0, 2)]", WANTED, [
+        "x1 = x0.view((4, 1, 1))", "x0.detach().fill_(0.25)", "x2 = x1 * 3"]),
+    "a part that is no output of several": ((2,), (4, 4), "[Shard(1)]", WANTED, [
+        "x1 = (x0 * 1).tensor_split(2, -1)[1]", "x1.relu_()", "x2 = (x0 * 1).hsplit(2)[0]",
+        "x2.mul_(2)"]),
+    "a scalar is assigned to itself": ((2,), (), "[Replicate()]", PLAIN, ["x0[..., None] = x0"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name):
+    sizes, shape, placements, wants, lines = FOUND[name]
+    inputs = (Input("x0", shape, "float64", placements, wants),)
+    for level in LEVELS:
+        failure, _ = judge(Program(name, 0, sizes, inputs, tuple(lines), level))
+        assert failure is None, failure
+
+
 def test_a_program_is_determined_by_its_grammar_and_number():
     for grammar in GRAMMARS:
         assert generate(grammar, 3) == generate(grammar, 3) != generate(grammar, 4)
 
 
 def test_ranks_that_wait_for_each_other_are_a_failure():
-    line = "x9 = x0.clone() if torch.distributed.get_rank() else to(x0, [Replicate()]).sum().item()"
+    line = "x9 = x0.clone() if torch.distributed.get_rank() else to(x0, [Shard(0)])"
     inputs = (Input("x0", (3,), "float64", "[Partial()]", wants=False),)
     failure, _ = judge(Program("views", 0, (2,), inputs, (line,), "values"))
     assert failure is not None

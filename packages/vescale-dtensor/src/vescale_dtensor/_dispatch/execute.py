@@ -246,7 +246,7 @@ def refuse_view_of_leaf(target: Tensor) -> None:
     if not local.requires_grad or local.is_leaf:
         return
     base = local._base if local._is_view() and local._base is not None else local
-    if is_alias_of_leaf(base):
+    if is_alias_of_leaf(base) or (base.is_leaf and base.requires_grad):
         raise RuntimeError(
             f"a view of a leaf that requires grad is being used in an in-place operation: "
             f"{target!r}. Write to it under no_grad, or to a clone."

@@ -88,7 +88,7 @@ _refusals: dict[tuple[Any, ...], tuple[type[Exception], str] | None] = {}
 """What torch says of a function and a dtype, by these; None where it has nothing against it."""
 
 
-def check_kind(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def check_kind(context: LocalContext, args: Any, kwargs: Any) -> None:
     """Refuse, as one device does, a function that torch has not for numbers of this kind.
 
     A kernel that writes it out in several steps would give integers something, or raise after it
@@ -97,15 +97,18 @@ def check_kind(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
     x: Tensor = args[0]
     if x.dtype.is_floating_point:
         return
+    func = context.call.func
     given = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)]
-    key = (func, x.dtype, x.device.type, *given)
+    # Of a tensor without elements torch may have nothing to compute, and nothing to refuse.
+    extents = tuple(min(n, 1) for n in context.call.operands[0].shape)
+    key = (func, extents, x.dtype, x.device.type, *given)
     if key not in _refusals:
         said = None
         # Hidden from function modes: the question is no part of the program that a mode records.
         with warnings.catch_warnings(), torch.no_grad(), no_torch_function():
             warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
             try:
-                func(x.new_ones((1,) * x.ndim), *args[1:], **kwargs)
+                func(x.new_ones(extents), *args[1:], **kwargs)
             except (RuntimeError, ValueError, TypeError) as error:
                 said = (type(error), str(error))
         _refusals[key] = said

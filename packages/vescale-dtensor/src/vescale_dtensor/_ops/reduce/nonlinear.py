@@ -105,7 +105,7 @@ def _reduction_strategy(
         partial = [call.differentiable and each for each in outputs]
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            check_kind(context.call.func, args, kwargs)
+            check_kind(context, args, kwargs)
             return combine(ShardedReduction(context, dims, keepdim, args, kwargs))
 
         found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, partial)

@@ -79,7 +79,7 @@ def _scan_strategy(
         writes = call.func.__name__.endswith("_")
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            check_kind(context.call.func, args, kwargs)
+            check_kind(context, args, kwargs)
             found = ShardedScan(context, dim_index, args, kwargs)
             if not writes:
                 return scan(found)
