@@ -47,6 +47,9 @@ FOUND = {
     "a view of a leaf is transposed": ((2,), (3, 4), "[Shard(0)]", WANTED, [
         "x1 = x0.mT", "x1.t_()", "x2 = x0[:]", "x2.squeeze_(1)", "x3 = x0.expand((2, -1, -1))",
         "x3.transpose_(-3, 1)"]),
+    "a part of a view of a leaf, which one rank has": ((2,), (4,), "[Shard(0)]", WANTED, [
+        "x1 = x0.t()", "x1[-2, ...] = -1", "x1[-2].unsqueeze_(0)",
+        "x2 = x0[:2].unflatten(0, (2, 1))", "x2.squeeze_(1)"]),
     "a copied view becomes its own view twice": ((2,), (3, 1), "[Shard(1)]", PLAIN, [
         "x1 = x0.view_as(x0)", "x1.unsqueeze_(-1)", "x2 = x1.expand((2, -1, 3, -1))",
         "x2.transpose_(-2, -3)"]),
