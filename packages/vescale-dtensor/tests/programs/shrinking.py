@@ -90,8 +90,7 @@ def _split(placements):
 
 
 def pasted(program, failure):
-    """A program as Python that shows the difference where it is pasted, with no more than torch,
-    vescale-comm and vescale-dtensor."""
+    """A program as Python that prints the results of one device and of a rank, where pasted."""
     values = values_of(program)
     names = [each.name for each in program.inputs]
     body = "\n".join(f"    {line}" for line in program.lines)
@@ -100,12 +99,14 @@ def pasted(program, failure):
         f"{each.dtype}).reshape({each.shape}), {each.placements}){_WANTS * each.wants}"
         for each in program.inputs
     )
+    derived = "list" if program.level == LEVELS[0] else "derived"
     ours = ["from random_programs import case"] if "case(" in body else []
     return "\n".join([
         f'"""{program.grammar}:{program.seed}, {failure.kind}: {failure.words[:300]}"""',
         _HEAD, *ours, "", "def program(put, to):", made, body,
         f"    return {', '.join(dict.fromkeys([*names, *_assigned(program)]))}", "",
-        _TAIL.format(sizes=program.sizes, ranks=prod(program.sizes), level=program.level),
+        *([_DERIVED] if derived == "derived" else []),
+        _TAIL.format(sizes=program.sizes, ranks=prod(program.sizes), derived=derived),
     ])  # fmt: skip
 
 
@@ -120,12 +121,21 @@ import torch.nn.functional as F
 from vescale_comm import simulate
 from vescale_dtensor import *
 """
+_DERIVED = """def derived(made):
+    total = sum((x.double() ** 2).sum() * 0.25 * (i % 4) + x.double().sum() * (i % 3 + 1)
+        for i, x in enumerate(made) if isinstance(x, torch.Tensor) and x.requires_grad)
+    leaves = [x for x in made if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
+    first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+    parts = [(g.detach() + g * g).sum() / 16 for g in first if g is not None and g.requires_grad]
+    second = torch.autograd.grad(sum(parts), leaves, allow_unused=True) if parts else ()
+    return [*made, *first, *second]
+"""
 _TAIL = """def on_a_rank(rank, size):
     mesh = init_device_mesh("cpu", {sizes})
     put = lambda x, p: distribute_tensor(x, mesh, [Replicate() for _ in p], src_data_rank=None
         ).redistribute(mesh, p)
     return [x.full_tensor() if isinstance(x, DTensor) else x
-        for x in program(put, lambda x, p: x.redistribute(mesh, p).clone())]
+        for x in {derived}(program(put, lambda x, p: x.redistribute(mesh, p).clone()))]
 
-print(*program(lambda x, p: x, lambda x, p: x.clone()), sep="\\n")
-print(*simulate({ranks}).run(on_a_rank)[0], sep="\\n")  # compared up to: {level}"""
+print(*{derived}(program(lambda x, p: x, lambda x, p: x.clone())), sep="\\n")
+print(*simulate({ranks}).run(on_a_rank)[0], sep="\\n")"""
