@@ -60,9 +60,11 @@ def mark_copy(copy: DTensor, base: DTensor) -> None:
     source = base._local_tensor if base._view_copy_of is None else base._view_copy_of
     copy._view_copy_of = source
     address = _address(source)
-    known = live_copies.setdefault(address, weakref.WeakSet()) if address else ()
+    if not address:
+        return
+    known = live_copies.setdefault(address, weakref.WeakSet())
     # A set would ask tensors whether they are equal.
-    if address and all(other is not copy for other in known):
+    if all(other is not copy for other in known):
         known.add(copy)
 
 
