@@ -107,7 +107,7 @@ WRITES = table("""
 {x}[{item}] = {k}
 {x}[{item}] = {w}
 {x}[{item}].mul_(2)
-{x}[{item}] += 1
+{x}[{item}].add_(1)
 {x}.masked_fill_({mask}, 0.5)
 {x}[{mask}] = {k}
 {x}.index_fill_({d}, {index}, 0.5)

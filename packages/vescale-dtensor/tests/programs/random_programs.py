@@ -275,7 +275,7 @@ class _Drawing:
         wanted = self.chosen.choice(LEVELS[1:]) if self.wants else LEVELS[0]
         found = []
         for side, leaves in zip(self.sides, self.leaves, strict=True):
-            named = [x for x in leaves.values() if x.requires_grad]
+            named = [leaves[each.name] for each in self.inputs if each.wants]
             try:
                 found.append(derivatives(side, named, wanted, lambda leaf: leaf.grad))
             except RuntimeError:
