@@ -273,6 +273,9 @@ class _Drawing:
     def _level(self):
         """How far the derivatives of a program are numbers that rounding does not decide."""
         wanted = self.chosen.choice(LEVELS[1:]) if self.wants else LEVELS[0]
+        # Not after writes to views of leaves, to which ranks may have nothing: docs/limits.md.
+        if any("no_grad" in line for line in self.lines):
+            wanted = min(wanted, LEVELS[1], key=LEVELS.index)
         found = []
         for side, leaves in zip(self.sides, self.leaves, strict=True):
             named = [leaves[each.name] for each in self.inputs if each.wants]
