@@ -205,6 +205,10 @@ def set_requires_grad(tensor: DTensor, requires_grad: bool = True) -> DTensor:
         # No leaf, although its local tensor is one until the first use: torch answers.
         mirror_requires_grad(tensor, requires_grad)
         return tensor
+    if requires_grad and tensor._local_tensor._is_view() and not tensor._local_tensor.requires_grad:
+        # A write to a leaf's memory makes torch build the history of its views again, from what the
+        # leaf is a view of: that wants no gradient (a piece of what a kernel gathered, say).
+        tensor._local_tensor = tensor._local_tensor.detach()
     # Autograd works on the local tensor. By the wrapper's flag `Function.apply` notices it.
     tensor._local_tensor.requires_grad_(requires_grad)
     mirror_requires_grad(tensor, requires_grad)

@@ -242,11 +242,13 @@ def refuse_view_of_leaf(target: Tensor) -> None:
     """
     if not (isinstance(target, DTensor) and torch.is_grad_enabled()):
         return
-    local = target._local_tensor
-    if not local.requires_grad or local.is_leaf:
+    # Of a copied view some ranks may have nothing; what it is a copy of, all have.
+    copied = target._view_copy_of
+    local = target._local_tensor if copied is None else copied
+    if not local.requires_grad or (local.is_leaf and copied is None):
         return
     base = local._base if local._is_view() and local._base is not None else local
-    if is_alias_of_leaf(base):
+    if is_alias_of_leaf(base) or (base.is_leaf and base.requires_grad):
         raise RuntimeError(
             f"a view of a leaf that requires grad is being used in an in-place operation: "
             f"{target!r}. Write to it under no_grad, or to a clone."

@@ -98,10 +98,12 @@ def is_refused(call: OpCall) -> bool:
     if x.dtype.is_floating_point:
         return False
     given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
-    key = (call.func, x.ndim, x.dtype, x.device.type, *given)
+    # Of a tensor without elements torch may have nothing to compute, and nothing to refuse.
+    extents = tuple(min(n, 1) for n in x.shape)
+    key = (call.func, extents, x.dtype, x.device.type, *given)
     if key not in _refusals:
         args, kwargs = call.replaced(
-            [torch.ones((1,) * x.ndim, dtype=x.dtype, device=x.device)] * len(call.operands)
+            [torch.ones(extents, dtype=x.dtype, device=x.device)] * len(call.operands)
         )
         refused = False
         # Hidden from function modes: the question is no part of the program that a mode records.
@@ -208,6 +210,13 @@ def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
     for dim in dims:
         if x.shape[dim] == 0:
             x = pad_dim(x, dim, 1, identity)
+    return x
+
+
+def restore_dims(x: Tensor, dims: Collection[int]) -> Tensor:
+    """`x` with the dims that were reduced, of extent one."""
+    for dim in sorted(dims):
+        x = x.unsqueeze(dim)
     return x
 
 

@@ -21,12 +21,14 @@ from vescale_dtensor._ops.common.sharded_dim import (
     extreme_identity,
     is_refused,
     pad_empty_dims,
+    restore_dims,
     sharded_dim_strategy,
     straight_through,
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.reduce.linear import partial_norm, reduced_dims, reduction_letters
 from vescale_dtensor._ops.reduce.log_sums import log_of_sums, scaled_sum
+from vescale_dtensor._ops.reduce.whole_norm import whole_norm
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import product_dtype, result_dtype, to_opmath
@@ -162,7 +164,7 @@ def _largest(reduction: ShardedReduction, largest: bool) -> Tensor:
         best = reduce(reduction.gather(own), 0)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return reduction.as_output(best)
-    wide = best if reduction.keepdim else _restore_dims(best, reduction.dims, x.ndim)
+    wide = best if reduction.keepdim else restore_dims(best, reduction.dims)
     tied = x == wide
     ties = reduction.total(tied.sum(reduction.dims, keepdim=reduction.keepdim))
     if reduction.func.__name__.endswith("norm"):
@@ -171,11 +173,6 @@ def _largest(reduction: ShardedReduction, largest: bool) -> Tensor:
     # quotient is 0 / 0, and torch's gradient is NaN then, too.
     share = (x * tied.to(x.dtype)).sum(reduction.dims, keepdim=reduction.keepdim) / ties
     return straight_through(reduction.as_output(best), share)
-
-
-def _restore_dims(x: Tensor, dims: tuple[int, ...], ndim: int) -> Tensor:
-    """`x` with the dims that were reduced, of extent one."""
-    return x[tuple(None if d in dims else slice(None) for d in range(ndim))]
 
 
 def _aminmax(reduction: ShardedReduction) -> Any:
@@ -242,7 +239,6 @@ def _arg(reduction: ShardedReduction) -> Tensor:
 
 
 def _vector_norm(reduction: ShardedReduction) -> Tensor:
-    """The norm of the ranks' norms; for order zero, which counts, and for one, their sum."""
     order = reduction.context.call.argument(1, "ord", 2)
     dtype = reduction.context.call.kwargs.get("dtype")
     # An extreme of absolute values, so that its gradient is shared among ties.
@@ -250,28 +246,18 @@ def _vector_norm(reduction: ShardedReduction) -> Tensor:
         reduction.x = reduction.x.abs()
         reduction.x = reduction.x if dtype is None else reduction.x.to(dtype)
         return _largest(reduction, order > 0)
+    x = reduction.x
     if order < 0 and reduction.element_count():
         # Torch refuses this norm of an empty tensor: right for a global one, wrong for a shard.
-        padded = pad_empty_dims(reduction.x, reduction.dims, torch.inf)
+        x = pad_empty_dims(x, reduction.dims, torch.inf)
+    with torch.no_grad():
         how = (order, reduction.dims, reduction.keepdim)
-        norm = torch.linalg.vector_norm(padded, *how, dtype=dtype)
-    else:
-        norm = reduction.local_result()
-    norms = reduction.gather(norm)
-    # Of order one also where a norm is NaN: the gradient of other elements is their sign.
-    total = norms.sum(0) if order in (0, 1) else _norm_of_norms(norms, order)
+        norms = reduction.gather(torch.linalg.vector_norm(x, *how, dtype=dtype))
+        # The norm of norms, but for order zero, which counts.
+        total = norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
+    if torch.is_grad_enabled() and reduction.x.requires_grad:
+        total = whole_norm(reduction.x, total, *how, reduction.layout, reduction.axes)
     return reduction.as_output(total)
-
-
-def _norm_of_norms(norms: Tensor, order: float) -> Tensor:
-    """The norm of the ranks' norms, whose gradient is that of one device where some are infinite.
-
-    There the gradients of finite elements are zero, which infinity over infinity would spoil.
-    """
-    infinite = norms.isinf() if order > 1 else torch.zeros_like(norms, dtype=torch.bool)
-    overflow = infinite.any(0) & ~norms.isnan().any(0)
-    finite = torch.linalg.vector_norm(torch.where(overflow, 0, norms), order, 0)
-    return torch.where(overflow, torch.where(infinite, norms, 0).sum(0), finite)
 
 
 def _norm(call: OpCall) -> Strategy | None:

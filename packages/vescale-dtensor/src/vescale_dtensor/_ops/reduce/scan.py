@@ -139,7 +139,11 @@ def _log_sum(scan: ShardedScan) -> Tensor:
 def _running_extreme(scan: ShardedScan) -> Any:
     """`cummax`, `cummin`: the last of equal elements counts, and NaN beats everything."""
     largest = scan.func.__name__ == "cummax"
-    values, indices = scan.local_result()
+    with torch.no_grad():
+        indices = scan.local_result()[1]
+    # Not torch's values: of an empty shard their gradient is cut off from the cotangent, so that a
+    # second backward would wait for that rank.
+    values = scan.x.gather(scan.dim, indices)
     indices = indices + scan.offsets[scan.dim]
     inert = extreme_identity(values.dtype, largest=largest)
     last = values.shape[scan.dim] - 1 if values.shape[scan.dim] else 0
