@@ -23,8 +23,8 @@ from typing import Final
 import torch
 
 from vescale_parallel._check.report import Report
-from vescale_parallel._cli.numbers import real, whole
 from vescale_parallel._common.messages import human_bytes, table
+from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._cost import (
     CLUSTERS,
     Cluster,

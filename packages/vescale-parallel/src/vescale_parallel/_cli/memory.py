@@ -11,7 +11,7 @@ from torch import export, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import vescale_parallel.memory as memory
-from vescale_parallel._cli.numbers import real
+from vescale_parallel._common.numbers import real
 from vescale_parallel._errors import MemoryPlanError
 
 _HELP: Final = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vescale_parallel._cli.files import write_file
-from vescale_parallel._cli.numbers import real, whole
+from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules.choice import SCHEDULES, compare_schedules
 from vescale_parallel._schedules.pictures import TEXT_LEGEND, as_svg, as_text

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
-from vescale_parallel._cli.numbers import whole
 from vescale_parallel._common.messages import table
+from vescale_parallel._common.numbers import whole
 from vescale_parallel._cost.links import CLUSTERS, Link
 
 W = TypeVar("W")
