@@ -159,7 +159,7 @@ def _planned(op: str, dtype: torch.dtype, backend: str) -> Reduction:
 def _ordered(op: str) -> Convert:
     """Make integers of floats that compare as these do, with NaN as torch has it: beyond all.
 
-    gloo compares floats by functions that drop a NaN, and others may; torch's maximum and minimum keep it.
+    gloo compares floats by functions that drop a NaN, and others may; torch's keep it.
     """
     # By its sign, beyond the one infinity or the other.
     nan = math.copysign(math.nan, 1 if op == "max" else -1)
