@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[Step, Tensor], Tensor]] = {
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "adamw": lambda p: optim.AdamW(p, 0.01),
     "adam": lambda p: optim.Adam(p, 0.01, amsgrad=True, weight_decay=0.1),
-    "sgd": lambda p: optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "sgd": lambda p: optim.SGD(p, 0.001, momentum=0.9, nesterov=True),
 }
 
 
