@@ -138,18 +138,18 @@ class _Adam(OptimizerRule):
 
     def update(self, make: Builder, p: fx.Node, g: fx.Node, of: Nodes, group: Group) -> None:
         decays, amsgrad, maximize, decoupled = self.form(group)
-        if p.meta["val"].is_complex():
-            # Moments of the real and the imaginary part, as torch takes them.
-            pair = aten.view_as_real.default
-            p, g = make(pair, p), make(pair, g)
-            moments = {name: make(pair, of[name]) for name in self.moments(group)}
-            of = {**of, **moments}
         if maximize:
             g = make(aten.neg.default, g)
         if decays and decoupled:
             p = make(aten.mul_.Tensor, p, of["decay"])
         elif decays:
             g = make(aten.add.Tensor, g, p, alpha=of["decay"])
+        if p.meta["val"].is_complex():
+            # Moments of the real and the imaginary part, as torch takes them.
+            pair = aten.view_as_real.default
+            p, g = make(pair, p), make(pair, g)
+            moments = {name: make(pair, of[name]) for name in self.moments(group)}
+            of = {**of, **moments}
         first = make(aten.lerp_.Scalar, of["exp_avg"], g, of["new1"])
         second = make(aten.mul_.Tensor, of["exp_avg_sq"], of["beta2"])
         second = make(aten.addcmul_.default, second, g, g, value=of["new2"])
