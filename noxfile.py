@@ -310,6 +310,13 @@ def kernels_interpret(session: nox.Session) -> None:
     run_marked(session, "kernels", folders, skippable=skips.ANYWHERE, TRITON_INTERPRET="1")
 
 
+@nox.session(requires=["workspace"], venv_backend="none", tags=["nightly"], default=False)
+def fuzz(session: nox.Session) -> None:
+    """Run random programs beside one device: `-- --minutes 10 --seed 0`; `--help` says more."""
+    folder = ROOT / "packages" / "vescale-dtensor" / "tests" / "programs"
+    session.run(python_of(session), str(folder), *session.posargs, env=TEST_ENV)
+
+
 @nox.session(requires=["workspace"], venv_backend="none", default=False)
 def crash(session: nox.Session) -> None:
     """Make every fault happen to checkpoints, ours and others'; writes FAULTS.md."""

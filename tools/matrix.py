@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +26,15 @@ from tools.packages import PACKAGES, PYTHONS, ROOT, Package
 # takes on the four cores of a hosted runner.
 USUAL = 40
 MINUTES = {"tests": 60, "floors": 120, "compat": 120, "models": 120, "torches": 150}
-MINUTES |= {"ecosystem": 120, "all_parts": 120}
+MINUTES |= {"ecosystem": 120, "all_parts": 120, "fuzz": 150}
 # Of .github/workflows/gpu.yml, which no matrix starts: one test alone has 30.
 MINUTES |= {"gpu": 90}
 # Sessions that take package folders, so that they can be told what to leave out.
 BY_FOLDER = ("tests",)
 # Sessions of which each part is a row of its own.
 BY_PART = ("all_parts",)
+# Of random programs every night has others: their numbers begin with the run's.
+FUZZED = "--minutes 120 --seed {run}00000"
 
 
 def affected(paths: Iterable[str]) -> tuple[Package, ...]:
@@ -67,6 +70,8 @@ def matrix(
             arguments = [" ".join([*folders, "tools/tests"])]
         elif name in BY_PART:
             arguments = [str(part) for part in parts.EVERY]
+        elif name == "fuzz":
+            arguments = [FUZZED.format(run=os.environ.get("GITHUB_RUN_NUMBER", ""))]
         minutes = MINUTES.get(name.split("(")[0], USUAL)
         pythons = PYTHONS if "each-python" in session["tags"] else PYTHONS[:1]
         rows += [

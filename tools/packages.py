@@ -140,7 +140,7 @@ PACKAGES = (
         requires=(TORCH, NUMPY),
         extras={"triton": ("triton>=3.6",)},
         layers=(
-            "agreement | ddp | fsdp2 | generators | graphs | nested | testing",
+            "agreement | ddp | fsdp2 | generators | graphs | nested | operators | testing",
             "_simulation",
             "_collectives",
             "_checks | _trace",

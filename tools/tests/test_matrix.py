@@ -76,6 +76,13 @@ def test_each_part_of_what_a_change_does_not_run_is_a_row():
     assert [row["arguments"] for row in rows] == [f"{k + 1}/{PARTS}" for k in range(PARTS)]
 
 
+def test_every_night_has_other_random_programs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GITHUB_RUN_NUMBER", "12")
+    (row,) = matrix([{"session": "fuzz", "tags": ["nightly"]}], tag="nightly")["include"]
+    assert row["arguments"] == "--minutes 120 --seed 1200000"
+    assert row["minutes"] > 120
+
+
 def listed(*arguments: str) -> set[str]:
     command = [sys.executable, "-m", "nox", "-s", "matrix", "--", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)

@@ -11,7 +11,7 @@ from vescale_comm.testing import choose_core, preload
 
 # Helpers of several tests are imported by name; importlib mode puts no test folder on the path.
 HERE = Path(__file__).parent
-HELPERS = ("support", "redistribute", "ops", "ops/cases", "capture")
+HELPERS = ("support", "redistribute", "ops", "ops/cases", "capture", "programs")
 sys.path[:0] = [*(str(HERE / folder) for folder in HELPERS), str(HERE.parent / "benchmarks")]
 torch.set_num_threads(1)
 # The examples are the same in every run, and the time of each is the machine's affair.

@@ -18,6 +18,7 @@ x, deep = torch.ones(4, 6), torch.ones(1, 4, 6)
 GATHER, SCATTER, SCATTER_LIST = "gather", "scatter", "scatter of a list"
 SUM = ("empty_like", "alltoall_base", "add")
 PARTS = ("new_empty", "select", "copy", "select", "alltoall_base")
+MIRROR = ("lt", "bitwise_xor", "where")
 large = torch.ones(1024, 1025)
 
 # name: (call, operators)
@@ -25,7 +26,11 @@ CALLS = {
     "all_reduce": (lambda r: all_reduce(x), SUM),
     "all_reduce, avg": (lambda r: all_reduce(x, op="avg"), [*SUM, "div"]),
     "all_reduce, large": (lambda r: all_reduce(large), ["clone", "allreduce"]),
-    "all_reduce, max": (lambda r: all_reduce(x, op="max"), ["clone", "allreduce"]),
+    "all_reduce, max": (
+        lambda r: all_reduce(x, op="max"),
+        # As integers, among which a NaN has a place.
+        ["clone", "isnan", "scalar_tensor", "where", *MIRROR, "allreduce", *MIRROR],
+    ),
     "all_gather": (lambda r: all_gather(x), PARTS),
     "all_gather after 1": (lambda r: all_gather(deep, dim=1), PARTS),
     "all_gather inside": (lambda r: all_gather(x, dim=1), [*PARTS, "cat"]),

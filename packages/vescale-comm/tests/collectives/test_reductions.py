@@ -6,6 +6,7 @@ is exact; what is not a reduction of a dtype is an error on every rank.
 
 import random
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -151,6 +152,23 @@ def test_the_whole_range_of_an_integer_compares_and_wraps(rank, world_size):
 
 def average_once_rounded(rank, world_size):
     return vc.all_reduce(torch.tensor([1.0, 1.0, 2.0][rank]), op="avg")
+
+
+def extremes_of_specials(rank, world_size):
+    inf, nan = float("inf"), float("nan")
+    specials = torch.tensor([nan, -nan, inf, -inf, 0.0, -0.0, 1e-40, -1e-40, 1.5, -2.0, 440.0])
+    pairs = torch.cartesian_prod(specials, specials)
+    for dtype, op, order in product(FLOATS + FLOAT8, ("max", "min"), ("native", "rank")):
+        columns = pairs.to(dtype).double().unbind(1)
+        expected = dense.all_reduce(list(columns), op=op)[0]
+        found = all_reduce(pairs.to(dtype)[:, rank].contiguous(), op=op, order=order)
+        assert found.dtype == dtype
+        assert torch.equal(found.double().nan_to_num(1e9), expected.nan_to_num(1e9)), (dtype, op)
+
+
+def test_extremes_keep_a_nan():
+    """As torch's do: gloo's and NCCL's own drop it."""
+    run(extremes_of_specials, 2)
 
 
 def test_the_average_is_the_sum_divided_at_the_end():

@@ -58,7 +58,7 @@ from vescale_dtensor._layout.placements import (
     StridedShard,
 )
 from vescale_dtensor._ops.families import install as _install_rules
-from vescale_dtensor._ops.tensor.memory_identity import separate_memory
+from vescale_dtensor._ops.tensor.memory_identity import memories_of, separate_memory
 from vescale_dtensor._planning.attention_way import (
     AttentionWay,
     attention_way,
@@ -127,6 +127,7 @@ __all__ = [
     "local_leaves",
     "local_map",
     "logspace",
+    "memories_of",
     "normal",
     "note_written",
     "ones",

@@ -22,7 +22,7 @@ from vescale_dtensor._joint.update import Update
 
 STEPS = 6
 OPTIMIZERS = {
-    "sgd": lambda p: optim.SGD(p, 0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    "sgd": lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
     "plain": lambda p: optim.SGD(p, 0.1, maximize=True),
     "nesterov": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
     "adam": lambda p: optim.Adam(p, 0.01, amsgrad=True, weight_decay=0.1, maximize=True),
@@ -169,7 +169,6 @@ def changed(rank, world_size):
     (model, x, whole), (twin, _, _) = layer(mesh), layer(mesh)
     options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
     sgd, eager = (optim.SGD(one.parameters(), **options) for one in (model, twin))
-    step = whole.with_optimizer(sgd)
 
     def eager_step_of_twin():
         eager.zero_grad()
@@ -181,7 +180,12 @@ def changed(rank, world_size):
     loaded = eager.state_dict()
     loaded["state"] = {at: {k: v.clone() for k, v in one.items()}
                        for at, one in loaded["state"].items()}  # fmt: skip
-    sgd.load_state_dict(loaded)  # in the place of what was made for the graph
+    # Its first step would be another one, of which nobody else would know.
+    refused("first step of SGD with dampening", whole.with_optimizer, sgd)
+    sgd.load_state_dict(loaded)
+    step = whole.with_optimizer(sgd)
+    sgd.load_state_dict({**loaded, "state": {at: {k: v.clone() for k, v in one.items()}
+                                             for at, one in loaded["state"].items()}})  # fmt: skip
     # Threads of several ranks would put back each other's patches.
     alone = patch("vescale_dtensor._joint.update.note_settings")
     with alone if world_size == 1 else nullcontext() as noted:
@@ -225,3 +229,71 @@ def test_counts_of_a_fused_optimizer_are_read_by_one_copy():
     update.stepped = [SimpleNamespace(leaf=leaf) for leaf in leaves]
     update.optimizer = SimpleNamespace(state=dict(zip(leaves, counts, strict=True)))
     assert [update._counted()(leaf) for leaf in leaves] == [0.0, 1.0, 2.0]
+
+
+class Rotated(nn.Module):
+    """A complex weight, whose moments torch takes of its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs().square().mean()
+
+
+def complex_steps(rank, world_size, name):
+    mesh = device_mesh((world_size,), ("dp",))
+    torch.manual_seed(0)
+    plain = Rotated()
+    twin, x = copy.deepcopy(plain), torch.randn(2, 4)
+    vd.distribute_module(twin, mesh)
+    first, second = (OPTIMIZERS[name](one.parameters()) for one in (plain, twin))
+    there = vd.distribute_tensor(x, mesh, [vd.Replicate()])
+    step = vd.joint(vd.capture(twin), there).with_optimizer(second)
+    for _ in range(3):
+        first.zero_grad()
+        plain(x).backward()
+        first.step()
+        step(there)
+        assert torch.equal(twin.weight.full_tensor(), plain.weight)
+    return True
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adam", "foreach"])
+def test_complex_parameters(name):
+    assert all(simulate(1).run(complex_steps, name))
+
+
+def under_autocast(rank, world_size):
+    """A float32 island inside of a step that runs under autocast: nothing is cast again."""
+    mesh = device_mesh((world_size,), ("dp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    vd.distribute_module(model, mesh)
+    twin = copy.deepcopy(model)
+    x = vd.distribute_tensor(torch.randn(4, 8), mesh, [vd.Replicate()])
+
+    def step_of(one):
+        def step(x):
+            y = one[0](x)
+            with torch.autocast("cpu", enabled=False):
+                y = one[1](y.float())
+            return y.square().mean()
+
+        return step
+
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = vd.joint(vd.capture(step_of(twin)), x)
+        expected = step_of(model)(x)
+        expected.backward()
+        found = whole(x)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(found.full_tensor(), expected.full_tensor())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad.full_tensor(), q.grad.full_tensor())
+    return True
+
+
+def test_autocast():
+    assert all(simulate(1).run(under_autocast))

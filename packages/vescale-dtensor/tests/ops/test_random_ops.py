@@ -4,6 +4,8 @@ That their numbers are those of one device is proved with all other ops, in test
 Draws whose parameters require grad have gradients of one device as well.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -223,3 +225,38 @@ def test_draws_are_those_of_one_device(name):
         for mine, theirs in zip(found[:2], expected[:2], strict=True):
             if theirs is not None:
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+NUMBERS = {
+    "complex randn_like": lambda x: torch.randn_like(x, dtype=torch.complex64),
+    "complex normal_": lambda x: x.to(torch.complex64).normal_(1, 2),
+    "native_dropout": lambda x: torch.native_dropout(x, np.float16(0.3), True)[0],
+    "native_dropout of True": lambda x: torch.native_dropout(x, True, True)[0],
+    "dropout": lambda x: F.dropout(x, np.float16(0.3)),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, np.float16(0.3), True),
+    "dropout1d": lambda x: F.dropout1d(x, np.float16(0.3)),
+    "bernoulli_": lambda x: x.clone().bernoulli_(True),
+    "uniform_": lambda x: x.clone().uniform_(False, np.float16(2.3)),
+    "normal_": lambda x: x.clone().normal_(True, True),
+    "geometric_": lambda x: x.clone().geometric_(torch.tensor(0.3)),
+    "randint_like": lambda x: torch.randint_like(x, torch.tensor(3)),
+    "random_": lambda x: x.clone().random_(np.int16(3)),
+}
+
+
+def numbers(rank, world_size, data):
+    mesh, faults = vd.init_device_mesh("cpu", (world_size,)), []
+    for (name, draw), dim in product(NUMBERS.items(), (0, 1)):
+        torch.manual_seed(1)
+        expected, after = draw(data.clone()), torch.get_rng_state()
+        torch.manual_seed(1)
+        found = draw(vd.distribute_tensor(data, mesh, [Shard(dim)])).full_tensor()
+        if not torch.allclose(found, expected) or not torch.equal(after, torch.get_rng_state()):
+            faults.append((name, dim))
+    return faults
+
+
+def test_numbers_of_other_kinds_are_those_of_one_device():
+    data = torch.rand(5, 4, generator=torch.Generator().manual_seed(3))
+    for faults in simulate(3).run(numbers, data):
+        assert not faults

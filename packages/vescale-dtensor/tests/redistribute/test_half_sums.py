@@ -137,7 +137,7 @@ def test_products_keep_what_one_float32_holds(seed):
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_maxima_travel_as_they_are(op):
+def test_maxima_travel_in_32_bits_at_once(op):
     terms = terms_of(MANY, 4, torch.float16, 0)
 
     def program(mesh):
@@ -147,9 +147,9 @@ def test_maxima_travel_as_they_are(op):
 
     expected = getattr(terms, f"a{op}")(0)
     for found, calls, sent in on_mesh((4,), program, ("dp",)):
-        same(found, expected)
+        assert same(found, expected)
         assert calls == ["all_reduce"]
-        assert sent == 2 * prod(MANY) * 2 * 3 // 4
+        assert sent == 2 * prod(MANY) * 4 * 3 // 4
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (64, 4)])
@@ -429,3 +429,27 @@ def test_what_else_is_as_it_was():
         assert {one.op for one in seen.records} == ops
     with pytest.raises(MeshError, match="no axis 'tp'"):
         sum_whole(mesh, ["tp"])
+
+
+NARROWING = {
+    "bfloat16": lambda total: total.bfloat16(),
+    "to": lambda total: total.to(torch.bfloat16),
+    "type_as": lambda total: total.type_as(torch.ones((), dtype=torch.bfloat16)),
+    "copy_": lambda total: torch.empty_like(total, dtype=torch.bfloat16).copy_(total),
+}
+
+
+@pytest.mark.parametrize("name", NARROWING)
+def test_a_cast_to_halves_rounds_the_sum(name):
+    x = torch.cat([torch.ones(1003), -torch.ones(1001)]).view(2004, 1)
+
+    def program(mesh):
+        total = vd.distribute_tensor(x, mesh, [S0]).requires_grad_().sum(0)
+        found = NARROWING[name](total)
+        wide = total.bfloat16().double()  # a wider dtype holds every part, which may wait
+        return found.full_tensor(), total.double().placements, wide.full_tensor()
+
+    for found, placements, wide in on_mesh((2,), program, ("dp",)):
+        assert found.dtype is torch.bfloat16
+        assert found.item() == wide.item() == 2.0
+        assert placements == (P,)

@@ -56,12 +56,12 @@ def redistribute_all(rank, world_size, sizes, cases, dtype):
 
 
 def sent_by(plan, dtype):
-    """What the plan says; of few halves what is summed up for all travels as float32."""
+    """What the plan says; few halves that are summed up for all, and maxima, take 32 bits each."""
     if dtype != torch.bfloat16:
         return plan.wire_bytes
     wide = plan.rounding_steps or range(0)
     twice = [
-        index in wide or (isinstance(step, AllReduce) and step.op in ("sum", "avg", "prod"))
+        index in wide or isinstance(step, AllReduce) or getattr(step, "op", "") in ("max", "min")
         for index, step in enumerate(plan.steps)
     ]
     return sum(step.wire_bytes * (1 + more) for step, more in zip(plan.steps, twice, strict=True))

@@ -98,8 +98,11 @@ def test_parameters_that_share_no_memory_have_an_identity():
             _ = view.data_ptr() == first.data_ptr()
     for takes in (lambda p: setattr(p, "data", first.data), lambda p: p.set_(first.data)):
         vd.separate_memory([second])
+        before = vd.memories_of([second])
+        assert before == vd.memories_of([second]) != vd.memories_of([first])
         with torch.no_grad():
             takes(second)
+        assert vd.memories_of([second]) != before
         with pytest.raises(UnsupportedError, match="hold nothing"):
             _ = second.data_ptr() == first.data_ptr()
     even = [vd.distribute_tensor(WHOLE, mesh, [Shard(0), Replicate()]) for _ in range(2)]

@@ -24,6 +24,7 @@ import torch
 
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.messages import human_bytes, table
+from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._cost import (
     CLUSTERS,
     Cluster,
@@ -120,15 +121,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--model", nargs="+", choices=LLAMA3, default=list(LLAMA3), help="default: all")
-    add("--ranks", nargs="+", type=int, default=[8, 64, 512, 2048, 16384], help="devices")
-    add("--tp", nargs="+", type=int, default=[8], help="tensor parallel ranks (default: 8)")
+    add("--ranks", nargs="+", type=whole(), default=[8, 64, 512, 2048, 16384], help="devices")
+    add("--tp", nargs="+", type=whole(), default=[8], help="tensor parallel ranks (default: 8)")
     add("--zero", nargs="+", type=int, choices=range(4), default=[3], help="default: 3")
-    add("--sequences", type=int, default=1, help="of each dp rank and step (default: 1)")
-    add("--sequence", type=int, default=8192, help="tokens of a sequence (default: 8192)")
+    add("--sequences", type=whole(), default=1, help="of each dp rank and step (default: 1)")
+    add("--sequence", type=whole(), default=8192, help="tokens of a sequence (default: 8192)")
     add("--no-recompute", action="store_true", help="keep all activations instead of block inputs")
     add("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
-    add("--efficiency", type=float, help="part of the peak that matrix products reach")
-    add("--overlap", type=float, help="part of the computation that hides dp's collectives")
+    add("--efficiency", type=real(1e-6, 1.0), help="part of the peak that matrix products reach")
+    add(
+        "--overlap", type=real(0.0, 1.0), help="part of the computation that hides dp's collectives"
+    )
     add("--explain", action="store_true", help="and each row's memory and collectives")
     return made
 

@@ -227,6 +227,14 @@ def test_a_module_that_is_tied_from_outside_does_not_go_on_with_the_old_weight()
         model(torch.ones(2, 5))
 
 
+@on_ranks(WORLD, simulated=True)
+def test_pruning_a_model_whose_parameters_are_gathered_is_refused_by_name():
+    model = parallelize(make(), mesh(), Plan(zero=3))
+    l1_unstructured(model.up, "weight", 0.5)
+    with pytest.raises(StaleParameterError, match=r"'up.weight' was taken out .*prune"):
+        model(TOKENS)
+
+
 class InLists(nn.Module):
     def __init__(self) -> None:
         super().__init__()

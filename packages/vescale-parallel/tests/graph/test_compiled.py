@@ -112,3 +112,47 @@ def test_inductor():
     one, two = run(trained, 2, 3, "inductor", timeout=880)
     assert one == two
     assert not any(region.why_not for region in one[0] if region.operations > 1)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: optim.Adam(p, 0.02, amsgrad=True, weight_decay=0.01),
+    "adamw": lambda p: optim.AdamW(p, 0.02),
+    "fused": lambda p: optim.AdamW(p, 0.02, fused=True),
+}
+
+
+def scheduled_steps(rank, world_size, name):
+    """Twenty steps of a schedule beside eager mode; how often a region was compiled by then."""
+    calls = []
+
+    def backend(module, inputs):
+        calls.append(module)
+        return module
+
+    (model, _), (eager, _) = built(1), built(1)
+    first, second = (OPTIMIZERS[name](one.parameters()) for one in (model, eager))
+    schedules = [optim.lr_scheduler.CosineAnnealingLR(one, 20) for one in (first, second)]
+    step = graph.train_step(model, model, batch(0)).with_optimizer(first)
+    found = graph.compile_regions(step.graph_module, backend=backend)
+    assert not any(one.why_not for one in found.regions if one.operations > 1)
+    step, counts = step.running(found.graph_module), []
+    for at in range(20):
+        torch.manual_seed(at)
+        step(batch(at))
+        torch.manual_seed(at)
+        second.zero_grad()
+        eager(batch(at)).backward()
+        second.step()
+        for one in schedules:
+            one.step()
+        counts.append(len(calls))
+    for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.allclose(one.full_tensor(), two.full_tensor(), 1e-4, 1e-6)
+    return counts
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_numbers_that_change_compile_nothing_anew(name):
+    (counts,) = simulate(1).run(scheduled_steps, name)
+    assert counts[0] == counts[-1]

@@ -112,3 +112,24 @@ def test_random_graphs(ranks, seeds):
     first, *others = simulate(ranks).run(on_a_rank, seeds)
     assert all(one == first for one in others)
     assert any(len(bucket) > 1 for plan in first for bucket in plan)
+
+
+def scalars(rank, world_size):
+    """Gathers of scalars, of a row, and of nothing."""
+    name = group_of(device_mesh((2,), ("dp",)), "dp").process_group.group_name
+    ops = torch.ops._c10d_functional
+
+    def function(*inputs):
+        started = [ops.all_gather_into_tensor(x, world_size, name) for x in inputs]
+        return [ops.wait_tensor(one) for one in started]
+
+    shapes = [(), (1,), (), (0, 3)]
+    inputs = [torch.full(shape, float(rank + at)) for at, shape in enumerate(shapes)]
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    torch.manual_seed(3)
+    made = check(module, inputs, (module(*inputs), torch.get_rng_state()))
+    assert len(made.buckets) == 1
+
+
+def test_scalars_are_gathered_together():
+    simulate(2).run(scalars)

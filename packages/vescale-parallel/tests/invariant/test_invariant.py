@@ -55,6 +55,19 @@ def test_captured(ranks: int, zero: int, checkpoint: str | None):
     assert trained({"dp": ranks}, zero, 3, 13, **words) == alone(3, 13)
 
 
+def test_shards_leave_the_generators_of_accelerators_alone(monkeypatch: pytest.MonkeyPatch):
+    """On a mesh of CPUs; `fork_rng` would not restore those of a GPU."""
+    seeded: list[int] = []
+
+    def run(rank: int, world_size: int) -> None:
+        model = build({"dp": 2}, 0)
+        steps(model, torch.optim.SGD(model.parameters()), range(1))
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    simulate(2).run(run)
+    assert set(seeded) == {0}  # of `build`
+
+
 @on_ranks(2, simulated=True)
 def test_captured_shards_are_replayed():
     model = build({"dp": 2}, 3, static=True)

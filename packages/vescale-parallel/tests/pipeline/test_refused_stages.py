@@ -64,6 +64,16 @@ def late_embed(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
     return x + model.embed.weight.sum() if at == 3 else x
 
 
+def late_row(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    return x + model.embed.weight.T[0, :1] if at == 3 else x
+
+
+def asks(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
+    # Of a parameter of another stage, but not for its values.
+    weight = model.embed.weight
+    return x.to(weight.device, weight.dtype) * len(weight) / weight.size(0) if at == 3 else x
+
+
 def again(model: Any, at: int, x: Tensor, first: Tensor) -> Tensor:
     return model.blocks[0](x) if at == 1 else x
 
@@ -164,6 +174,8 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "last stage in the step": ({"fails": 2, "when": 2}, 4, "a block does not like this"),
     "reads a value": ({"through": reads}, 4, "reads a value that another stage"),
     "uses what is not passed on": ({"through": adds}, 4, "takes values that only other stages"),
+    "computes with another stage's weight": ({"through": late_embed}, 4, "'everywhere': 'embed'"),
+    "reads a row of another stage's weight": ({"through": late_row}, 4, "'everywhere': 'embed'"),
     "hides a value": ({"through": hides}, 4, "no numbers"),
     "uses what a block did not return": ({"through": leaks}, 4, "is not what that returns"),
     "takes what it finds of what blocks leave": (
@@ -205,6 +217,17 @@ def test_every_rank_hears_what_is_wrong(case: str):
         assert words in told, told
 
 
+def test_what_came_late_is_named():
+    def on_a_rank(rank: int, world_size: int) -> str:
+        model = Model()
+        staged(model, {"pp": 2}, **PIPELINE)
+        model.head = nn.Linear(4, 1)
+        return failures_of(lambda: forward_backward(model, torch.ones(4, 3)))
+
+    for told in simulate(2)(on_a_rank):
+        assert "'head.weight', 'head.bias' came after parallelize" in told
+
+
 def test_ranks_that_call_it_otherwise_are_told():
     def on_a_rank(rank: int, world_size: int) -> str:
         torch.manual_seed(0)
@@ -232,16 +255,21 @@ def test_what_is_trained_may_change():
         assert model.head.weight.grad is not None
 
 
-@on_ranks(2, simulated=True)
-def test_what_a_stage_adds_from_everywhere_is_right():
-    torch.manual_seed(0)
-    plain = Model(through=late_embed)
-    torch.manual_seed(0)
-    model = Model(through=late_embed)
-    batch = torch.randn(4, 3)
-    staged(model, {"pp": 2}, **PIPELINE, everywhere="embed")
-    step_both(model, plain, 2, batch)
-    require_gradients(model, plain)
+@pytest.mark.parametrize(
+    ("through", "everywhere"), [(late_embed, {"everywhere": "embed"}), (asks, {})]
+)
+def test_what_a_stage_adds_from_everywhere_is_right(through: Any, everywhere: dict[str, str]):
+    def on_a_rank(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        plain = Model(through=through)
+        torch.manual_seed(0)
+        model = Model(through=through)
+        batch = torch.randn(4, 3)
+        staged(model, {"pp": 2}, **PIPELINE, **everywhere)
+        step_both(model, plain, 2, batch)
+        require_gradients(model, plain)
+
+    simulate(2)(on_a_rank)
 
 
 NO_STAGES = [

@@ -1,6 +1,7 @@
 """Places in the random streams are those that drawing leads to; what stages tell is read back."""
 
 import random
+from collections import namedtuple
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_it_goes_back_whoever_has_drawn(seed: int):
     assert torch.equal(found, torch.rand(2000))
 
 
+Pair = namedtuple("Pair", "first second")
 PLACEMENTS = [
     Shard(1),
     Replicate(),
@@ -66,6 +68,13 @@ def test_placements(placement: object):
     assert from_text(to_text(described)) == described
 
 
-def test_other_values_are_refused():
-    with pytest.raises(PipelineError, match="object"):
-        to_text([object()])
+def test_named_tuples_of_modules():
+    found = from_text(to_text({"a": Pair(1, [Pair("b", None)])}))
+    assert found == {"a": Pair(1, [Pair("b", None)])}
+    assert type(found["a"]) is type(found["a"].second[0]) is Pair
+
+
+@pytest.mark.parametrize("value", [object(), namedtuple("Nowhere", "x")(1)])
+def test_other_values_are_refused(value: object):
+    with pytest.raises(PipelineError, match=type(value).__name__):
+        to_text([value])

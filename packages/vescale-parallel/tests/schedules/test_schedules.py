@@ -448,6 +448,8 @@ def test_what_is_no_schedule_is_refused():
         ("0F0,0X0", "'0X0' is no action"),
         ("0F0\n0B0", "stage 0 is on ranks 0 and 1"),
         ("1F0,1B0", "no rank has stage 0"),
+        ("0F0,0B0,1000000000F0,1000000000B0", "no rank has stage 1"),
+        (f"0F{'9' * 5000}", "is no action"),
         ("", "no rank has stage 0"),
     ):
         with pytest.raises(PlanError, match=words):

@@ -45,6 +45,7 @@ from vescale_rng._draw.factories import (
     randn_like,
 )
 from vescale_rng._draw.fill import fill_
+from vescale_rng._draw.native_ops import no_native_draws
 from vescale_rng._draw.probabilities import bernoulli, bernoulli_, normal
 from vescale_rng._draw.sampling import multinomial, randperm
 from vescale_rng._draw.truncated import trunc_normal_
@@ -134,6 +135,7 @@ __all__ = [
     "layouts",
     "multinomial",
     "native_dropout",
+    "no_native_draws",
     "normal",
     "poisson",
     "policy",

@@ -37,9 +37,14 @@ class Distribution(ABC):
         """Refuse a parameter that is no number: numbers are judged by torch, when it draws."""
         # When it is made, and not when it is drawn: then some ranks may hold nothing, and would not
         # look.
-        for name, value in vars(self).items():
-            if name in _NUMBERS and not is_number(value):
+        for name, value in tuple(vars(self).items()):
+            if name not in _NUMBERS:
+                continue
+            if not is_number(value):
                 raise refused(name, NUMBER, value)
+            if type(value) not in (float, int):
+                # Others calculate in their own precision: a float16 of numpy, a tensor.
+                object.__setattr__(self, name, float(value))
 
     @abstractmethod
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
@@ -108,6 +113,8 @@ class RandInt(Distribution):
         for name, value in (("low", self.low), ("high", self.high)):
             if not is_integer(value) and not (name == "high" and value is None):
                 raise refused(name, INTEGER, value)
+            if value is not None:
+                object.__setattr__(self, name, int(value))  # numpy's wrap around
 
     def draw(self, out: torch.Tensor, generator: torch.Generator | None) -> None:
         """See `Distribution.draw`."""

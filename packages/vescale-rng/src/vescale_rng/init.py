@@ -19,8 +19,9 @@ from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.truncated import trunc_normal_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
-from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
+from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
+from vescale_rng._policy import policy
 from vescale_rng.distributions import Distribution, Normal, Uniform
 
 __all__ = [
@@ -160,7 +161,8 @@ def orthogonal_(
     """Fill `local` as `torch.nn.init.orthogonal_` fills the global tensor.
 
     Every element of the result depends on all the matrix, so each rank draws and factorises all
-    of it: time and memory are those of one device.
+    of it: time and memory are those of one device. Under the portable policy the matrix is
+    that policy's, and its factors are those of the device of `local`.
 
     Raises:
         DistributionError: torch refuses the shape or the dtype.
@@ -172,19 +174,37 @@ def orthogonal_(
     generator = cpu_generator(generator)
     if _is_nothing(torch_init.orthogonal_, held, gain):
         return local
-    # By torch itself: QR has other signs in other libraries, and the sign is part of the result.
-    whole = torch.empty(held.global_shape, dtype=target.dtype, device="cpu")
     try:
-        torch_init.orthogonal_(whole, gain, generator)
+        factor = _orthogonal(held, target, gain, generator)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise DistributionError(f"orthogonal_ of {target.dtype}: torch says {reason!r}") from error
     with torch.no_grad():
         for box in held.boxes:
             start = target.storage_offset() + box.local_offset
-            part = whole[tuple(map(_slice, box.global_offset, box.shape))]
+            part = factor[tuple(map(_slice, box.global_offset, box.shape))]
             target.as_strided(box.shape, box.local_strides, start).copy_(part)
     return local
+
+
+def _orthogonal(
+    layout: ShardLayout, target: torch.Tensor, gain: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Return the (semi) orthogonal matrix of the global shape, made of the policy's normals."""
+    if policy() == "native":
+        # By torch itself: QR has other signs in other libraries, and the sign is part of the
+        # result.
+        made = torch.empty(layout.global_shape, dtype=target.dtype, device=target.device)
+        filled: torch.Tensor = torch_init.orthogonal_(made, gain, generator)
+        return filled
+    rows, columns = layout.global_shape[0], prod(layout.global_shape[1:])
+    normals = torch.empty(rows, columns, dtype=target.dtype, device=target.device)
+    fill_(normals, Normal(), whole((rows, columns)), generator)
+    q, r = torch.linalg.qr(normals if rows >= columns else normals.t())
+    # With these signs the factors are unique, and q is uniform among orthogonal matrices.
+    q = q * r.diagonal().sign()
+    factor: torch.Tensor = q if rows >= columns else q.t()
+    return factor.mul(gain).reshape(layout.global_shape)
 
 
 def _slice(start: int, extent: int) -> slice:

@@ -165,8 +165,8 @@ def test_each_argument_of_each_function_is_refused_by_its_name(name):
 
 
 def test_no_public_function_is_left_out():
-    left = {"as_layout", "at", "check_in_step", "layout_of_tensor", "policy", "threads_of", "use",
-            "use_threads"}  # fmt: skip
+    left = {"as_layout", "at", "check_in_step", "layout_of_tensor", "no_native_draws", "policy",
+            "threads_of", "use", "use_threads"}  # fmt: skip
     functions = {n for n in rng.__all__ if inspect.isfunction(getattr(rng, n))}
     assert functions - left <= set(GOOD)
     with pytest.raises(RngError, match="`name`: policy 3 was asked for"), rng.use(3):

@@ -3,13 +3,24 @@
 So is what the generator gives next, on every rank, also where the rank holds nothing.
 """
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rng_cases import cases, draws
 from rng_pieces import Shard, boxes_of, strided
-from vescale_rng import Normal, fill_, layout_of
+from vescale_rng import (
+    Bernoulli,
+    Exponential,
+    Geometric,
+    Normal,
+    fill_,
+    layout_of,
+    skip,
+    use,
+    whole,
+)
 from vescale_rng._cpu import stream
 from vescale_rng._layout import fill_plan, window_plan
 
@@ -53,3 +64,36 @@ def test_a_distribution_of_nan_is_drawn_like_any_other():
     layout = layout_of((40,), [Shard(0)], (2,), (1,))
     local = fill_(torch.empty(20), Normal(float("nan")), layout)
     assert local.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(3, 7), (7, 1), (2, 3)])
+@pytest.mark.parametrize("order", [None, (1, 0)])
+def test_complex_normals_are_those_of_one_device(dtype, shape, order):
+    normal = Normal(1.0, 2.0)
+    torch.manual_seed(1)
+    expected = strided(shape, order, dtype).normal_(1.0, 2.0)
+    after = torch.get_rng_state()
+    for rank in range(3):
+        for dim in (0, 1):
+            layout = layout_of(shape, [Shard(dim)], (3,), (rank,), memory_order=order)
+            torch.manual_seed(1)
+            local = fill_(strided(layout.local_shape, order, dtype), normal, layout)
+            for slices, view in boxes_of(local, layout):
+                assert torch.equal(view, expected[slices])
+            assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(1)
+    skip(normal, shape, dtype, memory_order=order)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("policy", ["native", "portable"])
+@pytest.mark.parametrize("kind", [Bernoulli, Exponential, Geometric])
+def test_a_parameter_in_half_precision_is_a_number_like_any_other(kind, policy):
+    found = []
+    for value in (numpy.float16(0.3), torch.tensor(0.3, dtype=torch.float16), 0.300048828125):
+        torch.manual_seed(1)
+        with use(policy):
+            found.append(fill_(torch.empty(50), kind(value), whole((50,))))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])

@@ -88,7 +88,7 @@ def all_reduce(
         group: from `group_of`, a torch process group, or None for the default one.
         op: `"sum"`, `"avg"` (floating-point and complex), `"max"`, `"min"`, `"prod"`, or, for
             integers and booleans, `"band"`, `"bor"`, `"bxor"`. On booleans sum is *or*, prod is
-            *and*.
+            *and*. A NaN is the maximum, and the minimum.
         order: `"native"`: as the backend does it. `"rank"`: `((x0 + x1) + x2) + x3`. `"tree"`:
             neighbours first, `(x0 + x1) + (x2 + x3)`, an odd last one going up as it is. The
             latter two have the same bits on every backend and for every size: 16- and 8-bit floats

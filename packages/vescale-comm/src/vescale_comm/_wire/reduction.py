@@ -1,5 +1,6 @@
 """Reductions: which exist for a dtype, and how each one travels over a backend."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ _COMPLEX = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _INTS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
 # Wider integers hold every value; sums and products that overflow wrap to the same bits.
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -128,13 +130,15 @@ def reduction(op: str, dtype: torch.dtype, backend: str, order: str = "native") 
         return planned
     part = _COMPLEX.get(dtype, dtype)
     wide = torch.float32 if part.is_floating_point and part.itemsize < 4 else None
-    if _is_float8(dtype):  # it travels as it is, and is widened where it is folded
+    if dtype.is_floating_point:  # as it is: torch folds it, and keeps a NaN
         planned = Reduction(op, dtype, _NATIVE[op], mean=op == "avg")
     return replace(planned, native=False, order=order, wide=wide)
 
 
 def _planned(op: str, dtype: torch.dtype, backend: str) -> Reduction:
     native = _NATIVE[op]
+    if op in ("max", "min") and (dtype in _FLOATS or _is_float8(dtype)):
+        return Reduction(op, dtype, native, _ordered(op), _from_ordered(dtype))
     if dtype in _FLOATS and op not in _BITWISE:
         return Reduction(op, dtype, native, mean=op == "avg")
     if _is_float8(dtype) and op not in _BITWISE:
@@ -149,6 +153,35 @@ def _planned(op: str, dtype: torch.dtype, backend: str) -> Reduction:
     if not dtype.is_floating_point and not dtype.is_complex and op != "avg":
         return _of_integers(op, dtype, backend)
     raise CommArgumentError(f"op {op!r} is not defined for {dtype}: {_advice(op)}")
+
+
+@lru_cache(maxsize=2)
+def _ordered(op: str) -> Convert:
+    """Make integers of floats that compare as these do, with NaN as torch has it: beyond all.
+
+    gloo compares floats by functions that drop a NaN, and others may; torch's keep it.
+    """
+    # By its sign, beyond the one infinity or the other.
+    nan = math.copysign(math.nan, 1 if op == "max" else -1)
+
+    def encode(x: Tensor) -> Tensor:
+        wide = x if x.dtype in _BITS else x.float()  # exact, and halves have no integers on wires
+        marked = torch.where(wide.isnan(), nan, wide)
+        return _mirrored(marked.view(_BITS[wide.dtype]))
+
+    return encode
+
+
+@lru_cache(maxsize=32)
+def _from_ordered(dtype: torch.dtype) -> Convert:
+    wide = dtype if dtype in _BITS else torch.float32
+    return lambda x: _mirrored(x).view(wide).to(dtype)
+
+
+def _mirrored(bits: Tensor) -> Tensor:
+    """Turn around the order of negative numbers, whose bits count their distance from 0."""
+    greatest = torch.iinfo(bits.dtype).max
+    return torch.where(bits < 0, bits ^ greatest, bits)
 
 
 def _of_complex(op: str, dtype: torch.dtype) -> Reduction:

@@ -278,7 +278,11 @@ def _part_of_complex(name: str) -> property:
 
     def write(self: DTensor, value: Any) -> None:
         part = get(self)
-        part.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=part.dtype))
+        part.copy_(
+            value
+            if isinstance(value, Tensor)
+            else torch.tensor(value, dtype=part.dtype, device=part.device)
+        )
 
     return property(get, write, doc=f"`Tensor.{name}`.")
 

@@ -20,6 +20,7 @@ from vescale_dtensor._autograd.uses import zero_off_first
 from vescale_dtensor._errors import DTensorError
 from vescale_dtensor._layout.placements import Partial, RaggedShard
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
+from vescale_dtensor._tensor.lineage import note_part
 
 
 class GradientKeeper(Protocol):
@@ -89,6 +90,7 @@ def keep_gradient(parameter: Tensor, contribution: Tensor, keeper: GradientKeepe
     ]
     with torch.no_grad():
         wrapper = wrap_as(contribution, layout.with_placements(placements), parameter.shape)
+    note_part(wrapper, parameter)
     leaf.kept = KeptGradient(wrapper, keeper)
     parameter._leaf_holds.gradient = None  # so that `.grad` looks for what is kept
 

@@ -49,6 +49,8 @@ def set_data(tensor: DTensor, value: Any) -> None:
     if owner is not None and tensor is owner.wrapper:
         _set_gradient_data(tensor, owner, value)
         return
+    if _is_set_as_kept(tensor, value):
+        return
     if owner is not None:
         tensor._grad_of = None  # a view of a gradient gets memory of its own
     if value.shape != tensor.shape:
@@ -108,6 +110,24 @@ def _set_gradient_data(gradient: DTensor, owner: LeafGradient, value: DTensor) -
     owner.assign_total(tuple(gradient.shape) if total is value else None)
 
 
+def _is_set_as_kept(gradient: DTensor, value: DTensor) -> bool:
+    """Set what a layer above keeps of a leaf's gradient, if that is what this tensor is.
+
+    Collective then: `p.grad.data = x` is `p.grad = x`, which drops what was kept.
+    """
+    whole: Any = None if gradient._part_of is None else gradient._part_of()
+    leaf = None if whole is None else whole._leaf_gradient
+    if leaf is None or leaf.kept is None or leaf.kept.wrapper is not gradient:
+        return False
+    set_gradient(whole, value)
+    # It is the gradient still, of the memory that this has from now on.
+    gradient._local_tensor = leaf.local.grad
+    _take_spec(gradient, leaf.gradient_spec(whole._spec, leaf.local.grad.dtype))
+    local_replaced(gradient)
+    leaf.describe(gradient)
+    return True
+
+
 def _refuse_shape_of_gradient(tensor: DTensor, value: DTensor) -> None:
     """Refuse to give a leaf another shape than the gradient that it has.
 
@@ -133,6 +153,8 @@ def set_(tensor: DTensor, other: DTensor) -> DTensor:
     """`Tensor.set_`: take the data, shape and layout of another DTensor."""
     if owner_of(tensor) is not None:
         set_data(tensor, other)
+        return tensor
+    if _is_set_as_kept(tensor, other):
         return tensor
     if other.shape != tensor.shape:
         _refuse_shape_of_gradient(tensor, other)
@@ -183,6 +205,10 @@ def set_requires_grad(tensor: DTensor, requires_grad: bool = True) -> DTensor:
         # No leaf, although its local tensor is one until the first use: torch answers.
         mirror_requires_grad(tensor, requires_grad)
         return tensor
+    if requires_grad and tensor._local_tensor._is_view() and not tensor._local_tensor.requires_grad:
+        # A write to a leaf's memory makes torch build the history of its views again, from what the
+        # leaf is a view of: that wants no gradient (a piece of what a kernel gathered, say).
+        tensor._local_tensor = tensor._local_tensor.detach()
     # Autograd works on the local tensor. By the wrapper's flag `Function.apply` notices it.
     tensor._local_tensor.requires_grad_(requires_grad)
     mirror_requires_grad(tensor, requires_grad)

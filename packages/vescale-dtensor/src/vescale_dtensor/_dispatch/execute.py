@@ -242,11 +242,13 @@ def refuse_view_of_leaf(target: Tensor) -> None:
     """
     if not (isinstance(target, DTensor) and torch.is_grad_enabled()):
         return
-    local = target._local_tensor
-    if not local.requires_grad or local.is_leaf:
+    # Of a copied view some ranks may have nothing; what it is a copy of, all have.
+    copied = target._view_copy_of
+    local = target._local_tensor if copied is None else copied
+    if not local.requires_grad or (local.is_leaf and copied is None):
         return
     base = local._base if local._is_view() and local._base is not None else local
-    if is_alias_of_leaf(base):
+    if is_alias_of_leaf(base) or (base.is_leaf and base.requires_grad):
         raise RuntimeError(
             f"a view of a leaf that requires grad is being used in an in-place operation: "
             f"{target!r}. Write to it under no_grad, or to a clone."
@@ -311,9 +313,11 @@ def global_shape(local: Tensor, index: int, plan: OpPlan, call: OpCall) -> Shape
         return tuple(local.shape)  # no output of the rule is ever sharded
     sources = strategy.extents[index if len(strategy.extents) > 1 else 0]
     operands: Sequence[Tensor] = call.operands
+    # Where several dims in front are one here, counted from the end.
+    fewer = len(sources) - local.ndim
     return tuple(
         [
-            local.shape[dim] if source is None else operands[source[0]].shape[source[1]]
+            local.shape[dim - fewer] if source is None else operands[source[0]].shape[source[1]]
             for dim, source in enumerate(sources)
         ]
     )

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vescale_rng
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._autograd.local_order import expanded_again, in_memory_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
-from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like
+from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like, refuse_view_of_leaf
 from vescale_dtensor._dispatch.observers import notify_fallback
 from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
@@ -61,6 +62,8 @@ def run_replicated(call: OpCall) -> Any:
 
     Raises:
         UnsupportedError: a write to a copied view, or one that changes a DTensor's shape.
+        PolicyError: the op draws, and another policy than "native" is in force.
+        RuntimeError: a recorded write to a view of a leaf.
     """
     mesh = mesh_of(call)
     if observers:
@@ -70,6 +73,7 @@ def run_replicated(call: OpCall) -> Any:
     for index in foretold:
         # Before it runs: an operand that is replicated already is passed itself, not as a copy.
         check_writable(call.operands[index], function_name(call.func))
+        refuse_view_of_leaf(call.operands[index])
         # Of `x[0] = …` the part counts: torch looks at that, in memory that lies as on one device.
         if call.func is not torch.Tensor.__setitem__:
             refuse_overlapping(call.operands[index], call.func, len(call.operands))
@@ -80,7 +84,8 @@ def run_replicated(call: OpCall) -> Any:
     args, kwargs = call.replaced(locals_)
     generator = generator_in(args, kwargs)
     before = state_before(mesh, locals_[0], generator)
-    result = call.func(*args, **kwargs)
+    with vescale_rng.no_native_draws(function_name(call.func)):
+        result = call.func(*args, **kwargs)
     # Every rank draws for itself (`svd_lowrank`, say): alike, as long as the generators are.
     record_if_drawn(mesh, locals_[0], generator, before)
     # Sorted, so that all ranks write back, which communicates, in one order.

@@ -39,14 +39,15 @@ class OptimizerRule(ABC):
 
     @abstractmethod
     def begin(self, state: dict[str, Any], parameter: Tensor, group: Group) -> None:
-        """Make the state of a parameter that was never stepped."""
+        """Make the state of a parameter that was never stepped.
+
+        Raises:
+            CaptureError: the first step is another one than those that follow.
+        """
 
     @abstractmethod
-    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
-        """The numbers of a step, which is number `steps` of the parameter, from 1 on.
-
-        `fresh`: the state was made by `begin`, and not used yet.
-        """
+    def values(self, group: Group, steps: float) -> tuple[float, ...]:
+        """The numbers of a step, which is number `steps` of the parameter, from 1 on."""
 
     @abstractmethod
     def form(self, group: Group) -> tuple[bool, ...]:
@@ -69,22 +70,29 @@ class _SGD(OptimizerRule):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def begin(self, state: dict[str, Any], parameter: Tensor, group: Group) -> None:
-        # torch clones the first gradient. Minus zero: adding a gradient to it gives its bits, also
-        # where it is plus or minus zero.
-        if group["momentum"] != 0:
-            state["momentum_buffer"] = torch.full_like(parameter.detach(), -0.0)
+        if group["momentum"] == 0:
+            return
+        # torch clones the first gradient, whole: whose first step it is, no other graph or eager
+        # step would know.
+        if group["dampening"] != 0:
+            raise CaptureError(
+                "joint: the first step of SGD with dampening is another one than those that "
+                "follow. Make one step in eager mode, or load its state, and then the graph"
+            )
+        # Minus zero: adding a gradient to it gives its bits, also where it is plus or minus zero.
+        state["momentum_buffer"] = torch.full_like(parameter.detach(), -0.0)
 
-    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
-        new = 1.0 if fresh else 1 - group["dampening"]
-        return (-group["lr"], group["weight_decay"], group["momentum"], new)
+    def values(self, group: Group, steps: float) -> tuple[float, ...]:
+        return (-group["lr"], group["weight_decay"], group["momentum"], 1 - group["dampening"])
 
     def form(self, group: Group) -> tuple[bool, ...]:
         momentum = group["momentum"] != 0
         decays = group["weight_decay"] != 0
-        return momentum, decays, bool(group["nesterov"]), bool(group["maximize"])
+        flags = bool(group["nesterov"]), bool(group["maximize"]), group["dampening"] != 0
+        return momentum, decays, *flags
 
     def update(self, make: Builder, p: fx.Node, g: fx.Node, of: Nodes, group: Group) -> None:
-        momentum, decays, nesterov, maximize = self.form(group)
+        momentum, decays, nesterov, maximize, _ = self.form(group)
         if maximize:
             g = make(aten.neg.default, g)
         if decays:
@@ -112,7 +120,7 @@ class _Adam(OptimizerRule):
         for name in self.moments(group):
             state[name] = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
 
-    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
+    def values(self, group: Group, steps: float) -> tuple[float, ...]:
         lr, decay = group["lr"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         size = lr / (1 - beta1**steps)
@@ -136,6 +144,12 @@ class _Adam(OptimizerRule):
             p = make(aten.mul_.Tensor, p, of["decay"])
         elif decays:
             g = make(aten.add.Tensor, g, p, alpha=of["decay"])
+        if p.meta["val"].is_complex():
+            # Moments of the real and the imaginary part, as torch takes them.
+            pair = aten.view_as_real.default
+            p, g = make(pair, p), make(pair, g)
+            moments = {name: make(pair, of[name]) for name in self.moments(group)}
+            of = {**of, **moments}
         first = make(aten.lerp_.Scalar, of["exp_avg"], g, of["new1"])
         second = make(aten.mul_.Tensor, of["exp_avg_sq"], of["beta2"])
         second = make(aten.addcmul_.default, second, g, g, value=of["new2"])
@@ -158,7 +172,7 @@ class _FusedAdam(_Adam):
         super().begin(state, parameter, group)
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
-    def values(self, group: Group, steps: float, *, fresh: bool) -> tuple[float, ...]:
+    def values(self, group: Group, steps: float) -> tuple[float, ...]:
         return (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
 
     def update_all(self, make: Builder, items: Sequence[Item], group: Group) -> None:

@@ -18,6 +18,7 @@ from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.capture import Captured
+from vescale_dtensor._capture.global_state import autocast_state, set_autocast
 from vescale_dtensor._capture.program import Program
 from vescale_dtensor._capture.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
@@ -29,6 +30,7 @@ from vescale_dtensor._joint.update import Update
 from vescale_dtensor._joint.updated import updated
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._torch.compat import any_autocast
 
 _TRIES = 4
 """Calls until a step is recorded: the first ones may make what later ones find (a cache)."""
@@ -163,7 +165,7 @@ class Joint:
         if update is not None:
             update.before()
         # The backward is in the graph: recorded for autograd, buffers would get a history.
-        with torch.no_grad():
+        with torch.no_grad(), _as_traced():
             results = list(self._executed(*given))
         program.after_writes(call.flat)
         if update is not None:
@@ -196,6 +198,20 @@ class Joint:
                 f"joint: '{held[0]}' has a gradient already ({len(held)} parameters have). A joint "
                 "graph computes totals and adds them to none: call optimizer.zero_grad() first"
             )
+
+
+@contextmanager
+def _as_traced() -> Iterator[None]:
+    """Inside, autocast is off: the casts of the step are operators of its graph."""
+    if not any_autocast():
+        yield
+        return
+    state = autocast_state()
+    set_autocast()
+    try:
+        yield
+    finally:
+        set_autocast(*state)
 
 
 def _itself(local: Tensor) -> Tensor:

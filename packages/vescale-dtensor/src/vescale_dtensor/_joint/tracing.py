@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import Group, group_of
+from vescale_comm.operators import arguments_of, effects_of
 
 from vescale_dtensor._autograd.backward import start_of
 from vescale_dtensor._autograd.uses import as_partial
@@ -267,14 +268,9 @@ def has_effect(node: fx.Node) -> bool:
     """
     if node.op in ("placeholder", "output"):
         return True
-    schema: Any = getattr(node.target, "_schema", None)
-    if schema is None:
+    if not hasattr(node.target, "_schema"):
         return node.op != "get_attr" and node.is_impure()
-    return (
-        schema.is_mutable
-        or schema.name.startswith("_c10d_functional::")
-        or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
-    )
+    return bool(effects_of(node.target, arguments_of(node.target, node.args, node.kwargs)))
 
 
 def _remove_unused(graph: fx.Graph) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class Update:
         clocks: for each of them the group, and one parameter that counts.
         members: of each group, when the graph was made.
         forms: what decided the operators of each group.
-        fresh: tensors of states that were made for the graph, and that nothing has used yet.
     """
 
     optimizer: Optimizer
@@ -61,7 +60,6 @@ class Update:
     clocks: tuple[tuple[int, DTensor], ...]
     members: tuple[tuple[int, ...], ...]
     forms: tuple[tuple[bool, ...], ...]
-    fresh: list[Tensor] = field(default_factory=list)
 
     def arguments(self) -> list[Any]:
         """Numbers, then moments: the inputs of the graph that are the update's.
@@ -74,16 +72,10 @@ class Update:
         groups = self.optimizer.param_groups
         counted = self._counted()
         steps = [counted(leaf) for _, leaf in self.clocks]
-        fresh = [self._is_fresh(leaf) for _, leaf in self.clocks]
         for at, (group, _) in enumerate(self.clocks):
-            given = self.rule.values(groups[group], steps[at] + 1, fresh=fresh[at])
+            given = self.rule.values(groups[group], steps[at] + 1)
             found += map(float, given)
         for one in self.stepped:
-            if self._is_fresh(one.leaf) != fresh[one.clock]:
-                raise CaptureError(
-                    f"joint: the optimizer's state of '{one.name}' was replaced, and that of "
-                    "parameters that are updated with it was not. Make the graph anew"
-                )
             if counted(one.leaf) != steps[one.clock]:
                 raise CaptureError(
                     f"joint: '{one.name}' was stepped another number of times than parameters that "
@@ -94,11 +86,6 @@ class Update:
             if self.rule.counts:
                 found.append(state["step"])
         return found
-
-    def _is_fresh(self, leaf: DTensor) -> bool:
-        """Whether the state is still what was made: `load_state_dict` puts other tensors there."""
-        own = self.optimizer.state[leaf].values()
-        return any(value is one for value in own for one in self.fresh)
 
     def _counted(self) -> Callable[[DTensor], float]:
         """Return what says how many steps a parameter has had, and waits for a device once."""
@@ -143,7 +130,6 @@ class Update:
             after_mutation(one.leaf)
             for name in one.moments:
                 after_mutation(state[name])
-        self.fresh.clear()
         note_step(self.optimizer)
 
 
@@ -194,7 +180,7 @@ def planned(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
     """
     rule = rule_of(optimizer)
     check_hooks(optimizer)
-    clocks: dict[tuple[int, float, bool], int] = {}
+    clocks: dict[tuple[int, float], int] = {}
     found: list[Stepped] = []
     counted: list[tuple[int, DTensor]] = []
     made = Update(optimizer, rule, (), (), members(optimizer), ())
@@ -204,15 +190,12 @@ def planned(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
                 continue
             moments = rule.moments(group)
             state = optimizer.state[leaf]
-            fresh = any(state.get(name) is None for name in moments)
-            if fresh:
+            if any(state.get(name) is None for name in moments):
                 rule.begin(state, leaf, group)
-            key = index, made._steps(leaf), fresh
+            key = index, made._steps(leaf)
             clock = clocks.setdefault(key, len(clocks))
             if clock == len(counted):
                 counted.append((index, leaf))
-            if fresh:
-                made.fresh += [state[name] for name in moments]
             found.append(Stepped(named[id(leaf)], leaf, index, moments, clock))
     made.stepped, made.clocks = tuple(found), tuple(counted)
     made.forms = tuple(rule.form(group) for group in optimizer.param_groups)
@@ -233,7 +216,7 @@ def add_update(
     groups = update.optimizer.param_groups
     numbers: list[dict[str, fx.Node]] = []
     for group, leaf in update.clocks:
-        values = update.rule.values(groups[group], update._steps(leaf) + 1, fresh=False)
+        values = update.rule.values(groups[group], update._steps(leaf) + 1)
         pairs = zip(update.rule.numbers, values, strict=True)
         numbers.append({name: make.input(name, float(one)) for name, one in pairs})
     moments: list[dict[str, fx.Node]] = []

@@ -156,13 +156,19 @@ def candidates_of_flat_shards(
     if not (with_dims and (strategy.elementwise or strategy.full_reduction)):
         return ()
     first = with_dims[0]
-    # A dim without a letter may not be sharded at all, and flat shards shard all of theirs.
+    # A dim without a letter may not be sharded at all.
+    flat = [one for one in actual[first] if is_flat(one)]
+    lettered = all(letters[first][dim] is not None for one in flat for dim in _cut_dims(one))
     same_letters = all(
         letters[i] == letters[first] and actual[i] == actual[first] for i in with_dims
     )
-    if not same_letters or None in letters[first] or not any(map(is_flat, actual[first])):
+    if not (same_letters and flat and lettered):
         return ()
     return tuple([_candidate_of_flat_shards(p, with_dims, strategy) for p in actual[first]])
+
+
+def _cut_dims(placement: Placement) -> tuple[int, ...]:
+    return placement.cut_dims() if isinstance(placement, Sharded) else ()
 
 
 def _candidate_of_flat_shards(

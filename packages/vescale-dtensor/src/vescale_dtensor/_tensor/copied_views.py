@@ -60,8 +60,12 @@ def mark_copy(copy: DTensor, base: DTensor) -> None:
     source = base._local_tensor if base._view_copy_of is None else base._view_copy_of
     copy._view_copy_of = source
     address = _address(source)
-    if address:
-        live_copies.setdefault(address, weakref.WeakSet()).add(copy)
+    if not address:
+        return
+    known = live_copies.setdefault(address, weakref.WeakSet())
+    # A set would ask tensors whether they are equal.
+    if all(other is not copy for other in known):
+        known.add(copy)
 
 
 def mark_alias(alias: DTensor, copy: DTensor) -> None:

@@ -8,40 +8,58 @@ from typing import Any
 from torch import nn
 from vescale_dtensor import AttentionWay, sequence_attention
 
+from vescale_parallel._common.unpickled import Unpickled
 
-def install_attention(model: nn.Module, way: AttentionWay) -> None:
+
+def install_attention(model: nn.Module, way: AttentionWay) -> Within | None:
     """Let every module that has others inside, and the model, run in `sequence_attention(way)`.
 
     Not the model alone: what a module computes again in backward is not called by it.
+
+    Returns:
+        The hooks; None where there are none.
     """
     if way == "auto":
-        return
+        return None
+    within = Within(way)
     for module in model.modules():
         if module is model or next(module.children(), None) is not None:
-            within = _Within(way)
             module.register_forward_pre_hook(within.enter)
             # Also where forward raises, or what follows would run in this way.
             module.register_forward_hook(within.leave, always_call=True)
+    return within
 
 
-class _Within:
-    """A module's hooks around its forward; of calls inside of calls, the inner ends first."""
+class Within(Unpickled):
+    """Hooks around forwards of a model's modules; of calls within calls, the inner ends first."""
 
     def __init__(self, way: AttentionWay) -> None:
         self._way = way
-        self._open: list[ExitStack] = []
+        self._open: list[tuple[nn.Module, ExitStack]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Before forward."""
         stack = ExitStack()
         stack.enter_context(sequence_attention(self._way))
-        self._open.append(stack)
+        self._open.append((module, stack))
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         """Behind forward; where another hook raised before `enter`, there is nothing to leave."""
-        if self._open:
-            self._open.pop().close()
+        if any(one is module for one, _ in self._open):
+            # Those that were interrupted within it, too.
+            while self._leave_last() is not module:
+                pass
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
-        """That of a copied module."""
-        return _Within(self._way)
+    def leave_all(self) -> None:
+        """The forward of the model was interrupted."""
+        while self._open:
+            self._leave_last()
+
+    def _leave_last(self) -> nn.Module:
+        module, stack = self._open.pop()
+        stack.close()
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Within:
+        """That of a copied model."""
+        return Within(self._way)

@@ -19,6 +19,7 @@ from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
 from vescale_parallel._common.rows import row_counts, shard_of, sharing_axes
 from vescale_parallel._common.torch_compat import no_torch_function
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.layout import RuleLayout
 
@@ -42,7 +43,7 @@ _REPLICAS: Final = (
 )
 
 
-class LocalBatch:
+class LocalBatch(Unpickled):
     """The root's forward pre-hook: plain tensors are this rank's rows of the global batch.
 
     The global batch is that of all ranks' rows in the order of the ranks. Forms and numbers of rows

@@ -1,13 +1,13 @@
 """`parallelize(model, mesh, plan)`: the same model object, distributed over a mesh."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
 
-from vescale_parallel._apply.attention_install import install_attention
+from vescale_parallel._apply.attention_install import Within, install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.experts_install import install_experts
 from vescale_parallel._apply.gradients import (
@@ -31,6 +31,7 @@ from vescale_parallel._apply.zero_install import StoredPlacements, install_zero,
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.install import Budget, install_regions
 from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
+from vescale_parallel._common.interrupted import let_end
 from vescale_parallel._deferred.distributed import distributed
 from vescale_parallel._deferred.models import attributes_of, materialize_rest
 from vescale_parallel._deferred.recording import DeferredTensor
@@ -43,7 +44,8 @@ from vescale_parallel._static.units import install_compile_entries, install_stat
 from vescale_parallel._step.distribute_batch import BATCH
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.host import HOST
-from vescale_parallel._zero.schedule import SCHEDULE
+from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.units import ROOT
 
 
 def parallelize(
@@ -103,7 +105,7 @@ def parallelize(
         install_experts(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
         install_zero(model, report, where, plan.prefetch)
-    install_attention(model, plan.sequence)
+    within = install_attention(model, plan.sequence)
     scene = None
     if isinstance(where, StagePlacements):
         scene = install_stages(model, here, mesh, where, plan.prefetch)
@@ -115,6 +117,7 @@ def parallelize(
         # And here within: of results that are kept, no program is replayed while they are noted.
         capture_stages(scene)
     install_steps(model, here, mesh, scene)
+    _install_ends(model, within)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes), owned=True)
     reduce_before_steps()
     _install_invariant(model, mesh, where, report)
@@ -238,6 +241,18 @@ def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> N
 
         budget = Budget(list(regions.values()), needed)
         model.register_forward_pre_hook(budget, with_kwargs=True)
+
+
+def _install_ends(model: nn.Module, within: Within | None) -> None:
+    """Around all that forwards are by now: let what they have begun be ended by an interrupt."""
+    schedule = getattr(model, SCHEDULE, None)
+    ends: dict[str, list[Callable[[], None]]] = {}
+    if isinstance(schedule, Schedule):
+        ends = {name: [end] for name, end in schedule.ends().items()}
+    if within is not None:
+        ends.setdefault(ROOT, []).append(within.leave_all)
+    for name, calls in ends.items():
+        let_end(model.get_submodule(name), calls)
 
 
 def _install_invariant(

@@ -21,11 +21,12 @@ from vescale_parallel._apply.zero_install import (
 )
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.optimizer_hooks import Watcher, watch_steps
 from vescale_parallel._common.rearranged import rearranged
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.held import HeldParameters, is_plain
-from vescale_parallel._pipeline.local_steps import watch_local_steps
+from vescale_parallel._pipeline.local_steps import LocalSteps
 from vescale_parallel._pipeline.messages import Lines, lanes_of
 from vescale_parallel._pipeline.microbatches import MicrobatchStep
 from vescale_parallel._pipeline.rules import AXIS
@@ -40,7 +41,7 @@ from vescale_parallel._static.units import (
     tell_compilers,
 )
 from vescale_parallel._step.forward_backward import STEP
-from vescale_parallel._zero.owner_steps import refuse_in_stages
+from vescale_parallel._zero.owner_steps import RefusedMuon
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT
@@ -210,11 +211,13 @@ def install_stages(
     rank = mesh.get_local_rank(AXIS)
     held: HeldParameters | nullcontext[None]
     behind: HeldParameters | nullcontext[None] = nullcontext()
+    watcher: Watcher
     if any(split.buffers):
         # The units of `zero` swap by hooks, and gather what they share.
         stored = StoredPlacements(where.mesh, where.stored, {}, here.over, where.mesh)
         slots = [slot for rows in split.buffers for row in rows for slot in row.plan.slots]
-        refuse_in_stages(model, frozenset(name for slot in slots for name in slot.names))
+        watcher = RefusedMuon(model, frozenset(name for slot in slots for name in slot.names))
+        watch_steps(watcher)  # before the units of `zero` do
         install_zero(model, here, stored, ahead, is_alike=False)
         held = nullcontext()
         behind = _held_behind(model, here, where.mesh)
@@ -222,10 +225,12 @@ def install_stages(
         cast_buffers(model, here)
         rows = [held_of(model, row, where.mesh) for row in here.parameters]
         held = HeldParameters(rows, where.mesh)
-        watch_local_steps(model)
+        watcher = LocalSteps(model)
+        watch_steps(watcher)
     absent = frozenset(_absent(split, rank))
     streams = Streams(mesh.device_type)
-    return Scene(model, split, where.mesh, rank, held, streams, absent, behind=behind)
+    how: Any = {"behind": behind, "watcher": watcher}
+    return Scene(model, split, where.mesh, rank, held, streams, absent, **how)
 
 
 def _held_behind(

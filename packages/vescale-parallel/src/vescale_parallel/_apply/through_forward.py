@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from vescale_parallel._common.interrupted import Interruptible
+
 
 def through_forward(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a model as its forward is called: `through_forward(model, "loss_of", x, y)`.
@@ -40,7 +42,8 @@ def through_forward(model: nn.Module, method: str, *args: Any, **kwargs: Any) ->
 
     # On the instance, where `nn.Module.__call__` looks first: hooks then run around the method as
     # they do around the model's own forward.
-    vars(model)["forward"] = instead
+    ends = forward.ends if isinstance(forward, Interruptible) else ()
+    vars(model)["forward"] = Interruptible(model, instead, ends)
     try:
         return model(*args, **kwargs)
     finally:

@@ -13,6 +13,7 @@ from vescale_dtensor import untraced
 
 from vescale_parallel._checkpoint.region import Region
 from vescale_parallel._checkpoint.resolve import RegionRow
+from vescale_parallel._common.unpickled import Unpickled
 
 
 def install_regions(
@@ -29,7 +30,7 @@ def install_regions(
     return regions
 
 
-class Budget:
+class Budget(Unpickled):
     """The root's forward pre-hook: as many regions are on as the tokens of this batch ask for.
 
     Args:

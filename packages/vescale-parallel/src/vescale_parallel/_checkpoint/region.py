@@ -22,11 +22,12 @@ from vescale_dtensor import attention_way, checkpoint, sequence_attention, untra
 from vescale_rng import policy, use
 
 from vescale_parallel._checkpoint.kept import Results
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._common.written import CHECKED, SMALL, Before
 from vescale_parallel._errors import ParallelError
 
 
-class Region:
+class Region(Unpickled):
     """What a module has for its `forward`.
 
     Hooks of the module run around it, once: also those by which its parameters are gathered.

@@ -16,6 +16,7 @@ from vescale_parallel._cli.priced import Step, priced
 from vescale_parallel._cli.schedule import add_schedule_command
 from vescale_parallel._cli.shown import as_json, as_text
 from vescale_parallel._common.messages import bytes_in
+from vescale_parallel._common.numbers import whole
 from vescale_parallel._cost import CLUSTERS
 from vescale_parallel._errors import MeshError, ParallelError, PlanError
 from vescale_parallel._plan.picture import report_svg
@@ -87,8 +88,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--zero", type=int, choices=range(4), help="ZeRO level (default: what the plan says)")
     add("--memory", help="of a device, as 80GB or 40GiB (default: that of the cluster)")
     add("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
-    add("--sequences", type=_positive, default=1, help="of each dp rank and step (default: 1)")
-    add("--sequence", type=_positive, default=4096, help="tokens of a sequence (default: 4096)")
+    add("--sequences", type=whole(), default=1, help="of each dp rank and step (default: 1)")
+    add("--sequence", type=whole(), default=4096, help="tokens of a sequence (default: 4096)")
     add("--checkpoint", help="full, selective, a number n (every n-th block) or bytes, as 24GB")
     add("--recompute", action="store_true", help="the model computes its blocks again by itself")
     add("--write", type=Path, metavar="FILE", help="write the plan, as TOML or .json")
@@ -109,7 +110,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.checkpoint is not None:
         word = options.checkpoint
         # A shell knows text only, and as text a number would be read as bytes.
-        plan = plan.with_(checkpoint=int(word) if word.isdecimal() else word)
+        plan = plan.with_(checkpoint=int(word) if re.fullmatch("[0-9]{1,12}", word) else word)
     step = Step(options.sequences, options.sequence, options.recompute)
     found = priced(model, plan, sizes, step, cluster=options.cluster, memory=memory)
     if options.write is not None:
@@ -122,13 +123,6 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
-    return number
-
-
 def parse_mesh(text: str) -> dict[str, int]:
     """Return sizes by axis from `dp=64,tp=8`.
 
@@ -138,7 +132,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         # No -1 here: no processes run, by whose number it could be filled in.
-        found = re.fullmatch(r"\s*([^\W\d]\w*)\s*=\s*([1-9]\d*)\s*", part)
+        found = re.fullmatch(r"\s*([^\W\d]\w*)\s*=\s*([1-9]\d{0,11})\s*", part)
         if found is None or found[1] in sizes:
             raise MeshError(f"--mesh {text!r}: write sizes by axis, each once, as dp=64,tp=8.")
         sizes[found[1]] = int(found[2])
@@ -152,6 +146,6 @@ def parse_bytes(text: str) -> float:
         PlanError: the text is no number of bytes.
     """
     found = bytes_in(text)
-    if found is None:
+    if found is None or not 0 < found < 1e18:
         raise PlanError(f"--memory {text!r}: write bytes, as 80GB or 40GiB.")
     return found

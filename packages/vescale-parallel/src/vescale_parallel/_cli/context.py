@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from vescale_parallel._cli.ways import Shown, add_command, add_ranks, show
 from vescale_parallel._common.messages import human_bytes
+from vescale_parallel._common.numbers import whole
 from vescale_parallel._cost.context import Attention, Way, attention_ways, chosen
 
 _HELP: Final = """\
@@ -28,12 +29,12 @@ def add_context_command(commands: Any) -> None:
     about = "compare the ways to share attention of a sharded sequence"
     parser = add_command(commands, "context", about, _HELP)
     add = parser.add_argument
-    add("--tokens", type=int, required=True, metavar="N", help="of a sequence")
-    add("--heads", type=int, required=True, metavar="N", help="of the query")
-    add("--kv-heads", type=int, metavar="N", help="of keys and values (default: --heads)")
-    add("--head-dim", type=int, default=128, metavar="N", help="default: 128")
-    add("--batch", type=int, default=1, metavar="N", help="sequences (default: 1)")
-    add("--itemsize", type=int, default=2, metavar="N", help="bytes of an element (default: 2)")
+    add("--tokens", type=whole(), required=True, metavar="N", help="of a sequence")
+    add("--heads", type=whole(), required=True, metavar="N", help="of the query")
+    add("--kv-heads", type=whole(), metavar="N", help="of keys and values (default: --heads)")
+    add("--head-dim", type=whole(), default=128, metavar="N", help="default: 128")
+    add("--batch", type=whole(), default=1, metavar="N", help="sequences (default: 1)")
+    add("--itemsize", type=whole(), default=2, metavar="N", help="bytes of an element (default: 2)")
     add_ranks(parser, "cp")
     parser.set_defaults(run=_run)
 

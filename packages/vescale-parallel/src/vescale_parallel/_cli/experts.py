@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from vescale_parallel._cli.ways import Shown, add_command, add_ranks, show
 from vescale_parallel._common.messages import human_bytes
+from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._cost.experts import ExpertLayer, Share, chosen_share, expert_shares
 
 _HELP: Final = """\
@@ -27,14 +28,20 @@ def add_experts_command(commands: Any) -> None:
     about = "compare the ways to share a layer of experts"
     parser = add_command(commands, "experts", about, _HELP)
     add = parser.add_argument
-    add("--experts", type=int, required=True, metavar="N", help="how many there are")
-    add("--top-k", type=int, required=True, metavar="N", help="how many a token chooses")
-    add("--hidden", type=int, required=True, metavar="N", help="features of a token")
-    add("--width", type=int, required=True, metavar="N", help="features inside of an expert")
-    add("--tokens", type=int, default=4096, metavar="N", help="of one rank (default: 4096)")
-    add("--matrices", type=int, default=3, metavar="N", help="of an expert (default: 3)")
-    add("--itemsize", type=int, default=2, metavar="N", help="bytes of an element (default: 2)")
-    add("--skew", type=float, default=1.5, metavar="X", help="busiest expert / mean (default: 1.5)")
+    add("--experts", type=whole(), required=True, metavar="N", help="how many there are")
+    add("--top-k", type=whole(), required=True, metavar="N", help="how many a token chooses")
+    add("--hidden", type=whole(), required=True, metavar="N", help="features of a token")
+    add("--width", type=whole(), required=True, metavar="N", help="features inside of an expert")
+    add("--tokens", type=whole(), default=4096, metavar="N", help="of one rank (default: 4096)")
+    add("--matrices", type=whole(), default=3, metavar="N", help="of an expert (default: 3)")
+    add("--itemsize", type=whole(), default=2, metavar="N", help="bytes of an element (default: 2)")
+    add(
+        "--skew",
+        type=real(1.0, 1e6),
+        default=1.5,
+        metavar="X",
+        help="busiest expert / mean (default: 1.5)",
+    )
     add_ranks(parser, "ep")
     parser.set_defaults(run=_run)
 

@@ -11,6 +11,7 @@ from torch import export, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import vescale_parallel.memory as memory
+from vescale_parallel._common.numbers import real
 from vescale_parallel._errors import MemoryPlanError
 
 _HELP: Final = """\
@@ -39,7 +40,12 @@ def add_memory_command(commands: Any) -> None:
     add = parser.add_argument
     add("graph", metavar="GRAPH", help="module:callable")
     add("--solver", choices=memory.SOLVERS, default="auto", help="default: auto")
-    add("--seconds", type=float, default=10, help="for all searches together (default: 10)")
+    add(
+        "--seconds",
+        type=real(0.0, 86_400.0),
+        default=10,
+        help="for all searches together (default: 10)",
+    )
     add("--svg", type=Path, metavar="FILE", help="draw the plan: time x address")
     add("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_run)

@@ -54,7 +54,7 @@ def _built(module: str, function: str) -> nn.Module:
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"MODEL '{module}:{function}' cannot be imported: {error}") from error
     finally:
         sys.path.remove("")

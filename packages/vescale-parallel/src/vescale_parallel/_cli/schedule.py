@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vescale_parallel._cli.files import write_file
+from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._errors import PlanError
 from vescale_parallel._schedules.choice import SCHEDULES, compare_schedules
 from vescale_parallel._schedules.pictures import TEXT_LEGEND, as_svg, as_text
@@ -30,6 +31,9 @@ narrow for a letter an action, a letter stands for more. SVG opens in a browser,
 CSV is what torch's pipelining reads.
 """
 
+# Stages, microbatches, chunks, and all three multiplied.
+_MOST: Final = 65_536
+
 # Ranks of which pictures are printed.
 _MOST_ROWS: Final = 16
 
@@ -43,11 +47,23 @@ def add_schedule_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--stages", type=int, required=True, metavar="N", help="number of pipeline ranks")
-    add("--microbatches", type=int, required=True, metavar="N", help="of one step")
-    add("--chunks", type=int, default=2, metavar="N", help="parts a rank, interleaved (default: 2)")
+    add(
+        "--stages",
+        type=whole(most=_MOST),
+        required=True,
+        metavar="N",
+        help="number of pipeline ranks",
+    )
+    add("--microbatches", type=whole(most=_MOST), required=True, metavar="N", help="of one step")
+    add(
+        "--chunks",
+        type=whole(most=_MOST),
+        default=2,
+        metavar="N",
+        help="parts a rank, interleaved (default: 2)",
+    )
     add("--times", default="1,1,1", metavar="F,I,W", help="of one rank's part (default: 1,1,1)")
-    add("--send", type=float, default=0.0, metavar="T", help="time of a message (default: 0)")
+    add("--send", type=real(), default=0.0, metavar="T", help="time of a message (default: 0)")
     add("--only", choices=SCHEDULES, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     add("--svg", type=Path, metavar="FILE", help="draw them to one scale, or the one of --only")
     add("--trace", type=Path, metavar="FILE", help="write it for Perfetto; needs --only")
@@ -60,6 +76,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.only is None and (options.trace or options.csv):
         raise PlanError("--trace and --csv are of one schedule: name it by --only.")
     times, ranks, microbatches = _times(options.times), options.stages, options.microbatches
+    if ranks * microbatches * options.chunks > _MOST:
+        raise PlanError(
+            f"--stages {ranks} x --microbatches {microbatches} x --chunks {options.chunks}: up to "
+            f"{_MOST:,} forwards are compared. Fewer microbatches have a bubble like that of many."
+        )
     found = compare_schedules(
         ranks, microbatches, chunks=options.chunks, times=times, send=options.send
     )
@@ -97,7 +118,7 @@ def _write(there: Sequence[Timeline], options: argparse.Namespace) -> None:
 
 def _times(text: str) -> StageTimes:
     try:
-        forward, inputs, weights = map(float, text.split(","))
-    except ValueError as error:
-        raise PlanError(f"--times {text!r}: write three numbers, as 1,1.2,0.8.") from error
+        forward, inputs, weights = map(real(), text.split(","))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise PlanError(f"--times {text!r}: {error}; write three numbers, as 1,1.2,0.8.") from error
     return StageTimes(forward, inputs, weights)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from vescale_parallel._common.messages import table
+from vescale_parallel._common.numbers import whole
 from vescale_parallel._cost.links import CLUSTERS, Link
 
 W = TypeVar("W")
@@ -43,8 +44,10 @@ def add_command(commands: Any, name: str, about: str, text: str) -> argparse.Arg
 def add_ranks(parser: argparse.ArgumentParser, axis: str) -> None:
     """Add the options about ranks and their links, and how results are printed."""
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", required=True, metavar="N", help=f"of the axis {axis}")
-    add("--stride", type=int, default=1, metavar="N", help="how far apart they are (default: 1)")
+    add("--ranks", type=whole(), nargs="+", required=True, metavar="N", help=f"of the axis {axis}")
+    add(
+        "--stride", type=whole(), default=1, metavar="N", help="how far apart they are (default: 1)"
+    )
     add("--cluster", choices=CLUSTERS, default="h100", help="default: h100")
     add("--json", action="store_true", help="print JSON in place of the table")
 

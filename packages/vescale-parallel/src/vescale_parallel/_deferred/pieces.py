@@ -110,6 +110,9 @@ def _goes_by_element(step: Step, value: Value, hollow: frozenset[Step]) -> bool:
         return all(one in step.written for one in step.values) and all(
             _box_in(one, shape) is not None for one in step.written
         )
+    # A real tensor is all of it, and no part of one: only a number goes with any part.
+    if any(one.tensor.ndim or not step.values for one in step.constants):
+        return False
     inputs = all(one.is_whole and one.meta.shape == shape for one in step.values)
     if step.name == "full":
         return made and not step.values

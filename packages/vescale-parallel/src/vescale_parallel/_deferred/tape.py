@@ -132,6 +132,11 @@ class Step:
         """The deferred tensors among its arguments."""
         return [one for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, Value)]
 
+    @property
+    def constants(self) -> list[Constant]:
+        """The real tensors among its arguments."""
+        return [one for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, Constant)]
+
 
 @dataclass(frozen=True)
 class Making:

@@ -12,7 +12,8 @@ How a graph goes through the files:
 - `rearranged`: the plan carried out on this rank's graph.
 - `recomputed`: activations computed a second time; `offloaded`: or kept on the host meanwhile;
   `host_ops`: the copies, as operators.
-- `compiled`: what lies between the collectives handed to a compiler, region by region.
+- `compiled`: what lies between the collectives handed to a compiler, region by region;
+  `numbers`: those that change from step to step, as tensors.
 - `machine`: rates that are measured, and kept in a file; what each node took.
 - `timeline`: the graph run on paper, computation beside communication.
 """

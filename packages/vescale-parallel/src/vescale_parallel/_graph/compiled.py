@@ -20,6 +20,7 @@ from vescale_comm.agreement import gather_texts
 
 from vescale_parallel._common.messages import listed, table
 from vescale_parallel._errors import DisagreementError, GraphError
+from vescale_parallel._graph.numbers import TakingNumbers, with_tensors
 from vescale_parallel._graph.regions import (
     FEW,
     Cut,
@@ -30,6 +31,7 @@ from vescale_parallel._graph.regions import (
     operators,
     together,
 )
+from vescale_parallel._memory.copied import copied_module
 
 
 @dataclass(frozen=True)
@@ -158,15 +160,17 @@ def _name_of(backend: str | Callable[..., Any]) -> str:
 def _compiled(module: fx.GraphModule, backend: Any) -> tuple[Any, str]:
     """The module compiled for its shapes, or as it is, and why it cannot be."""
     try:
-        inputs = [_zeros(node) for node in module.graph.nodes if node.op == "placeholder"]
+        of, _ = copied_module(module)
+        places = with_tensors(of)
+        inputs = [_zeros(node) for node in of.graph.nodes if node.op == "placeholder"]
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler, about code that is not the user's
-            made = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+            made: Any = torch.compile(of, backend=backend, fullgraph=True, dynamic=False)
             made(*inputs)
     except Exception as error:  # whatever a compiler raises: the region runs as it is
         said = " ".join(str(error).split("\n")[:2])  # the second line is of the backend's error
         return module, f"{type(error).__name__}: {said[:200]}"
-    return made, ""
+    return (TakingNumbers(made, places) if places else made), ""
 
 
 def _zeros(node: fx.Node) -> Any:

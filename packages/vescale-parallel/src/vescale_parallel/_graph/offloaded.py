@@ -172,7 +172,10 @@ def _attempt(
 
     `at_once`: choose all that there is at a peak, and not only as much as the goal asks for.
     """
-    made = _Made(copied(graph, {})[0])
+    module = copied(graph, {})[0]
+    # Behind what lies on the host already, of a graph that was offloaded before.
+    held = dict(module.named_buffers()).get(_MEMORY)
+    made = _Made(module, 0 if held is None else _aligned(held.numel()))
     peaks: list[int] = []
     while True:
         of = traced(made.module, inputs, memory=tracing)
@@ -313,6 +316,10 @@ def _bases(of: Traced) -> dict[int, fx.Node]:
     return found
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def _communicates(node: fx.Node) -> bool:
     return "c10d" in schema_name(node)
 
@@ -322,7 +329,7 @@ def _move(made: _Made, move: _Move) -> None:
     ops, graph, offset, whole = operators(), made.module.graph, made.host_bytes, move.whole
     # At multiples of a cache line: copies of unaligned memory are slow, and some devices refuse
     # them.
-    made.host_bytes = -(-(offset + move.bytes) // _ALIGNMENT) * _ALIGNMENT
+    made.host_bytes = _aligned(offset + move.bytes)
     made.copying += move.seconds
     made.moved.append(move.base.name)
     memory = _memory_of(made, whole.device)

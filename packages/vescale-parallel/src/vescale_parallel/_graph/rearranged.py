@@ -216,7 +216,8 @@ def _gathered(make: _Maker, members: Sequence[Collective]) -> list[fx.Node]:
     rows = make(aten.view.default, found, [count, -1])
     results = []
     for one, part in zip(members, _parts(make, rows, 1, members, 1), strict=True):
-        shape = [count * one.shape[0], *one.shape[1:]]
+        first, *others = one.shape or (1,)  # of a scalar from each rank, one row is made
+        shape = [count * first, *others]
         # Copied: what follows is written for a result that lies in one piece.
         whole = make(aten.clone.default, part)
         results.append(make(aten.view.default, whole, shape))

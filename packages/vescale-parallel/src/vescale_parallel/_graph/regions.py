@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
 from vescale_parallel._graph.collectives import is_wait, schema_name
+from vescale_parallel._graph.numbers import takers_of_numbers
 from vescale_parallel._memory.copied import copied_module
 
 FEW: Final = "few operations"
@@ -47,6 +48,7 @@ class Cut:
 def cut(graph: fx.GraphModule) -> Cut:
     """Cut a graph at what is no operator of torch; the graph stays as it is."""
     copy, _ = copied_module(graph)
+    takers = takers_of_numbers(copy.graph)
     _put_next_to_makers(copy.graph)
     parts: dict[fx.Node, str] = {}
     starts: list[str] = []
@@ -57,7 +59,7 @@ def cut(graph: fx.GraphModule) -> Cut:
     for node in copy.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        if not _stays(node):
+        if node not in takers and not _stays(node):
             # Names say where a region lies: ranks tell each other by them what they could not
             # compile.
             if not now.startswith("region"):

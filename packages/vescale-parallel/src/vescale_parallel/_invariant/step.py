@@ -299,7 +299,10 @@ class InvariantStep:
 
     def _seed(self, seed: int) -> None:
         """Let a shard draw its own numbers, from whatever generator."""
-        torch.manual_seed(seed)
+        # Those that `_run_alone` restores: `torch.manual_seed` seeds every device of the process.
+        torch.default_generator.manual_seed(seed)
+        if self.mesh.device_type != "cpu":
+            torch.get_device_module(self.mesh.device_type).manual_seed(seed)
         # Of the same seed: Python's and numpy's stand elsewhere on each rank where nobody has
         # seeded them.
         self._others.seed(seed)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from vescale_comm.nested import tensors_within
+from vescale_comm.operators import arguments_of, effects_of
 
 from vescale_parallel._common.torch_compat import FakeTensor, FakeTensorMode, schema_of
 from vescale_parallel._errors import MemoryPlanError
@@ -21,7 +22,6 @@ from vescale_parallel._memory.program import Operation, Program, Storage, progra
 from vescale_parallel._memory.sent import bytes_while_sent
 
 _PURE: Final = ("torch", "_operator", "operator", "math", "builtins")
-_COLLECTIVES: Final = ("c10d", "_dtensor", "vescale_comm")
 _functional: Any = torch.ops._c10d_functional
 _COPIED: Final = (_functional.all_reduce.default, _functional.broadcast.default)
 
@@ -102,17 +102,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # they would be new storages.
         args, kwargs = tree_map(self.fake, (args, kwargs or {}))
         now = self.now
-        schema = schema_of(func).arguments
-        given = {one.name: value for one, value in zip(schema, args, strict=False)} | kwargs
-        for one in schema:
-            tensors = self.keep(given.get(one.name))
+        given = arguments_of(func, args, kwargs)
+        effects = effects_of(func, given)
+        for name, value in given.items():
+            tensors = self.keep(value)
             now.touched |= tensors
-            if one.alias_info is not None and one.alias_info.is_write:
+            if name in effects.writes:
                 now.written |= tensors
-        # Two ways: by the tag, and by a generator that is passed to an operator without one.
-        now.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        now.draws |= any(isinstance(one, torch.Generator) for one in given.values())
-        now.communicates |= any(one in func.namespace for one in _COLLECTIVES)
+        now.draws |= effects.draws
+        now.communicates |= effects.sends
         # Without values it makes a new tensor; in truth it returns the one that it waited for.
         waits = schema_of(func).name == "_c10d_functional::wait_tensor"
         made = args[0] if waits else func(*args, **kwargs)

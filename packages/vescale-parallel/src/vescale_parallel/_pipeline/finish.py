@@ -28,7 +28,7 @@ _LOSS_BYTES: Final = 8
 
 
 def require_success(
-    failure: Exception | None, where: str, note: bytes = b"", group: Group | None = None
+    failure: BaseException | None, where: str, note: bytes = b"", group: Group | None = None
 ) -> dict[int, bytes]:
     """Raise on every rank where one has failed. Collective.
 
@@ -42,7 +42,7 @@ def require_success(
         The notes of all, by rank.
 
     Raises:
-        Exception: that of this rank, on it.
+        BaseException: that of this rank, on it.
         PipelineError: on the others, naming the first that failed, and what it said.
     """
     repeats = isinstance(failure, Repeated)

@@ -45,6 +45,15 @@ _FLAT: Final = frozenset(
 )
 """Types of arguments that hold no other tensors."""
 
+_FORMS: Final = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device"),
+        *("is_floating_point", "is_complex", "is_contiguous", "storage_offset", "data_ptr"),
+        *("to", "type", "type_as", "__hash__", "__len__", "__repr__", "__format__"),
+    }
+)
+"""What takes a tensor for its shape, dtype or device, beside `new_zeros` and `zeros_like`."""
+
 
 class Foreign(TorchFunctionMode):
     """Marks what is computed from values of other stages, while one stage runs its forward.
@@ -54,6 +63,7 @@ class Foreign(TorchFunctionMode):
         collected: by `id` of a marked tensor, which result of an earlier unit it stands for.
         used: which of these were used, as far as functions were watched.
         leaks: what watches values that get out of blocks; None: nobody looks.
+        elsewhere: by `id`, parameters of which this rank holds no elements, with their names.
         is_touched: whether a function took a marked tensor, other than to ask for its shape.
     """
 
@@ -65,6 +75,7 @@ class Foreign(TorchFunctionMode):
         self.known: dict[int, Tensor] = {}
         self.collected: dict[int, str] = {}
         self.used: set[str] = set()
+        self.elsewhere: dict[int, tuple[str, Tensor]] = {}
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors whose values are not known here."""
@@ -129,12 +140,35 @@ class Foreign(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.leaks is None and self.is_plainly_known(args, kwargs):
             return func(*args, **kwargs)
+        asked = self._asked_elsewhere(func, args, kwargs) if self.elsewhere else None
         result = self._run(func, args, kwargs)
+        if asked is not None and isinstance(result, Tensor):
+            self.elsewhere[id(result)] = asked, result
         if self.leaks is not None:
             given, made = tensors_within((args, kwargs)), tensors_within(result)
             self.note_used(given)
             self.leaks.computed(name_of(func), given, made)
         return result
+
+    def _asked_elsewhere(self, func: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+        """Name the parameter on other ranks of which an attribute is read, as `.T`.
+
+        Raises:
+            PipelineError: something is computed with one.
+        """
+        used = [one for one in tensors_within((args, kwargs)) if id(one) in self.elsewhere]
+        name = getattr(func, "__name__", "")
+        if not used or name in _FORMS or name.endswith("_like") or name.startswith("new_"):
+            return None
+        parameter, _ = self.elsewhere[id(used[0])]
+        if name == "__get__":
+            return parameter
+        raise PipelineError(
+            f"{name_of(func)} computes with '{parameter}' on stage {self.stage}, which does not "
+            "hold it, and not by calling the module that does. If that lies outside of the blocks, "
+            "let every stage hold it, as for tied weights: pipeline={'everywhere': "
+            f"'{parameter.rpartition('.')[0] or parameter}'}}; if within one, compute it there."
+        )
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._marked:

@@ -116,12 +116,12 @@ class Repeated(PipelineError):
     lacks = in_hook = False
 
 
-def is_lacking(failure: Exception | None) -> bool:
+def is_lacking(failure: BaseException | None) -> bool:
     """Whether a stage failed for want of what modules within blocks of other stages compute."""
     return isinstance(failure, Lacking) or (isinstance(failure, Repeated) and failure.lacks)
 
 
-def is_in_hook(failure: Exception | None) -> bool:
+def is_in_hook(failure: BaseException | None) -> bool:
     """Whether a hook of some stage failed at what stands for a result of another one."""
     if isinstance(failure, Repeated):
         return failure.in_hook

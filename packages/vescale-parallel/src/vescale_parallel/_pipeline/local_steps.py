@@ -20,44 +20,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from vescale_dtensor import DTensor, local_leaves, note_written, reduce_gradients
 
+from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._pipeline.stepped import OptimizersOf
-from vescale_parallel._zero.flat_steps import Args, Call, States, can_be_helped, helper_of
+from vescale_parallel._zero.flat_steps import States, can_be_helped, helper_of
 
 
-def watch_local_steps(model: nn.Module) -> None:
-    """From now on optimizers of a model step its local tensors, where that is the same.
+class LocalSteps:
+    """Lets optimizers of a model step its local tensors, where that is the same.
 
     Args:
         model: in stages, with distributed parameters that are on the mesh of all stages.
     """
-    # Weakly, and never removed: torch may go through its hooks while the model is freed.
-    known, optimizers = weakref.ref(model), OptimizersOf(model)
-    steps = _LocalSteps()
 
-    def before_step(optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
-        model = known()
-        if model is None or not optimizers.has(optimizer):
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._optimizers = weakref.ref(model), OptimizersOf(model)
+        self._steps = _LocalSteps()
+
+    def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
+        """Return what steps in an optimizer's place, if anything does."""
+        model = self._model()
+        if model is None or not self._optimizers.has(optimizer):
             return None
-        return steps.begin(model, optimizer, args, kwargs)
+        return self._steps.begin(model, optimizer, args, kwargs)
 
-    def after_step(optimizer: Optimizer, args: Args, kwargs: Any) -> None:
-        steps.end(optimizer, args)
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+    def after_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> None:
+        """The step is done."""
+        self._steps.end(optimizer, args)
 
 
 class _LocalSteps:
     """Steps of optimizers on the parameters of one model."""
 
     def __init__(self) -> None:
-        # Weakly: hooks are never removed, and must not keep an optimizer whose owner has let it go.
+        # Weakly: this must not keep an optimizer whose owner has let it go.
         self._of: weakref.WeakKeyDictionary[Optimizer, _Stepped] = weakref.WeakKeyDictionary()
 
     def begin(self, model: nn.Module, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:

@@ -181,13 +181,13 @@ class Rehearsal:
         return [path for path, one in places.items() if counts[one] > 1]
 
     def _stage(self, stage: int, rank: int, kind: Kind, part: Part) -> Kind:
-        failed: Exception | None = None
+        failed: BaseException | None = None
         told = None
         if rank == self._scene.rank:
             try:
                 told = Told("", self._forward(stage, kind, part))
                 to_text(told)  # what cannot be told is an error of this stage
-            except Exception as error:
+            except BaseException as error:
                 failed = error
                 said = f"stage {stage}: {type(error).__name__}: {error}"
                 told = Told(said, Kind({}, {}, {}), is_lacking(error), is_in_hook(error))
@@ -214,6 +214,7 @@ class Rehearsal:
         scene = self._scene
         start = scene.streams.here()
         running = StageForward(scene, stage, kind, self)
+        running.foreign.elsewhere = scene.elsewhere()
         written = _Parameters(scene)
         with KeptBytes(scene.model) if scene.split.is_auto else nullcontext() as kept:
             found = running.run(part)
@@ -301,7 +302,7 @@ class Rehearsal:
             locals_ = [local_of(one).detach() for one in tensors]
             self._require_here(locals_, wanted)
         # Any: the other stage waits for an answer, and what fails here would be heard of by nobody.
-        except Exception as error:
+        except BaseException as error:
             self._send_object(str(error), rank)
             return
         self._send_object(specs, rank)

@@ -143,7 +143,7 @@ class Runner:
         self._before: State | None = None
         self._state = OwnState(scene, self._writes) if self._writes else None
 
-    def run(self, agreed: Callable[[], None] | None = None) -> Exception | None:
+    def run(self, agreed: Callable[[], None] | None = None) -> BaseException | None:
         """Do all actions of this rank; returns what one of them raised.
 
         Args:
@@ -155,9 +155,9 @@ class Runner:
                 around.callback(self._state.end)
             return self._run(around, agreed)
 
-    def _run(self, around: ExitStack, agreed: Callable[[], None] | None) -> Exception | None:
+    def _run(self, around: ExitStack, agreed: Callable[[], None] | None) -> BaseException | None:
         row = self._schedule.ranks[self._scene.rank]
-        failure: Exception | None = None
+        failure: BaseException | None = None
         # The backward behind which no other comes on this rank: only there are gradients complete.
         last = max((at for at, action in enumerate(row) if action.kind != "F"), default=-1)
         # A forward that needs nothing of others runs while they tell how they call.
@@ -174,7 +174,8 @@ class Runner:
                 self._act(action, syncs=at == last)
             except CommError:
                 raise  # who does not answer now would not later: nothing can be told to others
-            except Exception as error:
+            # Also where it was interrupted: the others go on, and wait for what this rank sends.
+            except BaseException as error:
                 failure = error
             if begins and not at:
                 self._begin(agreed)
@@ -208,7 +209,7 @@ class Runner:
         try:
             if agreed is not None:
                 agreed()
-        except Exception:
+        except BaseException:
             self._kept.clear()
             self._forwards.clear()
             if self._before is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
+from vescale_parallel._common.optimizer_hooks import Watcher
 from vescale_parallel._pipeline.foreign import Foreign
 from vescale_parallel._pipeline.held import HeldParameters
 from vescale_parallel._pipeline.kinds import Entry
@@ -64,6 +65,7 @@ class Scene:
         units: what takes the place of forwards of blocks, and of modules outside of them.
         is_compiled: whether a compiler runs code of the model, in this step.
         stepped: hears of steps of the model's optimizers.
+        watcher: hears of them as well, and is held here, for as long as the model lives.
         is_told: whether a warning has said that it is given nothing to compile.
     """
 
@@ -78,6 +80,7 @@ class Scene:
     call: Callable[..., Any] | None = None
     collects: bool = False
     behind: HeldParameters | nullcontext[None] = field(default_factory=nullcontext)
+    watcher: Watcher | None = None
     recomputing: set[int] = field(default_factory=set)
     kept: dict[int, int] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
@@ -112,6 +115,12 @@ class Scene:
             found = torch.zeros_like(leaf, dtype=dtype)
             self._nothings[id(leaf)] = leaf, found
         return found
+
+    def elsewhere(self) -> dict[int, tuple[str, Tensor]]:
+        """Parameters of which this rank holds no elements, by `id`, with their names."""
+        owners = self.split.owners
+        pairs = self.model.named_parameters()
+        return {id(p): (name, p) for name, p in pairs if owners.get(name) not in (None, self.rank)}
 
     @property
     def own_blocks(self) -> list[str]:

@@ -70,7 +70,7 @@ class StagedStep:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
         self._same = SameCalls(mesh, scene.stepped)
         self._group = everyone(mesh)
-        self._walker = Walker(scene.model)
+        self._walker = Walker(scene.model, scene.split.owners)
         # What was found in a table of parameters by name.
         self._shared: tuple[dict[str, nn.Parameter], list[nn.Parameter]] = {}, []
         self._schedule = scene.split.schedule
@@ -80,8 +80,9 @@ class StagedStep:
         self._kinds: dict[Any, Kind] = {}
         # Of the same keys: what this rank alone knows of them.
         self._routes: dict[Any, Routes] = {}
-        # Kinds of which a whole step has drawn nothing here, neither forwards nor backwards.
-        self._still: set[int] = set()
+        # Kinds of which a whole step has drawn nothing here, neither forwards nor backwards. By
+        # `id`, and held: a kind that is learned anew must not be taken for one that is gone.
+        self._still: dict[int, Kind] = {}
         # Whether a first forward may begin before all ranks are known to call alike. Not one that
         # exchanges anything beside its messages: with ranks that call otherwise it would wait.
         self._may_begin = is_plain(scene.mesh) and not isinstance(
@@ -300,12 +301,12 @@ class StagedStep:
         """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
         start = microbatches[0].start
         # A new one for each step: nothing of a failed step may be found by the next.
-        kinds = {id(one.kind) for one in microbatches}
-        is_still = kinds <= self._still
+        kinds = {id(one.kind): one.kind for one in microbatches}
+        is_still = kinds.keys() <= self._still.keys()
         runner = Runner(self._scene, self._lines, schedule, microbatches, watch, is_still=is_still)
         try:
             failure = runner.run(agreed)
-        except Exception:  # of others: what this rank could not do is returned
+        except BaseException:  # of others: what this rank could not do is returned
             self._scene.streams.seek(start)
             raise
         finally:
@@ -321,21 +322,21 @@ class StagedStep:
                 require_specs(self._scene, writes)
                 if trained is not None:
                     note = note_of(runner.loss, trained, whole=_have_whole_losses(microbatches))
-            except Exception as error:
+            except BaseException as error:
                 failure = error
         notes = self._require_success(failure, start, note)
         tell_buffers(self._scene, self._lines, writes)
         return runner.loss, notes
 
     def _require_success(
-        self, failure: Exception | None, start: Place, note: bytes = b""
+        self, failure: BaseException | None, start: Place, note: bytes = b""
     ) -> dict[int, bytes]:
         """Raise on every rank where one has failed. Collective."""
         split = self._scene.split
         own = [str(i) for i, rank in enumerate(split.ranks) if rank == self._scene.rank]
         try:
             return require_success(failure, f"stage {', '.join(own)}", note, self._group)
-        except Exception:
+        except BaseException:
             # What was learned may be what was wrong: the next call looks again.
             self._forget_kinds()
             drop_kept(self._scene.model)
@@ -349,11 +350,11 @@ class StagedStep:
             return {}
         return drawn_from(start)
 
-    def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> Exception | None:
+    def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> BaseException | None:
         # All at once and by number, so that every rank forgets at the same call.
         if len(self._kinds) >= _KINDS:
             self._forget_kinds()
-        problem: Exception | None = None
+        problem: BaseException | None = None
         try:
             for (one, _), key in zip(parts, keys, strict=True):
                 if key not in self._kinds:
@@ -364,7 +365,7 @@ class StagedStep:
                     # After the last one: ranks that know of none go on to the next rehearsal.
                     problem = problem or rehearsal.problem
                     forget_held(self._scene.held)
-        except Exception as error:
+        except BaseException as error:
             return error
         return problem
 
@@ -374,7 +375,7 @@ class StagedStep:
         self._still.clear()
         self._scene.collects = False
 
-    def _shall_collect(self, failure: Exception | None) -> bool:
+    def _shall_collect(self, failure: BaseException | None) -> bool:
         """Whether hooks within blocks are called on all stages from now on. Collective."""
         scene = self._scene
         may = is_lacking(failure) and not scene.collects and watch_within(scene)
@@ -382,7 +383,7 @@ class StagedStep:
         scene.collects = scene.collects or self._all(may)
         return may and scene.collects
 
-    def _may_hide(self, failure: Exception | None) -> bool:
+    def _may_hide(self, failure: BaseException | None) -> bool:
         """Whether hooks of other stages may collect what nobody has missed. Collective."""
         scene = self._scene
         may = failure is None and not scene.collects
@@ -395,7 +396,7 @@ class StagedStep:
 
     def _rehearse_with_hooks(
         self, parts: list[tuple[Part, float]], keys: list[Any]
-    ) -> Exception | None:
+    ) -> BaseException | None:
         """Call hooks on all stages, and go on so if the model uses what they collect. Collective.
 
         A hook that does more with results than to collect them, as to print, is none that others

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from vescale_parallel._common.optimizer_hooks import Args, watch_steps
 
 
 class OptimizersOf:
@@ -53,12 +54,12 @@ class Stepped:
     def __init__(self, model: nn.Module) -> None:
         self.lately = False
         self._optimizers = OptimizersOf(model)
-        # Weakly, and never removed: torch may go through its hooks while the model is freed.
-        known = weakref.ref(self)
+        watch_steps(self)
 
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            stepped = known()
-            if stepped is not None and not stepped.lately:
-                stepped.lately = stepped._optimizers.has(optimizer)
+    def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> None:
+        """Nothing."""
 
-        register_optimizer_step_post_hook(after_step)
+    def after_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> None:
+        """Note it, if it is one of the model's."""
+        if not self.lately:
+            self.lately = self._optimizers.has(optimizer)

@@ -58,10 +58,11 @@ def _written(value: Any) -> Any:
     # Not a value of the model: in a `Described` the number of a tensor stands as a tensor.
     if isinstance(value, Tensor) and value.ndim == 0:
         return {"number": int(value)}
-    if _is_output(kind):
-        # An output of a Hugging Face model: a class that every rank has, of what follows.
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        return {"output": name, "of": [[key, _written(one)] for key, one in value.items()]}
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    # A class that every rank has: where it is found by its name, it is a module's own.
+    if (_is_output(kind) or _is_named_tuple(kind)) and _class_of(name) is kind:
+        items = value.items() if _is_output(kind) else value._asdict().items()
+        return {"output": name, "of": [[key, _written(one)] for key, one in items]}
     # No subclasses, which may hold more than their items.
     if kind in (list, tuple):
         return {kind.__name__: [_written(one) for one in value]}
@@ -71,7 +72,8 @@ def _written(value: Any) -> Any:
     hint = " Pass use_cache=False." if "Cache" in kind.__qualname__ else ""
     raise PipelineError(
         f"a block of a pipeline returns a {kind.__qualname__}: between stages there are tensors, "
-        f"numbers and texts, and tuples, lists and dicts of them.{hint}"
+        f"numbers and texts, and tuples, lists and dicts of them, and named tuples of classes that "
+        f"lie in a module.{hint}"
     )
 
 
@@ -87,9 +89,8 @@ def _read(value: Any) -> Any:
     if "number" in value:
         return torch.tensor(value["number"], device="cpu")
     if "output" in value:
-        module, _, name = value["output"].partition(":")
-        made: Any = getattr(importlib.import_module(module), name)
-        if not _is_output(made):
+        made = _class_of(value["output"])
+        if not (_is_output(made) or _is_named_tuple(made)):
             raise PipelineError(f"{value['output']} is no output of a model.")
         return made(**{key: _read(one) for key, one in value["of"]})
     if "dict" in value:
@@ -97,5 +98,19 @@ def _read(value: Any) -> Any:
     return (list if "list" in value else tuple)(map(_read, next(iter(value.values()))))
 
 
+def _class_of(name: str) -> Any:
+    """A class by its module and name; None: there is none."""
+    module, _, name = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
 def _is_output(kind: Any) -> bool:
+    """Whether a class is that of outputs of Hugging Face models."""
     return isinstance(kind, type) and issubclass(kind, dict) and is_dataclass(kind)

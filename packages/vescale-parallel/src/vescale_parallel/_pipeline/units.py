@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from vescale_dtensor import untraced
 
 from vescale_parallel._common.torch_compat import compiler_callback, in_backward
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.collected import Within, hooked_within
 from vescale_parallel._pipeline.outputs import Evaluates, require_no_cache
@@ -76,7 +77,7 @@ def watch_within(scene: Scene) -> bool:
     return found
 
 
-class UnitForward:
+class UnitForward(Unpickled):
     """Takes the place of a unit's forward: as it was, on the stages that have the unit.
 
     Attributes:
@@ -144,7 +145,7 @@ class UnitForward:
         raise PipelineError(_NO_COPY)
 
 
-class _OfUnit:
+class _OfUnit(Unpickled):
     def __init__(self, unit: UnitForward) -> None:
         self.unit = unit
 
@@ -167,7 +168,7 @@ class _Leave(_OfUnit):
             running.leave(self.unit.name, output)
 
 
-class _Refuse:
+class _Refuse(Unpickled):
     """Refuses calls of the model itself, outside of a step, that no rank can compute."""
 
     def __init__(self, scene: Scene) -> None:
@@ -194,7 +195,7 @@ class _Refuse:
         require_no_cache(kwargs)
 
 
-class _Whole:
+class _Whole(Unpickled):
     """The forward of the model itself: outside of a step, that of all stages."""
 
     def __init__(self, scene: Scene, forward: Any, step: Evaluates, refuse: _Refuse) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import local_leaves
+from vescale_dtensor import DTensor, local_leaves
 
+from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import any_hooks, hooks_of
+from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish import Trained
 from vescale_parallel._zero.schedule import SCHEDULE
 
@@ -86,10 +88,11 @@ class Walker:
 
     Args:
         model: with distributed parameters.
+        known: names of parameters of which it is known where they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, known: Container[str]) -> None:
+        self._model, self._known = model, known
         self._found: _Tree | None = None
         self._modules: list[nn.Module] = []
 
@@ -103,6 +106,7 @@ class Walker:
         stored = _stored_beside(model)
         if found is None or stored or not found.is_current():
             found = _Tree.of(model, stored)
+            _require_known(found.named, self._known)
             # What is stored elsewhere is not what modules hold, by which the next step looks.
             self._found = None if stored else found
         modules = self._modules = found.modules
@@ -116,6 +120,17 @@ class Walker:
             found.form,
             # Elsewhere all is kept, or none, and nothing drawn.
             tuple([0 < one.p < 1 for one in found.dropouts]),
+        )
+
+
+def _require_known(named: Mapping[str, Tensor], known: Container[str]) -> None:
+    """Refuse parameters that came after a model was divided: no stage is known to be theirs."""
+    late = [n for n, one in named.items() if n not in known or not isinstance(one, DTensor)]
+    if late:
+        raise PipelineError(
+            f"{listed(late)} came after parallelize: no stage is known for them. Replace "
+            "modules and parameters before parallelize, or write values into those that are there: "
+            "p.copy_(values) under torch.no_grad()."
         )
 
 

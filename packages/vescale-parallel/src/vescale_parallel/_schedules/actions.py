@@ -18,8 +18,9 @@ KINDS: Final[dict[str, str]] = {
     "I": "backward of inputs",
     "W": "backward of weights",
 }
-# `re.ASCII`: other digits than 0 to 9 are none to anybody who reads the file.
-_WRITTEN: Final = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+# `re.ASCII`: other digits than 0 to 9 are none to anybody who reads the file. No number of
+# thousands of digits, which Python refuses to read.
+_WRITTEN: Final = re.compile(r"(\d{1,99})([FBIW])(\d{1,99})", re.ASCII)
 # What torch's runtime writes beside computations: what passes, and what FSDP does. Here it follows
 # from the computations.
 _NOT_COMPUTED: Final = re.compile(
@@ -157,9 +158,10 @@ def schedule_of(name: str, ranks: Sequence[Iterable[Action]]) -> Schedule:
                     f"schedule {name}: stage {action.stage} is on ranks {places[action.stage]} "
                     f"and {rank}. A stage has one rank."
                 )
-    missing = sorted(set(range(max(places, default=-1) + 1)) - places.keys())
-    if missing or not places:
-        raise PlanError(f"schedule {name}: no rank has stage {missing[0] if missing else 0}.")
+    # Of so many numbers one is missing, or they are those from 0 on: no table of the largest one.
+    missing = next(s for s in range(len(places) + 1) if s not in places)
+    if missing < max(len(places), 1):
+        raise PlanError(f"schedule {name}: no rank has stage {missing}.")
     most = max(action.microbatch for row in actions for action in row)
     return Schedule(name, actions, tuple(places[s] for s in sorted(places)), most + 1)
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from vescale_dtensor import untraced
 
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._static.forward import StaticForward, static_forward
 from vescale_parallel._zero.unit import Unit
 
@@ -32,7 +33,7 @@ _AS_IT_IS: Final = (
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-class CompileEntry:
+class CompileEntry(Unpickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     In eager mode it calls the forward that was there. The first call out of a compiled region
@@ -54,10 +55,11 @@ class CompileEntry:
         units: Sequence[Unit],
         captures: bool,
     ) -> None:
+        # First, as it brings attributes along. So that who looks at its signature sees the model's.
+        update_wrapper(self, forward)
         self.name, self.module, self.forward = name, module, forward
         self.captures, self.together = captures, tuple[CompileEntry, ...]()
         self._units, self._told = tuple(units), False
-        update_wrapper(self, forward)  # so that who looks at its signature sees the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Captured, capture, untraced
 
+from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._zero.unit import Held, Places, Unit
 from vescale_parallel._zero.unit import put_all as _put_all
 
@@ -19,7 +20,7 @@ Part = tuple[Held, Places]
 """A parameter of a unit of ZeRO, and the places in one module."""
 
 
-class StaticForward:
+class StaticForward(Unpickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     Attributes:
@@ -38,12 +39,15 @@ class StaticForward:
         forward: Callable[..., Any],
         units: Sequence[Unit],
         mesh: DeviceMesh | None = None,
+        *,
+        hooks: int | None = None,
     ) -> None:
+        # First, as it brings attributes along. So that who looks at its signature sees the model's.
+        update_wrapper(self, forward)
         self.name, self.module, self.forward, self.mesh = name, module, forward, mesh
         self.paused: Callable[[], str] = _never
         self._units = tuple(units)
-        self._hooks = _count_hooks(module)
-        update_wrapper(self, forward)  # so that who looks at its signature sees the model's
+        self._hooks = _count_hooks(module) if hooks is None else hooks
 
     # At the first use: while a model is copied, the copies of its modules have no parts yet.
     @cached_property
@@ -99,8 +103,9 @@ class StaticForward:
         memo[id(self)] = made  # first: its module and its unit lead back here
         module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
-        StaticForward.__init__(made, self.name, module, forward, units, self.mesh)
-        made._hooks = self._hooks  # the copied module may not have its own yet
+        # The copied module may have no hooks yet, nor an attribute for them.
+        how: Any = {"hooks": self._hooks}
+        StaticForward.__init__(made, self.name, module, forward, units, self.mesh, **how)
         return made
 
     @untraced

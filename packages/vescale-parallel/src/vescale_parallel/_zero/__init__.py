@@ -6,6 +6,7 @@
 - `units`: which modules are gathered as one, from names alone. Pure.
 - `offload`: what a plan says of the host's memory, and what that means. Pure.
 - `precision`: the dtypes that a plan says; `dtypes`: those of each parameter. Pure.
+- `stored_shard`: this rank's elements of a flat buffer, which stored parameters are views of.
 - `flat_buffer`: one flat buffer in memory: this rank's shard, all gathered values, the gradients.
 - `unrecorded`: computing without a history.
 - `packed`: gradients as what is concatenated to send them. Pure.
@@ -19,6 +20,7 @@
 - `told`: gathers and reductions, as events of what ranks compare.
 - `owners`: which rank owns a tensor in full; `owner_steps`: how Muon steps those.
 - `flat_steps`: optimizers that go by element step flat buffers.
+- `steps`: what happens to buffers around an optimizer's step.
 - `schedule`: when all that happens; the only place with module hooks.
 
 `_apply.zero_install` makes a model's stored parameters, units and schedule of these.

@@ -16,27 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from vescale_comm import Group, all_gather_into, reduce_scatter
 from vescale_dtensor import (
     keep_gradient,
     local_leaf,
     local_leaves,
     release_kept_gradient,
-    separate_memory,
     written_unseen,
 )
 
 from vescale_parallel._common.gradient_dtypes import dtype_of_sums
-from vescale_parallel._errors import ParallelError
-from vescale_parallel._zero.flat_plan import Place, owned_places, pieces_of, place_of
-from vescale_parallel._zero.host import HOST, HostShard
+from vescale_parallel._zero.flat_plan import Place, pieces_of, place_of
+from vescale_parallel._zero.host import HostShard
 from vescale_parallel._zero.kept import KeptGradient
 from vescale_parallel._zero.packed import order_of, packed_pieces
 from vescale_parallel._zero.resolve import BufferRow, events_of
+from vescale_parallel._zero.stored_shard import StoredShard
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unrecorded import unrecorded
-
-_data_ptr = Tensor.data_ptr
 
 Reduction = tuple[Any, set[int], Tensor | None]
 """One that is under way: its handle, whose gradients are in it, and memory to use again."""
@@ -53,9 +51,9 @@ class FlatBuffer:
         told: who is told of gathers and reductions.
         is_kept: whether `full` stays between steps.
         host: how the shard is reached where it lies on the host; None: it lies on the device.
-        shard: this rank's elements.
         full: all ranks' elements, while they are gathered.
         leaves: the local tensors of the parameters, as of the last gather.
+        moves: for each slot, how often `.data =` has given the parameter other memory.
         handed: the views of `full` that modules compute with, one per slot.
         counted: for each of them, the version up to which writes are in the shard; see `written`.
         unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
@@ -87,25 +85,22 @@ class FlatBuffer:
         self._under_way: list[Any] = []
         self._gathered_at: tuple[int, ...] | None = None
         self._alone = False
-        # Where the shard is, and the parameters in it.
-        self._address = 0
-        self._addresses: list[int] = []
-        self._dtypes: list[torch.dtype] = []
         # At level 1 the memory that gradients are packed into, kept from backward to backward.
         self._packed: Tensor | None = None
         self._slots = list(map(place_of, row.plan.slots, shapes))
         # Of the slots, ascending, for whoever looks for the one in which an element of `full` is.
         self.starts = [slot.offset for slot in row.plan.slots]
         self._ends = [at + math.prod(shape) for at, shape in zip(self.starts, shapes, strict=True)]
-        self._owned = owned_places(row.plan, group.rank, shapes)
-        self._pieces = pieces_of(self._owned, row.plan.sizes[group.rank])
+        self._stored = StoredShard(row, group.rank, parameters, shapes, host)
+        self.leaves, self.moves = self._stored.leaves, self._stored.moves
+        self._pieces = pieces_of(self.owned, row.plan.sizes[group.rank])
         self._sizes = None if row.plan.is_even else row.plan.sizes
         self._events = events_of(row)
-        self._allocate()
+        self._begin_anew()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatBuffer:
         """A buffer of the copied parameters; groups of processes cannot be copied."""
-        # Leaves of their own, with values of their own: `_adopt` moves these into the new shard.
+        # Leaves of their own, with values of their own: these are moved into the new shard.
         copied = [deepcopy(one, memo) for one in self.parameters]
         host = None if self.host is None else HostShard(self.host.link, keeps=self.host.keeps)
         return FlatBuffer(self.row, self.group, copied, self.shapes, self.told, host)
@@ -133,13 +128,18 @@ class FlatBuffer:
     @property
     def owned(self) -> Sequence[tuple[int, int]]:
         """For each slot, where in the shard this rank's part of it begins and ends."""
-        return self._owned
+        return self._stored.owned
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's elements."""
+        return self._stored.values
 
     def current_shard(self) -> tuple[Tensor, list[Tensor]]:
         """This rank's elements, without a history, and the leaves, which are views of it."""
         # They may have been moved by `.to()`: a shard that none lies in would be gathered.
-        leaves = self._ensure_views(self.locals)
-        return self.shard.detach(), leaves
+        self._ensure()
+        return self.shard.detach(), self.leaves
 
     def start(self, *, anew: bool = True) -> None:
         """Start to gather, unless `full` is there or on its way. Collective.
@@ -155,23 +155,36 @@ class FlatBuffer:
         # Of what lies on the host only, whose copies on the device may be used again.
         is_old = self.host is not None and self._is_old()
         sent = self.begin()
-        if self.is_kept:
-            if self.full is None:
-                self.full = self._new_full()
+        if self.is_kept and self.full is not None:
             # Through `.data`, which has a version of its own: the values are those that autograd
             # saved, unless a parameter was written to, which did count.
             target = self.full.data
+        elif self._stored.within is not None:
+            target = self._stored.within
         else:
             # A new one each time: earlier forwards' backwards may still hold views of the former.
             target = self._new_full()
+        self.pending = (self._gather(sent, target, is_old=is_old), target)
+
+    def _gather(self, sent: Tensor, target: Tensor, *, is_old: bool) -> Any:
         # In any grad mode: neither the shard nor what it is gathered into has a history.
         group, sizes = self.group, self._sizes
         if self.host is None:
-            pending = all_gather_into(target, sent, group, sizes=sizes, async_op=True)
-        else:
-            start = self.row.plan.start(group.rank)
-            pending = self.host.gather(sent, target, group, start, sizes, is_old=is_old)
-        self.pending = (pending, target)
+            return all_gather_into(target, sent, group, sizes=sizes, async_op=True)
+        start = self.row.plan.start(group.rank)
+        return self.host.gather(sent, target, group, start, sizes, is_old=is_old)
+
+    def gather_again(self) -> None:
+        """Have new values where modules compute with the old ones, amid a forward. Collective."""
+        full = self.full
+        if full is None:
+            return
+        # Into the same memory, which whoever has taken a parameter out of its module has, too.
+        self._gather(self.begin(), full.data, is_old=True).wait()
+        self.full = full  # also where the shard is other memory by now
+        # What is computed from the old ones counts as outdated, and nothing as written by modules.
+        increment_version(self.handed)
+        self.counted = [one._version for one in self.handed]
 
     @property
     def joins(self) -> bool:
@@ -184,12 +197,9 @@ class FlatBuffer:
         """Tell the ranks that a gather begins, and return what this one sends."""
         self.told.record(self._events["gathers"])
         # First of all: what is sent is the shard, and not the parameters.
-        leaves = local_leaves(self.parameters)
-        if not self._are_views(leaves):
-            leaves = self._ensure_views(leaves)
-        self.leaves = leaves
+        self._ensure()
         # Where a write came from outside of the version counter, it is gathered at each use.
-        self._gathered_at = tuple([one._version for one in leaves])
+        self._gathered_at = tuple([one._version for one in self.leaves])
         sent, dtype = self.shard, self.compute
         # Cast before it is sent: half of the bytes, and the values that casting after has.
         return sent if self.host is not None or sent.dtype is dtype else sent.to(dtype)
@@ -248,7 +258,7 @@ class FlatBuffer:
         if self.pending is not None:
             (pending, target), self.pending = self.pending, None
             found = pending.wait()
-            if not self.is_kept:
+            if not self.is_kept or self.full is None:
                 self.full = found if target is None else target
 
     def release(self) -> None:
@@ -345,7 +355,7 @@ class FlatBuffer:
     def add_kept(self, slot: int, shard: Tensor) -> None:
         """Add what the local `.grad` of a parameter held to what is kept of it."""
         assert self.unreduced is not None
-        at, end = self._owned[slot]
+        at, end = self.owned[slot]
         start = self.row.plan.start(self.group.rank)
         self.unreduced[start + at : start + end].add_(shard.to(self.device))
 
@@ -441,80 +451,14 @@ class FlatBuffer:
 
     def shards_of(self, shard: Tensor) -> list[Tensor]:
         """For each slot what this rank owns of it, as views of a shard-sized tensor."""
-        return [shard[at:end] for at, end in self._owned]
+        return self._stored.parts_of(shard)
 
-    def _allocate(self) -> None:
-        # Also at the first forward after `model.double()`, which may be one in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            self._allocate_kept()
+    def _ensure(self) -> None:
+        if self._stored.ensure():
+            self._begin_anew()
+        self.leaves = self._stored.leaves
 
-    def _allocate_kept(self) -> None:
-        first = local_leaf(self.parameters[0])
-        self.full = None
-        if self.host is not None:
-            self.host.forget()
-            size = self.row.plan.sizes[self.group.rank]
-            self.shard = self.host.link.zeros(size, first.dtype)
-        elif self.is_kept and self.row.compute == self.row.dtype:
-            self.full = first.detach().new_zeros(self.row.plan.total)
-            start = self.row.plan.start(self.group.rank)
-            self.shard = self.full[start : start + self.row.plan.sizes[self.group.rank]]
-        else:
-            self.shard = first.detach().new_zeros(self.row.plan.sizes[self.group.rank])
-        self._gathered_at = None
-        self._adopt()
-
-    def _adopt(self) -> None:
-        """Move the values of the stored parameters into the shard, and make them views of it."""
-        with torch.no_grad():
-            shards = self.shards_of(self.shard.detach())
-            for local, shard in zip(self.locals, shards, strict=True):
-                shard.copy_(local)
-                # The leaf stays the same object, with its gradient, hooks and optimizer state.
-                local.data = shard
-        separate_memory(self.parameters)
-        self._address = self.shard.data_ptr()
-        self.leaves = self.locals
-        self._addresses = [one.data_ptr() for one in self.leaves]
-        self._dtypes = [self.shard.dtype] * len(self.parameters)
-
-    def _are_views(self, leaves: Sequence[Tensor]) -> bool:
-        # Of all parameters at each gather, so as lists. Those that own nothing have no address.
-        shard = self.shard
-        if shard.data_ptr() != self._address or leaves[0].device != shard.device:
-            return False
-        return (
-            list(map(_data_ptr, leaves)) == self._addresses
-            and [one.dtype for one in leaves] == self._dtypes
-        )
-
-    def _ensure_views(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Put the parameters back into the shard, where `.to()` or `.data =` took them out of it.
-
-        Returns their local tensors, of which some may be others then.
-
-        Raises:
-            ParallelError: they have several dtypes now, or lie on a device and not on the host.
-        """
-        if self._are_views(leaves):
-            return leaves
-        dtypes = {one.dtype for one in leaves}
-        if len(dtypes) > 1:
-            names = [slot.names[0] for slot in self.row.plan.slots]
-            raise ParallelError(
-                f"the parameters {names} are gathered in one buffer, and have several dtypes now: "
-                f"{sorted(map(str, dtypes))}. Convert all of them, or give them units of their own."
-            )
-        if self.host is not None and any(one.device != HOST for one in leaves):
-            raise ParallelError(
-                f"parameters as '{self.row.plan.slots[0].names[0]}' lie on the host by offload=, "
-                f"and were moved to {leaves[0].device} since: leave out model.to(...) after "
-                "parallelize. Each gather brings them to the device."
-            )
-        # `nn.Module.to` has moved all of them: the shard follows, and what was gathered is
-        # dropped.
-        if dtypes != {self.shard.dtype} or leaves[0].device != self.shard.device:
-            self._allocate()
-        else:
-            self._adopt()
-        return self.locals
+    def _begin_anew(self) -> None:
+        """The shard is other memory: nothing that was gathered is there."""
+        self.full, self._gathered_at = None, None
+        self.handed, self.counted = [], []

@@ -27,6 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from vescale_dtensor import DTensor, local_leaves, note_written
 
+from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._common.torch_compat import has_step_hooks
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 
@@ -38,8 +39,6 @@ ELEMENTWISE: Final = frozenset(
 )
 """Optimizers that update each element by its own gradient and state alone."""
 
-Args = tuple[Any, ...]
-Call = tuple[Args, dict[str, Any]]
 _Ids = list[list[int]]
 
 

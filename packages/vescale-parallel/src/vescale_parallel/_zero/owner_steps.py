@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_dtensor import DTensor, distribute_tensor, gradient_total, local_leaf
 
 from vescale_parallel._common.torch_compat import has_step_hooks
@@ -73,25 +72,27 @@ def step_owned(
     return taken
 
 
-def refuse_in_stages(model: nn.Module, names: Collection[str]) -> None:
-    """Refuse a Muon's step of these parameters of a model in stages, on every rank.
+class RefusedMuon:
+    """Refuses a Muon's step of some parameters of a model in stages, on every rank.
 
     Each stage would gather other matrices at the same time, which ranks that compare what they
-    execute take for programs that have drifted apart. To be called before `watch_steps`, so that
-    nothing is reduced or stepped by then.
+    execute take for programs that have drifted apart. To be told of steps before the units of
+    `zero` are, so that nothing is reduced or stepped by then.
 
     Args:
         model: of which every rank has all parameters by name.
         names: of those that `zero` shards on any stage, so that all ranks refuse alike.
     """
-    # Weakly, and never removed, as the hooks of `watch_steps`.
-    known = weakref.ref(model)
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        model = known()
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        self._model, self._names = weakref.ref(model), names
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse it."""
+        model = self._model()
         if type(optimizer) is not _MUON or model is None:
             return
-        stored = {id(one) for name, one in model.named_parameters() if name in names}
+        stored = {id(one) for name, one in model.named_parameters() if name in self._names}
         if any(id(one) in stored for group in optimizer.param_groups for one in group["params"]):
             raise ParallelError(
                 "Muon.step: parameters of a model in stages that zero shards are gathered by each "
@@ -99,7 +100,8 @@ def refuse_in_stages(model: nn.Module, names: Collection[str]) -> None:
                 "steps each stage's own matrices), or the pipeline, or use another optimizer."
             )
 
-    register_optimizer_step_pre_hook(before_step)
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Nothing."""
 
 
 def _step_group(optimizer: Optimizer, group: dict[str, Any], stored: dict[int, bool]) -> None:

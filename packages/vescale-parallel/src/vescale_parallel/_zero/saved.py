@@ -32,8 +32,8 @@ _CHANGED = (
 class _Gathered(tuple[FlatBuffer, int, int, tuple[int, ...], tuple[int, ...], int]):
     """A view of a gathered buffer: the values are those of its owner at that version.
 
-    That buffer, the slot in it, the version; size, strides and offset of the view. A tuple, since
-    each saved weight makes one, and a class of ours would make that a call.
+    That buffer, the slot in it, the version (of writes and of moves); size, strides and offset of
+    the view. A tuple: each saved weight makes one, and a class of ours would make that a call.
     """
 
     __slots__ = ()
@@ -120,7 +120,7 @@ class SavedTensors:
                     if handed and handed[slot]._version != buffer.counted[slot]:
                         # Written to before this use, for which it is the version that counts.
                         take_slot(buffer, slot)
-                    version = buffer.leaves[slot]._version
+                    version = buffer.leaves[slot]._version + buffer.moves[slot]
                     return _Gathered((buffer, slot, version, tensor.shape, tensor.stride(), offset))
         if self._outer is not None:
             pack, unpack = self._outer
@@ -148,13 +148,13 @@ class SavedTensors:
             handed = buffer.handed
             if handed and handed[slot]._version != buffer.counted[slot]:
                 take_slot(buffer, slot)  # since that use, within this very forward or backward
-            now = buffer.leaves[slot]._version
-            if now != version:
-                name = buffer.row.plan.slots[slot].names[0]
-                _require_version(now, version, f"parameter '{name}'")
+            if buffer.leaves[slot]._version + buffer.moves[slot] != version:
+                _require_slot(buffer, slot, version)
             full = buffer.full
             if full is None or self._backward.token is None:
                 full = self._find(buffer)
+                # The gather has found that `.data =` gave it other memory since.
+                _require_slot(buffer, slot, version)
             return full.as_strided(size, stride, offset)
         if kind is _Outer:
             return packed.unpack(packed.packed)
@@ -170,6 +170,12 @@ def is_checkpointed_now() -> bool:
             return getattr(pair[0], "__module__", None) == "torch.utils.checkpoint"
         pair = owner.outer
     return False
+
+
+def _require_slot(buffer: FlatBuffer, slot: int, version: int) -> None:
+    name = buffer.row.plan.slots[slot].names[0]
+    now = buffer.leaves[slot]._version + buffer.moves[slot]
+    _require_version(now, version, f"parameter '{name}'")
 
 
 def _require_version(now: int, then: int, what: str) -> None:

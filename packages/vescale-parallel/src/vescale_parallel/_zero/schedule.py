@@ -9,39 +9,32 @@ order of the last forward. No decision here depends on values, so all ranks gath
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from operator import is_
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from vescale_comm.nested import named_tensors_within
-from vescale_dtensor import before_backward, keep_alive, reduce_gradients, untraced
+from vescale_dtensor import before_backward, keep_alive, untraced
 
 from vescale_parallel._common.agreement import require_same
+from vescale_parallel._common.interrupted import is_running
 from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.optimizer_hooks import watch_steps
 from vescale_parallel._common.torch_compat import in_backward, no_torch_function
+from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
-from vescale_parallel._zero.flat_steps import Call, FlatSteps
-from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.saved import SavedTensors
+from vescale_parallel._zero.steps import Steps
 from vescale_parallel._zero.summed_together import SumsTogether
 from vescale_parallel._zero.together import start_together
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Unit
-
-_Known = weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[FlatBuffer]]]
-_NOTHING: Final[tuple[list[Any], list[FlatBuffer]]] = ([], [])
 
 SCHEDULE: Final = "_vescale_zero_schedule"
 """The attribute of the model that holds its schedule, and is copied with it."""
@@ -93,7 +86,8 @@ class Schedule:
         self._backward = EndOfBackward(self._end, self._forget)
         self._unchecked = _CHECKED_FORWARDS if is_alike else 0
         self._owners = Addresses()
-        self._saved: list[SavedTensors | None] = []
+        # Of the calls that are running, the innermost last.
+        self._saved: list[tuple[Unit, SavedTensors | None]] = []
         self.sums = SumsTogether(lambda: self.order) if sums_together else None
         for unit in units:
             # A unit is done in backward when its gradients arrive, which only its own node knows.
@@ -103,9 +97,8 @@ class Schedule:
                 unit.after_start = self.sums.added
                 for buffer in unit.buffers:
                     buffer.sends = self.sums.add
-        # Optimizers may be made later, and by others: torch's hooks on all of them are the only
-        # way.
-        watch_steps(self)
+        self._steps = Steps(self)
+        watch_steps(self._steps)
         # They keep parameters of models that are gone, and what such a step sends must not depend
         # on whether Python has freed the model yet.
         for unit in units:
@@ -134,8 +127,14 @@ class Schedule:
             module.register_forward_pre_hook(Before(self, unit), prepend=True)
             module.register_forward_hook(After(self, unit), always_call=True)
 
-    def before_forward(self, unit: Unit) -> None:
+    def ends(self) -> dict[str, Interrupted]:
+        """By the name of its module, what ends an interrupted call of a unit."""
+        return {unit.name: Interrupted(self, unit) for unit in self.units}
+
+    def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """The module of a unit is about to run."""
+        if unit.depth and not is_running(module):
+            self.interrupted(unit)  # in a hook behind this one, of an earlier call
         if unit.depth == 0:
             if self._backward.is_under_way and not in_backward():
                 self._forget()  # what a backward that raised has left behind
@@ -182,7 +181,26 @@ class Schedule:
                 self._seen.append(unit)
             self._prefetch(unit, self.order, anew=True)
         # Last: what is pushed is popped by the forward hook, which an error here would skip.
-        self._push()
+        self._push(unit)
+
+    def interrupted(self, unit: Unit) -> None:
+        """A call of a unit's module has ended by what no hook is called behind, as Ctrl-C."""
+        if not unit.depth:
+            return
+        ended = [unit] if unit is not self.root else [one for one in self.units if one.depth]
+        while self._saved and any([one.depth for one in ended]):
+            one, saved = self._saved.pop()
+            if saved is not None:
+                saved.pop()
+            one.depth = 0
+            # What was written, and cannot be stored, is no news beside the interrupt.
+            with suppress(ParallelError, RuntimeError):
+                one.swap_out()
+            self._release(one)
+        if unit is self.root:
+            self._seen = []
+            self._release_all()
+            self._forget_prepared()
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """The module of a unit has run, or raised."""
@@ -402,17 +420,17 @@ class Schedule:
             for unit in self.units:
                 unit.forget_prepared()
 
-    def _push(self) -> None:
+    def _push(self, unit: Unit) -> None:
         if not torch.is_grad_enabled():
-            self._saved.append(None)
+            self._saved.append((unit, None))
             return
         saved = SavedTensors(self._owners, self._backward, self._find)
         if saved.is_needed:
             saved.push()
-        self._saved.append(saved if saved.is_needed else None)
+        self._saved.append((unit, saved if saved.is_needed else None))
 
     def _pop(self) -> None:
-        saved = self._saved.pop()
+        _, saved = self._saved.pop()
         if saved is not None:
             saved.pop()
 
@@ -430,71 +448,7 @@ class Schedule:
                 unit.syncs = syncs
 
 
-def watch_steps(schedule: Schedule) -> None:
-    """Reduce before a step what `no_sync` has kept, and gather anew after it."""
-    # Weakly, and never removed: a schedule may be freed while torch goes through its hooks, which
-    # must not change then. Those of one that is gone do nothing.
-    known = weakref.ref(schedule)
-
-    taken: dict[int, Taken] = {}
-    flat = FlatSteps()
-    stepped_by = _SteppedBy()
-
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Call | None:
-        buffers = stepped_by.buffers(known(), optimizer)
-        for buffer in buffers:
-            # Of backwards in `no_sync` that none outside has followed.
-            if buffer.unreduced is not None:
-                buffer.flush()
-        # All sums over axes that only replicate, in one collective: an op of the optimizer that met
-        # one unsummed might first redistribute it.
-        reduce_gradients([one for buffer in buffers for one in buffer.parameters])
-        taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
-        schedule = known()
-        # Of stages each rank has other buffers, and all of them the optimizer's other parameters:
-        # stepped by buffer, ranks would write to different ones, and be taken for drifting apart.
-        if schedule is None or not schedule.is_alike:
-            return None
-        return flat.begin(optimizer, buffers, args, kwargs)
-
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        flat.end(optimizer, args)
-        give_back(taken.pop(id(optimizer), []))
-        for buffer in stepped_by.buffers(known(), optimizer):
-            buffer.stepped()
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
-
-
-class _SteppedBy:
-    """The buffers of which an optimizer steps parameters."""
-
-    def __init__(self) -> None:
-        # For each optimizer its parameters, and what was found for them.
-        self._known: _Known = weakref.WeakKeyDictionary()
-
-    def buffers(self, schedule: Schedule | None, optimizer: Optimizer) -> list[FlatBuffer]:
-        """Return those of a schedule; none where it is gone."""
-        if schedule is None:
-            return []
-        # Looked at in each step: groups of parameters are added and replaced while training.
-        now = [one for group in optimizer.param_groups for one in group["params"]]
-        parameters, found = self._known.get(optimizer, _NOTHING)
-        if len(parameters) == len(now) and all(map(is_, parameters, now)):
-            return found
-        stepped = set(map(id, now))
-        found = [
-            buffer
-            for unit in schedule.units
-            for buffer in unit.buffers
-            if any([id(one) in stepped for one in buffer.parameters])
-        ]
-        self._known[optimizer] = now, found
-        return found
-
-
-class _Hook:
+class _Hook(Unpickled):
     """A hook of a module: it knows its unit, and is copied with the model."""
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
@@ -507,7 +461,7 @@ class Before(_Hook):
     @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Gather."""
-        self.schedule.before_forward(self.unit)
+        self.schedule.before_forward(self.unit, module)
 
 
 class After(_Hook):
@@ -517,6 +471,14 @@ class After(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Give back."""
         self.schedule.after_forward(self.unit, output)
+
+
+class Interrupted(_Hook):
+    """Is called where the forward of a unit's module is interrupted."""
+
+    def __call__(self) -> None:
+        """Give back."""
+        self.schedule.interrupted(self.unit)
 
 
 class _Reached(_Hook):

@@ -25,6 +25,7 @@ from vescale_parallel._zero.flat_buffer import FlatBuffer, Reduction
 from vescale_parallel._zero.gather import Early, early_node, gather_unit
 from vescale_parallel._zero.written import (
     DataUses,
+    cast_again,
     is_written,
     refuse_cast_writes,
     take_back,
@@ -82,6 +83,8 @@ class Unit:
         after_nodes: called when its nodes are made, and nothing is computed yet.
         after_start: called when the reductions of one run have been started.
         data_uses: what `.data` of gathered parameters has handed out; see `written`.
+        cast_versions: of cast copies that were made anew amid a call, the version since when only
+            modules have written to them.
         taken: names of those that were found to be written to, at the end of a call.
         collect: takes the gradients of each run in place of a reduction; None: they are reduced.
     """
@@ -101,6 +104,7 @@ class Unit:
         self._fulls: list[Tensor] | None = None
         self.data_uses: DataUses = []
         self.taken: set[str] = set()
+        self.cast_versions: dict[str, int] = {}
         self._unwritable: list[Tensor] = []
         self._early: Early | None = None
         self.syncs = True
@@ -284,6 +288,20 @@ class Unit:
         if is_written(self, fulls):
             take_back(self, fulls)
 
+    def before_step(self) -> None:
+        """An optimizer is about to step amid a call: what modules have written comes first."""
+        if self._fulls is not None:
+            self.dropped(self._fulls)
+
+    def after_step(self, stepped: Sequence[FlatBuffer]) -> None:
+        """An optimizer has stepped amid a call: modules go on with new values. Collective."""
+        for buffer in self.buffers:
+            if any([buffer is one for one in stepped]):
+                buffer.gather_again()
+        if self._fulls is not None:
+            start = sum(len(one.parameters) for one in self.buffers)
+            cast_again(self, self.held[start:], self._fulls[start:])
+
     def lend(self) -> None:
         """Let the forward take the gathered parameters, or else the modules hold them."""
         if self.forward is not None and self.forward.takes_parameters:
@@ -314,6 +332,7 @@ class Unit:
                 permit_writes(memory)
             self._unwritable = []
             self.dropped(fulls)
+            self.cast_versions = {}
 
     def require_stored(self) -> None:
         """Refuse to run when a module holds another parameter than the stored one.
@@ -325,6 +344,13 @@ class Unit:
             for module, name in one.places:
                 held = module._parameters
                 if name not in held or held[name] is not one.stored:
+                    if name not in held:
+                        raise StaleParameterError(
+                            f"parameter '{one.name}' was taken out of its module after "
+                            "parallelize, as prune, weight_norm and parametrizations do: what is "
+                            "gathered comes back under that name. Call these before parallelize, "
+                            "and undo them (prune.remove) where the model is whole again."
+                        )
                     raise StaleParameterError(
                         f"parameter '{one.name}' was replaced by another object after parallelize: "
                         "its values are in a buffer that is gathered, and the new object's are "

@@ -41,6 +41,8 @@ class WrittenUnit(Protocol):
     def data_uses(self) -> DataUses: ...
     @property
     def taken(self) -> set[str]: ...
+    @property
+    def cast_versions(self) -> dict[str, int]: ...
 
 
 def take_back(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
@@ -68,7 +70,7 @@ def take_back(unit: WrittenUnit, fulls: Sequence[Tensor]) -> None:
                     take_slot(buffer, slot, is_set=None in given)
             at += len(buffer.parameters)
         for one, full in zip(unit.held[at:], fulls[at:], strict=True):
-            _take_kept(one, full, [one for number, one in uses if number == id(full)])
+            _take_kept(unit, one, full, [one for number, one in uses if number == id(full)])
 
 
 def refuse_cast_writes(unit: WrittenUnit, fulls: Sequence[Tensor]) -> list[Tensor]:
@@ -119,10 +121,30 @@ def is_written(unit: WrittenUnit, fulls: Sequence[Tensor]) -> bool:
             return True
         at += len(buffer.parameters)
     # Those on every rank in full are the stored memory itself, or cast copies.
-    for one, full in zip(unit.held[at:], fulls[at:], strict=True):
-        if one.compute is not None and Gathering.values(full)._version:
-            return True
-    return False
+    return any(
+        one.compute is not None and _is_cast_written(unit, one, full)
+        for one, full in zip(unit.held[at:], fulls[at:], strict=True)
+    )
+
+
+def cast_again(unit: WrittenUnit, kept: Sequence[Any], fulls: Sequence[Tensor]) -> None:
+    """Have new values in the cast copies that modules compute with, amid a forward.
+
+    Args:
+        unit: it.
+        kept: those of its parameters that are on every rank in full.
+        fulls: what its modules hold of them.
+    """
+    for one, full in zip(kept, fulls, strict=True):
+        values, leaf = Gathering.values(full), local_leaf(one.stored)
+        if one.compute is not None and values.dtype is not leaf.dtype:
+            with torch.no_grad():
+                values.detach().copy_(leaf)
+            unit.cast_versions[one.name] = values._version
+
+
+def _is_cast_written(unit: WrittenUnit, one: Any, full: Tensor) -> bool:
+    return Gathering.values(full)._version != unit.cast_versions.get(one.name, 0)
 
 
 def take_slot(buffer: FlatBuffer, slot: int, *, is_set: bool = False) -> None:
@@ -189,17 +211,17 @@ def written_past_versions(unit: WrittenUnit, fulls: Sequence[Tensor]) -> set[str
     found = set()
     for one, full in zip(unit.held, fulls, strict=True):
         given = [given for number, given in unit.data_uses if number == id(full)]
-        cast = one.compute is not None and Gathering.values(full)._version > 0
+        cast = one.compute is not None and _is_cast_written(unit, one, full)
         if cast or _tells_of_writes(given):
             found.add(one.name)
     return found
 
 
-def _take_kept(one: Any, full: Tensor, given: Sequence[Tensor | None]) -> None:
+def _take_kept(unit: WrittenUnit, one: Any, full: Tensor, given: Sequence[Tensor | None]) -> None:
     """Take back what was written to a parameter that is on every rank in full."""
     values, leaf = Gathering.values(full), local_leaf(one.stored)
     if values.dtype is not leaf.dtype:
-        if values._version or _tells_of_writes(given):
+        if _is_cast_written(unit, one, full) or _tells_of_writes(given):
             raise _cast(one.name, values.dtype, leaf.dtype)
     elif None in given:
         _put_in_place(one, full, leaf)

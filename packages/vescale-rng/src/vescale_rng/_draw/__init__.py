@@ -9,6 +9,7 @@ Reading guide:
     sampling: permutations, and samples of categories.
     truncated: `trunc_normal_`.
     data_dependent: ops whose values decide how many numbers they use; replicated tensors only.
+    native_ops: random operators of torch, and their refusal under another policy.
 
 The functions of `torch.nn.init` are in the public module `vescale_rng.init`.
 """

@@ -78,6 +78,7 @@ def _dropout(
     generator: torch.Generator | GraphGenerator | None = None,
 ) -> torch.Tensor:
     layout, generator = check_dropout("dropout", local, p, layout, generator)
+    p = float(p)  # as torch takes it: numpy's float16 would round 1 - p
     # p = 1 is a product with a zero in torch (NaN stays NaN), so it is asked as well.
     if p in (0, 1) or 0 in layout.global_shape:
         # torch draws nothing here: it does the same for a shard as for the global tensor.
@@ -139,6 +140,7 @@ def native_dropout(
         DeviceError: the generator is of another device.
     """
     layout, generator = check_dropout("native_dropout", local, p, layout, generator)
+    p = float(p)
     if 0 in layout.global_shape:
         # torch gives an empty tensor back itself, and a mask of its dtype.
         return local.clone(), torch.empty_like(local, requires_grad=False)

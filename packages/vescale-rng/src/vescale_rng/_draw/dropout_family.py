@@ -40,6 +40,7 @@ def alpha_dropout(
         DeviceError: the tensor or the generator is not on CPU.
     """
     call = _check("alpha_dropout", local, p, layout, generator)
+    p = call.p
     if not call.draws:
         return torch.alpha_dropout(local, p, True)
     noise, held = make_like(local, call.layout)
@@ -70,6 +71,7 @@ def feature_dropout(
         DeviceError: the tensor or the generator is not on CPU.
     """
     call = _check("feature_dropout", local, p, layout, generator)
+    p = call.p
     if not call.draws:
         return torch.feature_dropout(local, p, True)
     return local * _feature_noise(local, p, call).div_(1 - p)
@@ -97,6 +99,7 @@ def feature_alpha_dropout(
         DeviceError: the tensor or the generator is not on CPU.
     """
     call = _check("feature_alpha_dropout", local, p, layout, generator)
+    p = call.p
     if not call.draws:
         return torch.feature_alpha_dropout(local, p, True)
     return _alpha(local, _feature_noise(local, p, call), p)
@@ -106,6 +109,7 @@ class _Call(NamedTuple):
     layout: ShardLayout
     generator: torch.Generator | GraphGenerator | None
     draws: bool
+    p: float
 
 
 def _check(
@@ -119,7 +123,7 @@ def _check(
     if "feature" in what and len(held.global_shape) < 2:
         raise DistributionError(f"{what} takes at least two dims, got shape {held.global_shape}")
     # torch draws nothing at the ends: it does the same for a shard as for the global tensor.
-    return _Call(held, chosen, p not in (0, 1) and 0 not in held.global_shape)
+    return _Call(held, chosen, p not in (0, 1) and 0 not in held.global_shape, float(p))
 
 
 def _alpha(local: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Fill a shard of a tensor with the numbers that one device would have drawn there."""
 
+from math import sqrt
+
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -19,8 +21,9 @@ from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
+from vescale_rng._layout.real_layout import real_layout_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Distribution
+from vescale_rng.distributions import Distribution, Normal
 
 
 @checked()
@@ -68,6 +71,9 @@ def fill_(
     if layout is None:
         layout = layout_of_tensor(local)
     target = local if type(local) is torch.Tensor else local_of(local)
+    if target.is_complex() and isinstance(distribution, Normal):
+        _fill_complex(target, distribution, as_layout(layout), generator)
+        return local
     if is_cuda(target):
         generator = cuda_generator(target, generator)
         plan = plan_for(as_layout(layout), target)
@@ -82,6 +88,18 @@ def fill_(
     plan = plan_for(layout if type(layout) is ShardLayout else as_layout(layout), target)
     fill_cpu(plan, distribution, written(target), generator)
     return local
+
+
+def _fill_complex(
+    target: torch.Tensor,
+    normal: Normal,
+    layout: ShardLayout,
+    generator: torch.Generator | GraphGenerator | None,
+) -> None:
+    """Fill with complex normals as torch does: both parts with the mean and half the variance."""
+    plan_for(layout, target)  # refuses what does not fit, before anything is drawn
+    parts = Normal(normal.mean, float(normal.std) / sqrt(2.0))
+    fill_(torch.view_as_real(written(target)), parts, real_layout_of(layout), generator)
 
 
 def _fill_portably(

@@ -172,7 +172,7 @@ def _ask_torch(local: torch.Tensor, op: Multinomial) -> torch.Tensor:
     """Sample these rows from another generator, so that torch refuses what it refuses."""
     if not local.numel():
         return local
-    elsewhere = torch.Generator().manual_seed(0)
+    elsewhere = torch.Generator(local.device).manual_seed(0)
     return _torchs(local, op, elsewhere)
 
 

@@ -13,5 +13,6 @@ Reading guide:
         bounded size, for draws that cannot be made in place.
     local_like, feature_layout: layouts of tensors that go with a given one (a mask, the noise of
         features).
+    real_layout: complex tensors as real ones.
     former_names: public names that were changed.
 """

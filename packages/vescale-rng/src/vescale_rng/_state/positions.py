@@ -22,10 +22,11 @@ from vescale_rng._cuda.generator_state import CudaPosition
 from vescale_rng._draw.devices import cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DeviceError, DistributionError, RngError
-from vescale_rng._layout.fill_plan import FillPlan, fill_plan_of
+from vescale_rng._layout.fill_plan import fill_plan_of
 from vescale_rng._layout.layout import ShardLayout, integers
+from vescale_rng._layout.real_layout import real_layout_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Distribution
+from vescale_rng.distributions import Distribution, Normal
 
 
 @checked()
@@ -140,8 +141,11 @@ def draws(
         raise DistributionError(
             f"`distribution`: a value such as Normal() or RandPerm(): got {distribution!r:.80}"
         )
-    plan = _nothing_of(shape, memory_order)
+    plan = fill_plan_of(_nothing_of(shape, memory_order), (0,), (1,))
     dtype = dtype or torch.get_default_dtype()
+    if dtype.is_complex and isinstance(distribution, Normal):  # drawn as real and imaginary parts
+        plan = fill_plan_of(real_layout_of(plan.layout), (0, 2), (2, 1))
+        dtype = dtype.to_real()
     # Whatever is drawn, one key is: but what torch refuses is refused first.
     if policy() == "portable":
         if isinstance(distribution, Distribution):
@@ -188,7 +192,7 @@ def skip(
         advance(draws(distribution, shape, dtype, device=device), generator)
         return
     # Through `fill_` itself, which knows what stays cached: a second account of it could differ.
-    layout = _nothing_of(shape, memory_order).layout
+    layout = _nothing_of(shape, memory_order)
     fill_(torch.empty(0, dtype=dtype, device="cpu"), distribution, layout, generator)
 
 
@@ -209,9 +213,8 @@ def _draws_on_cuda(
     raise DistributionError(f"{distribution} is drawn on cpu only: it has no place on {device}")
 
 
-def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> FillPlan:
-    """Return the plan of a rank that holds nothing of a tensor of that shape."""
+def _nothing_of(shape: Sequence[int], memory_order: Sequence[int] | None) -> ShardLayout:
+    """Return the layout of a rank that holds nothing of a tensor of that shape."""
     # Checked before the plan: its errors would speak of boxes that nobody gave.
     order = None if memory_order is None else integers("memory_order", memory_order)
-    layout = ShardLayout(integers("shape", shape), (), memory_order=order)
-    return fill_plan_of(layout, (0,), (1,))
+    return ShardLayout(integers("shape", shape), (), memory_order=order)

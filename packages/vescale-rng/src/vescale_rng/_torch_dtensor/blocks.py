@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale_rng._errors import LayoutError
+from vescale_rng._policy import policy
 from vescale_rng._torch_dtensor.batch_rows import BatchRows
 from vescale_rng._torch_dtensor.data_axes import data_axes
 from vescale_rng._torch_dtensor.hooks import installed
@@ -29,7 +30,7 @@ def unsaid() -> Iterator[None]:
         if depth():
             pass
         elif _ranks() == 1:
-            stack.enter_context(_opened(PassRule()))
+            stack.enter_context(_opened(PassRule(), modes=_has_map()))
         else:
             rule = UnsaidRule()
             stack.enter_context(watched_for_data(rule))
@@ -45,9 +46,14 @@ def _ranks() -> int:
 @contextmanager
 def without_data() -> Iterator[None]:
     """Open a block in which plain tensors are replicated."""
-    # Modes only where those of an outer block have to be overruled.
-    with _opened(PassRule(), modes=depth() > 0):
+    # Modes only where those of an outer block have to be overruled, or torch's own numbers.
+    with _opened(PassRule(), modes=depth() > 0 or _has_map()):
         yield
+
+
+def _has_map() -> bool:
+    """Whether the policy in force draws plain tensors otherwise than torch does."""
+    return policy() != "native"
 
 
 @contextmanager
@@ -62,7 +68,7 @@ def with_data(data: Any, batch_dim: Any, rows: Any, factories: str | None) -> It
     axes = data_axes(data)
     if len(axes.ranks) == 1:
         # One rank has all rows. Of several, others may have other parts of them.
-        watched = depth() > 0 or _ranks() > 1
+        watched = depth() > 0 or _ranks() > 1 or _has_map()
         with _opened(OneDataRankRule(axes), modes=watched):
             yield
         return

@@ -23,10 +23,12 @@ from torch.nn import init
 from torch.utils import checkpoint as checkpoints
 
 from vescale_rng._draw.fill import fill_
+from vescale_rng._draw.native_ops import named_arguments
 from vescale_rng._draw.truncated import trunc_normal_
 from vescale_rng._errors import RngError
+from vescale_rng._policy import policy
 from vescale_rng._torch_dtensor.in_force import decide, deciding, placing
-from vescale_rng._torch_dtensor.ops import HANDLERS, named_arguments
+from vescale_rng._torch_dtensor.ops import HANDLERS
 from vescale_rng._torch_dtensor.probes import BORN, FRAMES, REENTRANT, TRUNCATED, missing
 from vescale_rng.distributions import Normal, Uniform
 
@@ -182,10 +184,11 @@ def _telling(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _truncating(stock: Callable[..., Any]) -> Callable[..., Any]:
     def trunc_normal(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         # torch's loop ends when all of this rank's values are within bounds: replicated ones only.
-        if deciding() or placing().is_whole(tensor):
+        whole = placing().is_whole(tensor)
+        if deciding() or (whole and policy() == "native"):
             with decide():
                 return stock(tensor, *args, **kwargs)
-        layout = placing().held("trunc_normal_", tensor)
+        layout = None if whole else placing().held("trunc_normal_", tensor)
         with decide():
             return trunc_normal_(tensor, *args, **kwargs, layout=layout)
 

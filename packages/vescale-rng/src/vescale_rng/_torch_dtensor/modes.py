@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vescale_rng._draw.native_ops import is_random
 from vescale_rng._torch_dtensor.empty_rows import Cannot, draw_of_empty
 from vescale_rng._torch_dtensor.in_force import (
     batch_dim_inside,
@@ -33,7 +34,7 @@ from vescale_rng._torch_dtensor.in_force import (
 )
 from vescale_rng._torch_dtensor.local_shards import follow
 from vescale_rng._torch_dtensor.parameters import MAKES_ALIKE, marked
-from vescale_rng._torch_dtensor.rules import BlockRule, UnsaidRule, is_random
+from vescale_rng._torch_dtensor.rules import BlockRule, UnsaidRule
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from vescale_rng._errors import LayoutError
 from vescale_rng._layout.layout import ShardLayout, dense_strides
 from vescale_rng._layout.local_like import make_like
 from vescale_rng._layout.of_tensor import layout_of_tensor
+from vescale_rng._policy import require_native
 from vescale_rng.distributions import (
     Bernoulli,
     Cauchy,
@@ -61,19 +62,6 @@ class Placing:
 
     def local_taken(self, source: DTensor, local: torch.Tensor) -> None:
         """Learn that `local` is what `to_local` gave of a DTensor."""
-
-
-def named_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by the names of its schema, defaults included."""
-    found = {}
-    for index, argument in enumerate(op._schema.arguments):
-        # By the schema: autograd and dispatch modes pass defaults by position, by name or not at
-        # all.
-        given = args[index] if index < len(args) else argument.default_value
-        # `self` and `from` are no names that a Python function can have.
-        name = {"self": "input", "from": "low"}.get(argument.name, argument.name)
-        found[name] = kwargs.get(argument.name, given)
-    return found
 
 
 def held_by_placements(op: Any, tensor: torch.Tensor) -> ShardLayout:
@@ -270,6 +258,7 @@ def _whole_rows(input: torch.Tensor) -> torch.Tensor:
 
 def _gathered(place: Placing, op: Any, **kwargs: Any) -> DTensor:
     """Run an op whose values decide how many numbers it uses on global tensors, on every rank."""
+    require_native(str(op))
     example = next(x for x in kwargs.values() if isinstance(x, DTensor))
     names = {"input": "self", "low": "from"}
     whole = {

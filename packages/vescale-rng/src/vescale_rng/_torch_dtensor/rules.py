@@ -6,9 +6,12 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale_rng._draw.fill import fill_
+from vescale_rng._draw.native_ops import draws_nothing, named_arguments
+from vescale_rng._draw.sampling import randperm
 from vescale_rng._errors import LayoutError
 from vescale_rng._layout.layout import ShardLayout
-from vescale_rng._policy import policy
+from vescale_rng._policy import policy, require_native
 from vescale_rng._torch_dtensor.batch_rows import BatchRows, part_of
 from vescale_rng._torch_dtensor.data_axes import DataAxes
 from vescale_rng._torch_dtensor.empty_rows import Cannot
@@ -20,19 +23,11 @@ from vescale_rng._torch_dtensor.ops import (
     Placing,
     fill_made,
     held_by_placements,
-    named_arguments,
 )
 from vescale_rng._torch_dtensor.parameters import is_parameter
 from vescale_rng._torch_dtensor.row_messages import RankPart
 from vescale_rng.distributions import Distribution, Normal, RandInt, Uniform
 
-# Tagged as random by torch, and drawing nothing: a choice of kernel, a mask made anew of its seed.
-_DRAW_NOTHING = (
-    "_fused_sdp_choice",
-    "_fill_mem_eff_dropout_mask_",
-    "_flash_attention_forward_no_dropout_inplace",
-    "_nested_tensor_softmax_with_shape",
-)
 _MADE: dict[str, Callable[..., Distribution]] = {
     "rand": lambda **_: Uniform(),
     "randn": lambda **_: Normal(),
@@ -80,7 +75,7 @@ class PassRule(BlockRule):
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `BlockRule.draw`."""
-        return func(*args, **kwargs)
+        return drawn_whole(func, args, kwargs)
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
         """See `Placing.is_whole`."""
@@ -99,9 +94,9 @@ class OneDataRankRule(PassRule):
         if self.shards_met:
             named = named_arguments(func, args, kwargs)
             target = _target(named)
-            if is_local_shard(target) and not _draws_nothing(named):
+            if is_local_shard(target) and not draws_nothing(named):
                 raise _of_a_shard(func, _said(named, target))
-        return func(*args, **kwargs)
+        return drawn_whole(func, args, kwargs)
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
         """See `Placing.is_whole`."""
@@ -137,8 +132,8 @@ class UnsaidRule(BlockRule):
             known = not self.data_seen or _is_one_number(named) or _has_generator(named)
         else:
             known = isinstance(target, DTensor) or target.ndim == 0 or is_parameter(target)
-        if known or _draws_nothing(named):
-            return func(*args, **kwargs)
+        if known or draws_nothing(named):
+            return drawn_whole(func, args, kwargs)
         raise _unsaid(func, _said(named, target))
 
     def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
@@ -178,12 +173,12 @@ class BatchRule(BlockRule):
         target = _target(named)
         if target is None:
             return self._make(func, args, kwargs, named)
-        if self._is_shard(target) and not _draws_nothing(named):
+        if self._is_shard(target) and not draws_nothing(named):
             self._refuse(str(func), target, _of_a_shard(func, _said(named, target)))
         # What a parameter, or a DTensor that is global already, draws is known without a question;
         # 0 dims have no rows.
-        if not self._of_rows(target) or target.ndim == 0 or _draws_nothing(named):
-            return func(*args, **kwargs)
+        if not self._of_rows(target) or target.ndim == 0 or draws_nothing(named):
+            return drawn_whole(func, args, kwargs)
         name = _name(func)
         run = HANDLERS.get(name)
         if run is None or name in DATA_DEPENDENT:
@@ -251,38 +246,55 @@ class BatchRule(BlockRule):
         """Make a tensor of a shape: nothing tells whose rows those are."""
         # A caller who passes a generator of their own (a sampler, say) knows what it draws.
         if self._factories == "whole" or _is_one_number(named) or _has_generator(named):
-            return func(*args, **kwargs)
-        make = _MADE.get(func._schema.name.removeprefix("aten::"))
-        if self._factories is None or make is None or named.get("out") is not None:
+            return drawn_whole(func, args, kwargs)
+        empty = _empty_and_distribution(func, named)
+        if self._factories is None or empty is None:
             raise _unknown_factory(func, _said(named, None))
+        return fill_made(self, func, *empty)
+
+
+def drawn_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw what every rank has all of: by torch itself, or under another policy by its map.
+
+    Raises:
+        PolicyError: the policy in force has no map for this op.
+    """
+    if policy() == "native":
+        return func(*args, **kwargs)
+    named = named_arguments(func, args, kwargs)
+    target = _target(named)
+    # A DTensor goes to its handler, which asks for the policy.
+    if isinstance(target, DTensor) or draws_nothing(named):
+        return func(*args, **kwargs)
+    name = _name(func)
+    if name in HANDLERS and name not in DATA_DEPENDENT:
+        return HANDLERS[name](Placing(), func, **named)
+    generator = named.get("generator")
+    if name.startswith("randperm.") and name != "randperm.out":
         dtype = named.get("dtype")
-        if not isinstance(dtype, torch.dtype):  # a schema has its defaults as numbers
-            dtype = torch.int64 if "high" in named else None
-        # Made empty, then filled: torch's own factory would draw this rank's rows as if they were
-        # all.
-        made = torch.empty(named["size"], dtype=dtype, device=named.get("device"))
-        parameters = ("low", "high", "mean", "std")
-        chosen = make(**{name: named[name] for name in parameters if name in named})
-        return fill_made(self, func, made, chosen)
+        chosen = dtype if isinstance(dtype, torch.dtype) else torch.int64
+        return randperm(named["n"], dtype=chosen, generator=generator).to(named.get("device"))
+    empty = _empty_and_distribution(func, named) if target is None else None
+    if empty is None:
+        require_native(str(func))
+        raise AssertionError("the native policy was asked for above")
+    return fill_(*empty, generator=generator)
 
 
-def is_random(func: Any) -> bool:
-    """Tell whether an op of ATen may draw from a generator."""
-    known = _random.get(func)
-    if known is None:
-        tags = getattr(func, "tags", ())
-        name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else ""
-        # torch tags every op that may use a generator: none is missed, also those
-        # that this package has no rule for.
-        known = torch.Tag.nondeterministic_seeded in tags
-        known = known and name not in _DRAW_NOTHING and "backward" not in name
-        # Bounded by the operators of the process.
-        _random[func] = known
-    return known
-
-
-# Asked at every op of the block, so it has to cost one look-up.
-_random: dict[Any, bool] = {}
+def _empty_and_distribution(
+    func: Any, named: dict[str, Any]
+) -> tuple[torch.Tensor, Distribution] | None:
+    """Return what a factory makes, not filled yet, and by what it fills it; None: not known."""
+    make = _MADE.get(func._schema.name.removeprefix("aten::"))
+    if make is None or named.get("out") is not None:
+        return None
+    dtype = named.get("dtype")
+    if not isinstance(dtype, torch.dtype):  # a schema has its defaults as numbers
+        dtype = torch.int64 if "high" in named else None
+    # Made empty, then filled: torch's own factory would draw it as if it were all.
+    made = torch.empty(named["size"], dtype=dtype, device=named.get("device"))
+    parameters = ("low", "high", "mean", "std")
+    return made, make(**{name: named[name] for name in parameters if name in named})
 
 
 def _target(named: dict[str, Any]) -> torch.Tensor | None:
@@ -290,12 +302,6 @@ def _target(named: dict[str, Any]) -> torch.Tensor | None:
     # By the order of the schema: `self` first, or the first parameter of a distribution.
     tensors = (x for name, x in named.items() if name != "out" and isinstance(x, torch.Tensor))
     return next(tensors, None)
-
-
-def _draws_nothing(named: dict[str, Any]) -> bool:
-    """Tell whether the arguments of a random op say that it draws nothing this time."""
-    off = any(named.get(name) is False for name in ("train", "training"))
-    return off or any(named.get(name) == 0 for name in ("dropout_p", "dropout"))
 
 
 def _is_one_number(named: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
-from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, Signature, Strategy
+from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, OpCall, Signature, Strategy
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
 from vescale_dtensor._torch.compat import no_torch_function
 from vescale_dtensor._torch.overridable import overridable
@@ -84,35 +84,37 @@ def with_sharded_kernel(
     return replace(strategy, local=local, specialize=bind)
 
 
-_refusals: dict[tuple[Any, ...], tuple[type[Exception], str] | None] = {}
-"""What torch says of a function and a dtype, by these; None where it has nothing against it."""
+_refusals: dict[tuple[Any, ...], bool] = {}
+"""Whether torch refuses a function for a dtype, by these."""
 
 
-def check_kind(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Refuse, as one device does, a function that torch has not for numbers of this kind.
+def is_refused(call: OpCall) -> bool:
+    """Whether torch has not this function for numbers of this kind.
 
-    A kernel that writes it out in several steps would give integers something, or raise after it
-    has sent something.
+    Then no rule holds, so that every rank runs into torch's error: a kernel that writes it out in
+    several steps would give integers something, and torch itself says nothing of an empty shard.
     """
-    x: Tensor = args[0]
+    x = call.operands[0]
     if x.dtype.is_floating_point:
-        return
-    given = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)]
-    key = (func, x.dtype, x.device.type, *given)
+        return False
+    given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
+    # Of a tensor without elements torch may have nothing to compute, and nothing to refuse.
+    extents = tuple(min(n, 1) for n in x.shape)
+    key = (call.func, extents, x.dtype, x.device.type, *given)
     if key not in _refusals:
-        said = None
+        args, kwargs = call.replaced(
+            [torch.ones(extents, dtype=x.dtype, device=x.device)] * len(call.operands)
+        )
+        refused = False
         # Hidden from function modes: the question is no part of the program that a mode records.
         with warnings.catch_warnings(), torch.no_grad(), no_torch_function():
             warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
             try:
-                func(x.new_ones((1,) * x.ndim), *args[1:], **kwargs)
-            except (RuntimeError, ValueError, TypeError) as error:
-                said = (type(error), str(error))
-        _refusals[key] = said
-    refusal = _refusals[key]
-    if refusal is not None:
-        kind, said_of_it = refusal
-        raise kind(said_of_it)
+                call.func(*args, **kwargs)
+            except (RuntimeError, ValueError, TypeError):
+                refused = True
+        _refusals[key] = refused
+    return _refusals[key]
 
 
 def _output_placement(letter: Any, dims: Dims, partial: bool) -> Placement:
@@ -208,6 +210,13 @@ def pad_empty_dims(x: Tensor, dims: Collection[int], identity: Any) -> Tensor:
     for dim in dims:
         if x.shape[dim] == 0:
             x = pad_dim(x, dim, 1, identity)
+    return x
+
+
+def restore_dims(x: Tensor, dims: Collection[int]) -> Tensor:
+    """`x` with the dims that were reduced, of extent one."""
+    for dim in sorted(dims):
+        x = x.unsqueeze(dim)
     return x
 
 

@@ -53,7 +53,11 @@ def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
     if not isinstance(view, DTensor) or view._view_copy_of is not None:
         return False
     if isinstance(value, Tensor):
-        view.copy_(_without_surplus(value, view.ndim))
+        value = _without_surplus(value, view.ndim)
+        if isinstance(value, DTensor) and value.ndim < view.ndim:
+            # What is assigned to itself, `x[None] = x`, overlaps in part but for its shape.
+            value = value[(None,) * (view.ndim - value.ndim)]
+        view.copy_(value)
     else:
         view.fill_(value)
     after_mutation(target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vescale_dtensor._ops.common.functions import entries, getter
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.common.memory_formats import order_of_operand
@@ -23,7 +25,9 @@ def _as_pairs(call: OpCall) -> Strategy:
     dims = letters(ndim)
     order = order_of_operand(call)
     orders = (None if order is None else (*order, ndim),)
-    return Signature((dims,), ((*dims, None),), linear=((0,),), output_orders=orders).strategy()
+    # Element by element: what is flat on this rank stays so, in front of the pair.
+    how: Any = {"linear": ((0,),), "elementwise": True, "output_orders": orders}
+    return Signature((dims,), ((*dims, None),), **how).strategy()
 
 
 def _of_pairs(call: OpCall) -> Strategy | None:
@@ -32,7 +36,8 @@ def _of_pairs(call: OpCall) -> Strategy | None:
     if ndim == 0 or order_of_operand(call) is not None:
         return None  # torch checks on the global tensor that the pair is adjacent in memory
     dims = letters(ndim - 1)
-    return Signature(((*dims, None),), (dims,), linear=((0,),)).strategy()
+    pairs = (*dims, None)
+    return Signature((pairs,), (dims,), linear=((0,),), elementwise=True).strategy()
 
 
 def _two_parts(call: OpCall) -> Strategy:

@@ -26,7 +26,13 @@ _ADDING = "add sub subtract __radd__ __rsub__ rsub"
 _MULTIPLYING = "mul multiply __rmul__"
 # Linear in the first operand.
 _DIVIDING = "div divide true_divide __truediv__"
-_CASTING = "to cpu cuda float double half bfloat16 type_as cfloat cdouble chalf"
+# The dtype of the results, or that of their parts.
+_NAMED = {
+    **{"float": torch.float32, "double": torch.float64},
+    **{"half": torch.float16, "bfloat16": torch.bfloat16},
+    **{"cfloat": torch.float32, "cdouble": torch.float64, "chalf": torch.float16},
+}
+_CASTING = " ".join(("to cpu cuda type_as", *_NAMED))
 
 _NONLINEAR = """
 abs absolute acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atan2 arctan2
@@ -116,15 +122,25 @@ def _dividing(call: OpCall) -> Strategy:
     return _signature(call, ((0,),) if dividend_first and not rounded else ())
 
 
+def _holds(dtype: torch.dtype, numbers: torch.dtype) -> bool:
+    """Whether each number of the other floating dtype is one of this dtype."""
+    if not numbers.is_floating_point:
+        return True
+    wide, narrow = torch.finfo(dtype), torch.finfo(numbers)
+    return wide.eps <= narrow.eps and wide.max >= narrow.max
+
+
 def _casting(call: OpCall) -> Strategy:
     dtypes = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     other = call.operands[1].dtype if len(call.operands) > 1 else None
-    exact = all(d.is_floating_point for d in dtypes) and (other is None or other.is_floating_point)
-    named = call.func.__name__ not in ("to", "type_as", "cpu", "cuda")
+    own, named = call.operands[0].dtype, _NAMED.get(call.func.__name__)
+    targets = [d for d in (*dtypes, other, named) if d is not None]
+    # A narrower one would round each rank's part by itself, where one device rounds the sum.
+    exact = all(d.is_floating_point and _holds(d, own) for d in targets)
     dims = letters(call.operands[0].ndim)
     inputs: list[Dims] = [dims, *(no_letters(o) for o in call.operands[1:])]
-    floating = exact and call.operands[0].dtype.is_floating_point
-    same = len(inputs) == 1 and all(d == call.operands[0].dtype for d in dtypes) and not named
+    floating = exact and own.is_floating_point
+    same = len(inputs) == 1 and all(d == own for d in dtypes) and not named
     linear = ((0,),) if floating and not same else ()
     signature = Signature(
         tuple(inputs), (dims,), linear=linear, preserves_partial=same, elementwise=True

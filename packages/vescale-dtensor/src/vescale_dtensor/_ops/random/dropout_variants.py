@@ -66,16 +66,16 @@ def _dropping(func: Any, rule: Rule, ndims: tuple[int, ...] = ()) -> Handler:
     def run(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not isinstance(input, DTensor) or not _is_usual(input, p, training, ndims):
             return _unusual(func, input, p, training, inplace)
-        result = _planned(_TORCHS[rule.name], rule, input, p)
+        result = _planned(_TORCHS[rule.name], rule, input, float(p))
         # Computed out of place, so that the write is checked and recorded as any `copy_`.
         return input.copy_(result) if inplace else result
 
     return run
 
 
-def _as_torch_names(handler: Handler) -> Handler:
+def _as_torch_names(handler: Handler, inplace: bool = False) -> Handler:
     """The same for a function of `torch`, where `training` is called `train`."""
-    return lambda input, p, train: handler(input, p, train)
+    return lambda input, p, train: handler(input, p, train, inplace)
 
 
 def _is_usual(input: Tensor, p: float, training: bool, ndims: tuple[int, ...]) -> bool:
@@ -113,7 +113,7 @@ def _native_dropout(input: Tensor, p: float, train: bool | None) -> Any:
     # What torch refuses, it refuses on global tensors, on every rank.
     if train is None or not 0 <= p <= 1 or not input.is_floating_point():
         return fallback(torch.native_dropout, (input, p, train), {})
-    return _planned(torch.native_dropout, _NATIVE, input, p, train)
+    return _planned(torch.native_dropout, _NATIVE, input, float(p), train)
 
 
 def _gumbel_softmax(
@@ -138,17 +138,23 @@ _TORCHS: dict[str, Any] = {
     "feature_dropout": torch.feature_dropout,
     "feature_alpha_dropout": torch.feature_alpha_dropout,
 }
-_THREE = frozenset(_TORCHS.values())
+_IN_PLACE = (torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_)
+_THREE = frozenset((*_TORCHS.values(), *_IN_PLACE))
 _batched1d = _dropping(F.dropout1d, _FEATURE, (3,))
 
 HANDLERS: dict[Any, Handler] = {
     F.alpha_dropout: _dropping(F.alpha_dropout, _ALPHA),
     torch.alpha_dropout: _as_torch_names(_dropping(torch.alpha_dropout, _ALPHA)),
+    torch.alpha_dropout_: _as_torch_names(_dropping(torch.alpha_dropout_, _ALPHA), True),
     F.feature_alpha_dropout: _dropping(F.feature_alpha_dropout, _FEATURE_ALPHA),
     torch.feature_alpha_dropout: _as_torch_names(
         _dropping(torch.feature_alpha_dropout, _FEATURE_ALPHA)
     ),
+    torch.feature_alpha_dropout_: _as_torch_names(
+        _dropping(torch.feature_alpha_dropout_, _FEATURE_ALPHA), True
+    ),
     torch.feature_dropout: _as_torch_names(_dropping(torch.feature_dropout, _FEATURE)),
+    torch.feature_dropout_: _as_torch_names(_dropping(torch.feature_dropout_, _FEATURE), True),
     F.dropout1d: _dropout1d,
     F.dropout2d: _dropping(F.dropout2d, _FEATURE, (4,)),
     F.dropout3d: _dropping(F.dropout3d, _FEATURE, (5,)),

@@ -101,7 +101,7 @@ def _require_order(call: OpCall, drawn: Any) -> None:
     if (
         isinstance(drawn, vescale_rng.Normal)
         and target.device.type == "cpu"
-        and target.numel() >= _BLOCK
+        and target.numel() * (1 + target.is_complex()) >= _BLOCK
         and target._spec.has_gaps
     ):
         raise UnsupportedError(
@@ -112,14 +112,19 @@ def _require_order(call: OpCall, drawn: Any) -> None:
         )
 
 
+def _number(value: Any) -> Any:
+    """A parameter; torch takes a truth value for a number, vescale_rng does not."""
+    return int(value) if isinstance(value, bool) else value
+
+
 def _filler(distribution: Any) -> Rule:
     """An in-place op that fills with draws of `distribution(*args, **kwargs)`."""
 
     @nothing_on_meta
     def local(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
-        own = dict(kwargs)
+        own = {key: _number(value) for key, value in kwargs.items()}
         generator = own.pop("generator", None)
-        drawn = distribution(*args[1:], **own)
+        drawn = distribution(*map(_number, args[1:]), **own)
         _require_order(context.call, drawn)
         if args[0].requires_grad:
             # Recorded: old values get no gradient, and autograd refuses a leaf, as on one device.

@@ -52,7 +52,7 @@ def _randint(*args: int, **named: int) -> Any:
     low, high = (
         args if len(args) == 2 else (named.get("low", 0), args[0] if args else named["high"])
     )
-    return vescale_rng.RandInt(low, high)
+    return vescale_rng.RandInt(index(low), index(high))
 
 
 def _new(name: str) -> Callable[..., Tensor]:

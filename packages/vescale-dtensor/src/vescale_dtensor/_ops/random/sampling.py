@@ -15,6 +15,7 @@ from vescale_dtensor._ops.common.functions import by_name, entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.on_meta import nothing_on_meta
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.plan import function_name
 
 
 def draw_layout(
@@ -139,7 +140,8 @@ def _replicated(call: OpCall) -> Strategy | None:
 def _drawn_alike(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """Every rank draws all of it, which is the same where generators are: they are compared."""
     record_draw(context.input_layout(0).mesh, args[0], generator_in(args, kwargs))
-    return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
+    with vescale_rng.no_native_draws(function_name(context.call.func)):
+        return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _rrelu(call: OpCall) -> Strategy | None:

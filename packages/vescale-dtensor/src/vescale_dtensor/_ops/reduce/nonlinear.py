@@ -1,7 +1,7 @@
 """Other reductions: every rank reduces its shard, and the ranks' results are combined.
 
-One result per rank is sent, never the operand. `max` and its kin gather all ranks' results instead
-of reducing them by maximum, which would lose a NaN of some rank.
+One result per rank is sent, never the operand. `max` and its kin gather all ranks' results: where
+each came from is known then, as gradients and indices need it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
     as_partial_value,
-    check_kind,
     extreme_identity,
+    is_refused,
     pad_empty_dims,
+    restore_dims,
     sharded_dim_strategy,
     straight_through,
     with_sharded_kernel,
 )
 from vescale_dtensor._ops.reduce.linear import partial_norm, reduced_dims, reduction_letters
 from vescale_dtensor._ops.reduce.log_sums import log_of_sums, scaled_sum
+from vescale_dtensor._ops.reduce.whole_norm import whole_norm
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.opmath import product_dtype, result_dtype, to_opmath
@@ -99,11 +101,12 @@ def _reduction_strategy(
         dims, keepdim = (parse or _usual)(call)
         if dims is None or len(call.operands) != 1 or len(set(dims)) != len(dims):
             return None
+        if is_refused(call):
+            return None
         operand, result = reduction_letters(call.operands[0].ndim, dims, keepdim)
         partial = [call.differentiable and each for each in outputs]
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            check_kind(context.call.func, args, kwargs)
             return combine(ShardedReduction(context, dims, keepdim, args, kwargs))
 
         found = sharded_dim_strategy(operand, (result,) * len(outputs), dims, partial)
@@ -161,18 +164,15 @@ def _largest(reduction: ShardedReduction, largest: bool) -> Tensor:
         best = reduce(reduction.gather(own), 0)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return reduction.as_output(best)
-    wide = best if reduction.keepdim else _restore_dims(best, reduction.dims, x.ndim)
+    wide = best if reduction.keepdim else restore_dims(best, reduction.dims)
     tied = x == wide
     ties = reduction.total(tied.sum(reduction.dims, keepdim=reduction.keepdim))
+    if reduction.func.__name__.endswith("norm"):
+        ties = ties.clamp(min=1)  # torch's gradient of a norm is zero where that is NaN
     # Ties share the gradient, over all ranks. Not `where`: NaN ties with nothing, so that the
     # quotient is 0 / 0, and torch's gradient is NaN then, too.
     share = (x * tied.to(x.dtype)).sum(reduction.dims, keepdim=reduction.keepdim) / ties
     return straight_through(reduction.as_output(best), share)
-
-
-def _restore_dims(x: Tensor, dims: tuple[int, ...], ndim: int) -> Tensor:
-    """`x` with the dims that were reduced, of extent one."""
-    return x[tuple(None if d in dims else slice(None) for d in range(ndim))]
 
 
 def _aminmax(reduction: ShardedReduction) -> Any:
@@ -239,7 +239,6 @@ def _arg(reduction: ShardedReduction) -> Tensor:
 
 
 def _vector_norm(reduction: ShardedReduction) -> Tensor:
-    """The norm of the ranks' norms; for order zero, which counts, and for one, their sum."""
     order = reduction.context.call.argument(1, "ord", 2)
     dtype = reduction.context.call.kwargs.get("dtype")
     # An extreme of absolute values, so that its gradient is shared among ties.
@@ -247,28 +246,18 @@ def _vector_norm(reduction: ShardedReduction) -> Tensor:
         reduction.x = reduction.x.abs()
         reduction.x = reduction.x if dtype is None else reduction.x.to(dtype)
         return _largest(reduction, order > 0)
+    x = reduction.x
     if order < 0 and reduction.element_count():
         # Torch refuses this norm of an empty tensor: right for a global one, wrong for a shard.
-        padded = pad_empty_dims(reduction.x, reduction.dims, torch.inf)
+        x = pad_empty_dims(x, reduction.dims, torch.inf)
+    with torch.no_grad():
         how = (order, reduction.dims, reduction.keepdim)
-        norm = torch.linalg.vector_norm(padded, *how, dtype=dtype)
-    else:
-        norm = reduction.local_result()
-    norms = reduction.gather(norm)
-    # Of order one also where a norm is NaN: the gradient of other elements is their sign.
-    total = norms.sum(0) if order in (0, 1) else _norm_of_norms(norms, order)
+        norms = reduction.gather(torch.linalg.vector_norm(x, *how, dtype=dtype))
+        # The norm of norms, but for order zero, which counts.
+        total = norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
+    if torch.is_grad_enabled() and reduction.x.requires_grad:
+        total = whole_norm(reduction.x, total, *how, reduction.layout, reduction.axes)
     return reduction.as_output(total)
-
-
-def _norm_of_norms(norms: Tensor, order: float) -> Tensor:
-    """The norm of the ranks' norms, whose gradient is that of one device where some are infinite.
-
-    There the gradients of finite elements are zero, which infinity over infinity would spoil.
-    """
-    infinite = norms.isinf() if order > 1 else torch.zeros_like(norms, dtype=torch.bool)
-    overflow = infinite.any(0) & ~norms.isnan().any(0)
-    finite = torch.linalg.vector_norm(torch.where(overflow, 0, norms), order, 0)
-    return torch.where(overflow, torch.where(infinite, norms, 0).sum(0), finite)
 
 
 def _norm(call: OpCall) -> Strategy | None:
@@ -305,8 +294,10 @@ def _correction(call: OpCall) -> float:
 
 def _variance(reduction: ShardedReduction) -> Any:
     """Two passes, mean first: `E[x²] - E[x]²` would lose all digits to a large mean."""
-    x, dims, count = to_opmath(reduction.x), reduction.dims, reduction.element_count()
     own = reduction.x.dtype.to_real()  # the variance of complex numbers is real
+    # As wide as torch's own sums: squares and sums of floats may be beyond their range.
+    x = reduction.x.to(product_dtype(reduction.x.dtype))
+    dims, count = reduction.dims, reduction.element_count()
     mean = reduction.total(x.sum(dims, keepdim=True)) / count
     away = (x - mean).abs().square() if x.is_complex() else (x - mean).square()
     # Fewer elements than the correction: torch gives infinity, or NaN for zero over zero.

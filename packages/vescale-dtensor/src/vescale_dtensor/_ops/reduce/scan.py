@@ -14,8 +14,8 @@ from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
-    check_kind,
     extreme_identity,
+    is_refused,
     pad_empty_dims,
     rank_index,
     sharded_dim_strategy,
@@ -74,12 +74,11 @@ def _scan_strategy(
 ) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
         dim_index = call.dim(1)
-        if dim_index is None or len(call.operands) != 1:
+        if dim_index is None or len(call.operands) != 1 or is_refused(call):
             return None
         writes = call.func.__name__.endswith("_")
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
-            check_kind(context.call.func, args, kwargs)
             found = ShardedScan(context, dim_index, args, kwargs)
             if not writes:
                 return scan(found)
@@ -120,10 +119,18 @@ def _log_sum(scan: ShardedScan) -> Tensor:
         parts = scan.preceding_totals(torch.logsumexp(x, scan.dim, keepdim=True))
     else:
         parts = scan.preceding_totals(scaled_sum(x, (scan.dim,), keepdim=True))
-    if not len(parts):
-        # The sum of nothing keeps what was sent in the graph: backward asks every rank.
-        return torch.logcumsumexp(x, scan.dim).to(own) + parts.sum().to(own)
-    before = parts.logsumexp(0) if x.is_complex() else log_of_sums(parts)
+    if not len(parts) or not x.shape[scan.dim]:
+        # A product with nothing keeps what was sent in the graph, as backward asks every rank; and
+        # what it sends back depends on the operand there, as on other ranks.
+        nothing = parts.sum() * x.narrow(scan.dim, 0, 0).sum()
+        return torch.logcumsumexp(x, scan.dim).to(own) + nothing.to(own)
+    if x.is_complex():
+        before = parts.logsumexp(0)
+    else:
+        before = log_of_sums(parts)
+        # Before an infinite sum nothing counts: its derivative is 0, which torch has as a quotient
+        # of infinities.
+        before = torch.where(before == torch.inf, before.detach(), before)
     # What comes before is one more element, so that gradients are those of one long row.
     found = torch.logcumsumexp(torch.cat([before, x], scan.dim), scan.dim)
     return found.narrow(scan.dim, 1, x.shape[scan.dim]).to(own)
@@ -132,7 +139,11 @@ def _log_sum(scan: ShardedScan) -> Tensor:
 def _running_extreme(scan: ShardedScan) -> Any:
     """`cummax`, `cummin`: the last of equal elements counts, and NaN beats everything."""
     largest = scan.func.__name__ == "cummax"
-    values, indices = scan.local_result()
+    with torch.no_grad():
+        indices = scan.local_result()[1]
+    # Not torch's values: of an empty shard their gradient is cut off from the cotangent, so that a
+    # second backward would wait for that rank.
+    values = scan.x.gather(scan.dim, indices)
     indices = indices + scan.offsets[scan.dim]
     inert = extreme_identity(values.dtype, largest=largest)
     last = values.shape[scan.dim] - 1 if values.shape[scan.dim] else 0

@@ -18,6 +18,7 @@ from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters
 from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
+    is_refused,
     sharded_dim_strategy,
     with_sharded_kernel,
 )
@@ -59,7 +60,7 @@ def _strategy(call: OpCall, find: Callable[..., Any], position: int) -> Strategy
         for i, name in enumerate(("return_inverse", "return_counts", "dim"))
     ]
     unique_dim = wrap_dim(given[2], len(shape))
-    if not shape or (given[2] is not None and unique_dim is None):
+    if not shape or is_refused(call) or (given[2] is not None and unique_dim is None):
         return None
     if unique_dim is not None and 0 in shape:
         return None  # torch refuses some empty shapes and not others

@@ -107,6 +107,15 @@ def separate_memory(parameters: Iterable[Tensor]) -> None:
             parameter._memory = Memory(is_separate=True)
 
 
+def memories_of(parameters: Iterable[Tensor]) -> list[object]:
+    """Return what stands for the memory of each; another object once it was given other memory.
+
+    The same on every rank, also on those that hold nothing of it. Of what `separate_memory` was
+    told nothing there is None.
+    """
+    return [one._memory if isinstance(one, DTensor) else None for one in parameters]
+
+
 def _data_ptr(name: str) -> Callable[[DTensor], Any]:
     def run(self: DTensor) -> Any:
         spec = self._spec

@@ -15,7 +15,7 @@ from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.memory_formats import in_format_of_operand
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
-from vescale_dtensor._ops.common.sharded_dim import pad_empty_dims
+from vescale_dtensor._ops.common.sharded_dim import is_refused, pad_empty_dims
 from vescale_dtensor._ops.common.unsharded_dims import unsharded_dims_strategy
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
@@ -102,7 +102,8 @@ def _strategy(
             return None
         # How these kernels lay out results of operands that are not row-major: some can be asked on
         # meta tensors, others keep the named formats only.
-        if name == "rot90":
+        # Windows that do not overlap lie inside the dim of their numbers, beside what it held.
+        if name in ("rot90", "unfold"):
             return replace(found, probe_order="meta")
         if name.endswith("fftshift"):
             return _pad_empty_operand(_in_format_of_rolled(call, found, parse(call)))
@@ -302,6 +303,10 @@ def _repeated(call: OpCall) -> Strategy | None:
     )
 
 
+def _mode(call: OpCall) -> Strategy | None:
+    return None if is_refused(call) else _dropping_dim(_LAST, 2, 2)(call)
+
+
 _SAME, _PAIR = ("same",), ("same", "same")
 _LAST = dim_at(1, -1)
 # Names -> their strategy: of most, which dims are not sharded, the dims of the results, and whether
@@ -326,7 +331,7 @@ _TABLE: dict[str, Callable[[OpCall], Strategy | None]] = {
     "diff": _difference,
     "trapezoid trapz cumulative_trapezoid": _trapezoid,
     "kthvalue": _dropping_dim(dim_at(2, -1), 3, 2),
-    "mode": _dropping_dim(_LAST, 2, 2),
+    "mode": _mode,
     "median nanmedian": _median,
     "quantile nanquantile": _quantile,
     "tril triu tril_ triu_": _triangle,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vescale_dtensor._autograd import set_data as _become
+from vescale_dtensor._dispatch.execute import refuse_view_of_leaf
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -23,6 +24,7 @@ def _in_place_view(name: str) -> Callable[..., Any]:
             raise RuntimeError(
                 f"a leaf that requires grad is being used in an in-place operation: {name}_"
             )
+        refuse_view_of_leaf(self)
         if self._retain_grad_hook is not None:
             raise UnsupportedError(
                 f"Tensor.{name}_ of {self!r}, which retains its gradient in the shape that it had; "

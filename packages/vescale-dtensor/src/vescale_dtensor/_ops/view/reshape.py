@@ -146,7 +146,8 @@ def _on_one_device(call: OpCall, target: Shape) -> tuple[bool, Order | None]:
             result = base.contiguous().view(target)
         else:
             result = base.reshape(target)
-    return same_memory(result, base), order_of(target, result.stride())
+        # Here, too: a recording must not meet these tensors.
+        return same_memory(result, base), order_of(target, result.stride())
 
 
 def _joins_inside(layout: Layout, source: Shape, target: Shape) -> bool:

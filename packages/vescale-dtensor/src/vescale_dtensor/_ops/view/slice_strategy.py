@@ -32,6 +32,10 @@ def indexed(x: Tensor, index: Sequence[Any], _: int = 0) -> Tensor:
     return x[tuple(item for item in index if item is not INSIDE)]
 
 
+# Torch splits so one view at a time, and permits recorded writes to each.
+_SEPARATE = ("unsafe_", "tensor_split", "hsplit", "vsplit", "dsplit")
+
+
 def slice_strategy(
     call: OpCall, layout: Layout, results: Sequence[SliceResult], pick: Pick, *, many: bool
 ) -> Strategy:
@@ -45,7 +49,7 @@ def slice_strategy(
         many: whether a tuple is returned.
     """
     shape = tuple(call.operands[0].shape)
-    separate = call.func.__name__.startswith("unsafe_")
+    separate = call.func.__name__.startswith(_SEPARATE)
     # For all mesh axes at once: whether an inner shard stays depends on what the outer ones leave.
     passed = slice_placements(layout, shape, results)
     replicated = AxisStrategy((Replicate(),), (Replicate(),) * len(results))
