@@ -161,7 +161,7 @@ def extremes_of_specials(rank, world_size):
     for dtype, op, order in product(FLOATS + FLOAT8, ("max", "min"), ("native", "rank")):
         columns = pairs.to(dtype).double().unbind(1)
         expected = dense.all_reduce(list(columns), op=op)[0]
-        found = all_reduce(pairs.to(dtype)[:, rank].contiguous(), op=op, order=order)
+        found = vc.all_reduce(pairs.to(dtype)[:, rank].contiguous(), op=op, order=order)
         assert found.dtype == dtype
         assert torch.equal(found.double().nan_to_num(1e9), expected.nan_to_num(1e9)), (dtype, op)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from graph_models import Net, batch
 from torch import nn, optim
+from vescale_comm import simulate
 from vescale_comm.testing import on_ranks, run
 from vescale_parallel import DisagreementError, GraphError, Plan, graph, mesh, parallelize
 from vescale_parallel._graph.collectives import collectives
