@@ -40,6 +40,7 @@ from tools.steps import (  # noqa: E402
     TEST_ENV,
     compare,
     install,
+    installed_at,
     probe,
     python_of,
     run_marked,
@@ -350,17 +351,23 @@ def workspace(session: nox.Session) -> None:
     declared = [path for one in PACKAGES for path in (one.folder / "pyproject.toml",
                 one.version_file)]  # fmt: skip
     inputs = [Path(__file__), Path(CONSTRAINTS), ROOT / "tools" / "packages.py", *declared]
-    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
+    # Of this checkout: an environment that was copied with another one imports the sources there.
+    content = [str(ROOT).encode(), *(path.read_bytes() for path in inputs)]
+    wanted = hashlib.sha256(b"".join(content)).hexdigest()
     stamp = Path(session.virtualenv.location, "workspace.stamp")
     if stamp.exists() and stamp.read_text() == wanted:
         session.log("up to date")
         return
+    # What fails half-way, or is left out (nox -R), is up to date with nothing.
+    stamp.unlink(missing_ok=True)
+    before = installed_at(session)
     tools = [*TEST_TOOLS, *BUILD_TOOLS, *JOB_TOOLS, "editables", "import-linter", "mypy", "nox"]
     install(session, CONSTRAINTS, *third_party(extras=True, tests=True), *tools)
     editable = [argument for one in PACKAGES for argument in ("-e", str(one.folder))]
     session.install("--no-deps", "--no-build-isolation", *editable)
     session.run("python", "-m", "pip", "check", silent=True)
-    stamp.write_text(wanted)
+    if installed_at(session) != before:
+        stamp.write_text(wanted)
 
 
 @nox.session(python=False, default=False)

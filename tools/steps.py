@@ -29,8 +29,19 @@ TEST_ENV: Mapping[str, str | None] = {
 
 
 def python_of(session: nox.Session) -> str:
-    """The interpreter of the shared environment."""
-    return str(session.cache_dir.parent.resolve() / "workspace" / "bin" / "python")
+    """The interpreter of the shared environment: that of the Python that nox was told to force."""
+    forced = f"-{session.python}".replace(".", "-") if isinstance(session.python, str) else ""
+    return str(session.cache_dir.parent.resolve() / f"workspace{forced}" / "bin" / "python")
+
+
+def installed_at(session: nox.Session) -> list[int]:
+    """When the packages were installed into the environment of a session, as file times."""
+    place = Path(session.virtualenv.location)
+    names = [package.name.replace("-", "_") for package in PACKAGES]
+    found = (
+        one for name in names for one in place.glob(f"lib/python*/site-packages/{name}-*.dist-info")
+    )
+    return sorted(one.stat().st_mtime_ns for one in found)
 
 
 def install(session: nox.Session, constraints: str, *requirements: str) -> None:
