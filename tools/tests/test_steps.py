@@ -5,9 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-steps = pytest.importorskip("tools.steps")
+from tools import steps
 
 
 def session(tmp_path: Path, python: str | None) -> Any:
