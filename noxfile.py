@@ -265,9 +265,15 @@ def compat(session: nox.Session) -> None:
         session.skip("no package has been released yet, so there is nothing to compare with")
     install(session, CONSTRAINTS, *third_party(tests=True), *TEST_TOOLS, *BUILD_TOOLS)
     session.run("python", "-m", "tools.released")
-    for package, neighbour in edges():
-        compare(session, package, neighbour, old=neighbour, tag=known[neighbour])
-        compare(session, package, neighbour, old=package, tag=known[package])
+    ran = [
+        compare(session, package, neighbour, old=old, tag=known[old])
+        for package, neighbour in edges()
+        for old in (neighbour, package)
+    ]
+    said = f"{sum(ran)} of {len(ran)} pairs were compared"
+    if not any(ran):
+        session.error(f"{said}: no range of versions admits what was released last")
+    session.log(said)
 
 
 # --- Devices and figures

@@ -84,7 +84,8 @@ def matrix(
 
 def changed_since(commit: str) -> list[str]:
     """The files of this checkout that differ from what it branched off of `commit`."""
-    command = ["git", "diff", "--name-only", f"{commit}...HEAD"]
+    # A file that moved is told twice: where it was, it is missing.
+    command = ["git", "diff", "--name-only", "--no-renames", f"{commit}...HEAD"]
     return subprocess.run(
         command, cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()

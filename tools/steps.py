@@ -161,10 +161,14 @@ def run_marked(
 
 def compare(
     session: nox.Session, package: Package, neighbour: Package, *, old: Package, tag: str | None
-) -> None:
-    """Run the package's tests with one of the two at its last release, the other at HEAD."""
+) -> bool:
+    """Run the package's tests with one of the two at its last release, the other at HEAD.
+
+    Returns:
+        Whether that can be: it has been released, and ranges of versions admit the pair.
+    """
     if tag is None:
-        return
+        return False
     wheel, sdist = released.artifacts(old, tag)
     needed = [find(name) for name in package.test_siblings + package.optional_siblings]
     chosen = [wheel if one is old else one.wheel for one in closure(package, neighbour, *needed)]
@@ -172,10 +176,11 @@ def compare(
     if conflicts := wheels.conflicts(chosen):
         # A range that leaves the pair out makes no promise about it.
         session.warn(f"{title}: left out, {conflicts[0]}")
-        return
+        return False
     session.log(title)
     swap(session, chosen)
     with tempfile.TemporaryDirectory() as folder:
         source = sdist if old is package else package.sdist
         tests = wheels.unpack_tests(source, Path(folder))
         run_tests(session, [tests], *session.posargs, skippable=skips.PARTIAL)
+    return True
