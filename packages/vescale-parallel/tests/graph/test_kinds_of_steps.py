@@ -36,7 +36,7 @@ class Step(nn.Module):
 
 def write(m: Step, x: Tensor) -> Tensor:
     y = x * 2
-    y.add_(1.0).mul_(x)
+    y[:, ::2] += 1.0
     return y.relu_()
 
 

@@ -8,7 +8,7 @@ every replay (a parameter's local tensor, say, from the parameter).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -254,6 +254,14 @@ class TracedGraph:
         """A recorded step may have given this tensor another history."""
         if self.has_node(tensor):
             self._known[id(tensor)].history = _history(tensor)
+
+    def changed_in_memory(self, written: Iterable[Tensor]) -> None:
+        """A recorded step has written to these: what are views of the same got other histories."""
+        roots = [tensor if tensor._base is None else tensor._base for tensor in written]
+        for known in self._known.values():
+            tensor = known.tensor()
+            if tensor is not None and any(tensor is r or tensor._base is r for r in roots):
+                known.history = _history(tensor)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that made a tensor.

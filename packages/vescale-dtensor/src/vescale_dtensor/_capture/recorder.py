@@ -299,6 +299,8 @@ class Recorder(TorchFunctionMode):
             # An in-place step may have given it a node; noted here, or `TracedGraph.node_of`
             # would take it for a change that no recorded step made.
             self.trace.changed(tensor)
+        if sensitive and changed:
+            self.trace.changed_in_memory(changed)
         self._results(result, node)
         self._notice(name, args, result)
         return result
