@@ -3,6 +3,7 @@
 import pytest
 from pipeline_table import LAYOUTS, MODELS, SCHEDULES, TOLERANCE, cell
 
+pytestmark = pytest.mark.models
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 CORE = {

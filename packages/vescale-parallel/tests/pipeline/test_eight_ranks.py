@@ -68,6 +68,7 @@ def trained(model: nn.Module, tokens: Tensor, parts: int) -> Any:
     return model.eval()
 
 
+@pytest.mark.models
 @of_each_level
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_and_generation(layout: str, zero: int):

@@ -101,6 +101,7 @@ def test_outputs_that_cannot_be_told_are_refused_everywhere():
     assert all("object" in one for one in simulate(2)(on_a_rank))
 
 
+@pytest.mark.models
 @needs_transformers
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_generate_without_a_cache(sizes: dict[str, int]):
