@@ -19,11 +19,13 @@ from vescale_parallel import ParallelError
 pytestmark = pytest.mark.models
 FEW = [
     ("transformers", "Trainer", "dp=2, tp=2"),
+    ("transformers", "Trainer, evaluation", "dp=2, tp=2"),
     ("transformers", "Trainer, resumed", "dp=4, zero=3"),
     ("transformers", "Trainer, microbatches", "pp=2, dp=2"),
     ("transformers", "Trainer, microbatches, smoothed labels", "pp=2, dp=2"),
     ("transformers", "Trainer, microbatches, own loss", "dp=2, tp=2"),
     ("accelerate", "Accelerator, resumed", "dp=2, tp=2"),
+    ("accelerate", "Accelerator, a stream", "dp=4, zero=3"),
     ("accelerate", "Accelerator, rank by rank", "dp=2, tp=2"),
     ("lightning", "Trainer", "dp=4, zero=3"),
     ("peft", "LoRA", "dp=2, tp=2"),

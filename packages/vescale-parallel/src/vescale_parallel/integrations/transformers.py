@@ -34,7 +34,7 @@ from vescale_parallel.integrations._states import (
     whole,
     whole_states,
 )
-from vescale_parallel.integrations.accelerate import one_process
+from vescale_parallel.integrations.accelerate import one_process, with_last_rows
 
 __all__ = ["parallel"]
 
@@ -88,6 +88,12 @@ class ParallelTrainer:
             return prepare(model, device_placement=placed, **options)
 
         self.accelerator.prepare_model = prepare_model
+        prepare_loader = self.accelerator.prepare_data_loader
+
+        def prepare_data_loader(loader: Any, *args: Any, **options: Any) -> Any:
+            return with_last_rows(prepare_loader(loader, *args, **options))
+
+        self.accelerator.prepare_data_loader = prepare_data_loader
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         if not is_offloaded(model):
