@@ -19,17 +19,21 @@ from vescale_parallel import ParallelError
 pytestmark = pytest.mark.models
 FEW = [
     ("transformers", "Trainer", "dp=2, tp=2"),
+    ("transformers", "Trainer, evaluation", "dp=2, tp=2"),
     ("transformers", "Trainer, resumed", "dp=4, zero=3"),
     ("transformers", "Trainer, microbatches", "pp=2, dp=2"),
     ("transformers", "Trainer, microbatches, smoothed labels", "pp=2, dp=2"),
     ("transformers", "Trainer, microbatches, own loss", "dp=2, tp=2"),
     ("accelerate", "Accelerator, resumed", "dp=2, tp=2"),
+    ("accelerate", "Accelerator, a stream", "dp=4, zero=3"),
     ("accelerate", "Accelerator, rank by rank", "dp=2, tp=2"),
     ("lightning", "Trainer", "dp=4, zero=3"),
     ("peft", "LoRA", "dp=2, tp=2"),
+    ("trl", "DPOTrainer, precomputed", "dp=2, tp=2"),
 ]
 # What the cases of a library import beside it.
 BESIDE = {"transformers": ["accelerate"], "peft": ["transformers"]}
+BESIDE |= {"trl": ["transformers", "accelerate", "peft", "datasets"]}
 
 
 @pytest.mark.parametrize(("library", "case", "layout"), FEW)
@@ -71,3 +75,33 @@ def test_a_trainer_that_computes_its_loss_itself_is_told(tmp_path: Path) -> None
     assert said.startswith(
         "Own.compute_loss calls the model, and this plan's steps run it in parts"
     )
+
+
+def ends_with_one_row(rank: int, world_size: int, folder: str) -> str:
+    from transformers import Trainer, TrainingArguments, default_data_collator
+    from vescale_parallel import Plan, mesh
+    from vescale_parallel.integrations.transformers import parallel
+
+    usual = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    sizes = {"per_device_train_batch_size": 7, "num_train_epochs": 1}
+    here = mesh(dp=1, device_type="cpu")
+
+    def trained(**options: object) -> None:
+        args = TrainingArguments(folder, **usual, **sizes, **options)
+        made = parallel(Trainer)(llama(), args, mesh=here, plan=Plan(microbatches=2), **rows)
+        made.train()
+
+    rows = {"train_dataset": token_rows(), "data_collator": default_data_collator}
+    trained(dataloader_drop_last=True)
+    trained(max_steps=2)
+    with pytest.raises(ParallelError) as caught:
+        trained()
+    return str(caught.value)
+
+
+def test_a_last_batch_of_too_few_rows_is_named_before_the_first_step(tmp_path: Path) -> None:
+    for needed in ["transformers", "accelerate"]:
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    (said,) = run(ends_with_one_row, 1, str(tmp_path), timeout=200)
+    assert "of 15 rows has 1, which do not make the plan's 2 microbatches" in said

@@ -10,6 +10,7 @@ import torch
 from ecosystem_models import gpt2, llama, token_rows
 from ecosystem_runs import Found, Run, parameters
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -53,17 +54,25 @@ def accuracy(predicted: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean())}
 
 
+class Stream(IterableDataset[Any]):
+    """Rows that cannot be counted before; the last batch of five is one of two."""
+
+    def __iter__(self) -> Any:
+        return iter(token_rows(7))
+
+
 def evaluating(run: Run) -> Found:
-    """At each step, with the best model loaded in the end, and early stopping."""
+    """At each step, with the best model loaded in the end, and early stopping; and of a stream."""
     steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
-    args = arguments(run, **steps, **best, save_total_limit=1)
+    args = arguments(run, **steps, **best, save_total_limit=1, per_device_eval_batch_size=5)
     options = {"eval_dataset": token_rows(7), "compute_metrics": accuracy}
     made = trainer(run, gpt2(), args, **options, callbacks=[EarlyStoppingCallback(3)])
     made.train()
     predictions = made.predict(token_rows(3)).predictions
     best_at = str(made.state.best_global_step)
     found = {"best": best_at, "predictions": torch.tensor(predictions)}
+    found["stream"] = made.evaluate(Stream())["eval_loss"]
     return {**logged(made), **found, **parameters(made.model)}
 
 

@@ -70,7 +70,7 @@ def dpo(run: Run, **options: Any) -> Found:
     if run.mesh:
         dist.barrier()
     columns = {"prompt": text(15, 5, 0), "chosen": text(15, 7, 1), "rejected": text(15, 7, 2)}
-    args = DPOConfig(str(run.folder), max_length=24, **USUAL)
+    args = DPOConfig(str(run.folder), max_length=24, **USUAL, **options.pop("config", {}))
     return trained(run, DPOTrainer, args, Dataset.from_dict(columns), model=str(base), **options)
 
 
@@ -83,5 +83,6 @@ CASES = {
     "SFTTrainer, packing": lambda run: sft(run, config={"packing": True}),
     "SFTTrainer, LoRA": lambda run: sft(run, peft_config=adapter()),
     "DPOTrainer": dpo,
+    "DPOTrainer, precomputed": lambda run: dpo(run, config={"precompute_ref_log_probs": True}),
     "DPOTrainer, LoRA": lambda run: dpo(run, peft_config=adapter()),
 }

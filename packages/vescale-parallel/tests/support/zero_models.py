@@ -27,9 +27,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual layer; `inside` checkpoints its MLP."""
+    """A residual layer; `inside` checkpoints its MLP, or all that its forward does ("all")."""
 
-    def __init__(self, width: int, inside: bool | None = None) -> None:
+    def __init__(self, width: int, inside: bool | str | None = None) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(8)
         self.mlp = Mlp(width)
@@ -42,6 +42,8 @@ class Block(nn.Module):
 
         if self.inside is None:
             return x + self.dropout(hidden(x))
+        if self.inside == "all":
+            return checkpoint(lambda x: x + self.dropout(hidden(x)), x, use_reentrant=True)
         return x + self.dropout(checkpoint(hidden, x, use_reentrant=self.inside))
 
 
@@ -55,7 +57,7 @@ class Decoder(nn.Module):
         blocks: int = 3,
         width: int = 12,
         vocabulary: int = 16,
-        inside: bool | None = None,
+        inside: bool | str | None = None,
         around: bool | None = None,
     ) -> None:
         super().__init__()

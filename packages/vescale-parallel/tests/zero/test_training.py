@@ -72,10 +72,10 @@ def test_shapes_and_levels_that_do_not_fit_evenly(sizes: Any, zero: Any, options
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"inside": False}, {"inside": True}, {"around": False}, {"around": True}],
+    [{"inside": False}, {"inside": True}, {"inside": "all"}, {"around": False}, {"around": True}],
     ids=str,
 )
-def test_activation_checkpointing(sizes: dict[str, int], options: dict[str, bool]):
+def test_activation_checkpointing(sizes: dict[str, int], options: dict[str, Any]):
     run(compare, 4, sizes, 3, options)
 
 

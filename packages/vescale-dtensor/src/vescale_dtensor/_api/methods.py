@@ -29,7 +29,7 @@ from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_part, pause
 from vescale_dtensor._tensor.observers import notify_to_local, observers
 from vescale_dtensor._tensor.state import local_escaped
-from vescale_dtensor._torch.call_site import call_site
+from vescale_dtensor._torch.call_site import call_site, integration
 from vescale_dtensor._torch.compat import (
     any_requires_grad,
     compiler_callback,
@@ -73,7 +73,7 @@ def torch_dispatch(
         f"{func} was reached from {call_site()} below torch's function overrides with a DTensor in "
         "hand (a custom autograd.Function, a C++ extension, DDP, FSDP, torch.jit, vmap or make_fx)."
         " Call it on x.to_local(), or on x.full_tensor() if it needs the whole; what works with "
-        "torch's own DTensors takes x.to_torch()."
+        f"torch's own DTensors takes x.to_torch().{integration()}"
     )
 
 

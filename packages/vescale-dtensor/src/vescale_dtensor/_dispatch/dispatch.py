@@ -28,7 +28,7 @@ from vescale_dtensor._tensor.copied_views import any_copies
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.call_site import call_site
+from vescale_dtensor._torch.call_site import call_site, integration
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.scalars import with_python_numbers
 
@@ -138,4 +138,5 @@ def refuse_raw_communication(func: Callable[..., Any]) -> None:
             "global already: added up or collected over the ranks, it would count once for each. "
             "Leave the call out (torchmetrics: sync_on_compute=False). To communicate yourself, "
             "call it on x.to_local(), this rank's part; x.redistribute() changes the layout."
+            f"{integration()}"
         )

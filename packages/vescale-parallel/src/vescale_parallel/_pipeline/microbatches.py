@@ -29,16 +29,21 @@ def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
     if count == 1:
         return [(part, 1.0)]
     rows = part.rows(dim_of)
-    # As `torch.chunk` divides: all but the last are equal.
-    size = -(-rows // count)
-    if -(-rows // size) != count:
+    sizes = sizes_of(rows, count)
+    if len(sizes) != count:
         raise PipelineError(
-            f"forward_backward: {rows} rows do not make {count} microbatches: {size} rows each "
-            f"make {-(-rows // size)}. Pass a batch of more rows, or plan fewer microbatches."
+            f"forward_backward: {rows} rows do not make {count} microbatches: {sizes[0]} rows each "
+            f"make {len(sizes)}. Pass a batch of more rows, or plan fewer microbatches."
         )
-    sizes = [min(size, rows - start) for start in range(0, rows, size)]
     parts = part.cut(dim_of, sizes)
     return [(one, length / rows) for one, length in zip(parts, sizes, strict=True)]
+
+
+def sizes_of(rows: int, count: int) -> list[int]:
+    """Return the rows of each microbatch; there are fewer than `count` if the rows do not do."""
+    # As `torch.chunk` divides: all but the last are equal.
+    size = -(-rows // count)
+    return [min(size, rows - start) for start in range(0, rows, size)]
 
 
 def drop_kept(model: nn.Module) -> None:
@@ -58,12 +63,12 @@ class MicrobatchStep:
     """
 
     def __init__(self, model: nn.Module, microbatches: int, dim: int) -> None:
-        self._model, self._microbatches, self._dim = model, microbatches, dim
+        self._model, self.microbatches, self._dim = model, microbatches, dim
 
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch; gradients are left complete."""
         total: Tensor | None = None
-        parts = divided(part, self._microbatches, self._dim)
+        parts = divided(part, self.microbatches, self._dim)
         zero = getattr(self._model, SCHEDULE, None)
         trained = [p for p in self._model.parameters() if p.requires_grad]
         new = NewGradients([p for p in trained if p.grad is None])

@@ -91,6 +91,11 @@ class StagedStep:
         # The forward hooks of modules at the end of the latest call that went well.
         self._hooks: list[int] | None = None
 
+    @property
+    def microbatches(self) -> int:
+        """How many a batch is divided into."""
+        return self._scene.split.schedule.microbatches
+
     def forward_backward(self, part: Part) -> Tensor:
         """Return the loss of the whole batch, on every rank; gradients are left complete.
 
@@ -101,7 +106,7 @@ class StagedStep:
             PipelineError: on every rank: the batch cannot be divided, the model cannot run in
                 stages as it is, or a rank failed: its own error there, elsewhere one that names it.
         """
-        walked, count = self._walker.walk(), self._scene.split.schedule.microbatches
+        walked, count = self._walker.walk(), self.microbatches
         microbatches, agreed = self._prepared(part, count, walked, may_begin=True)
         try:
             total = self._stepped(microbatches, walked, agreed)

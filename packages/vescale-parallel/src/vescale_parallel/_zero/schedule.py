@@ -278,7 +278,9 @@ class Schedule:
             return False
         found = False
         for tensor in named_tensors_within(output).values():
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            # Not by `grad_fn`: a reentrant checkpoint whose node somebody has seen is left to the
+            # engine, which refuses it.
+            if tensor.requires_grad and not tensor.is_leaf:
                 # A hook on the node and not on the module: outputs may be nested in anything, and
                 # some go unused.
                 before_backward(tensor, _Reached(self, unit, unit.ran_modules))

@@ -12,11 +12,13 @@ device, and are read on any mesh.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from vescale_parallel._apply.no_sync import no_sync
 from vescale_parallel._errors import ParallelError
@@ -86,6 +88,40 @@ def _on_local_process(function: Any = None, local_process_index: int | None = No
     return function if local_rank() == local_process_index else _nothing
 
 
+def with_last_rows(loader: Any) -> Any:
+    """Let a prepared loader of a stream say how many rows its last batch has; it is changed.
+
+    On one device accelerate dispatches streams, and by these rows `gather_for_metrics` cuts what
+    was repeated for a whole batch; a loader that does not dispatch leaves them open.
+    """
+    base = loader.base_dataloader
+    if isinstance(loader.dataset, IterableDataset) and "__iter__" not in vars(base):
+        iterate = base.__iter__
+
+        def counted() -> Iterator[Any]:
+            rows = None
+            for batch in iterate():
+                rows = _rows_of(batch)
+                yield batch
+            # The loader reads ahead: it has not given its last batch yet.
+            if loader.remainder == -1 and rows is not None:
+                loader.remainder = rows
+
+        # Called by this name, as a method of the instance.
+        base.__iter__ = counted
+    return loader
+
+
+def _rows_of(batch: Any) -> int | None:
+    from accelerate.utils import find_batch_size
+
+    try:
+        rows: int = find_batch_size(batch)
+    except (TypeError, ValueError):  # no tensors
+        return None
+    return rows
+
+
 _AS_RANKS = {
     "on_main_process": _on_first,
     # The last of one process is the first.
@@ -115,6 +151,11 @@ class OneProcess:
         """Parallelise a model that is not parallel yet, and prepare it."""
         base: Any = super()
         return base.prepare_model(made_parallel(model, self._mesh, self._plan), *args, **kwargs)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader, which gives whole batches on every rank."""
+        base: Any = super()
+        return with_last_rows(base.prepare_data_loader(data_loader, *args, **kwargs))
 
     def gather(self, tensor: Any) -> Any:
         """Return global plain tensors: those of all ranks are one."""

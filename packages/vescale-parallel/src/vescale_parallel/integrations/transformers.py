@@ -16,25 +16,29 @@ A plan with stages (`pipeline=`), `microbatches=` or `deterministic=` has its tr
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_parallel._errors import ParallelError
+from vescale_parallel._pipeline.microbatches import sizes_of
 from vescale_parallel._step.forward_backward import STEP, forward_backward
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
+    decided,
     is_offloaded,
     is_parallel,
     loading_whole,
     made_parallel,
     model_state,
+    rank,
     whole,
     whole_states,
 )
-from vescale_parallel.integrations.accelerate import one_process
+from vescale_parallel.integrations.accelerate import one_process, with_last_rows
 
 __all__ = ["parallel"]
 
@@ -88,6 +92,12 @@ class ParallelTrainer:
             return prepare(model, device_placement=placed, **options)
 
         self.accelerator.prepare_model = prepare_model
+        prepare_loader = self.accelerator.prepare_data_loader
+
+        def prepare_data_loader(loader: Any, *args: Any, **options: Any) -> Any:
+            return with_last_rows(prepare_loader(loader, *args, **options))
+
+        self.accelerator.prepare_data_loader = prepare_data_loader
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         if not is_offloaded(model):
@@ -98,6 +108,28 @@ class ParallelTrainer:
         """Make a model anew, and parallelise it."""
         base: Any = super()
         return self._made_parallel(base.call_model_init(trial))
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader, whose last batch makes microbatches as well.
+
+        Raises:
+            ParallelError: it has too few rows: said before the first step, and not at the last.
+        """
+        base: Any = super()
+        loader = base.get_train_dataloader()
+        count = getattr(getattr(self.model, STEP, None), "microbatches", 1)
+        rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else 0
+        args, (full, rest) = self.args, divmod(rows, self._train_batch_size)
+        ends_before = 0 < args.max_steps * args.gradient_accumulation_steps <= full
+        is_left_out = not rest or ends_before or args.dataloader_drop_last
+        if not is_left_out and len(sizes_of(rest, count)) != count:
+            raise ParallelError(
+                f"{type(self).__name__}: the last batch of an epoch of {rows} rows has {rest}, "
+                f"which do not make the plan's {count} microbatches. Leave it out by "
+                "TrainingArguments(dataloader_drop_last=True), or choose another "
+                "per_device_train_batch_size, or fewer microbatches."
+            )
+        return loader
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward on a batch: in parts, where the plan asks for them."""
@@ -165,6 +197,31 @@ class ParallelTrainer:
                 "bf16=True, or leave pipeline=, microbatches= and deterministic= out of the plan."
             )
 
+    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute what trl's preference trainers keep of a reference, and cache it. Collective.
+
+        Every rank has it all, and writes and reads a file of its own: one of rows in memory has
+        another name in each process, and one on disk the same name and content.
+        """
+        from accelerate import PartialState
+
+        base: Any = super()
+        state, own = PartialState(), dataset._get_cache_file_path
+        index = state.process_index
+
+        def path(fingerprint: str) -> str:
+            found: str = own(fingerprint)
+            known = Path(found).exists()
+            # Read by all, or computed by all.
+            return found if decided(known, every=True) or not known else f"{found}.{rank()}"
+
+        dataset._get_cache_file_path, state.process_index = path, 0
+        try:
+            return base._precompute_ref_logps(dataset, *args, **kwargs)
+        finally:
+            state.process_index = index
+            del dataset._get_cache_file_path
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; what it gives is global and plain."""
         base: Any = super()
@@ -211,6 +268,8 @@ class ParallelTrainer:
         model_accepts_loss_kwargs: bool
         optimizer: Any
         ref_model: Any
+        train_dataset: Any
+        _train_batch_size: int
         _prepare_inputs: Any
 
 

@@ -29,6 +29,7 @@ from vescale_dtensor._layout.placements import (
 )
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._torch.call_site import integration
 
 Part = Literal["whole", "local"]
 
@@ -92,6 +93,7 @@ def _reduce_ex(self: DTensor, protocol: Any = None) -> Any:
             'pickled("local"):` for a file of each rank. `torch.save(full_state_dict(model), path)`'
             " saves a model as one device does; vescale_ckpt.save and save and load of "
             "torch.distributed.checkpoint write shards, and take DTensors as they are."
+            f"{integration()}"
         )
     detached: Any = self.detach()
     if part == "whole":

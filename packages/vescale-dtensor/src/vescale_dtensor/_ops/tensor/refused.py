@@ -9,11 +9,12 @@ import torch
 
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._ops.common.functions import entries, functions
+from vescale_dtensor._torch.call_site import integration
 
 
 def _refused(message: str) -> Callable[..., Any]:
     def run(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(message)
+        raise UnsupportedError(message + integration())
 
     return run
 
