@@ -93,8 +93,8 @@ class Joint:
                 "joint: parameters have been used in other ways since the graph was made, and "
                 "their gradients are summed over other axes of the mesh. Make the graph anew"
             )
-        # The graph holds its own backward. Of its views of parameters, which may be results, autograd
-        # would keep a history, and a compiler would make other code for them.
+        # The graph holds its own backward: autograd would keep a history of views of parameters,
+        # which may be results, and a compiler would make other code for them.
         given = [one.detach() for one in program.arguments(call.flat, locals_)]
         if self._stored:
             # Nothing reads the stand-ins: they are inputs of the program, and not of the graph.
