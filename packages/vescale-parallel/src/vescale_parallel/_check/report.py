@@ -172,6 +172,7 @@ class Report:
             recompute=bool(recompute),
             # Logical shards are computed one after another, and so count as microbatches do.
             turns=self.microbatches if self.invariant is None else self.invariant.most,
+            behind=None if self.behind is None or self.behind.is_chosen else self.behind.units,
             **workload,
         )
         sizes = dict(self.mesh)

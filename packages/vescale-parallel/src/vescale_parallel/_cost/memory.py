@@ -2,10 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
 
 from vescale_parallel._cost.pieces import Piece, by_unit
 from vescale_parallel._cost.recomputed import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
+from vescale_parallel._zero.behind import FREE_BYTES
+
+BUCKET_BYTES: Final = 25 << 20
+"""Of gradients that are summed as one at level 0, where `parallelize` is told nothing else."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,8 @@ class Memory:
         gathered: parameters in the compute dtype where those that are stored do not serve: with
             ZeRO-3 those of the unit that computes, of the next one, and of the root.
         activations: what forward keeps for backward.
+        reduced: gradients beside those that are kept: as backward makes them, packed to be sent,
+            and what arrives.
         host: of parameters, gradients and states, on the host.
     """
 
@@ -25,11 +33,16 @@ class Memory:
     states: float
     gathered: float
     activations: float
+    reduced: float = 0.0
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        """On the device: an upper bound, as activations are gone when the last gradient comes."""
+        """On the device, as if all of it were there at once: more than a step takes at any time.
+
+        Activations are gone when the last gradients come. Not counted: buffers of modules, what
+        kernels and the allocator take for themselves, and an optimizer's `foreach` at level 0.
+        """
         total: float = sum(vars(self).values())
         return total - self.host
 
@@ -67,6 +80,7 @@ def memory_of(
         host=sum(one.elements * each / dp for one in offloaded),
         gathered=gathered_bytes(pieces, precision),
         activations=activation_bytes(pieces, tokens / work.turns, tp, precision, work),
+        reduced=reduced_bytes(pieces, dp, precision, work),
     )
 
 
@@ -93,6 +107,41 @@ def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
     whole = sum(one.elements for one in pieces if one.zero < 3 and not one.offload)
     cast = whole if precision.compute != precision.stored else 0
     return (sharded + cast) * precision.compute
+
+
+def reduced_bytes(
+    pieces: Sequence[Piece], dp: int, precision: Precision, work: Workload
+) -> float:
+    """Return the bytes of gradients while ranks add them up, beside those that are kept.
+
+    A unit packs all of its gradients, and what other ranks send of theirs may be as much again.
+    """
+    whole = sum(one.elements for one in pieces if one.zero == 0) * precision.stored
+    # At level 0 a bucket at a time.
+    found = 2.0 * min(whole, BUCKET_BYTES)
+    sharded = [one for one in pieces if one.zero]
+    units = {name: sum(p.elements for p in some) for name, some in by_unit(sharded).items()}
+    packed = sorted((size * precision.wire for size in units.values()), reverse=True)
+    found += 2 * sum(packed[: 1 + _behind(packed, work)])
+    # As backward makes them: a unit's are packed when all are there, and those of the root (of a
+    # head, and at last of an embedding) are there from the beginning.
+    root = units.pop("", 0)
+    found += (root + max(units.values(), default=0)) * precision.compute
+    # Where the whole is kept, the shard is beside it.
+    kept = [one for one in sharded if one.zero == 1 or work.turns > 1]
+    return found + sum(one.elements for one in kept) * precision.gradient / dp
+
+
+def _behind(packed: Sequence[float], work: Workload) -> int:
+    """Return of how many units gradients are on their way, beside those of the one that computes.
+
+    Args:
+        packed: bytes of each unit, the largest first.
+        work: what the plan says.
+    """
+    if work.behind is not None:
+        return work.behind
+    return sum(1 for total in accumulate(packed) if total <= FREE_BYTES)
 
 
 def activation_bytes(

@@ -40,6 +40,7 @@ class Workload:
         queries: glob over the weights that make queries, whose output attends.
         lookups: glob over parameters that are looked up, and not multiplied with.
         turns: microbatches that run one after another; gradients are reduced behind the last.
+        behind: units whose gradients are on their way at a time; None: small ones, as a plan has it.
     """
 
     tokens: int
@@ -50,3 +51,4 @@ class Workload:
     queries: str = "*{q,q_proj,wq,query}.weight"
     lookups: str = "*emb*"
     turns: int = 1
+    behind: int | None = None
