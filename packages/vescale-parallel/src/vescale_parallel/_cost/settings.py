@@ -40,7 +40,8 @@ class Workload:
         queries: glob over the weights that make queries, whose output attends.
         lookups: glob over parameters that are looked up, and not multiplied with.
         turns: microbatches that run one after another; gradients are reduced behind the last.
-        behind: units whose gradients are on their way at a time; None: small ones, as a plan has it.
+        prefetch: units that are gathered ahead of the one that computes.
+        behind: units whose gradients are on their way beside those of the one that computes.
     """
 
     tokens: int
@@ -51,4 +52,5 @@ class Workload:
     queries: str = "*{q,q_proj,wq,query}.weight"
     lookups: str = "*emb*"
     turns: int = 1
-    behind: int | None = None
+    prefetch: int = 1
+    behind: int = 0
