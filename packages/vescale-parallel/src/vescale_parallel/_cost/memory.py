@@ -107,9 +107,7 @@ def gathered_bytes(pieces: Sequence[Piece], precision: Precision, work: Workload
     return (sharded + cast) * precision.compute
 
 
-def reduced_bytes(
-    pieces: Sequence[Piece], dp: int, precision: Precision, work: Workload
-) -> float:
+def reduced_bytes(pieces: Sequence[Piece], dp: int, precision: Precision, work: Workload) -> float:
     """Return the bytes of gradients while ranks add them up, beside those that are kept.
 
     A unit packs all of its gradients, and what other ranks send of theirs may be as much again.
