@@ -406,6 +406,11 @@ def _wanted(
             "joint: a custom autograd.Function is given DTensors, and its backward runs on these. "
             "Call it by local_map(F.apply, ...), which gives it local tensors"
         )
+    if any(_is_hook(node) for node in program.graph.nodes):
+        raise CaptureError(
+            "joint: the step registers a hook on an activation (register_hook, retain_grad), which "
+            "would run in the backward, and a graph runs none. Leave it out"
+        )
     if program.differentiates:
         raise CaptureError(
             "joint: a backward runs inside of the step. Capture the forward and the loss alone: "
@@ -432,6 +437,11 @@ def _wanted(
     if not wanted:
         raise CaptureError("joint: the step uses no parameter that requires grad")
     return tuple(leaves), tuple(wanted)
+
+
+def _is_hook(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", node.target)
+    return name in ("register_hook", "hooked_node")
 
 
 def _check_argument(value: Any) -> None:
