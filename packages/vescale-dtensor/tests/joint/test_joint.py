@@ -173,6 +173,15 @@ def refused(words, call, *args):
         call(*args)
 
 
+def hooked(model):
+    def step(x):
+        y = model(x)
+        y.register_hook(lambda gradient: gradient * 2)
+        return y.square().mean()
+
+    return step
+
+
 def refusals(rank, world_size):
     mesh = device_mesh((world_size,), ("dp",))
     x, model = distributed(mesh, 4, 4), layer(mesh)
@@ -186,6 +195,7 @@ def refusals(rank, world_size):
     refused("argument of the step requires grad", joint, captured, needs)
     refused("one element", joint, vd.capture(lambda x: model(x)), x)
     refused("one element", joint, vd.capture(lambda x: ("loss", model(x).sum())), x)
+    refused("a hook on an activation", joint, vd.capture(hooked(model)), x)
     refused("a backward runs inside", joint, vd.capture(backward_inside(model)), x)
     refused("no parameter", joint, vd.capture(lambda x: (x * 2).sum()), x)
     plain = torch.ones(3, requires_grad=True)

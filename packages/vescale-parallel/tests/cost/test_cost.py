@@ -77,6 +77,21 @@ def test_each_level_shards_one_kind_more(zero, sharded):
     assert memory.total == sum(vars(memory).values())
 
 
+@pytest.mark.parametrize(("behind", "units"), [(0, 1), (1, 2), (5, 2)])
+def test_gradients_on_their_way_are_counted(behind, units):
+    # Of each unit what is packed and what arrives; the root is the smallest of them.
+    root, arrived = 2 * TABLE, BLOCK + 2 * TABLE
+    sizes = {"dp": 4, "tp": 1}
+    for zero, shard in ((1, WHOLE / 4), (2, 0), (3, 0)):
+        memory = cost_of(sizes, zero=zero, behind=behind).memory
+        sent = units * BLOCK + (root if behind > 1 else 0)
+        assert memory.reduced == 4 * (2 * sent + arrived + shard)
+    # Nobody says how many: small ones all are.
+    assert cost_of(sizes, zero=2).memory.reduced == 4 * (2 * WHOLE + arrived)
+    # A bucket, and sums beside gradients.
+    assert cost_of(sizes).memory.reduced == 4 * 2 * WHOLE
+
+
 def test_tensor_parallel_ranks_hold_their_part_of_the_matrices():
     assert cost_of({"dp": 1, "tp": 2}).memory.parameters == 4 * (WHOLE - 2 * 8 * 32)
 

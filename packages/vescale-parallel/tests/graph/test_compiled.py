@@ -137,7 +137,8 @@ def scheduled_steps(rank, world_size, name):
     step = graph.train_step(model, model, batch(0)).with_optimizer(first)
     found = graph.compile_regions(step.graph_module, backend=backend)
     assert not any(one.why_not for one in found.regions if one.operations > 1)
-    step, counts = step.running(found.graph_module), []
+    # From before the first step on: compiled at once.
+    step, counts = step.running(found.graph_module), [len(calls)]
     for at in range(20):
         torch.manual_seed(at)
         step(batch(at))
@@ -156,4 +157,4 @@ def scheduled_steps(rank, world_size, name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_that_change_compile_nothing_anew(name):
     (counts,) = simulate(1).run(scheduled_steps, name)
-    assert counts[0] == counts[-1]
+    assert len(set(counts)) == 1

@@ -76,6 +76,10 @@ class Outputs:
             return make.place, make.spec
         return (make.place, None) if isinstance(make, _Plain) else None
 
+    def same(self) -> list[Any]:
+        """What every call returns as it is: constants, and tensors from outside."""
+        return [make.value for make in self.makes if isinstance(make, _Same)]
+
 
 def tensors_in(outputs: Any) -> list[Tensor]:
     """The tensors among the outputs."""

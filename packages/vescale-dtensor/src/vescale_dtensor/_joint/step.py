@@ -27,7 +27,7 @@ from vescale_dtensor._joint.lowered import Lowered
 from vescale_dtensor._joint.storage import ParameterStorage
 from vescale_dtensor._joint.tracing import Step, StoredPlaces, Wanted, traced
 from vescale_dtensor._joint.update import Update
-from vescale_dtensor._joint.updated import updated
+from vescale_dtensor._joint.updated import outermost_first, updated
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._torch.compat import any_autocast
@@ -93,7 +93,9 @@ class Joint:
                 "joint: parameters have been used in other ways since the graph was made, and "
                 "their gradients are summed over other axes of the mesh. Make the graph anew"
             )
-        given = program.arguments(call.flat, locals_)
+        # The graph holds its own backward: autograd would keep a history of views of parameters,
+        # which may be results, and a compiler would make other code for them.
+        given = [one.detach() for one in program.arguments(call.flat, locals_)]
         if self._stored:
             # Nothing reads the stand-ins: they are inputs of the program, and not of the graph.
             gone = {id(leaf) for one in self._stored for leaf in one.stand_ins}
@@ -117,8 +119,8 @@ class Joint:
         Args:
             optimizer: `torch.optim.SGD`, `Adam` or `AdamW`.
             max_norm: clip the gradients of what the optimizer steps, as
-                `torch.nn.utils.clip_grad_norm_` does; a call then returns a pair: what the step
-                returns, and the norm.
+                `torch.nn.utils.clip_grad_norm_` does, in the order of the model's `parameters()`;
+                a call then returns a pair: what the step returns, and the norm.
             norm_type: of the norm.
 
         Raises:
@@ -316,6 +318,12 @@ def _traced(
     held = {
         id(leaf): name for one in stored for name, leaf in zip(one.names, one.stored, strict=True)
     }
+    for one in program.outputs.same():
+        if id(one) in gone:
+            raise CaptureError(
+                f"joint: the step returns the parameter '{names.get(id(one), 'of a module')}' "
+                "itself, of which it has a stand-in. Read it from its module after the step"
+            )
     for source in program.sources:
         if id(source.holder) in held:
             raise CaptureError(
@@ -373,10 +381,8 @@ def _program_for(
 def _names(function: Any, program: Program) -> dict[int, str]:
     """Names of parameters and buffers, by id: as the outermost module that took part has them."""
     modules = [function] if isinstance(function, nn.Module) else []
-    modules += program.modules
-    inner = {id(part) for one in modules for part in one.children()}
     names: dict[int, str] = {}
-    for module in sorted(modules, key=lambda one: id(one) in inner):  # stable: outermost first
+    for module in outermost_first([*modules, *program.modules]):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             names.setdefault(id(tensor), name)
     return names
@@ -399,6 +405,11 @@ def _wanted(
         raise CaptureError(
             "joint: a custom autograd.Function is given DTensors, and its backward runs on these. "
             "Call it by local_map(F.apply, ...), which gives it local tensors"
+        )
+    if any(_is_hook(node) for node in program.graph.nodes):
+        raise CaptureError(
+            "joint: the step registers a hook on an activation (register_hook, retain_grad), which "
+            "would run in the backward, and a graph runs none. Leave it out"
         )
     if program.differentiates:
         raise CaptureError(
@@ -426,6 +437,11 @@ def _wanted(
     if not wanted:
         raise CaptureError("joint: the step uses no parameter that requires grad")
     return tuple(leaves), tuple(wanted)
+
+
+def _is_hook(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", node.target)
+    return name in ("register_hook", "hooked_node")
 
 
 def _check_argument(value: Any) -> None:

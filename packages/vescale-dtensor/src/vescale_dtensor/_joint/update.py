@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,9 +238,3 @@ def add_update(
         ]
         update.rule.update_all(make, items, groups[group])
     make.label = None
-
-
-def stepped_order(optimizer: Optimizer, wanted: Sequence[DTensor]) -> list[DTensor]:
-    """Those of these parameters that an optimizer has, in its order."""
-    ids = {id(one) for one in wanted}
-    return [one for group in optimizer.param_groups for one in group["params"] if id(one) in ids]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.optim import Optimizer
 
+from vescale_dtensor._capture.program import Program
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.builder import Builder, copied
 from vescale_dtensor._joint.clipping import Clip, add_clip
 from vescale_dtensor._joint.storage import ParameterStorage
 from vescale_dtensor._joint.tracing import describe_memory
-from vescale_dtensor._joint.update import Update, add_update, planned, stepped_order
+from vescale_dtensor._joint.update import Update, add_update, planned
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -30,6 +32,9 @@ class Differentiated(Protocol):
     @property
     def parameters(self) -> tuple[str, ...]:
         """Their names."""
+
+    @property
+    def _program(self) -> Program: ...
 
     @property
     def _leaves(self) -> tuple[DTensor, ...]: ...
@@ -68,7 +73,7 @@ def updated(
     make = Builder(graph)
     extra, spec = [], None
     if clip is not None:
-        leaves = stepped_order(optimizer, [one.leaf for one in update.stepped])
+        leaves = _as_models_have(whole._program.modules, [one.leaf for one in update.stepped])
         norm, spec = add_clip(make, clip, leaves, [totals[id(one)] for one in leaves])
         extra = [norm]
     add_update(make, update, _local_nodes(make, whole), totals)
@@ -79,6 +84,21 @@ def updated(
     graph.lint()
     module.recompile()
     return module, update, rest, spec
+
+
+def outermost_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """These modules, those first that are part of no other one."""
+    known = list(modules)
+    inner = {id(part) for one in known for part in one.children()}
+    return sorted(known, key=lambda one: id(one) in inner)
+
+
+def _as_models_have(modules: Iterable[nn.Module], leaves: Sequence[DTensor]) -> list[DTensor]:
+    """Parameters in the order of `model.parameters()`; what no model has comes last."""
+    # Groups of an optimizer have another one, and a norm that is added up in it other bits.
+    found = (parameter for one in outermost_first(modules) for parameter in one.parameters())
+    at = {one: number for number, one in enumerate(dict.fromkeys(map(id, found)))}
+    return sorted(leaves, key=lambda one: at.get(id(one), len(at)))
 
 
 def _local_nodes(make: Builder, whole: Differentiated) -> dict[int, fx.Node]:

@@ -87,6 +87,7 @@ def check_rules(
         buffers=buffers,
         over=rules.zero.over,
         behind=behind_of(rules.zero.behind, buffers) if buffers and split is None else None,
+        prefetch=1 if rules.zero.prefetch is None else rules.zero.prefetch,
         cast_buffers=cast_buffers_of(rules.zero, model),
         captured=tuple(captured_units(model)),
         regions=tuple(regions),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from vescale_parallel._cost import (
     Scene,
     Workload,
     estimate,
+    packed_bytes,
     piece_of,
 )
 from vescale_parallel._cost.links import named_cluster
@@ -34,7 +35,7 @@ from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
 from vescale_parallel._pipeline.split import Split
 from vescale_parallel._static.units import CapturedUnit
-from vescale_parallel._zero.behind import Behind
+from vescale_parallel._zero.behind import Behind, fitting
 from vescale_parallel._zero.offload import memory_table
 from vescale_parallel._zero.resolve import BufferRow, buffer_table
 
@@ -54,6 +55,7 @@ class Report:
         over: the axis that those are sharded over.
         behind: of how many units gradients are on their way at a time; None where it is no
             question: without buffers, in stages, and of logical shards.
+        prefetch: how many units are gathered ahead.
         cast_buffers: buffers of modules that are stored in another dtype, by name.
         regions: modules that are computed again in backward; with a budget, the first of them.
         budget: bytes of activations of a rank, or None.
@@ -76,6 +78,7 @@ class Report:
     buffers: tuple[BufferRow, ...] = ()
     over: str = ""
     behind: Behind | None = None
+    prefetch: int = 1
     cast_buffers: tuple[tuple[str, torch.dtype], ...] = ()
     regions: tuple[RegionRow, ...] = ()
     budget: float | None = None
@@ -172,6 +175,7 @@ class Report:
             recompute=bool(recompute),
             # Logical shards are computed one after another, and so count as microbatches do.
             turns=self.microbatches if self.invariant is None else self.invariant.most,
+            prefetch=self.prefetch,
             **workload,
         )
         sizes = dict(self.mesh)
@@ -182,6 +186,11 @@ class Report:
             cluster=named_cluster(cluster),
         )
         pieces = [_piece(row, sizes, zero, work) for row in self.parameters]
+        if "behind" not in workload:
+            packed = packed_bytes(pieces, precision or Precision())
+            # What the plan leaves open, or says of no level, is decided by size.
+            units = fitting(packed) if self.behind is None else self.behind.units
+            work = replace(work, behind=units)
         if self.split is not None:
             return staged_cost(pieces, self.split, scene, work, precision)
         return estimate(pieces, scene, work, precision)

@@ -16,7 +16,7 @@ from vescale_parallel._cost.links import (
     collective_seconds,
     require_rates,
 )
-from vescale_parallel._cost.memory import Memory, activation_bytes
+from vescale_parallel._cost.memory import Memory, activation_bytes, packed_bytes
 from vescale_parallel._cost.pieces import Piece, piece_of
 from vescale_parallel._cost.settings import Precision, Workload
 from vescale_parallel._cost.step import Cost, Scene, estimate, waited
@@ -36,6 +36,7 @@ __all__ = [
     "activation_bytes",
     "collective_seconds",
     "estimate",
+    "packed_bytes",
     "piece_of",
     "require_rates",
     "waited",

@@ -1,11 +1,15 @@
 """Bytes that one rank holds at the peak of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from vescale_parallel._cost.pieces import Piece, by_unit
 from vescale_parallel._cost.recomputed import region_of, regions_of
 from vescale_parallel._cost.settings import Precision, Workload
+
+BUCKET_BYTES: Final = 25 << 20
+"""Of gradients that are summed as one at level 0, where `parallelize` is told nothing else."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +19,10 @@ class Memory:
     Attributes:
         parameters, gradients, states: between steps; gradients at the end of backward.
         gathered: parameters in the compute dtype where those that are stored do not serve: with
-            ZeRO-3 those of the unit that computes, of the next one, and of the root.
+            ZeRO-3 those of the unit that computes, of those gathered ahead, and of the root.
         activations: what forward keeps for backward.
+        reduced: gradients beside those that are kept: as backward makes them, packed to be sent,
+            and what arrives.
         host: of parameters, gradients and states, on the host.
     """
 
@@ -25,11 +31,16 @@ class Memory:
     states: float
     gathered: float
     activations: float
+    reduced: float = 0.0
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        """On the device: an upper bound, as activations are gone when the last gradient comes."""
+        """On the device, as if all of it were there at once: more than a step takes at any time.
+
+        Activations are gone when the last gradients come. Not counted: buffers of modules, what
+        kernels and the allocator take for themselves, and an optimizer's `foreach` at level 0.
+        """
         total: float = sum(vars(self).values())
         return total - self.host
 
@@ -65,8 +76,9 @@ def memory_of(
         gradients=held(2 if work.turns == 1 else 4, precision.gradient),
         states=held(1, precision.state),
         host=sum(one.elements * each / dp for one in offloaded),
-        gathered=gathered_bytes(pieces, precision),
+        gathered=gathered_bytes(pieces, precision, work),
         activations=activation_bytes(pieces, tokens / work.turns, tp, precision, work),
+        reduced=reduced_bytes(pieces, dp, precision, work),
     )
 
 
@@ -79,20 +91,49 @@ def _kept(piece: Piece, dp: int, precision: Precision) -> float:
     return piece.elements * precision.compute / shards * (piece.offload == "optimizer")
 
 
-def gathered_bytes(pieces: Sequence[Piece], precision: Precision) -> float:
+def gathered_bytes(pieces: Sequence[Piece], precision: Precision, work: Workload) -> float:
     """Return the parameters in the compute dtype beside those that are stored."""
     units = {
         unit: sum(one.elements for one in some if one.zero >= 3)
         for unit, some in by_unit(pieces).items()
     }
-    # The unit that computes and the one that is gathered ahead of it are at worst the two largest;
+    # The unit that computes and those that are gathered ahead of it are at worst the largest ones;
     # the root stays gathered beside them.
     root = units.pop("", 0)
-    sharded = root + sum(sorted(units.values())[-2:])
+    sharded = root + sum(sorted(units.values(), reverse=True)[: 1 + work.prefetch])
     # What is stored whole, in another dtype, is cast for as long as the step takes.
     whole = sum(one.elements for one in pieces if one.zero < 3 and not one.offload)
     cast = whole if precision.compute != precision.stored else 0
     return (sharded + cast) * precision.compute
+
+
+def reduced_bytes(pieces: Sequence[Piece], dp: int, precision: Precision, work: Workload) -> float:
+    """Return the bytes of gradients while ranks add them up, beside those that are kept.
+
+    A unit packs all of its gradients, and what other ranks send of theirs may be as much again.
+    """
+    whole = sum(one.elements for one in pieces if one.zero == 0) * precision.stored
+    # At level 0 sums are new memory, beside what backward has made; packed a bucket at a time.
+    found = float(whole + min(whole, BUCKET_BYTES))
+    sharded = [one for one in pieces if one.zero]
+    units = {name: sum(p.elements for p in some) for name, some in by_unit(sharded).items()}
+    root = units.pop("", 0)
+    # The root's are sent at last, when those of others may be on their way still.
+    packed = sorted([root * precision.wire, *packed_bytes(pieces, precision)], reverse=True)
+    found += 2 * sum(packed[: 1 + work.behind])
+    # As backward makes them: a unit's are packed when all are there, and those of the root (of a
+    # head, and at last of an embedding) are there from the beginning.
+    found += (root + max(units.values(), default=0)) * precision.compute
+    # Where the whole is kept, the shard is beside it.
+    kept = [one for one in sharded if one.zero == 1 or work.turns > 1]
+    return found + sum(one.elements for one in kept) * precision.gradient / dp
+
+
+def packed_bytes(pieces: Iterable[Piece], precision: Precision) -> list[float]:
+    """Return the packed gradients of each unit but the root, the largest first."""
+    units = by_unit(one for one in pieces if one.zero)
+    sizes = (sum(p.elements for p in some) for name, some in units.items() if name)
+    return sorted((size * precision.wire for size in sizes), reverse=True)
 
 
 def activation_bytes(

@@ -40,6 +40,8 @@ class Workload:
         queries: glob over the weights that make queries, whose output attends.
         lookups: glob over parameters that are looked up, and not multiplied with.
         turns: microbatches that run one after another; gradients are reduced behind the last.
+        prefetch: units that are gathered ahead of the one that computes.
+        behind: units whose gradients are on their way beside those of the one that computes.
     """
 
     tokens: int
@@ -50,3 +52,5 @@ class Workload:
     queries: str = "*{q,q_proj,wq,query}.weight"
     lookups: str = "*emb*"
     turns: int = 1
+    prefetch: int = 1
+    behind: int = 0

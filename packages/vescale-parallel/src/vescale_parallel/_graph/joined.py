@@ -24,7 +24,9 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
     gradients are reduced in one collective as soon as they are there. `with_optimizer` adds
     the optimizer, `schedule` merges and reorders what is sent.
 
-    While the graph is made, all units are gathered at once. Collective.
+    While the graph is made, all units are gathered at once, and the function runs, once or a few
+    times: buffers are written to and random numbers drawn as in any forward, no gradient is made,
+    and no optimizer steps. Collective.
 
     Args:
         model: what `parallelize` returned.

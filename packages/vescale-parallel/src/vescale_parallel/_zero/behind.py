@@ -70,7 +70,7 @@ def behind_of(said: int | None, buffers: Iterable[ReducedBuffer]) -> Behind | No
     sizes = _sizes(buffers)
     if not sizes and said is None:
         return None
-    units = _fitting(sizes) if said is None else said
+    units = fitting(sizes) if said is None else said
     # The largest ones: which units are on their way together changes as backward goes on.
     return Behind(units, sum(sizes[:units]), said is None)
 
@@ -86,8 +86,12 @@ def _sizes(buffers: Iterable[ReducedBuffer]) -> list[int]:
     return sorted(found.values(), reverse=True)
 
 
-def _fitting(sizes: Sequence[int]) -> int:
-    """How many of them, whichever they are, take no more than `FREE_BYTES` together."""
+def fitting(sizes: Sequence[int]) -> int:
+    """How many units, whichever they are, take no more than `FREE_BYTES` together.
+
+    Args:
+        sizes: bytes of the packed gradients of each, largest first.
+    """
     total = 0
     for number, size in enumerate(sizes):
         total += size
