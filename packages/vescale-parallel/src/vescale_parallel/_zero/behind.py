@@ -86,13 +86,13 @@ def _sizes(buffers: Iterable[ReducedBuffer]) -> list[int]:
     return sorted(found.values(), reverse=True)
 
 
-def fitting(sizes: Sequence[int]) -> int:
+def fitting(sizes: Sequence[float]) -> int:
     """How many units, whichever they are, take no more than `FREE_BYTES` together.
 
     Args:
         sizes: bytes of the packed gradients of each, largest first.
     """
-    total = 0
+    total = 0.0
     for number, size in enumerate(sizes):
         total += size
         if total > FREE_BYTES:
