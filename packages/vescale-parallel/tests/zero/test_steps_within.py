@@ -1,5 +1,6 @@
 """An optimizer that steps amid a forward, as a loop in `training_step` does, is seen at once."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,3 +53,53 @@ def test_the_numbers_of_one_device(dtype: torch.dtype, layout: str, static: bool
 
     for found in simulate(2).run(on_a_rank):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-3, atol=1e-4)
+
+
+class Ahead(nn.Module):
+    """Two layers large enough to be gathered each by itself; the second changes amid a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(600, 600, bias=False) for _ in range(2))
+        self.between: Any = len
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.between([])
+        y: Tensor = self.b(h.detach())
+        return y.sum()
+
+
+def written_ahead(rank: int, world_size: int, zero: int, how: str) -> list[float]:
+    torch.manual_seed(0)
+    found = []
+    plain = Ahead()
+    model = copy.deepcopy(plain)
+    plan = Plan(zero=zero, units=["a", "b"], prefetch=1)
+    parallelize(model, make_mesh(device_type="cpu", dp=world_size), plan)
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.b.parameters(), lr=0.5)
+
+        def multiply(one: Ahead = one) -> None:
+            with torch.no_grad():
+                one.b.weight.mul_(3.0)
+
+        ways = {
+            "step": optimizer.step,
+            "write": multiply,
+            "data": lambda one=one: one.b.weight.data.mul_(3.0),
+        }
+        x = torch.randn(4, 600, generator=torch.Generator().manual_seed(1))
+        one(x).backward()
+        one.between = lambda _, way=ways[how]: way()
+        with torch.no_grad():
+            losses = [one(x) for _ in range(2)]
+        found.append([float(getattr(each, "full_tensor", each.detach)()) for each in losses])
+    return [abs(a - b) / abs(b) for a, b in zip(*reversed(found), strict=True)]
+
+
+@pytest.mark.parametrize("how", ["step", "write", "data"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_was_gathered_ahead_is_compared_with_later_writes(zero: int, how: str):
+    for apart in simulate(2).run(written_ahead, zero, how):
+        assert max(apart) < 1e-4

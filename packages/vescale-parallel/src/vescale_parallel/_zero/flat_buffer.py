@@ -232,7 +232,12 @@ class FlatBuffer:
         # program did, not by memory: a rank may own nothing of a parameter.
         if self._gathered_at != self.versions:
             return True
-        return any([written_unseen(one) for one in self.parameters])
+        return self.is_written_unseen
+
+    @property
+    def is_written_unseen(self) -> bool:
+        """Whether writes may go unseen: then what is sent right before it is used is right."""
+        return True in map(written_unseen, self.parameters)
 
     def stepped(self) -> None:
         """An optimizer has stepped the parameters: what is gathered is old."""
@@ -243,15 +248,14 @@ class FlatBuffer:
         """Have `full`. Collective, unless it is there; for `anew` see `start`."""
         if self.pending is None:
             self.start(anew=anew)
-        elif anew and self.pending[1] is None and self._is_stale():
+        elif anew and self._is_stale():
             self._finish()
             self.start()
         self._finish()
 
     def _is_stale(self) -> bool:
-        """Whether what was sent together with others, long ago, was written to since."""
-        # Where writes may go unseen, what is sent right before it is used is right.
-        self._alone = True in map(written_unseen, self.parameters)
+        """Whether what was sent ahead was written to since."""
+        self._alone = self.is_written_unseen
         return self._alone or tuple([one._version for one in self.leaves]) != self._gathered_at
 
     def _finish(self) -> None:

@@ -108,10 +108,12 @@ class Schedule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Schedule:
         """The schedule of a copied model; nothing is under way in it."""
+        made = object.__new__(Schedule)
+        memo[id(self)] = made  # first: by the hooks of their modules, units lead back here
         units = [deepcopy(one, memo) for one in self.units]
         how: Any = {"joins": self.joins, "behind": self.behind, "is_alike": self.is_alike}
-        made = Schedule(units, self.ahead, self.told, sums_together=self.sums is not None, **how)
-        memo[id(self)] = made
+        together = self.sums is not None
+        Schedule.__init__(made, units, self.ahead, self.told, sums_together=together, **how)
         return made
 
     @property
@@ -402,7 +404,8 @@ class Schedule:
             if self.joins and order is self.order and later and later[0].is_missing:
                 start_together(later)
             for other in later[: self.ahead]:
-                other.start(anew=anew)
+                if not (anew and other.is_written_unseen):
+                    other.start(anew=anew)
 
     def _prepare(self, unit: Unit) -> None:
         """Make the last nodes of the units that come next, before what this unit computes.

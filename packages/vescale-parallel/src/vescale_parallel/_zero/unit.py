@@ -163,6 +163,11 @@ class Unit:
         """Whether something of it is neither gathered nor under way."""
         return any([one.full is None and one.pending is None for one in self.buffers])
 
+    @property
+    def is_written_unseen(self) -> bool:
+        """Whether writes to something of it may go unseen: it is gathered when it is used."""
+        return any([one.is_written_unseen for one in self.buffers])
+
     @cached_property
     def full_bytes(self) -> int:
         """Bytes of its gathered values while they are there."""
