@@ -103,3 +103,44 @@ def written_ahead(rank: int, world_size: int, zero: int, how: str) -> list[float
 def test_what_was_gathered_ahead_is_compared_with_later_writes(zero: int, how: str):
     for apart in simulate(2).run(written_ahead, zero, how):
         assert max(apart) < 1e-4
+
+
+class Moved(nn.Module):
+    """Its own weight is given other memory and stepped, before it is computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0))
+        self.before: Any = len
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before([])
+        return (x * self.weight).sum()
+
+
+def moved_and_stepped(rank: int, world_size: int, zero: int, of_module: bool) -> None:
+    plain, model = Moved(), Moved()
+    parallelize(model, make_mesh(device_type="cpu", dp=world_size), Plan(zero=zero))
+    losses: list[list[float]] = []
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        found = [one(torch.ones(4, 8))]
+        found[0].backward()
+
+        def change(_: Any, one: Moved = one, optimizer: Any = optimizer) -> None:
+            moved = one.weight if of_module else optimizer.param_groups[0]["params"][0]
+            moved.data = moved.data.clone()
+            optimizer.step()
+
+        one.before = change
+        found += [one(torch.ones(4, 8)) for _ in range(2)]
+        found[-1].backward()
+        found.append(one.weight.grad.sum())
+        losses.append([getattr(each, "full_tensor", each.detach)().item() for each in found])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_is_assigned_and_stepped_amid_a_forward(zero: int, of_module: bool):
+    simulate(2).run(moved_and_stepped, zero, of_module)

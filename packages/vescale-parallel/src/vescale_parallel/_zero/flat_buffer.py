@@ -174,17 +174,19 @@ class FlatBuffer:
         start = self.row.plan.start(group.rank)
         return self.host.gather(sent, target, group, start, sizes, is_old=is_old)
 
-    def gather_again(self) -> None:
-        """Have new values where modules compute with the old ones, amid a forward. Collective."""
-        full = self.full
-        if full is None:
-            return
+    def gather_again(self, full: Tensor, handed: list[Tensor]) -> None:
+        """Have new values where modules compute with the old ones, amid a forward. Collective.
+
+        Args:
+            full: what they compute with, which `full` is no more where the shard has moved since.
+            handed: views of it that they hold.
+        """
         # Into the same memory, which whoever has taken a parameter out of its module has, too.
         self._gather(self.begin(), full.data, is_old=True).wait()
         self.full = full  # also where the shard is other memory by now
         # What is computed from the old ones counts as outdated, and nothing as written by modules.
-        increment_version(self.handed)
-        self.counted = [one._version for one in self.handed]
+        increment_version(handed)
+        self.handed, self.counted = handed, [one._version for one in handed]
 
     @property
     def joins(self) -> bool:
@@ -256,7 +258,7 @@ class FlatBuffer:
     def _is_stale(self) -> bool:
         """Whether what was sent ahead was written to since."""
         self._alone = self.is_written_unseen
-        return self._alone or tuple([one._version for one in self.leaves]) != self._gathered_at
+        return self._is_old()
 
     def _finish(self) -> None:
         if self.pending is not None:

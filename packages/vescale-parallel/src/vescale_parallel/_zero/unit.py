@@ -27,6 +27,7 @@ from vescale_parallel._zero.written import (
     DataUses,
     cast_again,
     is_written,
+    moved_again,
     refuse_cast_writes,
     take_back,
 )
@@ -106,6 +107,8 @@ class Unit:
         self.taken: set[str] = set()
         self.cast_versions: dict[str, int] = {}
         self._unwritable: list[Tensor] = []
+        # Amid a step: what modules compute with.
+        self._in_use: list[tuple[Tensor | None, list[Tensor]]] = []
         self._early: Early | None = None
         self.syncs = True
         self.before_reduce: Callable[[Unit], None] = _nothing
@@ -295,17 +298,22 @@ class Unit:
 
     def before_step(self) -> None:
         """An optimizer is about to step amid a call: what modules have written comes first."""
+        self._in_use = [(one.full, one.handed) for one in self.buffers]
         if self._fulls is not None:
             self.dropped(self._fulls)
 
     def after_step(self, stepped: Sequence[FlatBuffer]) -> None:
         """An optimizer has stepped amid a call: modules go on with new values. Collective."""
-        for buffer in self.buffers:
-            if any([buffer is one for one in stepped]):
-                buffer.gather_again()
+        at = 0
+        for buffer, (full, handed) in zip(self.buffers, self._in_use, strict=True):
+            if full is not None and any([buffer is one for one in stepped]):
+                buffer.gather_again(full, handed)
+                if self._fulls is not None:
+                    moved_again(buffer, self._fulls[at : at + len(handed)])
+            at += len(buffer.parameters)
+        self._in_use = []
         if self._fulls is not None:
-            start = sum(len(one.parameters) for one in self.buffers)
-            cast_again(self, self.held[start:], self._fulls[start:])
+            cast_again(self, self.held[at:], self._fulls[at:])
 
     def lend(self) -> None:
         """Let the forward take the gathered parameters, or else the modules hold them."""

@@ -143,6 +143,20 @@ def cast_again(unit: WrittenUnit, kept: Sequence[Any], fulls: Sequence[Tensor]) 
             unit.cast_versions[one.name] = values._version
 
 
+def moved_again(buffer: FlatBuffer, fulls: Sequence[Tensor]) -> None:
+    """Have new values where `.data =` has moved what modules compute with, amid a forward.
+
+    Args:
+        buffer: that was gathered again.
+        fulls: what modules hold of it.
+    """
+    with torch.no_grad():
+        for full, view in zip(fulls, buffer.handed, strict=True):
+            values = Gathering.values(full)
+            if values.data_ptr() != view.data_ptr():
+                values.detach().copy_(view)
+
+
 def _is_cast_written(unit: WrittenUnit, one: Any, full: Tensor) -> bool:
     return Gathering.values(full)._version != unit.cast_versions.get(one.name, 0)
 
