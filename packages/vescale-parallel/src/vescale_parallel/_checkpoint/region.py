@@ -46,6 +46,7 @@ class Region(Unpickled):
         self.device_type = device_type
         self.is_on = True
         self._calls = 0
+        self._generators: dict[str, Any] = {}
         # One that somebody has set before, as accelerate does.
         self._own: Any = vars(module).get("forward")
 
@@ -55,6 +56,7 @@ class Region(Unpickled):
         memo[id(self)] = copied
         vars(copied).update(vars(self))
         copied.module, copied._own = deepcopy(self.module, memo), deepcopy(self._own, memo)
+        copied._calls, copied._generators = 0, {}  # the copy has generators of its own
         return copied
 
     @property
@@ -99,7 +101,10 @@ class Region(Unpickled):
         # Before the forward, which may write to them. `run` finds this name when it is called.
         self._calls += 1
         buffers = _Buffers(self.name, self.module, copies=self._calls <= CHECKED)
-        drawn = _Drawn(self.module)
+        if self._calls <= CHECKED:
+            # Not each time: all attributes of all modules are looked at.
+            self._generators = generators_of(self.module)
+        drawn = _Drawn(self._generators)
         # An argument on the device, whatever the others are: torch asks arguments for devices.
         here = torch.empty(0, device=self.device_type)
         contexts = partial(_contexts, self.saved)  # of no call: what captures this asks it anew
@@ -162,9 +167,9 @@ class _Again:
 class _Drawn:
     """Generators that torch does not set back for a recomputation, as they are before a forward."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._own = generators_of(module)
-        self._before: States | None = States(self._own)
+    def __init__(self, own: dict[str, Any]) -> None:
+        self._own = own
+        self._before: States | None = States(own)
 
     def end(self) -> None:
         """The forward has run: states of which it drew nothing are let go of."""
