@@ -2,31 +2,17 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from graph_steps import bits, random_step
+from graph_steps import bits, random_step, with_less_memory
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_parallel import graph, memory
 
-
-def at_half(change: Callable[..., Any], module: fx.GraphModule) -> fx.GraphModule:
-    """What a pass makes for a budget half-way between the least that it reaches and all."""
-    whole = memory.plan(module, solver="rules", seconds=0).program_peak
-    for part in (0.6, 0.7, 0.8, 0.9, 0.95):
-        try:
-            made: fx.GraphModule = change(module, int(whole * part)).graph_module
-        except graph.GraphError:
-            continue
-        return made
-    return module
-
-
 PASSES: dict[str, Callable[[fx.GraphModule], fx.GraphModule]] = {
-    "recompute": lambda module: at_half(graph.recompute, module),
-    "offload": lambda module: at_half(graph.offload, module),
+    "recompute": lambda module: with_less_memory(graph.recompute, module),
+    "offload": lambda module: with_less_memory(graph.offload, module),
     "schedule": lambda module: graph.schedule(module).graph_module,
 }
 

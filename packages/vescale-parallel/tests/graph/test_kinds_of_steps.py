@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_steps import with_less_memory
 from torch import Tensor, fx, nn, optim
 from vescale_comm import simulate
 from vescale_parallel import Plan, graph, memory, mesh, parallelize
@@ -72,21 +73,9 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 }
 
 
-def less(change: Callable[..., Any], module: fx.GraphModule) -> fx.GraphModule:
-    """What a pass makes for less memory, as far as it can."""
-    whole = memory.plan(module, solver="rules", seconds=0).program_peak
-    for part in (0.7, 0.85, 0.95):
-        try:
-            made: fx.GraphModule = change(module, int(whole * part)).graph_module
-        except graph.GraphError:
-            continue
-        return made
-    return module
-
-
 PASSES: dict[str, Callable[[fx.GraphModule], Any]] = {
-    "recompute": lambda module: less(graph.recompute, module),
-    "offload": lambda module: less(graph.offload, module),
+    "recompute": lambda module: with_less_memory(graph.recompute, module),
+    "offload": lambda module: with_less_memory(graph.offload, module),
     "schedule": lambda module: graph.schedule(module).graph_module,
     "compile": lambda module: graph.compile_regions(module, backend="eager").graph_module,
     "memory": lambda module: memory.plan(module, solver="rules", seconds=0).run,
@@ -136,4 +125,4 @@ def trained(rank: int, world_size: int, kind: str, name: str, steps: int) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(900)
 def test_bits_of_eager_mode(kind: str, name: str):
-    simulate(1).run(trained, kind, name, 4)
+    simulate(1).run(trained, kind, name, 20)

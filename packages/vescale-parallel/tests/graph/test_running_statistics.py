@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from graph_steps import with_less_memory
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from vescale_parallel import GraphError, graph, memory
+from vescale_parallel import graph, memory
 
 
 def read_before(x: Tensor, mean: Tensor, var: Tensor) -> Any:
@@ -30,19 +31,13 @@ def unused(x: Tensor, mean: Tensor, var: Tensor) -> Any:
     return x + 1.0, mean + 1.0
 
 
-def recomputed(module: fx.GraphModule) -> Any:
-    peak = memory.plan(module, solver="rules", seconds=0).program_peak
-    try:
-        return graph.recompute(module, int(peak * 0.95)).graph_module
-    except GraphError:
-        return module  # nothing else can be computed again
-
-
 PASSES: dict[str, Callable[[fx.GraphModule], Any]] = {
     "rules": lambda module: memory.plan(module, solver="rules", seconds=0).run,
     "search": lambda module: memory.plan(module, seconds=1).run,
-    "recompute": recomputed,
-    "both": lambda module: memory.plan(recomputed(module), solver="rules", seconds=0).run,
+    "recompute": lambda module: with_less_memory(graph.recompute, module),
+    "both": lambda module: (
+        memory.plan(with_less_memory(graph.recompute, module), solver="rules", seconds=0).run
+    ),
 }
 
 

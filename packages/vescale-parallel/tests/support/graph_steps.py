@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from vescale_parallel import graph, memory
 
 
 def random_step(seed: int) -> Callable[[Tensor, Tensor], list[Tensor]]:
@@ -58,6 +59,18 @@ def model_step() -> tuple[Any, list[Any]]:
 
     given = [[one.detach() for one in model.parameters()], x, y]
     return make_fx(step, tracing_mode="fake")(*given), given
+
+
+def with_less_memory(change: Callable[..., Any], module: fx.GraphModule) -> fx.GraphModule:
+    """What `graph.recompute` or `offload` makes for the least of some budgets that it reaches."""
+    whole = memory.plan(module, solver="rules", seconds=0).program_peak
+    for part in (0.6, 0.7, 0.8, 0.9, 0.95):
+        try:
+            made: fx.GraphModule = change(module, int(whole * part)).graph_module
+        except graph.GraphError:
+            continue
+        return made
+    return module
 
 
 def bits(call: Callable[..., Any], *given: Tensor) -> list[Tensor]:

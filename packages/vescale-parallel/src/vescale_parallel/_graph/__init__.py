@@ -14,6 +14,7 @@ How a graph goes through the files:
   `host_ops`: the copies, as operators.
 - `compiled`: what lies between the collectives handed to a compiler, region by region;
   `numbers`: those that change from step to step, as tensors.
+- `values`: what nodes that are added say of what they make.
 - `machine`: rates that are measured, and kept in a file; what each node took.
 - `timeline`: the graph run on paper, computation beside communication.
 """

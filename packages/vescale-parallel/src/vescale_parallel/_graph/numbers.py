@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from vescale_parallel._common.torch_compat import FakeTensorMode
+from vescale_parallel._graph.values import fake_mode_of, say_value
 
 aten: Any = torch.ops.aten
 
@@ -81,9 +81,7 @@ class _Maker:
     """Adds nodes that say what they make."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
-        self._mode = next((one for one in modes if one is not None), None) or FakeTensorMode()
+        self._graph, self._mode = graph, fake_mode_of(graph)
 
     def number(self) -> Any:
         with self._mode:
@@ -93,9 +91,7 @@ class _Maker:
         """Add a node in front of another one, with its label."""
         with self._graph.inserting_before(user):
             node = self._graph.call_function(target, args, kwargs)
-        given = fx.node.map_arg(args, lambda one: one.meta["val"])
-        with self._mode, torch.no_grad():
-            node.meta["val"] = target(*given, **kwargs)
+        say_value(node, self._mode)
         if "label" in user.meta:
             node.meta["label"] = user.meta["label"]
         return node

@@ -26,6 +26,7 @@ from vescale_parallel._graph.machine import Machine
 from vescale_parallel._graph.rearranged import copied
 from vescale_parallel._graph.recomputed import Choice, Chooser, repeat
 from vescale_parallel._graph.timeline import computing_seconds
+from vescale_parallel._graph.values import say_value
 from vescale_parallel._memory.simulated import profile
 from vescale_parallel._memory.traced import Result, Traced, Tracing, traced
 
@@ -369,11 +370,10 @@ def _say_values(base: fx.Node, nodes: Sequence[fx.Node]) -> None:
         return
     memory: Any = nodes[0].args[1]
     size = memory.graph.owning_module.get_buffer(_MEMORY).shape
-    with mode, torch.no_grad():
+    with mode:
         memory.meta["val"] = torch.empty(size, dtype=torch.uint8, device="cpu")
-        for node in dict.fromkeys(nodes):
-            given = fx.node.map_arg(node.args, lambda one: one.meta["val"])
-            node.meta["val"] = node.target(*given)  # type: ignore[operator]
+    for node in dict.fromkeys(nodes):
+        say_value(node, mode)
 
 
 def _memory_of(made: _Made, device: torch.device) -> fx.Node:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from vescale_parallel._common.torch_compat import FakeTensorMode
 from vescale_parallel._graph.collectives import Collective, collectives, dependencies, ops
 from vescale_parallel._graph.emitted import Memory, Waits, emitted, overlapped
 from vescale_parallel._graph.planned import Buckets
+from vescale_parallel._graph.values import fake_mode_of, say_value
 from vescale_parallel._memory.copied import copied_module
 from vescale_parallel._memory.simulated import profile
 from vescale_parallel._memory.traced import Tracing
@@ -170,19 +170,13 @@ class _Maker:
         self.start: fx.Node
         first = members[0]
         self.label = first.start.meta.get("label")
-        # Shapes of what is made are found on fake tensors, of the mode that the graph was traced
-        # with.
-        given: Any = first.start.args[0]
-        self.mode = getattr(given.meta["val"], "fake_mode", None) or FakeTensorMode()
+        self.mode = fake_mode_of(module.graph)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Add a node before the output; returns it."""
         with self.graph.inserting_before(self.graph.output_node()):
             node = self.graph.call_function(target, args, kwargs)
-        # Later passes, and memory plans, read shapes from the nodes.
-        with self.mode, torch.no_grad():
-            given = fx.node.map_arg(args, lambda one: one.meta["val"])
-            node.meta["val"] = target(*given, **kwargs)
+        say_value(node, self.mode)
         if self.label is not None:
             node.meta["label"] = self.label
         self.made.append(node)
