@@ -116,7 +116,8 @@ def trained(rank: int, world_size: int, kind: str, name: str, steps: int) -> Non
             pairs += zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
             for pair in pairs:
                 one, two = (getattr(each, "full_tensor", each.detach)() for each in pair)
-                exact = "compile" not in way or name != "sgd"
+                # What a compiler takes has products in place of `alpha=`, as of SGD's rate.
+                exact = "compile" not in way or name == "adamw"
                 same = torch.equal(one, two) if exact else torch.allclose(one, two, 1e-4, 1e-6)
                 assert same, (way, at)
 

@@ -1,8 +1,8 @@
 """Numbers that a graph takes at each call, as tensors: a compiler would compile anew for each one.
 
 Learning rates and corrections of optimizers are such. Operators take a tensor of no dims in place
-of a number of Python, or what was multiplied by it: Adam's update keeps its bits, SGD's may round
-otherwise, as compiled code does.
+of a number of Python, or what was multiplied by it. AdamW's update keeps its bits; what is scaled
+by `alpha=`, as SGD's update and decay of gradients are, may round otherwise, as compiled code does.
 """
 
 from __future__ import annotations
