@@ -32,6 +32,7 @@ from vescale_comm._errors import (
 )
 from vescale_comm._groups.bound_waits import DEFAULT_TIMEOUT, bound_waits
 from vescale_comm._groups.group import Group, GroupLike, as_group
+from vescale_comm._groups.launched import init_process_group
 from vescale_comm._groups.mesh_groups import group_alone, group_of
 from vescale_comm._simulation.chaos import Died, Fault, chaos
 from vescale_comm._simulation.emulator import Emulator
@@ -96,6 +97,7 @@ __all__ = [
     "gather_pieces",
     "group_alone",
     "group_of",
+    "init_process_group",
     "merge",
     "permute",
     "recv",

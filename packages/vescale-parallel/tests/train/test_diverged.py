@@ -196,3 +196,11 @@ def test_each_level_shards_one_kind_more(zero: int, sharded: int):
             # The gradients of level 1 are packed in whole buffers, which are not gradients.
             if (zero, kind) != (1, "gradients"):
                 assert share == pytest.approx(expected, rel=0.05), (kind, rank)
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    with RunLog(tmp_path, active=True) as written:
+        for step in range(3):
+            written.write("step", step=step)
+    assert caplog.text.count("the run goes on without its log") == 1

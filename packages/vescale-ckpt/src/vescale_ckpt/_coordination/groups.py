@@ -11,7 +11,13 @@ import torch.distributed as dist
 
 from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, nothing
 from vescale_ckpt._coordination.meeting import LONGEST_DEFAULT, Call, Store, arrive, refuse
-from vescale_ckpt._coordination.torch_groups import gloo_group, prefixed, store_of, timeout_of
+from vescale_ckpt._coordination.torch_groups import (
+    gloo_group,
+    prefixed,
+    store_of,
+    timeout_of,
+    which_start,
+)
 from vescale_ckpt._errors import CoordinationError
 
 _LENGTH_BYTES = 8
@@ -152,7 +158,7 @@ class GroupCoordinator(_Gathering):
     def _store(self) -> Store | None:
         # Prefixed, so that no key of ours can be one of torch's or of the user's.
         store = store_of(self.group) if self.world_size > 1 else None
-        return None if store is None else prefixed("vescale-ckpt", store)
+        return None if store is None else prefixed(f"vescale-ckpt{which_start()}", store)
 
     def background(self) -> Coordinator:
         """Make a gloo group: collectives of two threads on one group would get mixed up."""

@@ -1,5 +1,6 @@
 """Undocumented parts of torch that are used here: groups, and the stores behind them."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +55,16 @@ def prefixed(prefix: str, store: Store) -> Store:
     """Return a store that prepends `prefix` to every key."""
     found: Store = _dist.PrefixStore(prefix, store)
     return found
+
+
+def which_start() -> str:
+    """Return which start of its processes torchrun counts, as it keeps their store after a failure.
+
+    Empty elsewhere, and on several nodes, which count apart.
+    """
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if kept and alone else ""
 
 
 def gloo_group(store: Store, rank: int, world_size: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from vescale_comm._torch.launcher import which_start
 from vescale_comm._watchdog.crash import crash_of
 
 # An answer of a store that takes longer is none: its server has gone.
@@ -72,7 +73,7 @@ class Channel:
         own: Any = store
         own = own.clone()
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        self._store = PrefixStore("vescale_comm/watchdog", own)
+        self._store = PrefixStore(f"vescale_comm/watchdog/{which_start()}", own)
         # Host, process, and where it writes when it crashes, by rank, as far as it was asked for.
         self._processes: dict[int, tuple[str, int, str | None]] = {}
 

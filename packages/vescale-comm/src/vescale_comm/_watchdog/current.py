@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._errors import CommError, RankFailedError
 from vescale_comm._torch.compat import shared_store_of
+from vescale_comm._torch.launcher import keeps_its_store
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.execution_log import ExecutionLog
@@ -144,7 +145,7 @@ def _is_watched(world: ProcessGroup) -> bool:
 
 def _made(world: ProcessGroup, store: Store, kind: str) -> Watcher | None:
     # torchrun's agent serves the store for its workers, and outlives them.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent = keeps_its_store()
     # Weakly: the thread must not keep the sockets of a world that was destroyed.
     reference = weakref.ref(world)
     try:
@@ -192,6 +193,8 @@ def _leave() -> None:
     # Set by the interpreter when it prints what ended the program; no hook is replaced.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     watcher = current()
+    if hint := says_of_restarts(error):
+        _LOG.error("%s", hint)
     if watcher is not None:
         watcher.close(_explained(watcher, error))
         if error is None:
@@ -201,6 +204,17 @@ def _leave() -> None:
         _retire(_current.watcher, _current.process, None)
         if error is not None:
             _current.watcher.close(ending_of(error))
+
+
+def says_of_restarts(error: BaseException | None) -> str:
+    """Say what is behind a group that ranks could not make after a restart; empty if nothing is."""
+    again = keeps_its_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not again or "connectFullMesh" not in str(error):
+        return ""
+    return (
+        "after a restart gloo looked for a rank where it listened before: torchrun's store keeps "
+        "the addresses of earlier starts. Make the process group by vescale_comm.init_process_group"
+    )
 
 
 def _explained(watcher: Watcher, error: BaseException | None) -> Ending:

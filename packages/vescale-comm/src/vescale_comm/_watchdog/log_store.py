@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from vescale_comm._torch.launcher import which_start
 from vescale_comm._watchdog.drift_report import Entry, Position
 from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
 
@@ -30,7 +31,7 @@ class LogStore:
         own: Any = store
         own = own.clone()
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        base = PrefixStore("vescale_comm/logs", own)
+        base = PrefixStore(f"vescale_comm/logs/{which_start()}", own)
         # The store may outlive a world of these ranks: what an earlier one has written stays there.
         # Worlds of one size are counted by themselves, as ranks that join tell no more.
         joined = base.add(f"joined/{size}", 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as make_mesh
-from vescale_comm import execution_log
+from vescale_comm import execution_log, init_process_group
 
 
 def init_device_mesh(
@@ -35,7 +35,7 @@ def init_device_mesh(
     if not dist.is_initialized():
         # First, although torch checks the arguments before: whoever raises must have joined the
         # others, or they wait for it.
-        dist.init_process_group()
+        init_process_group()
     log = execution_log(range(dist.get_world_size()))
     if log is not None:
         shape = tuple(mesh_shape)

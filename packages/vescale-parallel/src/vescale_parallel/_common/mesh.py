@@ -11,7 +11,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from vescale_comm import DEFAULT_TIMEOUT, bound_waits
+from vescale_comm import DEFAULT_TIMEOUT, bound_waits, init_process_group
 
 from vescale_parallel._common.agreement import require_same, world_ranks
 from vescale_parallel._errors import MeshError
@@ -271,7 +271,7 @@ def _ensure_process_group(device: str, timeout: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     seconds = timedelta(seconds=timeout)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=seconds)
+        init_process_group(backend, timeout=seconds)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         # Of one process: in memory, so that no port is taken.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from vescale_comm import CommError
 
 from vescale_parallel._errors import ParallelError
 from vescale_parallel.train.loop import train
@@ -35,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:
-    """Errors whose message is all a user needs: ours, and those of the checkpoint package."""
+    """Errors whose message is all a user needs: ours, and those of the packages below."""
     try:
         from vescale_ckpt import CheckpointError
     except ImportError:
-        return (ParallelError,)
-    return (ParallelError, CheckpointError)
+        return (ParallelError, CommError)
+    return (ParallelError, CommError, CheckpointError)
 
 
 def _say(message: str) -> None:

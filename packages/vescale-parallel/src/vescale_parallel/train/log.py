@@ -1,15 +1,20 @@
 """What a run says: JSON lines in a file, and a progress bar (or a line now and then) for people."""
 
 import json
+import logging
 import math
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from vescale_parallel._errors import TrainError
+
+_LOG = logging.getLogger("vescale_parallel")
 
 
 class RunLog:
@@ -18,13 +23,14 @@ class RunLog:
     Each line is one object with an `event`: `start`, `digest`, `step`, `validation`, `checkpoint`,
     `diverged`, `memory`, `end`. Lines are flushed as they are written, so that others can follow
     the run. A number that is not finite is `null`: JSON has no NaN, and most readers refuse a file
-    with one.
+    with one. A file that cannot be written to, as on a full disk, is told once: the run goes on.
     """
 
     def __init__(
         self, folder: Path, *, active: bool, append: bool = False, tensorboard: bool = False
     ) -> None:
         self._file: TextIO | None = None
+        self._told = False
         self._board = _tensorboard(folder) if active and tensorboard else None
         if active:
             self._file = (folder / "log.jsonl").open("a" if append else "w")
@@ -32,13 +38,24 @@ class RunLog:
     def write(self, event: str, **values: Any) -> None:
         """Append one line."""
         if self._file is not None:
-            # One write for each line, so that a reader sees it complete or not at all.
-            self._file.write(json_line({"event": event, **values}))
-            self._file.flush()
+            line = json_line({"event": event, **values})
+            with self._told_if_it_fails():
+                # One write for each line, so that a reader sees it complete or not at all.
+                self._file.write(line)
+                self._file.flush()
         if self._board is not None and event in ("step", "validation"):
             for name, value in values.items():
                 if isinstance(value, float):
                     self._board.add_scalar(f"{event}/{name}", value, values["step"])
+
+    @contextmanager
+    def _told_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                _LOG.warning("the run goes on without its log: %s", error)
+            self._told = True
 
     def __enter__(self) -> "RunLog":
         return self
@@ -50,7 +67,8 @@ class RunLog:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._told_if_it_fails():
+                self._file.close()
         if self._board is not None:
             self._board.close()
 
