@@ -10,6 +10,7 @@ import pytest
 import torch
 import vescale_ckpt as ckpt
 from vescale_ckpt._coordination import meeting
+from vescale_ckpt._coordination.bounded import BoundedStore
 from vescale_ckpt._coordination.meeting import Call, arrive, refuse
 
 testing = pytest.importorskip("vescale_comm.testing", reason="vescale-comm is not installed")
@@ -297,3 +298,21 @@ def bad_argument(rank, world_size, path, late):
 @pytest.mark.parametrize("late", [None, 0, 1])
 def test_an_argument_that_one_rank_cannot_take_ends_the_call_for_all(tmp_path, late):
     testing.outcomes(bad_argument, 3, str(tmp_path / "run"), late, timeout=120)
+
+
+def test_a_store_that_is_cut_off_is_an_error():
+    silent, store = threading.Event(), Store()
+    store.add = lambda key, amount: silent.wait(60)
+    bounded = BoundedStore(store, seconds=0.1)
+    bounded.set("x", "1")
+    assert (bounded.get("x"), bounded.check(["x", "y"]), bounded.delete_key("x")) == (
+        b"1",
+        False,
+        True,
+    )
+    with pytest.raises(KeyError):  # an error of the store's own
+        bounded.get("x")
+    for words in ("has not answered for 0.1 s", "did not answer before"):
+        with pytest.raises(RuntimeError, match=words.replace(".", r"\.")):
+            arrive(bounded, 0, 2, call())
+    silent.set()

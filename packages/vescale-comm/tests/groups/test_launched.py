@@ -56,7 +56,7 @@ def test_no_start_sees_what_another_one_wrote(seed):
 
 def test_who_does_not_come_is_named():
     store = dist.HashStore()
-    assert "waited 0.3 s for ranks 1, 3" in joined(store, [0, 2], 0.3)[0]
+    assert "waited 0.3 s for ranks 1, 3: look" in joined(store, [0, 2], 0.3)[0]
     assert joined(store, [2], 0.1)[2].startswith(
         "init_process_group: rank 2 of 4 has waited 0.1 s for rank 0"
     )

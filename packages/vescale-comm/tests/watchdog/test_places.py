@@ -137,3 +137,42 @@ def test_ranks_are_written_as_ranges():
     assert compact((3,)) == "3"
     assert compact((2, 1, 0)) == "2, 1, 0"
     assert compact(()) == ""
+
+
+MEETS = """
+def meet(log, count, gate, entered):
+    entered.set()
+    gate.get()
+"""
+# What the program calls: first the comparison, then the collective itself.
+CALLED = """
+def all_reduce(group, count, meet, collective, gate, entered):
+    meet(None, count, gate, entered)
+    collective(None, None, gate, entered)
+"""
+
+
+def test_a_comparison_ahead_of_a_collective_is_part_of_its_wait(monkeypatch):
+    """The same event in the same call; another event at the same line is progress."""
+    compares, gate, entered = types.ModuleType(places._COMPARES), SimpleQueue(), threading.Event()
+    exec(compile(MEETS, "comparison.py", "exec"), compares.__dict__)
+    called, collective = types.ModuleType("vescale_comm.x"), module("torch.distributed.x")
+    exec(compile(CALLED, "x.py", "exec"), called.__dict__)
+
+    def program():
+        for count in (1, 2):
+            called.all_reduce(None, count, compares.meet, collective.all_reduce, gate, entered)
+
+    def seen(now):
+        assert entered.wait(30)
+        entered.clear()
+        time.sleep(0.01)
+        found = tracker.update(now)[thread.ident]
+        assert places.communicates(places.frame_of(thread.ident))
+        gate.put(None)
+        return found
+
+    tracker, thread = places.Tracker(), threading.Thread(target=program, daemon=True)
+    thread.start()
+    assert [seen(now) for now in (10.0, 15.0, 20.0, 25.0)] == [10.0, 10.0, 20.0, 20.0]
+    thread.join(30)

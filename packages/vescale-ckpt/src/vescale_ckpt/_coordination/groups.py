@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale_ckpt._coordination.bounded import BoundedStore
 from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, nothing
 from vescale_ckpt._coordination.meeting import LONGEST_DEFAULT, Call, Store, arrive, refuse
 from vescale_ckpt._coordination.torch_groups import (
@@ -158,7 +159,9 @@ class GroupCoordinator(_Gathering):
     def _store(self) -> Store | None:
         # Prefixed, so that no key of ours can be one of torch's or of the user's.
         store = store_of(self.group) if self.world_size > 1 else None
-        return None if store is None else prefixed(f"vescale-ckpt{which_start()}", store)
+        if store is None:
+            return None
+        return BoundedStore(prefixed(f"vescale-ckpt{which_start()}", store))
 
     def background(self) -> Coordinator:
         """Make a gloo group: collectives of two threads on one group would get mixed up."""

@@ -6,6 +6,7 @@ keys: after a restart gloo may read where a peer listened before, and meets nobo
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +18,12 @@ from vescale_comm._errors import CommTimeoutError
 from vescale_comm._groups.bound_waits import DEFAULT_TIMEOUT
 from vescale_comm._torch.launcher import keeps_its_store
 from vescale_comm._torch.ranks import named
+from vescale_comm._watchdog.bounded import BoundedStore, StoreLostError
 
 # Between two looks at who has come, at first and in the long run, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+# The server of the store has to answer all ranks.
+_RANKS_PER_SECOND = 2000
 
 
 def init_process_group(
@@ -62,50 +66,54 @@ def world_store(store: Store, rank: int, size: int, seconds: float) -> Store:
     Raises:
         CommTimeoutError: some rank does not come within `seconds`.
     """
-    words = PrefixStore("vescale_comm/worlds", store)
-    drawn = words.add("drawn", 1)
-    if rank == 0:
-        world = str(drawn)
-        _answer_all(words, world, size, seconds)
-    else:
-        world = _asked(words, drawn, rank, size, seconds)
-    return PrefixStore(f"vescale_comm/world/{world}", store)
-
-
-def _asked(words: Store, drawn: int, rank: int, size: int, seconds: float) -> str:
-    answer = f"answer/{drawn}"
+    shared: Any = store
+    words = BoundedStore(shared.clone(), "vescale_comm/worlds")
+    patience = _Patience(rank, size, seconds)
     try:
-        words.wait([answer], timedelta(seconds=seconds))
-    except RuntimeError as error:
+        drawn = words.add("drawn", 1)
+        ask = _answer_all if rank == 0 else _asked
+        return PrefixStore(f"vescale_comm/world/{ask(words, drawn, patience)}", store)
+    except StoreLostError as error:
         raise CommTimeoutError(
-            f"init_process_group: rank {rank} of {size} has waited {seconds:g} s for rank 0, which "
-            "did not come. Look at what rank 0 does before it makes the group"
+            f"init_process_group: rank {rank} of {size} does not reach the store: {error}"
         ) from error
-    world: str = words.get(answer).decode()
+
+
+class _Patience:
+    """Waits a little longer each time, and not beyond a deadline."""
+
+    def __init__(self, rank: int, size: int, seconds: float) -> None:
+        self.rank, self.size, self.seconds = rank, size, seconds
+        self._deadline, self._pause = time.monotonic() + seconds, _FIRST_PAUSE
+        self._longest = max(_LONGEST_PAUSE, size / _RANKS_PER_SECOND)
+
+    def sleep(self, missing: Callable[[], str]) -> None:
+        if time.monotonic() > self._deadline:
+            raise CommTimeoutError(
+                f"init_process_group: rank {self.rank} of {self.size} has waited {self.seconds:g} "
+                f"s for {missing()}: look there at what comes before the process group"
+            )
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, self._longest)
+
+
+def _asked(words: BoundedStore, drawn: int, patience: _Patience) -> str:
+    while (answer := words.get(f"answer/{drawn}")) is None:
+        patience.sleep(lambda: "rank 0")
+    world = answer.decode()
     # Before it is counted: who sees the count finds the name.
-    words.set(f"{world}/{rank}", "")
+    words.set(f"{world}/{patience.rank}", "")
     words.add(f"{world}/came", 1)
     return world
 
 
-def _answer_all(words: Store, world: str, size: int, seconds: float) -> None:
+def _answer_all(words: BoundedStore, drawn: int, patience: _Patience) -> str:
+    world, others = str(drawn), range(1, patience.size)
     answered = before = words.add("answered", 0)
-    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-    while words.add(f"{world}/came", 0) < size - 1:
-        if time.monotonic() > deadline:
-            raise CommTimeoutError(_missing(words, world, size, seconds))
-        drawn = words.add("drawn", 0)
-        for number in range(answered + 1, drawn + 1):
+    while words.add(f"{world}/came", 0) < len(others):
+        for number in range(answered + 1, (last := words.add("drawn", 0)) + 1):
             words.set(f"answer/{number}", world)
-        answered = drawn
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        answered = last
+        patience.sleep(lambda: named([r for r in others if not words.check(f"{world}/{r}")]))
     words.add("answered", answered - before)
-
-
-def _missing(words: Store, world: str, size: int, seconds: float) -> str:
-    missing = [rank for rank in range(1, size) if not words.check([f"{world}/{rank}"])]
-    return (
-        f"init_process_group: rank 0 of {size} has waited {seconds:g} s for {named(missing)}, "
-        "which did not come. Look at what they do before they make the group"
-    )
+    return world

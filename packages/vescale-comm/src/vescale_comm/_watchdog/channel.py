@@ -5,17 +5,15 @@ import os
 import socket
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
+from vescale_comm._watchdog.bounded import BoundedStore
 from vescale_comm._watchdog.crash import crash_of
 
-# An answer of a store that takes longer is none: its server has gone.
-_STORE_SECONDS = 10
 _SILENT = "ended without a word: killed, out of memory, or a crash"
 
 
@@ -71,9 +69,7 @@ class Channel:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         own: Any = store
-        own = own.clone()
-        own.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        self._store = PrefixStore(f"vescale_comm/watchdog/{which_start()}", own)
+        self._store = BoundedStore(own.clone(), f"vescale_comm/watchdog/{which_start()}")
         # Host, process, and where it writes when it crashes, by rank, as far as it was asked for.
         self._processes: dict[int, tuple[str, int, str | None]] = {}
 
@@ -117,7 +113,7 @@ class Channel:
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank has said that it ends, or its process is known to be gone."""
-        return self._store.check([f"ending/{rank}"]) or bool(self.gone([rank]))
+        return self._store.check(f"ending/{rank}") or bool(self.gone([rank]))
 
     def hear(self) -> None:
         """Say that this rank has read what others said at their end."""
@@ -154,10 +150,8 @@ class Channel:
         return ranks
 
     def _present(self, keys: dict[int, str]) -> dict[int, bytes]:
-        # Asked for one by one only where they are there: get waits for a key that is not.
-        return {
-            rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])
-        }
+        found = {rank: self._store.get(key) for rank, key in keys.items()}
+        return {rank: value for rank, value in found.items() if value is not None}
 
 
 def _answer(found: dict[str, object]) -> Answer:

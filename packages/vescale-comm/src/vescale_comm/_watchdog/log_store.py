@@ -3,16 +3,15 @@
 import json
 import struct
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
+from vescale_comm._watchdog.bounded import BoundedStore
 from vescale_comm._watchdog.drift_report import Entry, Position
 from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
 
-_STORE_SECONDS = 10
 _PAIR = struct.Struct("<qq")
 
 
@@ -29,9 +28,7 @@ class LogStore:
         self.operations = 0
         self.rank, self.size = rank, size
         own: Any = store
-        own = own.clone()
-        own.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        base = PrefixStore(f"vescale_comm/logs/{which_start()}", own)
+        base = BoundedStore(own.clone(), f"vescale_comm/logs/{which_start()}")
         # The store may outlive a world of these ranks: what an earlier one has written stays there.
         # Worlds of one size are counted by themselves, as ranks that join tell no more.
         joined = base.add(f"joined/{size}", 1)
@@ -42,7 +39,7 @@ class LogStore:
     def renew(self) -> None:
         """Begin anew, as every rank has to at the same point of the program."""
         self._epoch += 1
-        self._store = PrefixStore(f"{self._world}.{self._epoch}", self._base)
+        self._store = self._base.within(f"{self._world}.{self._epoch}")
 
     def publish(self, log: ExecutionLog) -> int:
         """Say how far a log of this rank is; return the number of its last event."""
@@ -58,14 +55,12 @@ class LogStore:
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
         self.operations += 1
-        store: Any = self._store
-        store.set(key, value)
+        self._store.set(key, value)
 
     def get(self, key: str) -> bytes | None:
         """Return a value; None where there is none."""
-        # Asked for only where it is there: get waits for a key that is not.
         self.operations += 2
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+        return self._store.get(key)
 
     def pair(self, key: str) -> tuple[int, int] | None:
         """Return a value of two numbers; None where there is none."""
@@ -82,8 +77,7 @@ class LogStore:
         Who waits no longer may cross with who comes late.
         """
         self.operations += 1
-        store: Any = self._store
-        return bytes(store.compare_set(key, "", word)).decode()
+        return self._store.compare_set(key, "", word).decode()
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter, and return what it is then."""

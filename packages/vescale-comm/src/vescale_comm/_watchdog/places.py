@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,6 +28,8 @@ DECORATORS = frozenset({"wrapper", "inner", "<lambda>"})
 _MAKES_GROUPS = frozenset({"new_group", "new_subgroups", "split_group", "init_device_mesh"})
 # Waits by design: for a test process, or for answers about a failure.
 _EXCEPT = ("vescale_comm.testing.", "vescale_comm._watchdog.")
+# Of a comparison, in which a rank waits for the others ahead of a collective that is new to it.
+_COMPARES, _MEETS = "vescale_comm._watchdog.comparison", frozenset({"meet", "agree"})
 # A thread that waits uses no processor time at all; a step of training uses more than this.
 _PROGRESS_SECONDS = 0.001
 
@@ -53,11 +55,37 @@ class Wait:
     site: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one look at a thread has seen.
+
+    Attributes:
+        here: where it is, as far as it stands still there.
+        call: where the program called what it is in.
+        polls: whether it looks at a store again and again, which uses processor time.
+        spent: seconds of processor time; 0 where it polls.
+        since: when it was first seen there.
+    """
+
+    here: Position
+    call: Position
+    polls: bool
+    spent: float
+    since: float
+
+    def is_same(self, other: "_Look") -> bool:
+        """Whether a thread that was `other` before has made no progress since."""
+        if self.polls != other.polls:
+            # First in the comparison, then in the collective itself; otherwise it has gone on.
+            return other.polls and self.call == other.call
+        return self.here == other.here and self.spent - other.spent < _PROGRESS_SECONDS
+
+
 class Tracker:
     """Tells since when threads have been in the same collective."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Position, float, float]] = {}
+        self._seen: dict[int, _Look] = {}
 
     def update(self, now: float) -> dict[int, float]:
         """Look at all threads; return since when each one that communicates has made no progress.
@@ -71,21 +99,39 @@ class Tracker:
         before, self._seen = self._seen, {}
         for thread, frame in sys._current_frames().items():
             if communicates(frame):
-                polls = _module(frame).startswith(_POLLS)
-                here = position(_caller(frame) if polls else frame)
-                spent = 0.0 if polls else _processor_seconds(thread)
-                there = before.get(thread)
-                same = there is not None and there[0] == here
-                same = same and there is not None and spent - there[1] < _PROGRESS_SECONDS
-                since = there[2] if same and there is not None else now
-                self._seen[thread] = here, spent, since
-        return {thread: since for thread, (_, _, since) in self._seen.items()}
+                look, there = _look(thread, frame, now), before.get(thread)
+                same = there is not None and look.is_same(there)
+                self._seen[thread] = replace(look, since=there.since) if there and same else look
+        return {thread: look.since for thread, look in self._seen.items()}
+
+
+def _look(thread: int, frame: FrameType, now: float) -> _Look:
+    call, compares = _call(frame), _comparison(frame)
+    if compares is not None:
+        # Another event is progress, though it is compared at the same line.
+        event = compares.f_code, compares.f_locals.get("count", 0)
+        return _Look((event, *position(compares)), call, True, 0.0, now)
+    if _module(frame).startswith(_POLLS):
+        return _Look(position(_caller(frame)), call, True, 0.0, now)
+    return _Look(position(frame), call, False, _processor_seconds(thread), now)
 
 
 def communicates(frame: FrameType) -> bool:
     """Return whether a thread whose innermost frame this is may be waiting for other ranks."""
     name = _module(frame)
-    return name.startswith(_COMMUNICATES + _POLLS) and not name.startswith(_EXCEPT)
+    if name.startswith(_EXCEPT):
+        return _comparison(frame) is not None
+    return name.startswith(_COMMUNICATES + _POLLS)
+
+
+def _comparison(frame: FrameType) -> FrameType | None:
+    """Return the function in which the program compares what is new; None if it does not."""
+    for each in _outwards(frame):
+        if _module(each) == _COMPARES and each.f_code.co_name in _MEETS:
+            return each
+        if not _module(each).startswith(_EXCEPT) and _module(each) not in sys.stdlib_module_names:
+            return None
+    return None
 
 
 def position(frame: FrameType) -> Position:
@@ -182,6 +228,11 @@ def _caller(frame: FrameType) -> FrameType:
     """Return the frame that called for the one that polls: it stays where it is."""
     outer = [each for each in _outwards(frame) if not _module(each).startswith(_POLLS)]
     return outer[0] if outer else frame
+
+
+def _call(frame: FrameType) -> Position:
+    users = next((each for each in _outwards(frame) if is_users(each)), frame)
+    return position(users)
 
 
 def _module(frame: FrameType) -> str:
