@@ -83,17 +83,13 @@ def test_a_call_on_a_dead_connection_ends(cable, monkeypatch):
 
 
 def test_threads_end_with_their_stores(cable):
-    def asking():
-        return [each for each in threading.enumerate() if each.name == "vescale-store"]
-
-    before = len(asking())
+    before = {*threading.enumerate()}
     store = connected(cable, 5.0)
+    (asks,) = (e for e in {*threading.enumerate()} - before if e.name == "vescale-store")
     within = store.within("b")
     del store
-    assert (within.add("n", 1), len(asking())) == (1, before + 1)
+    assert (within.add("n", 1), asks.is_alive()) == (1, True)
     del within
     gc.collect()
-    deadline = time.monotonic() + 30
-    while len(asking()) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(asking()) == before
+    asks.join(30)
+    assert not asks.is_alive()
