@@ -1,8 +1,11 @@
 """The manager finds the newest committed checkpoint and never removes the only one."""
 
+import gc
 import json
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -77,14 +80,75 @@ def test_what_is_damaged_pushes_out_nothing_and_stays(tmp_path):
         manager.save(step, state(step))
     (tmp_path / "step-00000002" / "COMMIT").write_text("{}")
     manager = ckpt.CheckpointManager(tmp_path, keep_last=2)
-    # It is the newest, and asking for the newest says what is wrong with it.
-    assert manager.latest() == 2
+    # It is the newest; asking for it by its step says what is wrong with it.
+    assert manager.latest() == restored(manager) == 1
     with pytest.raises(ckpt.FormatError, match="COMMIT"):
-        restored(manager)
+        restored(manager, step=2)
     for step, kept in ((3, [1, 2, 3]), (4, [2, 3, 4])):
         manager.save(step, state(step))
         assert manager.steps() == kept
         assert restored(manager) == step
+
+
+@pytest.mark.parametrize("newest", ["data", "missing", "manifest"])
+def test_the_newest_that_verifies_is_restored(tmp_path, newest, caplog):
+    manager = ckpt.CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    damage(tmp_path / "step-00000003", newest)
+    damage(tmp_path / "step-00000002", "data")
+    manager = ckpt.CheckpointManager(tmp_path)
+    assert manager.latest() == (2 if newest == "manifest" else 3)
+    into = state(0)
+    assert manager.restore(into=into)["step"] == 1
+    assert torch.equal(into["w"], torch.ones(3))
+    assert [caplog.text.count(f"step-0000000{n} is damaged") for n in (1, 2, 3)] == [0, 1, 1]
+    with pytest.raises(ckpt.CorruptError):
+        restored(manager, step=2)
+    damage(tmp_path / "step-00000001", "data")
+    with pytest.raises(ckpt.NotFoundError, match=r"damaged: \[1, 2, 3\]"):
+        restored(manager)
+
+
+def damage(checkpoint, what):
+    (data,) = checkpoint.rglob("*.safetensors")
+    if what == "missing":
+        data.unlink()
+        return
+    path = data if what == "data" else next(iter(checkpoint.rglob("manifest.json")))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+OTHER_RUN = """
+import sys, torch, vescale_ckpt as ckpt
+ckpt._storage.hold._PATIENCE = 0.1
+manager = ckpt.CheckpointManager(sys.argv[1])
+try:
+    manager.save(9, {"w": torch.ones(3), "step": 9})
+except ckpt.StorageError as error:
+    print(error)
+print(manager.restore(into={"w": torch.zeros(3), "step": 0})["step"], manager.steps())
+"""
+
+
+def test_a_second_run_is_refused(tmp_path):
+    manager = ckpt.CheckpointManager(tmp_path)
+    manager.save(1, state(1))
+    again = ckpt.CheckpointManager(tmp_path)  # of this process: the same run
+    again.save(2, state(2))
+
+    def other():
+        command = [sys.executable, "-c", OTHER_RUN, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+    said = other()
+    assert "another run saves into" in said
+    assert said.endswith("2 [1, 2]\n")  # it may read
+    del manager, again
+    gc.collect()
+    assert other() == "9 [1, 2, 9]\n"
 
 
 def test_what_says_nothing_of_its_order_is_as_new_as_its_clock_says(tmp_path):

@@ -1,8 +1,9 @@
 """A directory of checkpoints by training step: the newest, and how many to keep."""
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.meeting import Call, call_of
 from vescale_ckpt._errors import (
     CheckpointError,
+    CorruptError,
     ExistsError,
+    FormatError,
     MismatchError,
     NotFoundError,
     StorageError,
@@ -33,7 +36,12 @@ from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
 from vescale_ckpt._save.save import HEALTHY, SaveOptions, save_with
 from vescale_ckpt._storage.base import remove_tree
 from vescale_ckpt._storage.committed import has_commit, is_committed, read_commit
+from vescale_ckpt._storage.hold import Hold, hold
 from vescale_ckpt._storage.resolve import resolve, storage_of
+
+_log = logging.getLogger("vescale_ckpt")
+
+_DAMAGED = (CorruptError, FormatError)
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 # Leftovers of a save that never ended, or of a removal that was interrupted.
@@ -50,7 +58,8 @@ _Provenance = dict[str, Any] | None
 class CheckpointManager:
     """Checkpoints of one training run: `root/step-00000100` and so on.
 
-    One job at a time writes into a root, through one manager. Where torch.distributed is
+    One job at a time writes into a root, through one manager; on a local file system another one
+    is refused. Where torch.distributed is
     initialised, `save` and `restore` are collective calls over `group`; `latest` and `steps` are
     not.
 
@@ -105,6 +114,10 @@ class CheckpointManager:
         self._saving: tuple[int, Coordinator] | None = None
         # How many saves there were into the root; not known before the first one here.
         self._saves: int | None = None
+        # Keeps other runs from saving into a local root, from the second save on.
+        self._hold: Hold | None = None
+        # Damaged ones that were told of.
+        self._warned: set[int] = set()
         # Generation and provenance by step; a replaced checkpoint has another generation.
         self._read: dict[int, tuple[str, dict[str, Any]]] = {}
 
@@ -123,13 +136,17 @@ class CheckpointManager:
     def latest(self) -> int | None:
         """Return the committed step that was saved last, or None if there is none.
 
-        Reads the manifests of all that this object does not know yet; `steps` reads none.
+        Reads the manifests of all that this object does not know yet; `steps` reads none. One whose
+        manifest is damaged is passed over, with a warning.
         """
-        return next(reversed(_by_age(self._known())), None)
+        known = self._known()
+        newest = _newest(known)
+        self._warn_of_damaged(known, newest)
+        return newest
 
     def latest_healthy(self) -> int | None:
-        """Return the last saved step that is not known to be unhealthy, or None."""
-        return _newest_healthy(self._known())
+        """Return the last saved step that is sound and not known to be unhealthy, or None."""
+        return _newest(self._known(), _is_healthy)
 
     def metrics(self) -> dict[int, float]:
         """Return the metric of every committed step that was saved with one."""
@@ -272,6 +289,8 @@ class CheckpointManager:
         fit = _is_healthy(notes)
         if overwrite and not fit:
             self._refuse_to_replace(step)
+        if rank == 0 and self._storage.renames and self._storage.is_directory(self.root):
+            self._hold = hold(self.root)
         if rank == 0:  # whose notes are written
             notes[_ORDER] = self._next_order()
         else:
@@ -298,6 +317,8 @@ class CheckpointManager:
     ) -> StateT:
         """Load the newest healthy checkpoint, or that of `step`; as `load`, always strict.
 
+        Where data of the newest is damaged, the one before it is loaded, with a warning.
+
         Args:
             into: Where to load to.
             step: Which checkpoint, healthy or not; by default the newest that is healthy.
@@ -305,33 +326,66 @@ class CheckpointManager:
 
         Raises:
             NotFoundError: There is no committed checkpoint, or none that is healthy.
-            CheckpointError: As `load` does.
+            CheckpointError: As `load` does; for damage only of a `step` that was asked for.
         """
         self.wait()
         coordinator, call = self._begin("restore", step)
         # Met once here; `load_with` below then uses collectives without a meeting of its own.
         coordinator.meet(call)()
-        told = all_or_none(coordinator, lambda: self._choice(coordinator.rank, step))
+        options, damaged = LoadOptions(progress=progress), set[int]()
+        while True:
+            chosen = self._agreed_choice(coordinator, step, damaged)
+            path = self.path(chosen)
+            try:
+                restored: StateT = load_with(self._storage, coordinator, path, into, options)
+            except _DAMAGED as error:  # on all ranks, or on none
+                if step is not None:
+                    raise
+                damaged.add(chosen)
+                if coordinator.rank == 0:
+                    _log.warning("%s is damaged, and is passed over: %s", path, error)
+            else:
+                return restored
+
+    def _agreed_choice(self, coordinator: Coordinator, step: int | None, damaged: set[int]) -> int:
+        """Return which checkpoint all ranks restore; `damaged` are those that failed to load."""
+        told = all_or_none(coordinator, lambda: self._choice(coordinator.rank, step, damaged))
         asked = [answer[0] for answer in told]
         if len(set(asked)) > 1:
             raise MismatchError(f"ranks restore different steps: {asked}")
         # Rank 0 decides: a network file system may show the others an older picture.
-        step = told[0][1]
-        if step is None:
-            others = f"; by `step` an unhealthy one can be: {told[0][2]}" if told[0][2] else ""
+        _, chosen, unhealthy, unsound = told[0]
+        if chosen is None:
+            others = f"; by `step` an unhealthy one can be: {unhealthy}" if unhealthy else ""
+            others += f"; damaged: {unsound}" if unsound else ""
             raise NotFoundError(f"there is no committed checkpoint in {self.root}{others}")
-        path, options = self.path(step), LoadOptions(progress=progress)
-        restored: StateT = load_with(self._storage, coordinator, path, into, options)
-        return restored
+        return int(chosen)
 
-    def _choice(self, rank: int, step: int | None) -> list[Any]:
-        """Return the step that was asked for, the one to restore, and those that are unhealthy."""
+    def _choice(self, rank: int, step: int | None, damaged: set[int]) -> list[Any]:
+        """Return the step that was asked for, the one to restore; unhealthy and damaged ones."""
         # Rank 0 decides; the others need not read all manifests for it.
         if step is not None or rank != 0:
-            return [step, step, []]
-        known = self._known()
-        chosen = _newest_healthy(known)
-        return [None, chosen, sorted(_unhealthy(known)) if chosen is None else []]
+            return [step, step, [], []]
+        known = self._known() | dict.fromkeys(damaged)
+        chosen = _newest(known, _is_healthy)
+        if chosen is None:
+            return [None, None, sorted(_unhealthy(known)), _damaged(known)]
+        self._warn_of_damaged(known, chosen, without=damaged)
+        return [None, chosen, [], []]
+
+    def _warn_of_damaged(
+        self,
+        known: Mapping[int, _Provenance],
+        newest: int | None,
+        without: Collection[int] = (),
+    ) -> None:
+        """Name those that would be newer; each once, and none of `without`."""
+        ages = _by_age(known)
+        newer = ages if newest is None else ages[ages.index(newest) + 1 :]
+        for step in newer:
+            if known[step] is None and step not in {*self._warned, *without}:
+                self._warned.add(step)
+                _log.warning("%s is damaged, and is passed over", self.path(step))
 
     def _prune(self, just_saved: int) -> None:
         # Nothing is removed unless the checkpoint that was just saved is there, and not damaged.
@@ -392,7 +446,6 @@ class CheckpointManager:
 
 def _is_healthy(provenance: _Provenance) -> bool:
     """Return what a checkpoint says of itself, or else whether its metric is a finite number."""
-    # What is damaged is not passed over in silence: restoring it raises.
     known = provenance or {}
     return bool(known.get(HEALTHY, not isinstance(known.get(_METRIC), str)))
 
@@ -429,5 +482,13 @@ def _by_age(known: Mapping[int, _Provenance]) -> list[int]:
     return sorted(orders, key=lambda step: (orders[step], step))
 
 
-def _newest_healthy(known: Mapping[int, _Provenance]) -> int | None:
-    return next((step for step in reversed(_by_age(known)) if _is_healthy(known[step])), None)
+def _damaged(known: Mapping[int, _Provenance]) -> list[int]:
+    return sorted(step for step, one in known.items() if one is None)
+
+
+def _newest(
+    known: Mapping[int, _Provenance], fits: Callable[[_Provenance], bool] = lambda one: True
+) -> int | None:
+    """Return the step that was saved last, of those that are not damaged and fit."""
+    sound = (step for step in reversed(_by_age(known)) if known[step] is not None)
+    return next((step for step in sound if fits(known[step])), None)

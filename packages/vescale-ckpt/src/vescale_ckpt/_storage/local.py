@@ -73,7 +73,7 @@ class LocalStorage:
         try:
             # On the directory itself, so no lock file is left behind; closing it, also by dying,
             # unlocks.
-            _lock(descriptor, path)
+            lock_directory(descriptor, path)
             yield
         finally:
             os.close(descriptor)
@@ -169,14 +169,15 @@ def _no_wait(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _lock(descriptor: int, path: str) -> None:
+def lock_directory(descriptor: int, path: str, seconds: float = _LOCK_SECONDS) -> None:
+    """Lock a directory that is open, until it is closed; wait for another one to be done."""
     # Not on every system; where it is not there, or a network file system has no locks, one
     # writer at a time is what the caller has to see to.
     try:
         import fcntl
     except ImportError:
         return
-    deadline = time.monotonic() + _LOCK_SECONDS
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +185,7 @@ def _lock(descriptor: int, path: str) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise StorageError(
-                    f"another save has been committing to {path} for {_LOCK_SECONDS:.0f} s"
+                    f"another save has been committing to {path} for {seconds:.0f} s"
                 ) from None
             time.sleep(_LOCK_POLL_SECONDS)
         except OSError as error:

@@ -1,0 +1,47 @@
+"""Keeps a directory for the processes of one run, as long as one of them lives that holds it."""
+
+import os
+import weakref
+from contextlib import suppress
+
+from vescale_ckpt._errors import StorageError
+from vescale_ckpt._storage.local import lock_directory
+
+# What this process holds, by path: several objects may, and hold it once.
+_held: "weakref.WeakValueDictionary[str, Hold]" = weakref.WeakValueDictionary()
+# Processes that a run has left behind may hold it for a while after it was killed.
+_PATIENCE = 15.0
+
+
+class Hold:
+    """A lock of a directory, until this object and the process, or one that it forked, are gone."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        try:
+            lock_directory(self._descriptor, path, _PATIENCE)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            os.close(self._descriptor)
+
+
+def hold(path: str) -> Hold:
+    """Keep other processes from holding a local directory; one that dies lets go of it.
+
+    Raises:
+        StorageError: another process holds it. File systems without locks refuse nobody.
+    """
+    held = _held.get(path)
+    if held is None:
+        try:
+            held = _held[path] = Hold(path)
+        except StorageError as error:
+            raise StorageError(
+                f"another run saves into {path}: one at a time does. Choose another directory for "
+                "this one, or end the other"
+            ) from error
+    return held
