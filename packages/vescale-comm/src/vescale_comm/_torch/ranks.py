@@ -1,4 +1,4 @@
-"""Write lists of ranks for messages."""
+"""Write lists of ranks for messages, and for other ranks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,3 +25,22 @@ def compact(ranks: Iterable[int]) -> str:
 def named(ranks: Sequence[int]) -> str:
     """Write ranks for a message: "rank 3", or "ranks 0-2, 5"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {compact(ranks)}"
+
+
+def runs(ranks: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Write ranks as (first, how many, step): those along an axis of a mesh are one such run."""
+    found: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        if found:
+            first, count, step = found[-1]
+            step = rank - first if count == 1 else step
+            if rank == first + count * step:
+                found[-1] = first, count + 1, step
+                continue
+        found.append((rank, 1, 1))
+    return found
+
+
+def ranks_of_runs(written: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Return what `runs` has written."""
+    return [first + at * step for first, count, step in written for at in range(count)]

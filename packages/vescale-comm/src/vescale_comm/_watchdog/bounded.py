@@ -53,6 +53,10 @@ class BoundedStore:
         """Write a value."""
         self._line.ask("set", f"{self._prefix}/{key}", value)
 
+    def append(self, key: str, value: str) -> None:
+        """Write behind what is there."""
+        self._line.ask("append", f"{self._prefix}/{key}", value)
+
     def get(self, key: str) -> bytes | None:
         """Return a value; None where there is none."""
         # Asked for only where it is there: torch's get waits for a key that is not.

@@ -1,19 +1,24 @@
 """What ranks tell each other about waits: a few keys of the store of their world."""
 
+import dataclasses
 import json
 import os
 import socket
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
+from vescale_comm._torch.ranks import ranks_of_runs, runs
 from vescale_comm._watchdog.bounded import BoundedStore
 from vescale_comm._watchdog.crash import crash_of
 
+_Said = TypeVar("_Said")
+# Of so many failures each is told in words, and of so many characters; who fails later is listed.
+_MOST_FAILURES, _MOST_TEXT = 256, 2000
 _SILENT = "ended without a word: killed, out of memory, or a crash"
 
 
@@ -56,8 +61,15 @@ class Ending:
     ranks: tuple[int, ...] = ()
 
 
+_FINISHED = Ending("reached the end of its program", raised=False)
+_FAILED = Ending("raised as well, later than many others", consequence=True)
+
+
 class Channel:
     """One rank's end. Every method may raise RuntimeError: the store, or its server, is gone.
+
+    What all ranks say is one value of the store, which each writes behind the others' words: who
+    reads it reads once.
 
     Args:
         store: of the world. A connection of its own is made: a thread that waits in the store keeps
@@ -70,17 +82,24 @@ class Channel:
         self.rank, self.size = rank, size
         own: Any = store
         self._store = BoundedStore(own.clone(), f"vescale_comm/watchdog/{which_start()}")
-        # Host, process, and where it writes when it crashes, by rank, as far as it was asked for.
-        self._processes: dict[int, tuple[str, int, str | None]] = {}
+        # Process, and where it writes when it crashes, by rank of this host.
+        self._processes: dict[int, tuple[int, str | None]] = {}
 
     def introduce(self, note: Path | None = None) -> None:
         """Say which process this rank is, and where it writes when it crashes."""
-        process = _host(), os.getpid(), None if note is None else str(note)
-        self._store.set(f"process/{self.rank}", json.dumps(process))
+        process = self.rank, os.getpid(), None if note is None else str(note)
+        self._store.append(f"host/{_host()}", f"{json.dumps(process)}\n")
 
-    def ask(self) -> int:
-        """Ask every rank where it is; return the number of the question."""
-        return self._store.add("asked", 1)
+    def ask(self, last: int | None = None) -> int:
+        """Ask every rank where it is; return the number of the question.
+
+        Args:
+            last: the last question that is known. Of ranks that ask at the same time one does.
+        """
+        following = 1 + (self.asked() if last is None else last)
+        if self._store.compare_set(f"asker/{following}", "", str(self.rank)) == self._word:
+            self._store.add("asked", 1)
+        return following
 
     def asked(self) -> int:
         """Return the number of the last question; 0 if there was none."""
@@ -88,17 +107,34 @@ class Channel:
 
     def answer(self, question: int, answer: Answer) -> None:
         """Answer a question."""
-        self._store.set(f"answer/{question}/{self.rank}", json.dumps(asdict(answer)))
+        self._store.append(f"answers/{question}", f"{self.rank} {json.dumps(fields(answer))}\n")
 
     def answers(self, question: int) -> dict[int, Answer]:
         """Return the answers to a question so far, by rank."""
-        keys = {rank: f"answer/{question}/{rank}" for rank in range(self.size)}
-        found = self._present(keys)
-        return {rank: _answer(json.loads(text)) for rank, text in found.items()}
+        return self._said(f"answers/{question}", answer_of)
+
+    def tells(self, question: int) -> bool:
+        """Whether this rank gathers the answers to a question for all: the first that asks this."""
+        return self._store.compare_set(f"teller/{question}", "", str(self.rank)) == self._word
+
+    def tell(self, question: int, told: str) -> None:
+        """Say what the answers are, as the one that gathers them."""
+        self._store.set(f"told/{question}", told)
+
+    def told(self, question: int) -> bytes | None:
+        """Return what the answers are; None where they are not gathered yet."""
+        return self._store.get(f"told/{question}")
 
     def end(self, ending: Ending) -> None:
         """Say that this rank ends."""
-        self._store.set(f"ending/{self.rank}", json.dumps(asdict(ending)))
+        words = json.dumps(fields(ending))
+        self._store.set(f"ending/{self.rank}", words)
+        if not ending.raised:
+            self._store.append("finished", f"{self.rank}\n")
+        elif self._store.add("failures", 1) <= _MOST_FAILURES:
+            self._store.append("raised", f"{self.rank} {words}\n")
+        else:
+            self._store.append("failed", f"{self.rank}\n")
         # Counted after it was written: who sees the count finds the words.
         self._store.add("endings", 1)
 
@@ -106,10 +142,19 @@ class Channel:
         """Return how many ranks have said that they end."""
         return self._store.add("endings", 0)
 
+    def raised(self) -> dict[int, Ending]:
+        """Return what ranks have said that raised, by rank: the first ones of many."""
+        return self._said("raised", ending_of)
+
+    def ending(self, rank: int) -> Ending | None:
+        """Return what a rank has said when it ended; None if it has not."""
+        found = self._store.get(f"ending/{rank}")
+        return None if found is None else ending_of(json.loads(found))
+
     def endings(self) -> dict[int, Ending]:
         """Return what ranks have said that have ended, by rank."""
-        found = self._present({rank: f"ending/{rank}" for rank in range(self.size)})
-        return {rank: _ending(json.loads(text)) for rank, text in found.items()}
+        finished = dict.fromkeys(self._listed("finished"), _FINISHED)
+        return finished | dict.fromkeys(self._listed("failed"), _FAILED) | self.raised()
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank has said that it ends, or its process is known to be gone."""
@@ -128,51 +173,60 @@ class Channel:
 
         What is not known is not said: a rank of another host is never in the result.
         """
-        return self.known_gone(self._learned(ranks))
+        self.learn()
+        return self.known_gone(ranks)
 
-    def learn(self, rank: int) -> None:
-        """Remember which process a rank is, for when the store cannot be asked any more."""
-        self._learned([rank])
+    def learn(self) -> None:
+        """Remember the processes of this host, for when the store cannot be asked any more."""
+        found = (self._store.get(f"host/{_host()}") or b"").decode().splitlines()
+        self._processes = {rank: (pid, note) for rank, pid, note in map(json.loads, found)}
 
     def known_gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return what `gone` does, of those ranks whose process is known; without the store."""
-        processes = {rank: self._processes[rank] for rank in ranks if rank in self._processes}
+        known = {rank: self._processes[rank] for rank in ranks if rank in self._processes}
         return {
-            rank: _fate(pid, host.split()[0], note)
-            for rank, (host, pid, note) in processes.items()
-            if host == _host() and not _is_alive(pid)
+            rank: _fate(*process) for rank, process in known.items() if not _is_alive(process[0])
         }
 
-    def _learned(self, ranks: Iterable[int]) -> list[int]:
-        ranks = list(ranks)
-        new = {rank: f"process/{rank}" for rank in ranks if rank not in self._processes}
-        self._processes |= {rank: json.loads(text) for rank, text in self._present(new).items()}
-        return ranks
+    @property
+    def _word(self) -> bytes:
+        return str(self.rank).encode()
 
-    def _present(self, keys: dict[int, str]) -> dict[int, bytes]:
-        found = {rank: self._store.get(key) for rank, key in keys.items()}
-        return {rank: value for rank, value in found.items() if value is not None}
+    def _said(self, key: str, made: Callable[[dict[str, Any]], _Said]) -> dict[int, _Said]:
+        """What ranks wrote into one value; who says the same is given the same object."""
+        lines = (self._store.get(key) or b"").decode().splitlines()
+        pairs = [line.partition(" ") for line in lines]
+        words = {each: made(json.loads(each)) for each in {word for _, _, word in pairs}}
+        return {int(rank): words[word] for rank, _, word in pairs}
 
-
-def _answer(found: dict[str, object]) -> Answer:
-    ranks = found["ranks"]
-    assert isinstance(ranks, list)
-    return Answer(str(found["text"]), str(found["op"]), tuple(ranks))
+    def _listed(self, key: str) -> list[int]:
+        return [*map(int, (self._store.get(key) or b"").split())]
 
 
-def _ending(found: dict[str, object]) -> Ending:
-    ranks = found["ranks"]
-    assert isinstance(ranks, list)
+def fields(said: Answer | Ending) -> dict[str, Any]:
+    """Write what a rank said as others are told of it: short, however large its group is."""
+    found = {each.name: getattr(said, each.name) for each in dataclasses.fields(said)}
+    return found | {"text": said.text[:_MOST_TEXT], "ranks": runs(said.ranks)}
+
+
+def answer_of(found: dict[str, Any]) -> Answer:
+    """Return the answer that `fields` has written."""
+    return Answer(str(found["text"]), str(found["op"]), tuple(ranks_of_runs(found["ranks"])))
+
+
+def ending_of(found: dict[str, Any]) -> Ending:
+    """Return the ending that `fields` has written."""
+    ranks = tuple(ranks_of_runs(found["ranks"]))
     raised, consequence = bool(found["raised"]), bool(found["consequence"])
-    return Ending(str(found["text"]), raised, consequence, str(found["op"]), tuple(ranks))
+    return Ending(str(found["text"]), raised, consequence, str(found["op"]), ranks)
 
 
-def _fate(pid: int, host: str, note: str | None) -> str:
+def _fate(pid: int, note: str | None) -> str:
     crash = "" if note is None else crash_of(Path(note))
     cause = f"crashed in C++: {crash}" if crash else _SILENT
     # What it had received did not fit; nothing else of gloo's aborts.
     hint = "; gloo aborts where ranks call different collectives" if "Aborted" in crash else ""
-    return f"its process ({pid} on {host}) {cause}{hint}"
+    return f"its process ({pid} on {socket.gethostname()}) {cause}{hint}"
 
 
 def _host() -> str:

@@ -47,8 +47,14 @@ def report(state: WorldState, *, without: int | None = None) -> str:
         without: a rank of which nothing is said: it speaks.
     """
     lines: dict[tuple[int, str], list[int]] = {}
+    known: dict[tuple[int, int, str | None], tuple[int, str] | None] = {}
     for rank in range(state.size):
-        line = None if rank == without else _line(state, rank)
+        # Many ranks share one object: whom they wait for is found once.
+        ending, answer = id(state.endings.get(rank)), id(state.answers.get(rank))
+        said = ending, answer, state.gone.get(rank)
+        if said not in known:
+            known[said] = _line(state, rank)
+        line = None if rank == without else known[said]
         if line is not None:
             lines.setdefault(line, []).append(rank)
     ordered = sorted(lines.items(), key=lambda item: (item[0][0], item[1]))

@@ -22,6 +22,7 @@ from vescale_comm._watchdog.places import (
     wait_of,
 )
 from vescale_comm._watchdog.report import WorldState, report
+from vescale_comm._watchdog.told_state import heard_state, told_state
 
 REPORT_AFTER = 30.0
 """Seconds without progress in one collective after which every rank says where it is."""
@@ -32,6 +33,8 @@ _MOST_SECONDS = 5.0
 _END_SECONDS = 2.0
 # What an answer may take beyond the two looks that it needs, where the machine is busy.
 _ANSWER_SECONDS = 1.0
+# Between two looks at what others have said, at least; and how many ranks look in a second.
+_PAUSE, _RANKS_PER_SECOND = 0.05, 2000
 # Beyond so many at once the older ones are left to their deadlines.
 _MOST_QUESTIONS = 64
 # A failure longer ago than this is not why a program ends.
@@ -69,9 +72,10 @@ class Watcher:
         self._tracker = Tracker()
         self._stuck: dict[int, float] = {}
         self._asked_about: set[tuple[int, float]] = set()
-        self._question = 0
+        # The last one that was answered, and when.
+        self._question, self._answered_at = 0, float("-inf")
         self._report_at: float | None = None
-        self._endings: dict[int, Ending] = {}
+        self._ended, self._endings = 0, dict[int, Ending]()
         # What the main thread tried while it finds out why it failed.
         self._failed: Answer | None = None
         # How this rank ends if nothing else is known: its last failure, which it may have caught.
@@ -129,7 +133,7 @@ class Watcher:
             now: time of `time.monotonic`.
         """
         if self._server is not None:
-            self._channel.learn(self._server)
+            self._channel.learn()
         since = self._tracker.update(now)
         self._stuck = {t: at for t, at in since.items() if now - at >= self.report_after}
         self._hear_endings()
@@ -142,11 +146,15 @@ class Watcher:
             # Each wait is asked about once; one question serves all that wait at the same time.
             self._asked_about = {(thread, at) for thread, at in self._stuck.items()}
             if self._report_at is None:
-                self._channel.ask()
+                self._channel.ask(self._question)
                 self._answer(now)
         if self._report_at is not None and now >= self._report_at:
+            state = self._gathered(self._question, now)
+            # Once more, for the rank that gathers; what that takes is not waited for here.
+            if state is None and now < self._report_at + self.interval:
+                return
             self._report_at = None
-            self._say()
+            self._say(state or self._state(self._question))
 
     def _end_hopeless_wait(self, now: float, since: float) -> None:
         """End this process if it waits for others to make a group, for longer than any collective.
@@ -246,17 +254,20 @@ class Watcher:
             # All of them: several ranks may have failed, and each one looks at its own question.
             for question in range(max(self._question, last - _MOST_QUESTIONS) + 1, last + 1):
                 self._channel.answer(question, here)
-            self._question = last
+            self._question, self._answered_at = last, now
             # By then every rank has looked at least once and has answered.
             self._report_at = now + 2 * self.interval
 
     def _hear_endings(self) -> None:
-        if self._channel.ended() <= len(self._endings):
+        ended = self._channel.ended()
+        if ended <= self._ended:
             return
-        found = self._channel.endings()
+        found = self._channel.raised()
         new = {rank: each for rank, each in found.items() if rank not in self._endings}
-        self._endings = found
-        if self._server in new:
+        self._ended, self._endings = ended, found
+        last = None if self._server is None else self._channel.ending(self._server)
+        if self._server is not None and last is not None:
+            self._endings[self._server] = last
             # It stays until all have said so. From then on the store may be gone at any time.
             self._channel.hear()
             self.lost = True
@@ -264,8 +275,7 @@ class Watcher:
             if each.raised and not each.consequence:
                 _LOG.warning("rank %d: %s", rank, each.text)
 
-    def _say(self) -> None:
-        state = self._state(self._question)
+    def _say(self, state: WorldState) -> None:
         # A question about a failure is answered to who asked; no other rank waits.
         if any(each.waits for each in state.answers.values()):
             _LOG.warning(
@@ -276,18 +286,50 @@ class Watcher:
             )
 
     def _asked(self, *, ended: bool) -> WorldState:
-        """Ask all ranks, and wait until they have answered or cannot."""
+        """Ask all ranks, and wait until they have answered or cannot.
+
+        Args:
+            ended: whether it is enough to know which rank has ended.
+        """
         if self.lost:
             return self._known()
-        question = self._channel.ask()
-        self._channel.answer(question, self.here())
-        deadline = time.monotonic() + 2 * self.interval + _ANSWER_SECONDS
-        while True:
-            state = self._state(question)
-            late = time.monotonic() >= deadline
-            if late or state.complete() or (ended and state.explains()):
-                return replace(state, answered=late or state.complete())
-            time.sleep(0.05)
+        channel, now = self._channel, time.monotonic()
+        deadline = now + 2 * self.interval + _ANSWER_SECONDS
+        # A server has to answer all ranks that fail at once.
+        pause = max(_PAUSE, channel.size / _RANKS_PER_SECOND)
+        last = channel.asked()
+        asked = last > self._question or now - self._answered_at < self.interval
+        question = last if last and asked else channel.ask(last)
+        if question > self._question:
+            channel.answer(question, self.here())
+        while ended and time.monotonic() < deadline:
+            near = self._near()
+            if near.explains():
+                return replace(near, answered=False)
+            time.sleep(pause)
+        while (state := self._gathered(question, deadline)) is None:
+            if time.monotonic() >= deadline + _ANSWER_SECONDS + pause:
+                return self._state(question)
+            time.sleep(pause)
+        return state
+
+    def _near(self) -> WorldState:
+        """Return what needs no answer: who has failed, and whose process of this host is gone."""
+        channel = self._channel
+        endings = channel.endings() if channel.ended() else {}
+        unknown = (rank for rank in range(channel.size) if rank not in endings)
+        return WorldState(channel.size, {channel.rank: self.here()}, endings, channel.gone(unknown))
+
+    def _gathered(self, question: int, deadline: float) -> WorldState | None:
+        """Return what all answer to a question, which one rank gathers; None if it has not yet."""
+        channel = self._channel
+        if not channel.tells(question):
+            told = channel.told(question)
+            return None if told is None else heard_state(told)
+        while not (state := self._state(question)).complete() and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        channel.tell(question, told_state(state))
+        return state
 
     def _state(self, question: int) -> WorldState:
         channel = self._channel

@@ -1,0 +1,61 @@
+"""What one rank has gathered of a world, as it tells the others: short, however many they are."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vescale_comm._torch.ranks import ranks_of_runs, runs
+from vescale_comm._watchdog.channel import Answer, Ending, answer_of, ending_of, fields
+from vescale_comm._watchdog.report import WorldState
+
+# Different things that ranks do, of which a state tells.
+_MOST_GROUPS = 64
+_OTHERS = Answer("does something else, as do too many others to tell of each")
+
+
+def told_state(state: WorldState) -> str:
+    """Write a state, with ranks that do the same together."""
+    kinds: list[tuple[str, Mapping[int, Any]]] = [
+        ("answers", state.answers),
+        ("endings", state.endings),
+        ("gone", state.gone),
+    ]
+    groups: dict[tuple[str, Any], list[int]] = {}
+    for kind, found in kinds:
+        # Many ranks share one object, which is compared with others once.
+        alike: dict[int, list[int]] = {}
+        for rank in sorted(found):
+            alike.setdefault(id(found[rank]), []).append(rank)
+        for ranks in alike.values():
+            groups.setdefault((kind, found[ranks[0]]), []).extend(ranks)
+    # The causes first: who failed by himself, and whose process is gone.
+    ordered = sorted(groups.items(), key=lambda item: _order(*item[0]))
+    told = [
+        [kind, _written(what), runs(sorted(ranks))]
+        for (kind, what), ranks in ordered[:_MOST_GROUPS]
+    ]
+    others = [rank for (kind, _), ranks in ordered[_MOST_GROUPS:] for rank in ranks]
+    if others:
+        told.append(["answers", _written(_OTHERS), runs(sorted(others))])
+    return json.dumps({"size": state.size, "answered": state.answered, "told": told})
+
+
+def heard_state(told: bytes) -> WorldState:
+    """Return what `told_state` has written."""
+    found = json.loads(told)
+    parts: dict[str, dict[int, Any]] = {"answers": {}, "endings": {}, "gone": {}}
+    makes: dict[str, Callable[[Any], Any]]
+    makes = {"answers": answer_of, "endings": ending_of, "gone": str}
+    for kind, written, ranks in found["told"]:
+        parts[kind] |= dict.fromkeys(ranks_of_runs(ranks), makes[kind](written))
+    return WorldState(found["size"], answered=found["answered"], **parts)
+
+
+def _written(what: Answer | Ending | str) -> Any:
+    return what if isinstance(what, str) else fields(what)
+
+
+def _order(kind: str, what: Any) -> tuple[int, str]:
+    if kind == "endings":
+        return (5 if what.consequence else 0 if what.raised else 2), what.text
+    return (1, what) if kind == "gone" else (4 if what.waits else 3, what.text)
