@@ -7,6 +7,7 @@ import pytest
 from tools.packages import (
     NEWEST_TORCH,
     PACKAGES,
+    PYTHONS,
     ROOT,
     closed_sets,
     closure,
@@ -86,6 +87,8 @@ def test_every_package_warns_of_the_same_torches():
     assert len({file.read_text() for file in files}) == 1
     ends = [tuple(map(int, torch_versions()[end].split("."))) for end in (0, -1)]
     assert f"OLDEST, NEWEST = {ends[0]}, {ends[1]}\n" in files[0].read_text()
+    newest = tuple(map(int, PYTHONS[-1].split(".")))
+    assert f"NEWEST_PYTHON = {newest}\n" in files[0].read_text()
     for package in PACKAGES:
         opening = (package.source / package.module / "__init__.py").read_text()
         first = f"from {package.module} import _torch_versions as _torch_versions\n"

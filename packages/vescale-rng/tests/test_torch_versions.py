@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from vescale_rng._torch_versions import NEWEST, OLDEST, warn_untested
+from vescale_rng._torch_versions import NEWEST, NEWEST_PYTHON, OLDEST, warn_untested
 
 
 @pytest.mark.parametrize("version", ["{}.{}.0", "{}.{}.1+cpu", "{}.{}.0a0+git1234567"])
@@ -34,6 +34,15 @@ def test_others_are_told(version, way):
     assert one.filename == __file__
     for said in (version, *(f"{a}.{b}" for a, b in (OLDEST, NEWEST))):
         assert f"torch {said}" in str(one.message) or f"to {said}" in str(one.message)
+
+
+def test_a_newer_python_is_told():
+    with pytest.warns(UserWarning, match=r"Python 3\.99 is newer than what") as found:
+        warn_untested(torch.__version__, (3, 99))
+        warn_untested(torch.__version__, (3, 99))
+    assert len(found) == 1
+    with warnings.catch_warnings(action="error"):
+        warn_untested(torch.__version__, NEWEST_PYTHON)
 
 
 def test_one_import_warns_once(tmp_path):
