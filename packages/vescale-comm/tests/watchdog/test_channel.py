@@ -26,6 +26,8 @@ def test_a_question_is_answered_by_rank(channels):
     assert channels[0].asked() == 0
     assert channels[2].ask() == 1
     assert channels[0].asked() == 1
+    assert [channels[0].ask(1), channels[1].ask(1)] == [2, 2]  # at the same time: one question
+    assert channels[2].asked() == 2
     channels[0].answer(1, ANSWER)
     channels[1].answer(1, Answer("at train.py:3 in step"))
     assert channels[2].answers(1) == {0: ANSWER, 1: Answer("at train.py:3 in step")}

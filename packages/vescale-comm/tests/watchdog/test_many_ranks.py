@@ -47,7 +47,9 @@ class Store:
         return all(key in self.values for key in keys)
 
     def compare_set(self, key, expected, desired):
-        return self.values.setdefault(key, [desired])[0].encode()
+        if self.values.get(key, [""]) == [expected]:
+            self.values[key] = [desired]
+        return self.values[key][0].encode()
 
 
 @pytest.fixture

@@ -96,14 +96,13 @@ class Channel:
         Args:
             last: the last question that is known. Of ranks that ask at the same time one does.
         """
-        following = 1 + (self.asked() if last is None else last)
-        if self._store.compare_set(f"asker/{following}", "", str(self.rank)) == self._word:
-            self._store.add("asked", 1)
-        return following
+        known = self.asked() if last is None else last
+        self._store.compare_set("asked", str(known) if known else "", str(known + 1))
+        return known + 1
 
     def asked(self) -> int:
         """Return the number of the last question; 0 if there was none."""
-        return self._store.add("asked", 0)
+        return int(self._store.get("asked") or 0)
 
     def answer(self, question: int, answer: Answer) -> None:
         """Answer a question."""
