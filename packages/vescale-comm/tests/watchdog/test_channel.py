@@ -11,6 +11,7 @@ from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.crash import CrashNote
 from vescale_comm._watchdog.current import current
 from vescale_comm._watchdog.log_store import LogStore
+from vescale_comm._watchdog.places import main_thread
 from vescale_comm._watchdog.watcher import Watcher
 from vescale_comm.testing import run
 
@@ -186,3 +187,15 @@ def test_the_crash_of_a_forked_process_is_its_own():
     command = [sys.executable, "-c", FORKED]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "''"
+
+
+def test_without_a_store_a_wait_for_a_group_still_ends(channels, monkeypatch):
+    watcher, ended = Watcher(channels[0], server=None), []
+    watcher.timeout, watcher.lost = 10.0, True
+    monkeypatch.setattr(watcher._tracker, "update", lambda now: {main_thread(): 0.0})
+    monkeypatch.setattr("vescale_comm._watchdog.watcher.makes_a_group", lambda frame: True)
+    monkeypatch.setattr("vescale_comm._watchdog.watcher.end_process", ended.append)
+    watcher.look(12.0)
+    assert not ended
+    watcher.look(40.0)
+    assert "timed out after 10 s" in ended[0]

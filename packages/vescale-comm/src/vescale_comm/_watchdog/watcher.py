@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from vescale_comm._torch.ranks import compact
@@ -123,8 +124,6 @@ class Watcher:
                 self.look(time.monotonic())
             except RuntimeError:  # the store does not answer any more
                 self.lost = True
-            if self.lost:
-                return
 
     def look(self, now: float) -> None:
         """Do what is due.
@@ -132,9 +131,12 @@ class Watcher:
         Args:
             now: time of `time.monotonic`.
         """
+        since = self._tracker.update(now)
+        if self.lost:
+            self._end_hopeless_wait(now, since.get(main_thread(), now))
+            return
         if self._server is not None:
             self._channel.learn()
-        since = self._tracker.update(now)
         self._stuck = {t: at for t, at in since.items() if now - at >= self.report_after}
         self._hear_endings()
         if self.lost:
@@ -170,9 +172,10 @@ class Watcher:
         wait = self.here()
         others = report(self._asked(ended=False), without=self._channel.rank)
         text = f"{wait.text}, timed out after {self.timeout:g} s"
-        self._channel.end(Ending(text, True, False, wait.op, wait.ranks))
-        if self._server == self._channel.rank:
-            self._stay(2 * self.interval + 1)
+        with suppress(RuntimeError):
+            self._channel.end(Ending(text, True, False, wait.op, wait.ranks))
+            if self._server == self._channel.rank:
+                self._stay(2 * self.interval + 1)
         end_process(f"vescale_comm.CommTimeoutError: {text}:\n{others}")
 
     def explain(self, failed: Answer, *, ended: bool) -> tuple[str, WorldState]:
