@@ -177,6 +177,7 @@ def contracts(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation site into runs/docs/site, strictly; `-- --serve` watches it."""
     session.install("-c", CONSTRAINTS, "mkdocs-material", "mkdocstrings[python]")
+    session.run("python", "-m", "tools.figures", "--check")
     session.run("python", "-m", "tools.docs", *session.posargs)
 
 

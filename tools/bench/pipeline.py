@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="default: all")
     add("--ranks", type=int, choices=(2, 4), default=2, help="stages' ranks (default: 2)")
     add("--hidden", nargs="+", type=int, default=[64, 256], help="default: 64 256")
-    add("--rounds", type=int, default=9, help="turns of each variant (default: 9)")
+    add("--rounds", type=int, default=7, help="turns of each variant (default: 7)")
     add("--turn", type=int, default=3, help="steps of a turn (default: 3)")
     add("--layers", type=int, default=8, help="blocks of the model (default: 8)")
     add("--batch", type=int, default=16, help="sequences of a batch (default: 16)")
@@ -58,7 +58,7 @@ def measure(
     schedules: Sequence[str] = SCHEDULES,
     ranks: int = 2,
     hidden: Sequence[int] = (64, 256),
-    rounds: int = 9,
+    rounds: int = 7,
     turn: int = 3,
     profile: int = 0,
     **sizes: int,

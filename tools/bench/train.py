@@ -40,7 +40,7 @@ from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare, mesh_size
 
 HIDDEN = (64, 512)
-ROUNDS = {64: 21, 512: 9}
+ROUNDS = {64: 13, 512: 5}
 """Turns of each variant that are timed, by the hidden size."""
 
 _details = Details()
@@ -57,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
     add("--hidden", nargs="+", type=int, default=list(HIDDEN), help="default: 64 512")
-    add("--rounds", type=int, help="turns of each variant (default: 21; 9 where hidden > 64)")
-    add("--turn", type=int, default=4, help="steps of a turn (default: 4)")
+    add("--rounds", type=int, help="turns of each variant (default: 13; 5 where hidden > 64)")
+    add("--turn", type=int, default=3, help="steps of a turn (default: 3)")
     add("--layers", type=int, default=4, help="blocks of the model (default: 4)")
     add("--batch", type=int, default=8, help="sequences of a global batch (default: 8)")
     add("--length", type=int, default=32, help="tokens of a sequence (default: 32)")
@@ -81,7 +81,7 @@ def measure(
     layouts: Sequence[str] = tuple(LAYOUTS),
     hidden: Sequence[int] = HIDDEN,
     rounds: int | None = None,
-    turn: int = 4,
+    turn: int = 3,
     profile: int = 0,
     only: Sequence[str] = (),
     **sizes: int,
@@ -131,9 +131,7 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
         yield from _counted(job, found, name, first)
 
 
-def _counted(
-    job: Job, found: Sequence[dict[str, Found]], name: str, first: str
-) -> Iterator[Ratio]:
+def _counted(job: Job, found: Sequence[dict[str, Found]], name: str, first: str) -> Iterator[Ratio]:
     """Bytes and collectives of one variant against the first."""
     case = f"{job.layout} {job.sizes.hidden} {name}"
     goal = MEMORY_GOAL if job.layout in SHARDED and name != HAND else None
