@@ -199,7 +199,7 @@ def workflows(session: nox.Session) -> None:
 @nox.session(reuse_venv=True, default=False)
 def build(session: nox.Session) -> None:
     """Build sdists, wheels from the sdists, and check what they hold."""
-    session.install(*BUILD_TOOLS)
+    session.install("-c", CONSTRAINTS, *BUILD_TOOLS)
     session.run("python", "-m", "tools.wheels")
 
 

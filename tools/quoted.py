@@ -8,7 +8,7 @@ says where it differs. In such a template these are replaced, parts being divide
   or `reference`, with a format behind a colon (`ratio:.1f`), or `range`: the least and the largest
   ratio of all rows that fit. ROW and AGAINST may have wildcards; without FIELD it is the ratio.
 - `{{table; BENCHMARK}}`: all of its rows; `{{when; BENCHMARK}}`: the day, commit and machine.
-- `{{said; FILE; PATTERN}}`: the group of a regular expression in a table that another script writes.
+- `{{said; FILE; PATTERN}}`: the group of a regular expression in what another script writes.
 
 A benchmark that is not recorded gives a dash. Outside of such blocks documents of users hold no
 timings and no ratios: `stray` finds them.
@@ -26,7 +26,7 @@ from tools.packages import ROOT
 
 TEMPLATES = ROOT / "tools" / "bench" / "quoted"
 PATTERNS = ("README.md", "packages/*/README.md", "packages/*/docs/*.md", "tools/docs/pages/*.md")
-NOT_RECORDED = "–"
+NOT_RECORDED = "-"
 Runs = Mapping[str, dict[str, Any]]
 """The recorded document of each benchmark, by its name."""
 
@@ -36,8 +36,8 @@ _BLOCK = re.compile(
 _FIGURE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _STRAY = re.compile(
-    r"\d ?(?:us|µs|ms|GB/s|tok/s)\b"  # a time or a rate
-    r"|\b\d+\.\d+ ?[x×](?! ?\d)(?:\b|(?=[ ,;.)|]|$))",  # a ratio, and not the extents of a matrix
+    r"\d ?(?:us|\u00b5s|ms|GB/s|tok/s)\b"  # a time or a rate
+    r"|\b\d+\.\d+ ?[x\u00d7](?! ?\d)(?:\b|(?=[ ,;.)|]|$))",  # a ratio, and not the extents of a matrix
     re.MULTILINE,
 )
 

@@ -49,7 +49,8 @@ def test_what_was_not_measured_is_a_dash_and_what_is_not_there_an_error(template
 
 
 @pytest.mark.parametrize(
-    "line", ["It takes 0.85 x the time.", "1.5× as long", "| 12 us |", "3.4 ms of it", "5 GB/s"]
+    "line",
+    ["It takes 0.85 x the time.", "1.5\u00d7 as long", "| 12 us |", "3.4 ms of it", "5 GB/s"],
 )
 def test_a_figure_outside_of_a_block_is_found(line):
     assert list(quoted.stray(f"Words.\n{line}\n")) == [line]
@@ -57,7 +58,9 @@ def test_a_figure_outside_of_a_block_is_found(line):
     assert not list(quoted.stray(f"```text\n{line}\n```"))
 
 
-@pytest.mark.parametrize("line", ["a 2 x 2 mesh", "8 × 8 tensors", "`0.5 x 3`", "version 2.13"])
+@pytest.mark.parametrize(
+    "line", ["a 2 x 2 mesh", "8 \u00d7 8 tensors", "`0.5 x 3`", "version 2.13"]
+)
 def test_what_is_no_measurement_is_left_alone(line):
     assert not list(quoted.stray(line))
 
