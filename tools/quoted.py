@@ -37,7 +37,7 @@ _FIGURE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _STRAY = re.compile(
     r"\d ?(?:us|\u00b5s|ms|GB/s|tok/s)\b"  # a time or a rate
-    r"|\b\d+\.\d+ ?[x\u00d7](?! ?\d)(?:\b|(?=[ ,;.)|]|$))",  # a ratio, and not the extents of a matrix
+    r"|\b\d+\.\d+ ?[x\u00d7](?! ?\d)(?:\b|(?=[ ,;.)|]|$))",  # a ratio, no extents
     re.MULTILINE,
 )
 
