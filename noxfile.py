@@ -141,8 +141,8 @@ def ecosystem(session: nox.Session) -> None:
     folder = ROOT / "tests-integration"
     session.run("python", str(folder / "ecosystem_table.py"), *session.posargs, env=TEST_ENV)
     if not session.posargs:
-        files = [folder / "test_ecosystem.py", folder / "test_trainer_recipes.py"]
-        run_tests(session, files, skippable=skips.ANYWHERE)
+        names = ("test_ecosystem.py", "test_trainer_offload.py", "test_trainer_recipes.py")
+        run_tests(session, [folder / one for one in names], skippable=skips.ANYWHERE)
 
 
 # --- The code
