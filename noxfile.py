@@ -314,8 +314,8 @@ def kernels_interpret(session: nox.Session) -> None:
         "-c", CONSTRAINTS, *(one for one in third_party(extras=True) if "triton" in one)
     )
     swap(session, [package.wheel for package in PACKAGES])
-    folders = [package.tests for package in PACKAGES]
-    run_marked(session, "kernels", folders, skippable=skips.ANYWHERE, TRITON_INTERPRET="1")
+    paths = [*(package.tests for package in PACKAGES), ROOT / "tools/tests/test_first_gpu.py"]
+    run_marked(session, "kernels", paths, skippable=skips.ANYWHERE, TRITON_INTERPRET="1")
 
 
 @nox.session(requires=["workspace"], venv_backend="none", tags=["nightly"], default=False)

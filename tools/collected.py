@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,18 @@ def texts(item: pytest.Item) -> Iterator[str]:
         functions += [one.func for one in found]
     for one in functions:
         if one is not None and "site-packages" not in inspect.getfile(one):
-            yield from _skips(textwrap.dedent(inspect.getsource(inspect.unwrap(one))))
-    yield from _top(item.path.read_text())
+            yield from _of_function(inspect.unwrap(one))
+    yield from _of_file(item.path)
+
+
+@cache
+def _of_function(function: Any) -> tuple[str, ...]:
+    return tuple(_skips(textwrap.dedent(inspect.getsource(function))))
+
+
+@cache
+def _of_file(path: Path) -> tuple[str, ...]:
+    return tuple(_top(path.read_text()))
 
 
 def _skips(source: str) -> Iterator[str]:
