@@ -258,7 +258,8 @@ def torches(session: nox.Session, version: str) -> None:
 @nox.session(requires=["build"], tags=["ci"], default=False)
 def compat(session: nox.Session) -> None:
     """Run each package against the last release of its neighbours, both ways."""
-    known = {package: tags.last(package, tags.before_head()) for package in PACKAGES}
+    before = tags.before_head()
+    known = {package: tags.last(package, before) for package in PACKAGES}
     for package in PACKAGES:
         if known[package] is None:
             session.warn(f"{package.name} is left out: it has no tag {package.name}-v* yet")

@@ -34,6 +34,8 @@ def record(document: dict[str, Any], folder: Path = RECORDED) -> Path:
         ValueError: files had been changed since the commit that the run names, so that nobody else
             could run the same.
     """
+    if not document["commit"]:
+        raise ValueError(f"{document['benchmark']} was run outside of a checkout: no commit has it")
     if document["changed_files"]:
         raise ValueError(
             f"{document['benchmark']} was run with {document['changed_files']} files changed after "
