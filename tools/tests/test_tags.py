@@ -80,5 +80,5 @@ def test_without_a_checkout_of_git_it_says_so(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="git tag, which this asks: fatal: not a git repository"):
         tags.before_head()
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit, match="git tag, which this asks: .*No such file"):
+    with pytest.raises(SystemExit, match=r"git tag, which this asks: .*No such file"):
         tags.before_head()
