@@ -141,8 +141,8 @@ def ecosystem(session: nox.Session) -> None:
     folder = ROOT / "tests-integration"
     session.run("python", str(folder / "ecosystem_table.py"), *session.posargs, env=TEST_ENV)
     if not session.posargs:
-        files = [folder / "test_ecosystem.py", folder / "test_trainer_recipes.py"]
-        run_tests(session, files, skippable=skips.ANYWHERE)
+        names = ("test_ecosystem.py", "test_trainer_offload.py", "test_trainer_recipes.py")
+        run_tests(session, [folder / one for one in names], skippable=skips.ANYWHERE)
 
 
 # --- The code
@@ -177,6 +177,7 @@ def contracts(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation site into runs/docs/site, strictly; `-- --serve` watches it."""
     session.install("-c", CONSTRAINTS, "mkdocs-material", "mkdocstrings[python]")
+    session.run("python", "-m", "tools.figures", "--check")
     session.run("python", "-m", "tools.docs", *session.posargs)
 
 
@@ -198,7 +199,7 @@ def workflows(session: nox.Session) -> None:
 @nox.session(reuse_venv=True, default=False)
 def build(session: nox.Session) -> None:
     """Build sdists, wheels from the sdists, and check what they hold."""
-    session.install(*BUILD_TOOLS)
+    session.install("-c", CONSTRAINTS, *BUILD_TOOLS)
     session.run("python", "-m", "tools.wheels")
 
 
@@ -257,7 +258,8 @@ def torches(session: nox.Session, version: str) -> None:
 @nox.session(requires=["build"], tags=["ci"], default=False)
 def compat(session: nox.Session) -> None:
     """Run each package against the last release of its neighbours, both ways."""
-    known = {package: tags.last(package, tags.before_head()) for package in PACKAGES}
+    before = tags.before_head()
+    known = {package: tags.last(package, before) for package in PACKAGES}
     for package in PACKAGES:
         if known[package] is None:
             session.warn(f"{package.name} is left out: it has no tag {package.name}-v* yet")
@@ -313,8 +315,8 @@ def kernels_interpret(session: nox.Session) -> None:
         "-c", CONSTRAINTS, *(one for one in third_party(extras=True) if "triton" in one)
     )
     swap(session, [package.wheel for package in PACKAGES])
-    folders = [package.tests for package in PACKAGES]
-    run_marked(session, "kernels", folders, skippable=skips.ANYWHERE, TRITON_INTERPRET="1")
+    paths = [*(package.tests for package in PACKAGES), ROOT / "tools/tests/test_first_gpu.py"]
+    run_marked(session, "kernels", paths, skippable=skips.ANYWHERE, TRITON_INTERPRET="1")
 
 
 @nox.session(requires=["workspace"], venv_backend="none", tags=["nightly"], default=False)

@@ -3,7 +3,8 @@
 python tests-integration/ecosystem_table.py [LIBRARY...]
 
 `nox -s ecosystem` installs the libraries and runs it. A case that fails is named with its error; a
-library that is not installed keeps the rows that it has.
+library that is not installed keeps the rows that it has. It fails also where the table that was
+there says something else of a case: then that has to be committed.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ def written(wanted: list[str]) -> bool:
     good = True
     for library in wanted or every:
         if importlib.util.find_spec(library) is None:
+            print(f"{library} is not installed: its rows stay as they are", flush=True)
+            good &= bool(wanted)
             continue
         try:
             known[library] = measured(library)
@@ -110,7 +113,15 @@ def written(wanted: list[str]) -> bool:
         # Now, so that an interrupted session keeps what it has found.
         FILE.write_text(table_of(list(known.values())), encoding="utf-8")
         good &= not any("**" in row or "| - |" in row for row in known[library][0])
-    return good
+    changed = verdicts(old) ^ verdicts(FILE.read_text(encoding="utf-8"))
+    print("".join(f"not as the table said: {one}\n" for one in sorted(changed)), end="", flush=True)
+    return good and not changed
+
+
+def verdicts(table: str) -> set[str]:
+    """What a table says of each case, whatever the versions and how large the differences."""
+    rows = [line for line in table.splitlines() if re.match(r"\| \S+ \d", line)]
+    return {re.sub(r"(?<=\| )\d\S*(?= [|(])|(?<=^\| )(\S+) \S+", r"\1", row) for row in rows}
 
 
 def known_rows(table: str, name: str) -> tuple[list[str], list[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ecosystem_models import llama, token_rows
 from ecosystem_runs import FOLDER, compare
-from ecosystem_table import FILE, LIMIT, load_name
+from ecosystem_table import FILE, LIMIT, load_name, verdicts
 from vescale_comm.testing import run
 from vescale_parallel import ParallelError
 
@@ -49,6 +49,14 @@ def test_a_mesh_trains_as_one_device(library: str, case: str, layout: str) -> No
 def test_the_table_has_every_library() -> None:
     rows = re.findall(r"^\| (\S+) \d", FILE.read_text(encoding="utf-8"), re.M)
     assert set(rows) == {load_name(path.stem) for path in FOLDER.glob("*.py")}
+
+
+def test_a_table_is_compared_by_what_it_says_of_each_case() -> None:
+    row = "| peft 0.21.2 | LoRA | 2 | 2e-07 | 3e-04 (1e-02) | no |"
+    assert verdicts(row) == verdicts("| peft 0.22 | LoRA | 2 | 5e-07 | 1e-05 (1e-02) | no |")
+    assert verdicts(row) != verdicts(row.replace("no", "2e-07"))
+    assert verdicts(row) != verdicts(row.replace("LoRA", "DoRA"))
+    assert len(verdicts(FILE.read_text(encoding="utf-8"))) > 20
 
 
 def trains_alone(rank: int, world_size: int, folder: str) -> str:

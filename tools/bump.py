@@ -3,15 +3,20 @@
 `python -m tools.bump rng release` dates the heading of the version in the checkout, ready for
 the tag; `... rng minor` (or patch, major) opens the next version with an undated heading. Between
 the two, `... rng rc` makes release candidates of it, 0.2.0rc1 and on; the heading stays as it is.
+Where the packages that need it declare a range that leaves the new version out, the range is
+stretched until it holds it: nobody could install them beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from tools import packages
 from tools.packages import Package, find
 from tools.tags import VERSION, final
 
@@ -47,6 +52,39 @@ def opened(changelog: str, version: str) -> str:
     return f"{title}\n## {version} (unreleased)\n\n## {sections}"
 
 
+def stretched(text: str, project: str, version: str) -> str:
+    """The text with each range of the project such that it holds the version.
+
+    The lower end stays where it is, so that a package goes on to be tried beside the release
+    before; only before a first release it is a candidate, 0.1.0rc1, and afterwards that release.
+    """
+    major, minor, patch = (int(one) for one in final(version).split("."))
+    upper = f"{major + 1}" if major else f"0.{minor + 1}"
+
+    def wider(match: re.Match[str]) -> str:
+        lower = match["lower"]
+        if version != final(version) and final(version) == padded(lower) and not patch:
+            lower = version
+        elif VERSION.fullmatch(lower) and lower != final(lower):
+            lower = f"{major}.{minor}" if final(lower) == final(version) else final(lower)
+        return f"{project}>={lower},<{upper}"
+
+    return re.sub(rf"{re.escape(project)}>=(?P<lower>[\w.]+),<[\w.]+", wider, text)
+
+
+def padded(version: str) -> str:
+    """0.1.0 of 0.1, of 0.1.0 and of 0.1.0rc1."""
+    numbers = re.findall(r"\d+", re.split(r"a|b|rc", version)[0])
+    return ".".join([*numbers, "0", "0"][:3])
+
+
+def ranges() -> list[Path]:
+    """The files that say which versions of packages of this workspace others need."""
+    found = [packages.ROOT / "tools" / "packages.py"]
+    found += sorted(packages.ROOT.glob("packages/*/pyproject.toml"))
+    return [path for path in found if path.exists()]
+
+
 def bump(package: Package, part: str, day: datetime.date) -> str:
     """Edit the files of one package; returns its version afterwards."""
     log = package.folder / "CHANGELOG.md"
@@ -63,6 +101,8 @@ def bump(package: Package, part: str, day: datetime.date) -> str:
         log.write_text(opened(log.read_text(), new))
     text = package.version_file.read_text()
     package.version_file.write_text(text.replace(f'"{version}"', f'"{new}"'))
+    for path in ranges():
+        path.write_text(stretched(path.read_text(), package.name, new))
     return new
 
 

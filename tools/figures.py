@@ -1,8 +1,8 @@
-"""Print the latest benchmark runs as Markdown tables, with their date and machine.
+"""Print the latest benchmark runs as Markdown tables, keep them, and write documents from them.
 
-A README quotes what this prints, so that a figure always has a script behind it. With `--record`
-the runs themselves are kept in tools/bench/recorded, one a benchmark: the site shows all of them as
-tables, beside the raw JSON.
+With `--record` runs are kept in tools/bench/recorded, one a benchmark: the site shows all of them
+as tables, beside the raw JSON. `--write` puts figures of what is kept into the documents
+(`tools.quoted`), and `--check`, which the session `docs` asks, fails where they say others.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import quoted
 from tools.packages import ROOT
 
 RUNS = ROOT / "runs" / "bench"
@@ -33,6 +34,8 @@ def record(document: dict[str, Any], folder: Path = RECORDED) -> Path:
         ValueError: files had been changed since the commit that the run names, so that nobody else
             could run the same.
     """
+    if not document["commit"]:
+        raise ValueError(f"{document['benchmark']} was run outside of a checkout: no commit has it")
     if document["changed_files"]:
         raise ValueError(
             f"{document['benchmark']} was run with {document['changed_files']} files changed after "
@@ -81,11 +84,32 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{origin}, {document['date'][:10]}, {machine}."])
 
 
+def by_name(folder: Path = RECORDED) -> dict[str, dict[str, Any]]:
+    """The runs that are kept, by the name of their benchmark."""
+    return {one["benchmark"]: one for one in recorded(folder).values()}
+
+
+def differences(*, write: bool) -> Iterator[str]:
+    """What documents and runs disagree about, line by line; with `write` blocks are mended."""
+    runs = by_name()
+    for path in quoted.documents():
+        text, name = path.read_text(), path.relative_to(ROOT)
+        made = quoted.filled(text, runs, markdown)
+        if made != text and write:
+            path.write_text(made)
+        elif made != text:
+            yield f"{name}: figures differ from tools/bench/recorded"
+        yield from (f"{name}: a figure that no script has written: {one}" for one in
+                    quoted.stray(text))  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.figures", description=__doc__)
-    parser.add_argument("names", nargs="+", metavar="NAME", help="benchmarks that have been run")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks that have been run")
     parser.add_argument("--record", action="store_true", help="keep these runs for the documents")
+    parser.add_argument("--write", action="store_true", help="write figures into the documents")
+    parser.add_argument("--check", action="store_true", help="fail where documents have others")
     options = parser.parse_args(arguments)
     for name in options.names:
         document = latest(RUNS, name)
@@ -95,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(markdown(document))
         if options.record:
             print(f"kept as {record(document).relative_to(ROOT)}")
-    return 0
+    found = list(differences(write=options.write)) if options.write or options.check else []
+    print("".join(f"{one}\n" for one in found), end="", file=sys.stderr)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

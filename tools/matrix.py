@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from tools import parts
+from tools.git import git
 from tools.packages import PACKAGES, PYTHONS, ROOT, Package
 
 # Minutes after which a session has hung, where it is not the usual ones: several times what it
@@ -85,10 +85,7 @@ def matrix(
 def changed_since(commit: str) -> list[str]:
     """The files of this checkout that differ from what it branched off of `commit`."""
     # A file that moved is told twice: where it was, it is missing.
-    command = ["git", "diff", "--name-only", "--no-renames", f"{commit}...HEAD"]
-    return subprocess.run(
-        command, cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
+    return git("diff", "--name-only", "--no-renames", f"{commit}...HEAD", folder=ROOT).splitlines()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,6 @@ Standard library only: the noxfile imports it before anything is installed.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tools.git import git
 from tools.packages import ROOT
 
 PARTS = 12
@@ -84,19 +84,14 @@ def record_green(part: Part, cases: int, minutes: float) -> str:
     """Write into the record that a part is green at this commit; returns what to say of it."""
     if part.n != PARTS:
         return f"{part} is green; the record is of {PARTS} parts"
-    if _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!tools/{RECORD.name}"):
+    if git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!tools/{RECORD.name}"):
         return f"{part} is green, with changes that are not committed: not recorded"
-    commit = _git("rev-parse", "--short=12", "HEAD")
+    commit = git("rev-parse", "--short=12", "HEAD")
     line = f"{part} {commit} {datetime.now(UTC):%Y-%m-%d} {cases} cases {minutes:.0f} minutes"
     LATEST.parent.mkdir(exist_ok=True)
     LATEST.write_text(f"{line}\n")
     take([LATEST])
     return f"{line}: written into {RECORD.relative_to(ROOT)}"
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

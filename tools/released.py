@@ -7,13 +7,13 @@ without a network. A package without a tag is named, with the reason, and left o
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from tools import tags, wheels
+from tools.git import git
 from tools.packages import PACKAGES, ROOT, Package
 
 RELEASED = ROOT / "dist-released"
@@ -31,12 +31,11 @@ def build(package: Package, tag: str) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--quiet", str(tree), tag], check=True)
+        git("worktree", "add", "--detach", "--quiet", str(tree), tag)
         try:
             wheels.make(tree / package.folder.relative_to(ROOT), RELEASED)
         finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+            git("worktree", "remove", "--force", str(tree))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

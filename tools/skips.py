@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tools.packages import PACKAGES, project_of
+
 # Patterns that a whole reason must match. What no session can mend: the machine is as it is.
 MACHINE = (
     r"(here|this machine|it) .*(GPU|CUDA).*",
@@ -52,15 +54,17 @@ MODELS = (r"transformers is not installed",)
 REMOTE = (r"(s3fs|gcsfs|moto|gcp-storage-emulator) is not installed",)
 JAX = (r"jax is not installed",)
 # What `ecosystem` runs, and nothing else installs.
-GUESTS = (r"(accelerate|lightning|peft) is not installed",)
+GUESTS = (r"(accelerate|datasets|lightning|peft|trl) is not installed",)
 KERNELS = (r"triton is not installed", r".*TRITON_INTERPRET.*", r"could not import 'triton'.*")
 ANYWHERE = MACHINE + FEWER + NATURE
 # Everything of this workspace is installed, but what those sessions bring is not.
 ALONE = ANYWHERE + MODELS + REMOTE + JAX + GUESTS + KERNELS
-# Only some packages are installed, which is what such a session is about.
+# Only some packages are installed, and no extras, which is what such a session is about.
+_EXTRAS = {project_of(one) for each in PACKAGES for some in each.extras.values() for one in some}
+_OURS = {one.name for one in PACKAGES} | _EXTRAS
 PARTIAL = (
     *ALONE,
-    r".* is not installed",
+    rf"({'|'.join(sorted(map(re.escape, _OURS)))}) is not installed",
     r"installed without the benchmarks",
     r"could not import 'vescale_\w+'.*",
 )

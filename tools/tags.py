@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 
+from tools.git import git
 from tools.packages import ROOT, Package, find
 
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?")
@@ -48,12 +48,8 @@ def before_head() -> list[str]:
 
     A release is tried against the one before it: when it is tagged, its own tag is there already.
     """
-    return sorted({*_git("tag")} - {*_git("tag", "--points-at", "HEAD")})
-
-
-def _git(*command: str) -> list[str]:
-    run = subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True)
-    return run.stdout.split()
+    known, here = (git("tag", *more, folder=ROOT) for more in ((), ("--points-at", "HEAD")))
+    return sorted({*known.split()} - {*here.split()})
 
 
 def changes(package: Package, version: str) -> str:

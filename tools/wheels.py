@@ -7,6 +7,7 @@ beside the artifacts says when nothing has to be built again.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import subprocess
@@ -59,7 +60,6 @@ def make(folder: Path, target: Path) -> None:
 
 def build(packages: Sequence[Package]) -> None:
     """Bring the artifacts in dist/ up to date with the checkout."""
-    DIST.mkdir(exist_ok=True)
     digests = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
     for package in packages:
         now = digest(package)
@@ -91,7 +91,8 @@ def conflicts(chosen: Sequence[Path]) -> list[str]:
         for one in metadata(wheel).get_all("Requires-Dist", []):
             wanted = Requirement(one)
             version = versions.get(wanted.name.replace("-", "_"))
-            if version is not None and version not in wanted.specifier:
+            # A candidate counts, as it does for pip: who built this wheel asked for it.
+            if version is not None and not wanted.specifier.contains(version, prereleases=True):
                 found.append(f"{wheel.name} asks for {one}, not for {version}")
     return found
 
@@ -166,9 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check-only", action="store_true", help="build nothing")
     options = parser.parse_args(arguments)
     packages = [find(name) for name in options.packages] or list(PACKAGES)
-    if not options.check_only:
-        build(packages)
-    return 1 if check(packages) else 0
+    DIST.mkdir(exist_ok=True)
+    with (DIST / ".lock").open("w") as lock:  # two sessions may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not options.check_only:
+            build(packages)
+        return 1 if check(packages) else 0
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from tools.packages import ROOT, find
+from tools.tags import final
 
 WORKFLOWS = ROOT / ".github" / "workflows"
 PACKAGE = find("rng")
+CHANGELOG = PACKAGE.folder.relative_to(ROOT) / "CHANGELOG.md"
 EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
 # What expressions of these workflows stand for here; matrix.* comes from the matrix itself.
 VALUES = {
@@ -34,6 +36,7 @@ VALUES = {
     "needs.build.outputs.kind == 'prerelease' && 'yes' || ''": "yes",
     "needs.plan.result": "success",
     "needs.session.result": "success",
+    "needs.build.outputs.package": PACKAGE.short,
     "steps.tag.outputs.package": PACKAGE.short,
 }
 # `build` and `venv` leave files, which later commands of a script use.
@@ -41,6 +44,7 @@ STAND_IN = """#!/usr/bin/env bash
 printf '%q ' "$(basename "$0")" "$@" >> "$DRY_RUN_LOG"; echo >> "$DRY_RUN_LOG"
 case "$(basename "$0") $1 $2" in
   "python -m tools."*) exec {python} "$@" ;;
+  "gh release view") exit 1 ;;
   "python -m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "python -m nox")
     case " $* " in
@@ -88,22 +92,32 @@ def scripts(
 
 
 def prepare(folder: Path) -> Path:
-    """Clone this checkout into the folder, and release and tag a package there."""
-    clone, author = folder / "clone", ["-c", "user.name=dry", "-c", "user.email=run@example.org"]
+    """Clone this checkout into the folder, and release and tag a package there.
+
+    The checkout may be anywhere on the way of a release: before it, at a candidate, at the release
+    itself, tagged or not. And whoever runs this may sign what they commit, which nobody can here.
+    """
+    clone = folder / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     for path in (ROOT / "tools").glob("*.py"):  # as it stands here, committed or not
         (clone / "tools" / path.name).write_text(path.read_text())
-    bump = [sys.executable, "-m", "tools.bump", PACKAGE.short, "release"]
-    subprocess.run(bump, cwd=clone, check=True, stdout=subprocess.DEVNULL)
-    git = ["git", "-C", str(clone), *author]
-    subprocess.run([*git, "commit", "-qam", "Release"], check=True)
-    subprocess.run([*git, "tag", tag()], check=True)
+    if "(unreleased)" in (clone / CHANGELOG).read_text():
+        bump = [sys.executable, "-m", "tools.bump", PACKAGE.short, "release"]
+        subprocess.run(bump, cwd=clone, check=True, stdout=subprocess.DEVNULL)
+    settings = {"user.name": "dry", "user.email": "run@example.org"}
+    settings |= {"commit.gpgSign": "false", "tag.gpgSign": "false"}
+    options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+    git = ["git", "-C", str(clone), *options]
+    subprocess.run([*git, "commit", "-qam", "Release", "--allow-empty"], check=True)
+    subprocess.run([*git, "tag", "--force", tag()], check=True, stdout=subprocess.DEVNULL)
+    # As after a push: a release is of main.
+    subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
     return clone
 
 
 def tag() -> str:
-    """The tag that the release workflow is run for."""
-    return f"{PACKAGE.name}-v{PACKAGE.version}"
+    """The tag that the release workflow is run for: of the release that this checkout leads to."""
+    return f"{PACKAGE.name}-v{final(PACKAGE.version)}"
 
 
 def stand_ins(folder: Path) -> Path:
@@ -169,7 +183,11 @@ def faults() -> Iterator[str]:
         clone, shims, log = prepare(folder), stand_ins(folder / "bin"), folder / "log"
         for path in sorted(WORKFLOWS.glob("*.yml")):
             rows = rows_of(*(["--nightly"] if path.stem == "nightly" else []))
+            before = ""
             for script in scripts(path.stem, yaml.safe_load(path.read_text()), rows):
+                if script.where != before:  # a job has a checkout of its own
+                    subprocess.run(["git", "-C", str(clone), "checkout", "-q", "."], check=True)
+                    before = script.where
                 log.write_text("")
                 failed = run(script, clone, shims, log)
                 lines = log.read_text().splitlines()

@@ -5,17 +5,15 @@ title: `tools/bench/NAME.py` or `packages/*/benchmarks/NAME.py`. `nox -s bench -
 Two more functions are optional: `parser()`, whose options become keywords of `measure`, and
 `details() -> (text, data)`, which is printed and stored beside the ratios.
 Timings are never compared across runs or machines: each is a ratio to a reference that was
-measured in the same run.
+measured in the same run, in turns (`in_turn`), each after a call of its own that is not timed.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Ratio", "interleaved"]
+__all__ = ["Ratio", "in_turn"]
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,8 @@ class Ratio:
         return self.ours / self.reference
 
 
-def interleaved(
-    ours: Callable[[], object], reference: Callable[[], object], *, repeat: int = 11
-) -> tuple[float, float]:
-    """Median seconds of each, timed in turns so that drift of the machine hits both alike."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeat + 1):
-        for function, found in zip((ours, reference), times, strict=True):
-            start = time.perf_counter()
-            function()
-            if turn:  # the first turn only warms up
-                found.append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
+def in_turn(names: Iterable[str], turn: int) -> list[str]:
+    """The names in the order of that turn: nobody always begins, or always follows the same one."""
+    ordered = list(names)
+    first = turn % len(ordered)
+    return ordered[first:] + ordered[:first]

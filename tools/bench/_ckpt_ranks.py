@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tools.bench import in_turn
 from tools.bench._ckpt_sides import Side, State, sides
 
 ROWS, COLUMNS = 0, 1
@@ -35,13 +36,14 @@ def save_and_load(
     mesh, values = prepared(world_size, count, extent)
     chosen = sides()
     found: dict[str, Notes] = {name: {} for name in chosen}
+    # Saved again and again, as in training: what stages keeps memory by the tensors it has seen.
+    states = {name: side.make(values, mesh, ROWS) for name, side in chosen.items()}
     for turn in range(rounds + 1):
-        names = list(chosen)
-        # Nobody always comes first, or always after the same one.
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in in_turn(chosen, turn):
             # The first turn only warms up.
             note = found[name] if turn else {}
-            _one_turn(chosen[name], note, f"{folder}/{name}-{turn}", values, mesh)
+            path = f"{folder}/{name}-{turn}"
+            _one_turn(chosen[name], note, path, states[name], values, mesh)
     return {
         name: {what: statistics.median(numbers) for what, numbers in notes.items()}
         for name, notes in found.items()
@@ -66,8 +68,9 @@ def destination(side: Side, values: list[Tensor], mesh: DeviceMesh, dim: int) ->
     return into
 
 
-def _one_turn(side: Side, note: Notes, path: str, values: list[Tensor], mesh: DeviceMesh) -> None:
-    state = side.make(values, mesh, ROWS)
+def _one_turn(
+    side: Side, note: Notes, path: str, state: State, values: list[Tensor], mesh: DeviceMesh
+) -> None:
     _note(note, "save", lambda: side.save(path, state))
     for what, dim in LOADS if side.reshards else LOADS[:1]:
         into = destination(side, values, mesh, dim)

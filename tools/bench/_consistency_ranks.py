@@ -25,10 +25,12 @@ from vescale_parallel.train.digests import full_tensor
 from vescale_parallel.train.model import Decoder, ModelConfig
 from vescale_parallel.train.plan import PLAN
 
+from tools.bench import in_turn
 from tools.bench._stock_plan import own_part, parallelize_by_torch
 from tools.bench._wire import Wire
 
 SEED = 0
+NAMES = ("one", "stock", "ours")
 WARM_UP = 3
 """Steps whose time does not count: plans and optimizer states are made there."""
 
@@ -127,7 +129,7 @@ def train(rank: int, world_size: int, steps: int, config: ModelConfig) -> dict[s
     start = {name: _parameters(one.model) for name, one in trainings.items()}
     for step in range(steps):
         batch = training_batch(corpus, batch=8, context=config.context, seed=SEED, step=step)
-        for name in ("one", "stock", "ours"):
+        for name in in_turn(NAMES, step):
             _timed_step(trainings.get(name), step, *batch)
     refilled = {name: _refilled(one.model) for name, one in trainings.items()}
     if rank:

@@ -17,7 +17,7 @@ from vescale_comm.testing import run
 from vescale_dtensor._ops.nn.ring_attention import ring_attention
 from vescale_dtensor._ops.nn.ring_turns import Ring
 
-from tools.bench import Ratio
+from tools.bench import Ratio, in_turn
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -58,7 +58,8 @@ def seconds(rank: int, world_size: int, job: Job) -> dict[str, float]:
     parts = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     found: dict[str, float] = {}
     for turn in range(job.rounds + 1):
-        for name, rows in layouts.items():
+        for name in in_turn(layouts, turn):
+            rows = layouts[name]
             ring = Ring(as_group(None), rows, rows, causal=True)
             dist.barrier()
             # Of the process: backward runs on another thread. What ranks wait is not in it.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from vescale_comm.testing import run
 from vescale_rng.torch_dtensor import consistent
 
-from tools.bench import Ratio
+from tools.bench import Ratio, in_turn
 
 RANKS = 2
 Size = tuple[int, int]
@@ -48,8 +48,8 @@ def _rank(rank: int, world_size: int, shape: Size, rounds: int, seconds: float) 
     times: dict[tuple[str, str], list[float]] = {}
     for op, call in OPS.items():
         number = _number(call, shape, seconds)
-        for _ in range(rounds):
-            for kind in ("stock", *KINDS):
+        for turn in range(rounds):
+            for kind in in_turn(("stock", *KINDS), turn):
                 torch.manual_seed(0)
                 with _block(kind, shape[0]):
                     times.setdefault((op, kind), []).append(_one(call, shape, number))

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from tools.bench import Ratio
+from tools.git import git
 from tools.packages import PACKAGES, ROOT
 
 RUNS = ROOT / "runs" / "bench"
@@ -74,8 +74,10 @@ def machine() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
+    try:
+        return git(*arguments)
+    except SystemExit:
+        return ""  # an archive can be measured, too; what it finds is not kept
 
 
 def envelope(name: str, title: str, rows: Sequence[Ratio]) -> dict[str, Any]:

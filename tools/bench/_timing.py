@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 
+from tools.bench import in_turn
+
 _BATCH_SECONDS = 0.004
 """A batch is long against the clock's resolution, and short against the drift of the machine."""
 
@@ -16,9 +18,10 @@ def microseconds(calls: Mapping[str, Callable[[], object]], *, rounds: int) -> d
     """Median cost of one call of each: batches of many calls, every round one batch of each."""
     numbers = {name: _calls_per_batch(call) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            found[name].append(_batch(call, numbers[name]))
+    for turn in range(rounds):
+        for name in in_turn(calls, turn):
+            _batch(calls[name], 1)  # after another's turn nothing is in the caches
+            found[name].append(_batch(calls[name], numbers[name]))
     return {name: statistics.median(times) * 1e6 for name, times in found.items()}
 
 
@@ -31,11 +34,12 @@ def microseconds_once(
     Before each a `known` one of its kind is made, some times: others leave nothing in the caches.
     """
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in zip(*calls.values(), strict=True):
-        for name, call in zip(calls, turn, strict=True):
+    for at, turn in enumerate(zip(*calls.values(), strict=True)):
+        given = dict(zip(calls, turn, strict=True))
+        for name in in_turn(calls, at):
             if known is not None:
                 _batch(known[name], 20)
-            found[name].append(_batch(call, 1))
+            found[name].append(_batch(given[name], 1))
     return {name: statistics.median(times) * 1e6 for name, times in found.items()}
 
 

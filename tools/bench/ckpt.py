@@ -3,9 +3,12 @@
 Four gloo processes hold the same tensors, cut by rows. Both sides write the same bytes and do not
 return before they are synced to disk (DCP syncs its data files and its metadata; ours also the
 directories). Loading is from the page cache, into memory that has been touched: into the same
-layout, and into tensors cut by columns. Ours also computes checksums of what it writes, XXH3 where
-xxhash is installed and CRC-32 otherwise, and verifies all that it reads; where xxhash is installed,
-lines with CRC-32 follow. torch_checkpointing, where it is installed, syncs nothing.
+layout, and into tensors cut by columns. DCP stages into memory that it keeps, keeps its plans and
+writes with as many threads as ours: cores by ranks. It has no option to read with several, so that
+a load is like for like where there are no more cores than ranks, as on the two of the pages. Ours
+also computes checksums of what it writes, XXH3 where xxhash is installed and CRC-32 otherwise, and
+verifies all that it reads; where xxhash is installed, lines with CRC-32 follow.
+torch_checkpointing, where it is installed, syncs nothing.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=512, help="tokens of a sequence (default: 512)")
     add("--batch", type=int, default=1, help="sequences of a batch (default: 1)")
     add("--layers", type=int, default=4, help="blocks of the model (default: 4)")
-    add("--rounds", type=int, default=9, help="turns of each variant (default: 9)")
+    add("--rounds", type=int, default=5, help="turns of each variant (default: 5)")
     add("--turn", type=int, default=3, help="steps of a turn (default: 3)")
     add("--profile", nargs="?", type=int, const=5, default=0, metavar="STEPS", help="of rank 0")
     return made
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 def measure(
     ways: Sequence[str] = WAYS,
     hidden: Sequence[int] = (96, 384),
-    rounds: int = 9,
+    rounds: int = 5,
     turn: int = 3,
     profile: int = 0,
     **sizes: int,

@@ -31,7 +31,7 @@ from vescale_comm import SplitSizes, all_reduce, all_to_all_single, as_group, tr
 from vescale_comm.testing import run
 from vescale_parallel import MoE, Plan, parallelize
 
-from tools.bench import Ratio
+from tools.bench import Ratio, in_turn
 from tools.bench._train.memory import peak_of, storages_now
 from tools.bench._train.ranks import require_alike
 
@@ -185,8 +185,10 @@ def compare(rank: int, world_size: int, job: Job) -> dict[str, Found]:
             one.step(*batch)
         peak = peak_of(one, batch, others)  # type: ignore[arg-type]
         found[name] = Found(losses, sum(each.bytes for each in sent.records), peak.total)
-    for _ in range(job.rounds + 1):
-        for name, one in variants.items():
+    for turn in range(job.rounds + 1):
+        for name in in_turn(variants, turn):
+            one = variants[name]
+            one.step(*batch)  # after another variant's turn nothing is in the caches
             dist.barrier()
             start = time.perf_counter()
             for _ in range(3):

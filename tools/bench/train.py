@@ -7,6 +7,9 @@ figures are tokens per second, bytes at the peak of a step, collectives, and byt
 Bytes are counted twice: `MB` is what was there before the step and the most that it takes of the
 allocator, what the transport takes for itself included (gloo gathers into memory of its own, and
 sums up a copy); `MB live` are storages of tensors (see `_train/memory.py`), without the transport.
+torch's variant is of the layout's kind: DDP where ours holds whole parameters over dp, FSDP2 where
+it shards them (`_train/by_torch.py` says how each is helped). The captured forms, which remove
+Python and generate no kernels, also face torch's with its blocks compiled.
 
     nox -s bench -- train                                  # all: some minutes on two idle cores
     nox -s bench -- train --hidden 64 --layouts dp2.tp2    # one case
@@ -23,13 +26,21 @@ from typing import Any
 from vescale_comm.testing import run
 
 from tools.bench import Ratio
-from tools.bench._train.cases import GOALS, HAND, LAYOUTS, MEMORY_GOAL, SHARDED, STATIC_FORMS
+from tools.bench._train.cases import (
+    COMPILED_TORCH,
+    GOALS,
+    HAND,
+    LAYOUTS,
+    MEMORY_GOAL,
+    SHARDED,
+    STATIC_FORMS,
+)
 from tools.bench._train.details import Details
 from tools.bench._train.model import Sizes
 from tools.bench._train.ranks import Found, Job, compare, mesh_size
 
 HIDDEN = (64, 512)
-ROUNDS = {64: 21, 512: 9}
+ROUNDS = {64: 13, 512: 5}
 """Turns of each variant that are timed, by the hidden size."""
 
 _details = Details()
@@ -46,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
     add("--hidden", nargs="+", type=int, default=list(HIDDEN), help="default: 64 512")
-    add("--rounds", type=int, help="turns of each variant (default: 21; 9 where hidden > 64)")
-    add("--turn", type=int, default=4, help="steps of a turn (default: 4)")
+    add("--rounds", type=int, help="turns of each variant (default: 13; 5 where hidden > 64)")
+    add("--turn", type=int, default=3, help="steps of a turn (default: 3)")
     add("--layers", type=int, default=4, help="blocks of the model (default: 4)")
     add("--batch", type=int, default=8, help="sequences of a global batch (default: 8)")
     add("--length", type=int, default=32, help="tokens of a sequence (default: 32)")
@@ -70,7 +81,7 @@ def measure(
     layouts: Sequence[str] = tuple(LAYOUTS),
     hidden: Sequence[int] = HIDDEN,
     rounds: int | None = None,
-    turn: int = 4,
+    turn: int = 3,
     profile: int = 0,
     only: Sequence[str] = (),
     **sizes: int,
@@ -109,23 +120,29 @@ def _rows(job: Job, found: Sequence[dict[str, Found]]) -> Iterator[Ratio]:
     for name in others:
         goal = GOALS.get((job.layout, job.sizes.hidden, name))
         yield _speed(f"{case} {name}", job, found[0], name, first, goal)
-    for name in STATIC_FORMS if HAND in found[0] else ():
-        if name in found[0]:
-            yield _speed(f"{case} {name}", job, found[0], name, HAND, 1.0)
+    for against in (one for one in (HAND, COMPILED_TORCH) if one in found[0]):
+        for name in (one for one in STATIC_FORMS if one in found[0]):
+            goal = 1.0 if against == HAND else None
+            yield _speed(f"{case} {name}", job, found[0], name, against, goal)
     for name in (one for one in others if found[0][one].parts):
         took, floor = 1e3 * found[0][name].median, 1e3 * found[0][name].floor
         yield Ratio(f"{case} {name}", took, floor, "ms", "its operators + its collectives")
-    for name in others:
-        goal = MEMORY_GOAL if job.layout in SHARDED and name != HAND else None
-        ours, torchs = (max(one[n].memory for one in found) / 1e6 for n in (name, first))
-        yield Ratio(f"{case} {name}", ours, torchs, "MB", first, goal)
-        ours, torchs = (max(one[n].peak.total for one in found) / 1e6 for n in (name, first))
-        yield Ratio(f"{case} {name}", ours, torchs, "MB live", first, goal)
-    for name in others:
-        ours, torchs = (sum(found[0][n].collectives.values()) for n in (name, first))
-        yield Ratio(f"{case} {name}", ours, torchs, "coll.", first)
-        ours, torchs = (found[0][n].sent / 1e6 for n in (name, first))
-        yield Ratio(f"{case} {name}", ours, torchs, "MB out", first)
+    for name in (one for one in others if found[0][one].collectives):  # of compiled code none
+        yield from _counted(job, found, name, first)
+
+
+def _counted(job: Job, found: Sequence[dict[str, Found]], name: str, first: str) -> Iterator[Ratio]:
+    """Bytes and collectives of one variant against the first."""
+    case = f"{job.layout} {job.sizes.hidden} {name}"
+    goal = MEMORY_GOAL if job.layout in SHARDED and name != HAND else None
+    ours, torchs = (max(one[n].memory for one in found) / 1e6 for n in (name, first))
+    yield Ratio(case, ours, torchs, "MB", first, goal)
+    ours, torchs = (max(one[n].peak.total for one in found) / 1e6 for n in (name, first))
+    yield Ratio(case, ours, torchs, "MB live", first, goal)
+    ours, torchs = (sum(found[0][n].collectives.values()) for n in (name, first))
+    yield Ratio(case, ours, torchs, "coll.", first)
+    ours, torchs = (found[0][n].sent / 1e6 for n in (name, first))
+    yield Ratio(case, ours, torchs, "MB out", first)
 
 
 def _speed(

@@ -66,7 +66,8 @@ def test_every_benchmark_of_the_workspace_has_a_title_and_a_measure():
         assert callable(module.measure)
 
 
-def test_interleaved_times_both_in_turns():
-    calls = []
-    bench.interleaved(lambda: calls.append("a"), lambda: calls.append("b"), repeat=3)
-    assert calls == ["a", "b"] * 4
+def test_who_begins_changes_from_turn_to_turn():
+    assert [bench.in_turn("abc", turn) for turn in range(4)] == [
+        *(list("abc"), list("bca"), list("cab")),
+        list("abc"),
+    ]

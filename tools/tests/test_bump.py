@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tools import bump, packages
 
@@ -56,3 +57,32 @@ def test_release_candidates_lead_to_the_release_whose_heading_stands_there(packa
     assert bump.bump(package, "release", DAY) == package.version == "0.1.3"
     with pytest.raises(ValueError, match="open the next version"):
         bump.bump(package, "rc", DAY)
+
+
+@pytest.mark.parametrize(
+    ("before", "version", "after"),
+    [
+        ("0.1,<0.2", "0.1.0rc1", "0.1.0rc1,<0.2"),  # the first release, which 0.1 leaves out
+        ("0.1.0rc1,<0.2", "0.1.0rc2", "0.1.0rc2,<0.2"),
+        ("0.1.0rc2,<0.2", "0.1.0", "0.1,<0.2"),
+        ("0.1,<0.2", "0.1.1rc1", "0.1,<0.2"),
+        ("0.1,<0.2", "0.2.0", "0.1,<0.3"),
+        ("0.1,<0.3", "0.2.0rc1", "0.1,<0.3"),
+        ("0.2,<0.3", "0.2.0rc1", "0.2.0rc1,<0.3"),
+        ("0.9,<0.10", "1.0.0", "0.9,<2"),
+        ("1.1,<2", "1.2.0", "1.1,<2"),
+    ],
+)
+def test_ranges_of_others_hold_the_new_version(before, version, after):
+    text = 'a = ["vescale-rng>={}", "vescale-comm>=0.1,<0.2"]'
+    assert bump.stretched(text.format(before), "vescale-rng", version) == text.format(after)
+    assert version in SpecifierSet(f">={after}", prereleases=True)
+
+
+def test_a_bump_rewrites_the_ranges_of_all_files(package):
+    path = packages.ROOT / "packages" / "vescale-dtensor" / "pyproject.toml"
+    path.parent.mkdir()
+    path.write_text('dependencies = ["vescale-rng>=0.1,<0.2"]')
+    bump.bump(package, "release", DAY)
+    bump.bump(package, "minor", DAY)
+    assert path.read_text() == 'dependencies = ["vescale-rng>=0.1,<0.3"]'

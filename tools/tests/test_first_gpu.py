@@ -83,6 +83,7 @@ def test_a_host_read_in_a_step_is_found_with_its_line(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_a_kernel_with_a_wrong_mask_is_found(tmp_path):
     arguments = ("--only", "kernels", "--case", "fold", "--minutes", "3")

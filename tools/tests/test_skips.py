@@ -77,6 +77,13 @@ def test_what_the_usual_sessions_leave_to_others(reason):
     assert bool(faults(outcome, skips.ANYWHERE)) == of_others
 
 
+@pytest.mark.parametrize(
+    "words", ["transformers or accelerate is not installed", "x is not installed"]
+)
+def test_no_session_allows_whatever_is_not_installed(words):
+    assert faults(Outcome(1, Counter({words: 1})), skips.PARTIAL)
+
+
 def test_a_package_that_is_absent_may_be_missed_only_where_packages_are_left_out():
     outcome = Outcome(1, Counter({"vescale-comm is not installed": 1}))
     assert faults(outcome, skips.ALONE)
@@ -116,8 +123,25 @@ def test_every_reason_in_the_tests_is_one_that_some_session_knows():
     files += [one for one in ROOT.glob("tools/tests/**/*.py") if one.name != Path(__file__).name]
     found = {reason: str(one) for one in files for reason in reasons(one.read_text())}
     assert len(found) > 10
+    # Of a table, which the next test reads.
+    assert Path(found.pop("1 is not installed")).name == "test_ecosystem.py"
     assert not {
         reason: where
         for reason, where in found.items()
         if not any(re.fullmatch(one, reason, re.IGNORECASE) for one in skips.PARTIAL)
     }
+
+
+def test_the_sessions_know_what_the_table_of_libraries_needs():
+    text = (ROOT / "tests-integration" / "test_ecosystem.py").read_text()
+    names = {
+        name
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FEW"
+        for name, *_ in ast.literal_eval(node.value)
+    }
+    beside = re.findall(r"^BESIDE \|?= (.*)$", text, re.M)
+    names.update(name for one in beside for each in ast.literal_eval(one).values() for name in each)
+    assert {"accelerate", "trl"} <= names
+    reasons_ = Counter(f"{name} is not installed" for name in names)
+    assert not faults(Outcome(1, reasons_), skips.ALONE)

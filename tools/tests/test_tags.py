@@ -72,3 +72,13 @@ def test_the_last_tag_is_the_highest_version_not_the_last_in_the_alphabet():
 def test_a_tag_of_another_version_than_the_checkout_fails(capsys):
     assert tags.main(["vescale-rng-v99.0.0"]) == 1
     assert "99.0.0" in capsys.readouterr().err
+
+
+def test_without_a_checkout_of_git_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tags, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(SystemExit, match="git tag, which this asks: fatal: not a git repository"):
+        tags.before_head()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match=r"git tag, which this asks: .*No such file"):
+        tags.before_head()

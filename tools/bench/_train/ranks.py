@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from vescale_parallel.memory import measured
 
+from tools.bench import in_turn
 from tools.bench._train.bubble import Bubble, bubble_of
 from tools.bench._train.cases import CONTEXT, GRAPHS, LAYOUTS, STAGED, STAGED_OURS
 from tools.bench._train.memory import Peak, peak_of, storages_now
@@ -169,14 +170,13 @@ def _take_turns(
     rank: int, job: Job, trainings: dict[str, Training], found: dict[str, Found]
 ) -> None:
     """Time the variants, a few steps each in turn; the one that begins changes."""
-    names = list(trainings)
     batch = batch_of(job.sizes, CHECKED)
     parts = {name: _parts(training, batch) for name, training in trainings.items()}
     gc.collect()
     gc.freeze()  # a collection of all variants' objects would hit whoever has its turn
     for number in range(job.rounds + 1):
         _tell(rank, f"{job.layout}, hidden {job.sizes.hidden}: round {number} of {job.rounds}")
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in in_turn(trainings, number):
             seconds = _turn(partial(trainings[name].step, *batch), job.turn)
             if number:  # the first round only warms up
                 found[name].seconds.append(seconds)

@@ -78,10 +78,8 @@ class StagedByTorch:
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         given = (tokens,) if self.is_first else ()
-        if self.is_last:
-            self.schedule.step(*given, target=targets, losses=losses)
-        else:
-            self.schedule.step(*given)
+        words: dict[str, Any] = {"target": targets, "losses": losses} if self.is_last else {}
+        self.schedule.step(*given, return_outputs=False, **words)  # or it would keep all logits
         self.optimizer.step()
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 

@@ -86,6 +86,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch):
     assert current == ["cuda:0"]
 
 
+@pytest.mark.kernels
 def test_below_ada_fp8_goes_by_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     device = torch.device("cuda", 0)

@@ -82,6 +82,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.kernels  # on a GPU: the interpreter makes no code
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel is not compiled")
 @pytest.mark.parametrize(("distribution", "dtype", "pointer"), KINDS)
 def test_no_product_is_fused_with_a_sum(distribution, dtype, pointer):
