@@ -193,7 +193,7 @@ PACKAGES = (
             "_format",
             "_state",
             "_tensors",
-            "_errors | _progress | _torch_versions | _version",
+            "_errors | _progress | _torch_versions | _untrusted | _version",
         ),
     ),
     Package(

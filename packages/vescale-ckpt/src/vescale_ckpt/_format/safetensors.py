@@ -11,11 +11,10 @@ from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._tensors.boxes import byte_view
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import Region, whole
+from vescale_ckpt._untrusted import METADATA, MOST_HEADER
 
 # The data begins at a multiple of this, by spaces after the header's JSON.
 ALIGNMENT = 64
-METADATA = "__metadata__"
-_MAX_HEADER = 100_000_000
 
 
 def in_file_order(items: list[WriteItem]) -> list[WriteItem]:
@@ -46,7 +45,7 @@ def encode_header(entries: dict[str, dict[str, Any]], *, part: bool = True) -> b
     content = {METADATA: {"format": "pt", **origin}, **entries}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    if len(text) > _MAX_HEADER:
+    if len(text) > MOST_HEADER:
         raise StateError(f"{len(entries)} tensors on one rank: a safetensors header holds fewer")
     return len(text).to_bytes(8, "little") + text
 
