@@ -217,7 +217,7 @@ PACKAGES = (
             "_cost | _deferred | _experts | _memory | _schedules | _zero",
             "_notation | _step",
             "_common",
-            "_errors | _torch_versions | _version",
+            "_errors | _torch_versions | _untrusted | _version",
         ),
     ),
 )

@@ -32,7 +32,6 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -44,7 +43,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""Dtypes by their names in safetensors, those that torch has in whole bytes."""
+"""Dtypes by their names in safetensors, those that its own reader for torch has, too."""
 
 METADATA: Final = "__metadata__"
 INDEX: Final = "model.safetensors.index.json"
@@ -271,8 +270,11 @@ def _entry(cursor: "_Cursor", name: str) -> Entry:
 def bytes_of_shape(shape: Iterable[int], itemsize: int) -> int | None:
     """Return the bytes of a tensor; None where no tensor of torch has such a shape."""
     sizes = tuple(shape)
+    if len(sizes) > MOST_DIMS:
+        return None
     # Also of empty ones: torch computes with the products of the other dims.
-    if len(sizes) > MOST_DIMS or math.prod(n for n in sizes if n) * itemsize > MOST_BYTES:
+    elements = math.prod(n for n in sizes if n)
+    if elements * (1 if 0 in sizes else itemsize) > MOST_BYTES:
         return None
     return math.prod(sizes) * itemsize
 
