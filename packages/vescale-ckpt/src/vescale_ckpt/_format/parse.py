@@ -20,7 +20,7 @@ from vescale_ckpt._format.manifest import (
     TensorRecord,
 )
 from vescale_ckpt._format.parse_state import check_state
-from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.dtypes import STORED_AS, stored_shape
 from vescale_ckpt._tensors.regions import Region, first_overlap
 from vescale_ckpt._untrusted import MOST_BYTES, MOST_HEADER, bytes_of_shape
 
@@ -158,7 +158,7 @@ def _parse_tensor(
         raise FormatError(f"{where}: unknown dtype {dtype[:40]!r}")
     itemsize = STORED_AS[dtype].bytes_per_element
     shape = _dims(fields, "shape", where)
-    if bytes_of_shape(shape, itemsize) is None:
+    if bytes_of_shape(stored_shape(dtype, shape), STORED_AS[dtype].itemsize) is None:
         raise FormatError(f"{where}: shape with {len(shape)} dims is too large to be real")
     chunks = tuple(
         _parse_chunk(chunk, shape, itemsize, where, words.chunk)

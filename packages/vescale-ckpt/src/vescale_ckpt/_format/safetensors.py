@@ -9,7 +9,7 @@ import torch
 from vescale_ckpt._errors import CheckpointError, StateError
 from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._tensors.boxes import byte_view
-from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.dtypes import STORED_AS, stored_shape
 from vescale_ckpt._tensors.regions import Region, whole
 from vescale_ckpt._untrusted import METADATA, MOST_HEADER
 
@@ -31,10 +31,9 @@ def entry_name(name: str, region: Region, shape: tuple[int, ...]) -> str:
 def header_entry(item: WriteItem, begin: int) -> dict[str, Any]:
     """Describe an item whose data starts `begin` bytes after the header, for the header."""
     stored = STORED_AS[item.dtype]
-    shape = list(item.region.shape) + ([stored.per_element] if stored.per_element > 1 else [])
     return {
         "dtype": stored.safetensors,
-        "shape": shape,
+        "shape": list(stored_shape(item.dtype, item.region.shape)),
         "data_offsets": [begin, begin + item.nbytes],
     }
 
