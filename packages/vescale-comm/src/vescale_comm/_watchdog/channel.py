@@ -3,15 +3,18 @@
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from vescale_comm._watchdog.crash import crash_of
+from vescale_comm._watchdog.words import heard, ranks_of, text_of
+
+T = TypeVar("T")
 
 # An answer of a store that takes longer is none: its server has gone.
 _STORE_SECONDS = 10
@@ -96,8 +99,7 @@ class Channel:
     def answers(self, question: int) -> dict[int, Answer]:
         """Return the answers to a question so far, by rank."""
         keys = {rank: f"answer/{question}/{rank}" for rank in range(self.size)}
-        found = self._present(keys)
-        return {rank: _answer(json.loads(text)) for rank, text in found.items()}
+        return self._heard(keys, _answer)
 
     def end(self, ending: Ending) -> None:
         """Say that this rank ends."""
@@ -111,8 +113,7 @@ class Channel:
 
     def endings(self) -> dict[int, Ending]:
         """Return what ranks have said that have ended, by rank."""
-        found = self._present({rank: f"ending/{rank}" for rank in range(self.size)})
-        return {rank: _ending(json.loads(text)) for rank, text in found.items()}
+        return self._heard({rank: f"ending/{rank}" for rank in range(self.size)}, _ending)
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank has said that it ends, or its process is known to be gone."""
@@ -149,27 +150,36 @@ class Channel:
     def _learned(self, ranks: Iterable[int]) -> list[int]:
         ranks = list(ranks)
         new = {rank: f"process/{rank}" for rank in ranks if rank not in self._processes}
-        self._processes |= {rank: json.loads(text) for rank, text in self._present(new).items()}
+        self._processes |= self._heard(new, _process)
         return ranks
 
-    def _present(self, keys: dict[int, str]) -> dict[int, bytes]:
+    def _heard(self, keys: dict[int, str], make: Callable[[Any], T]) -> dict[int, T]:
         # Asked for one by one only where they are there: get waits for a key that is not.
-        return {
-            rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])
+        found = {
+            rank: heard(self._store.get(key), make)
+            for rank, key in keys.items()
+            if self._store.check([key])
         }
+        return {rank: one for rank, one in found.items() if one is not None}
 
 
-def _answer(found: dict[str, object]) -> Answer:
-    ranks = found["ranks"]
-    assert isinstance(ranks, list)
-    return Answer(str(found["text"]), str(found["op"]), tuple(ranks))
+def _answer(said: Any) -> Answer:
+    return Answer(text_of(said["text"]), text_of(said["op"]), ranks_of(said["ranks"]))
 
 
-def _ending(found: dict[str, object]) -> Ending:
-    ranks = found["ranks"]
-    assert isinstance(ranks, list)
-    raised, consequence = bool(found["raised"]), bool(found["consequence"])
-    return Ending(str(found["text"]), raised, consequence, str(found["op"]), tuple(ranks))
+def _ending(said: Any) -> Ending:
+    raised, consequence = bool(said["raised"]), bool(said["consequence"])
+    op, ranks = text_of(said["op"]), ranks_of(said["ranks"])
+    return Ending(text_of(said["text"]), raised, consequence, op, ranks)
+
+
+def _process(said: Any) -> tuple[str, int, str | None]:
+    host, pid, note = said
+    (number,) = ranks_of([pid])
+    # A signal to 0 or less goes to many processes.
+    if number < 1 or "\0" in (note or ""):
+        raise ValueError("no process")
+    return text_of(host), number, None if note is None else text_of(note)
 
 
 def _fate(pid: int, host: str, note: str | None) -> str:
