@@ -193,7 +193,7 @@ PACKAGES = (
             "_format",
             "_state",
             "_tensors",
-            "_errors | _progress | _torch_versions | _version",
+            "_errors | _progress | _torch_versions | _untrusted | _version",
         ),
     ),
     Package(
@@ -217,7 +217,7 @@ PACKAGES = (
             "_cost | _deferred | _experts | _memory | _schedules | _zero",
             "_notation | _step",
             "_common",
-            "_errors | _torch_versions | _version",
+            "_errors | _torch_versions | _untrusted | _version",
         ),
     ),
 )

@@ -97,6 +97,13 @@ def test_every_package_warns_of_the_same_torches():
         assert "vescale_" not in before.split('"""')[-1], "it comes before what may break"
 
 
+def test_packages_that_read_files_of_others_have_one_reader():
+    files = [package.source / package.module / "_untrusted.py" for package in PACKAGES]
+    known = [file.read_text() for file in files if file.exists()]
+    assert len(known) == 2
+    assert len(set(known)) == 1
+
+
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match="'ring'; there are: rng, comm"):
         find("ring")

@@ -1,10 +1,22 @@
 """The errors of this package: one class for each way in which a checkpoint can be refused."""
 
+import re
 from collections.abc import Sequence
+
+# Of a URL: `protocol://user:password@host`.
+_PASSWORD = re.compile(r"(?<=://)([^\s/@:]{0,256}):[^\s/@]{1,1024}@")
+
+
+def without_password(text: str) -> str:
+    """Return a text in which no URL has a password any more."""
+    return _PASSWORD.sub(r"\1:***@", text)
 
 
 class CheckpointError(Exception):
-    """Base of every error that this package raises."""
+    """Base of every error that this package raises. No message has the password of a URL."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_password(message))
 
 
 class NotFoundError(CheckpointError):

@@ -97,16 +97,16 @@ def entry(**changes):
 HOSTILE = {
     "empty": (b"", ckpt.CorruptError, "truncated"),
     "huge header": (struct.pack("<Q", 1 << 60) + b"{}", ckpt.CorruptError, "a header of"),
-    "not JSON": (blob(b"\x80\x04"), ckpt.FormatError, "not the JSON"),
-    "list": (blob([]), ckpt.FormatError, "not an object"),
-    "twice": (blob(b'{"a":1,"a":2}'), ckpt.FormatError, "appears twice"),
+    "not JSON": (blob(b"\x80\x04"), ckpt.FormatError, "not begin with an object"),
+    "list": (blob([]), ckpt.FormatError, "not begin with an object"),
+    "twice": (blob(b'{"a":1,"a":2}'), ckpt.FormatError, "an object is due at"),
     "short data": (blob(entry(), b"123"), ckpt.CorruptError, "3 bytes of data, but 4"),
-    "hole": (blob(entry(data_offsets=[1, 5]), b"12345"), ckpt.FormatError, "starts at 1"),
+    "hole": (blob(entry(data_offsets=[1, 5]), b"12345"), ckpt.FormatError, "starts at byte 1"),
     "left over": (blob(entry(), b"12345"), ckpt.CorruptError, "5 bytes of data"),
     "dtype": (blob(entry(dtype="OBJ"), b"1234"), ckpt.FormatError, "unknown dtype"),
     "shape": (blob(entry(shape=[5]), b"1234"), ckpt.FormatError, "4 bytes for shape"),
     "negative": (blob(entry(shape=[-4]), b"1234"), ckpt.FormatError, "lists of sizes"),
-    "overflow": (blob(entry(shape=[1 << 40, 1 << 40]), b"1234"), ckpt.FormatError, "4 bytes for"),
+    "overflow": (blob(entry(shape=[1 << 40, 1 << 40]), b"1234"), ckpt.FormatError, "too large"),
 }
 
 
@@ -124,7 +124,7 @@ def test_an_index_that_leads_elsewhere(tmp_path):
     for file in ("../secret.safetensors", "/etc/passwd", 3, "none.safetensors"):
         index = {"weight_map": {"w": file}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ckpt.FormatError, match="there is no file"):
+        with pytest.raises(ckpt.FormatError, match=r"no (name of a )?file"):
             ckpt.import_safetensors(folder, tmp_path / "out")
     with pytest.raises(ckpt.NotFoundError):
         ckpt.import_safetensors(tmp_path / "nothing", tmp_path / "out")
@@ -181,6 +181,9 @@ HOSTILE_PATHS = [
     ({"w": ("list", 1 << 40), "v": ("v",)}, "a list has entries 1099511627776 to"),
     ({"w": ("list", -1), "v": ("v",)}, "a list has entries -1 to -1"),
     ({"w": ("v", "w"), "v": ("v",)}, "lies below a value that is not a container"),
+    ({"w": ("v",), "v": ("v",)}, "lies where something else does"),
+    ({"w": ("v",), "v": ("v", "w")}, "lies where something else does"),
+    ({"w": ("a", 900_000), "v": ("b", 900_000)}, "a list has entries 900000 to 900000"),
 ]
 
 
@@ -203,7 +206,7 @@ def test_a_dcp_checkpoint_runs_nothing(tmp_path):
     bomb = f"cos\nsystem\n(S'touch {proof}'\ntR.".encode()
     healthy = (tmp_path / "dcp" / ".metadata").read_bytes()
     (tmp_path / "dcp" / ".metadata").write_bytes(bomb)
-    with pytest.raises(ckpt.FormatError, match=r"names os.system, which no DCP metadata needs"):
+    with pytest.raises(ckpt.FormatError, match=r"names os.system, which is not plain data"):
         ckpt.import_dcp(tmp_path / "dcp", tmp_path / "ours")
     (tmp_path / "dcp" / ".metadata").write_bytes(healthy)
     (data,) = (tmp_path / "dcp").glob("*.distcp")
@@ -227,11 +230,15 @@ def test_dcp_metadata_may_name_members_of_an_enum_as_python_311_does(tmp_path, m
     assert torch.equal(ckpt.read(tmp_path / "ours")["w"], torch.arange(3.0))
 
 
+def text(words):
+    return b"X" + struct.pack("<I", len(words)) + words.encode()
+
+
 @pytest.mark.parametrize("owner", ["torch.Size", "_MEM_FORMAT_ENCODING"])
 def test_dcp_metadata_may_ask_for_no_other_attribute(tmp_path, owner):
     module = "torch" if owner == "torch.Size" else "torch.distributed.checkpoint.metadata"
     name = owner.rpartition(".")[2]
-    asked = f"cbuiltins\ngetattr\n(c{module}\n{name}\nS'__subclasses__'\ntR.".encode()
+    asked = f"cbuiltins\ngetattr\n(c{module}\n{name}\n".encode() + text("__subclasses__") + b"tR."
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(asked)
     with pytest.raises(ckpt.FormatError, match="asks for an attribute '__subclasses__'"):

@@ -12,7 +12,7 @@ import tempfile
 import textwrap
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -431,3 +431,26 @@ def test_classes_of_a_file_without_packages_travel(tmp_path):
             assert type(own) is kind
     finally:
         del sys.modules["no_package.inner"]
+
+
+def listening(rank, world_size):
+    """The addresses at which this process listens, as the kernel has them."""
+    own = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        rows = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        # The local address, the state (0A: it listens), and the socket.
+        parts = [row.split() for row in rows]
+        found += [p[1].split(":")[0] for p in parts if p[3] == "0A" and f"socket:[{p[9]}]" in own]
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who listens where")
+def test_workers_listen_to_this_machine_alone():
+    found = run(listening, 2)
+    assert found[0], "the first rank has the store's server"
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", f"{'0' * 24}01000000"}
+    assert {one for each in found for one in each} <= loopback

@@ -109,7 +109,7 @@ def test_a_state_is_heard_as_it_was_told(seed):
             found[kind][rank] = draw.choice(of[kind])
     state = WorldState(size, answered=draw.random() < 0.5, **found)
     assert heard_state(told_state(state)) == state
-    assert ranks_of_runs(runs(ranks)) == [*ranks]
+    assert ranks_of_runs(runs(ranks)) == ranks
 
 
 def test_of_very_many_different_ones_some_are_told():

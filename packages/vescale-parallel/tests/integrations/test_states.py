@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +120,18 @@ def test_methods_are_called_as_forward_is():
         return float(loss.item())
 
     assert simulate(4).run(on_a_rank)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_ranks_decide_and_tell_is_data() -> None:
+    sent = {"lr": [0.1, float("inf")], "path": ("run/3.ckpt", None), 3: True}
+
+    def told(rank: int, world_size: int) -> None:
+        assert states.decided(rank == 1, every=False)
+        assert not states.decided(rank == 1, every=True)
+        assert states.broadcast_plain(sent if rank == 1 else None, 1) == sent
+        assert states.broadcast_plain(Path("run") if rank == 0 else 7, 0) == "run"
+        with pytest.raises(TypeError, match="rank 0 has no plain value to send"):
+            states.broadcast_plain(nn.Linear(1, 1) if rank == 0 else 3, 0)
+
+    simulate(3).run(told)
+    assert states.broadcast_plain(sent, 0) is sent

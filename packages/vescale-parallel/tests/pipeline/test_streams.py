@@ -1,6 +1,8 @@
 """Places in the random streams are those that drawing leads to; what stages tell is read back."""
 
+import contextlib
 import random
+import sys
 from collections import namedtuple
 
 import pytest
@@ -78,3 +80,44 @@ def test_named_tuples_of_modules():
 def test_other_values_are_refused(value: object):
     with pytest.raises(PipelineError, match=type(value).__name__):
         to_text([value])
+
+
+# What no stage says: names of what is not meant, other forms, and what has no end.
+ODD = [
+    '{"dtype": "load"}', '{"dtype": "hub"}', '{"dtype": 3}', '{"placement": "init_device_mesh"}',
+    '{"placement": "Placement.__class__", "of": {"tuple": []}}', '{"placement": "Shard"}',
+    '{"placement": "Shard", "of": {"tuple": [1, 2, 3]}}', '{"record": "Popen", "of": []}',
+    '{"output": "antigravity:geohash", "of": []}', '{"output": "subprocess:Popen", "of": []}',
+    '{"output": "transformers.modeling_outputs:ModelOutput", "of": []}', '{"output": "os"}',
+    '{"output": 3, "of": []}', '{"set": [1]}', "{}", '{"list": [1], "tuple": []}', '{"list": 3}',
+    '{"dict": [[1]]}', '{"dict": [[{"list": []}, 1]]}', '{"number": "x"}', "", "[" * 100_000,
+    "9" * 5000, "not JSON",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD, ids=range(len(ODD)))
+def test_what_no_stage_says_is_refused_and_imports_nothing(text: str):
+    before = set(sys.modules)
+    with pytest.raises(PipelineError, match="was told what no stage says"):
+        from_text(text)
+    assert set(sys.modules) == before
+
+
+def test_numbers_that_json_lacks_are_told():
+    found = from_text(to_text([float("nan"), float("inf")]))
+    assert str(found) == "[nan, inf]"
+
+
+@pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_words_with_changes_are_read_or_refused(rounds: int):
+    spec = TensorSpec(torch.bfloat16, (2, 3), (3, 1), (Shard(1), Partial()), (4, 3), (3, 1), True)
+    healthy = to_text(Described({"a": [1, "b", None], 3: (Pair(1, 2.5),)}, (spec,)))
+    dice = random.Random(49)
+    for _ in range(rounds):
+        text = healthy
+        for _ in range(dice.randrange(1, 4)):
+            at, start = dice.randrange(len(text)), dice.randrange(len(text))
+            piece = dice.choice(["", "9", '"', "[", "{", "null", text[start : start + 9]])
+            text = text[:at] + piece + text[at + dice.randrange(4) :]
+        with contextlib.suppress(PipelineError):
+            from_text(text)

@@ -197,3 +197,24 @@ def test_the_command_line_reads_a_configuration(
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     assert main(["plan", named, "--mesh", "dp=2"]) == 2
     assert "is no Hugging Face configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["made_up", "llama"])
+def test_code_beside_a_configuration_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+):
+    proof, folder = tmp_path / "executed", tmp_path / "model"
+    folder.mkdir()
+    # Where it is imported, where it is asked for a configuration, and as what builds the model.
+    for name in ("configuration_x", "modeling_x"):
+        (folder / f"{name}.py").write_text(f"open({str(proof)!r}, 'w')\n")
+    said = {
+        "model_type": kind,
+        "architectures": ["Trainer", "pipeline", "set_seed"],
+        "auto_map": {"AutoConfig": "configuration_x.X", "AutoModel": "modeling_x.X"},
+        **{"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8},
+    }
+    (folder / "config.json").write_text(json.dumps(said))
+    status = main(["plan", str(folder), "--mesh", "dp=2"])
+    assert (status == 0) == (kind == "llama"), capsys.readouterr().err
+    assert not proof.exists()

@@ -18,7 +18,7 @@ from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import save_pretrained
 from vescale_parallel._pretrained import load, weight_file
-from vescale_parallel._pretrained.weight_file import read_header
+from vescale_parallel._pretrained.weight_file import stored_tensors
 from zero_models import Decoder, make, plan_for
 
 
@@ -213,7 +213,7 @@ def test_weights_that_are_there_are_not_overwritten_and_one_name_of_shared_ones_
     tmp_path: Path,
 ):
     save_pretrained(built(1), tmp_path)
-    assert "head.weight" not in read_header(tmp_path / "model.safetensors")
+    assert "head.weight" not in stored_tensors(tmp_path / "model.safetensors")
     with pytest.raises(vp.PretrainedError, match="holds weights already"):
         save_pretrained(built(2), tmp_path)
     untied = built(4)

@@ -19,7 +19,7 @@ from vescale_ckpt._cli.output import (
 from vescale_ckpt._convert.dcp_import import import_dcp
 from vescale_ckpt._convert.safetensors_export import export_safetensors
 from vescale_ckpt._convert.safetensors_import import import_safetensors
-from vescale_ckpt._errors import CheckpointError
+from vescale_ckpt._errors import CheckpointError, without_password
 from vescale_ckpt._inspect.difference import describe_difference
 from vescale_ckpt._inspect.inspect import inspect
 from vescale_ckpt._inspect.verify import verify
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print(text: str) -> None:
     try:
-        print(text, flush=True)
+        print(without_password(text), flush=True)
     except BrokenPipeError:
         # Who reads has seen enough (`| head`). What Python itself would flush goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,8 +18,8 @@ from vescale_ckpt._storage.local import LocalStorage
 from vescale_ckpt._storage.resolve import resolve, storage_of
 from vescale_ckpt._tensors.dtypes import STORED_AS
 from vescale_ckpt._tensors.regions import whole
+from vescale_ckpt._untrusted import INDEX
 
-INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 << 30
 
 

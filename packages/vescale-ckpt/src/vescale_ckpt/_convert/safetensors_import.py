@@ -1,29 +1,28 @@
 """Imports Hugging Face's safetensors files as a checkpoint, paged in as they are written."""
 
-import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from vescale_ckpt._convert.safetensors_export import INDEX
 from vescale_ckpt._coordination.coordinator import SingleProcess
-from vescale_ckpt._errors import CorruptError, FormatError, NotFoundError
-from vescale_ckpt._format import strict_json
-from vescale_ckpt._format.safetensors import METADATA
+from vescale_ckpt._errors import CorruptError, FormatError, NotFoundError, StorageError
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.save import SaveOptions, save_with
 from vescale_ckpt._storage.base import read_all
 from vescale_ckpt._storage.local import LocalStorage
 from vescale_ckpt._storage.resolve import resolve, storage_of
-from vescale_ckpt._tensors.dtypes import STORED_AS, torch_dtype
-
-_DTYPES = {
-    stored.safetensors: torch_dtype(name)
-    for name, stored in STORED_AS.items()
-    if stored.per_element == 1 and (stored.safetensors != "U8" or name == "uint8")
-}
-_MOST_JSON = 100_000_000
+from vescale_ckpt._untrusted import (
+    DTYPES,
+    INDEX,
+    MOST_HEADER,
+    TruncatedError,
+    open_regular,
+    parse_index,
+    read_header,
+)
 
 
 def import_safetensors(
@@ -52,6 +51,7 @@ def import_safetensors(
 
     Raises:
         FormatError: A file breaks the rules of safetensors, or the index does not fit the files.
+        CorruptError: A file is too short or too long.
         CheckpointError: Nothing is there, or saving failed.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -82,70 +82,40 @@ def _files(source: str) -> tuple[list[str], dict[str, str] | None]:
         if not found:
             raise NotFoundError(f"{source} holds no safetensors files")
         return found, None
-    content = read_all(storage, f"{source}/{INDEX}", _MOST_JSON)
-    index = strict_json.loads(content, INDEX)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict):
-        raise FormatError(f"{source}/{INDEX}: 'weight_map' must be an object")
-    for file in weight_map.values():
-        # A name of a file beside it, and nothing that leads elsewhere.
-        if file not in names:
-            raise FormatError(f"{source}/{INDEX}: there is no file {str(file)[:80]!r} beside it")
-    return [f"{source}/{file}" for file in sorted(set(weight_map.values()))], weight_map
+    try:
+        weight_map = parse_index(read_all(storage, f"{source}/{INDEX}", MOST_HEADER))
+    except ValueError as error:
+        raise FormatError(f"{source}/{INDEX}: {error}") from None
+    files = sorted(set(weight_map.values()))
+    absent = [file for file in files if file not in names]
+    if absent:
+        raise FormatError(f"{source}/{INDEX}: there is no file {absent[0]!r} beside it")
+    return [f"{source}/{file}" for file in files], weight_map
 
 
 def _mapped(path: str) -> dict[str, torch.Tensor]:
-    size = LocalStorage().size(path)
-    if size < 8:
-        raise CorruptError(f"{path} has {size} bytes: it was truncated")
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(_MOST_JSON, size - 8):
-            raise CorruptError(f"{path}: a header of {length} bytes in a file of {size}")
-        header = strict_json.loads(file.read(length), f"{path}: header")
-    if not isinstance(header, dict):
-        raise FormatError(f"{path}: its header is not an object")
-    header.pop(METADATA, None)
-    begin = 8 + length
+    with _file_errors(path), open_regular(path) as file:
+        header, begin = read_header(file)
+        size = os.fstat(file.fileno()).st_size
     # Mapped and private: pages are read when they are written out, and the file cannot be changed
     # by mistake.
     data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)[begin:]
-    placed = sorted((_entry(path, name, entry) for name, entry in header.items()),
-                    key=lambda e: e[3])  # fmt: skip
-    position, tensors = 0, {}
-    described = max((entry[4] for entry in placed), default=0)
-    if described != data.numel():
-        raise CorruptError(f"{path}: {data.numel()} bytes of data, but {described} are described")
-    for name, dtype, shape, start, stop in placed:
-        # No holes and no overlaps: bytes of the file that no tensor names would be lost.
-        if start != position:
-            raise FormatError(f"{path}: '{name[:80]}' starts at {start}, where {position} is due")
-        part = data[start:stop]
+    tensors = {}
+    for name, (kind, shape, start, stop) in header.items():
+        dtype, part = DTYPES[kind], data[start:stop]
         # Files of other writers need not be aligned; what is not is copied.
         aligned = (begin + start) % dtype.itemsize == 0
         tensors[name] = (part if aligned else part.clone()).view(dtype).view(shape)
-        position = stop
     return tensors
 
 
-def _entry(path: str, name: str, entry: Any) -> tuple[str, torch.dtype, list[int], int, int]:
-    where = f"{path}: '{name[:80]}'"
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where}: not an object")
-    dtype = entry.get("dtype")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise FormatError(f"{where}: unknown dtype {dtype!r:.40}")
-    shape, span = _sizes(entry.get("shape"), where), _sizes(entry.get("data_offsets"), where)
-    if len(span) != 2:
-        raise FormatError(f"{where}: data_offsets must be two sizes")
-    if span[1] - span[0] != math.prod(shape) * _DTYPES[dtype].itemsize:
-        raise FormatError(f"{where}: {span[1] - span[0]} bytes for shape {shape} of {dtype}")
-    return name, _DTYPES[dtype], shape, span[0], span[1]
-
-
-def _sizes(value: Any, where: str) -> list[int]:
-    if not isinstance(value, list) or any(
-        type(n) is not int or not 0 <= n < 1 << 62 for n in value
-    ):
-        raise FormatError(f"{where}: shape and data_offsets must be lists of sizes")
-    return value
+@contextmanager
+def _file_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
+    except TruncatedError as error:
+        raise CorruptError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise FormatError(f"{path} is no safetensors file: {error}") from None

@@ -19,7 +19,9 @@ from vescale_ckpt._dcp.place import Place
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.parse import parse_manifest
+from vescale_ckpt._format.pickled import PickleRefusedError
 from vescale_ckpt._format.safetensors import bytes_of, check_byte_order
+from vescale_ckpt._format.torch_file import read_torch_file
 from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._progress import Progress, silent
 from vescale_ckpt._save.assemble import assembled
@@ -220,12 +222,10 @@ class _RankItems:
         name = item.index.fqn
         stored = self._planner.resolve_data(item)
         assert isinstance(stored, io.BytesIO)
-        stored.seek(0)
         try:
-            value = torch.load(stored, weights_only=True, map_location="cpu")  # noqa: TID251 safe
-        except Exception as error:
-            first = str(error).splitlines()[0]
-            raise StateError(f"at '{name}': not a plain value: {first[:200]}") from None
+            value = read_torch_file(stored.getvalue())
+        except PickleRefusedError as error:
+            raise StateError(f"at '{name}': not a plain value: {error}") from None
         flat = flatten({name: value}, 0)
         if flat.tensors:
             raise StateError(f"at '{name}': tensors inside a {type(value).__name__}: use a list")

@@ -20,17 +20,14 @@ from vescale_ckpt._format.manifest import (
     TensorRecord,
 )
 from vescale_ckpt._format.parse_state import check_state
-from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.dtypes import STORED_AS, stored_shape
 from vescale_ckpt._tensors.regions import Region, first_overlap
+from vescale_ckpt._untrusted import MOST_BYTES, MOST_HEADER, bytes_of_shape
 
 # No path can leave the generation's directory: a name has no separator and no leading dot.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors", re.ASCII)
 _GENERATION = re.compile(r"g-[0-9a-f]{16}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
-# Sums of two stay below 2^63, so that no size overflows where it meets a 64-bit integer.
-_MAX_BYTES = 1 << 62
-# As torch allows.
-_MAX_DIMS = 64
 
 _T = TypeVar("_T")
 
@@ -62,7 +59,7 @@ def parse_commit(data: bytes) -> CommitRecord:
     if not _GENERATION.fullmatch(record.generation):
         raise FormatError(f"COMMIT: {record.generation[:80]!r} is not a generation")
     # Written again and compared: a flipped bit that still parses is found, too, without a checksum.
-    if not 0 < record.manifest_bytes <= _MAX_BYTES or record.to_bytes() != data:
+    if not 0 < record.manifest_bytes <= MOST_BYTES or record.to_bytes() != data:
         raise FormatError("COMMIT: not in the one form that the format allows")
     return record
 
@@ -122,7 +119,7 @@ def _field(fields: Any, key: str, kind: type[_T], where: str) -> _T:
 
 def _size(fields: Any, key: str, where: str) -> int:
     value = _field(fields, key, int, where)
-    if not 0 <= value <= _MAX_BYTES:
+    if not 0 <= value <= MOST_BYTES:
         raise FormatError(f"{where}: {key!r} is {value:.6g}: out of range")
     return value
 
@@ -136,8 +133,7 @@ def _parse_file(name: str, fields: Any, checksum: Checksum, words: _FieldNames) 
         header_bytes=_size(fields, "header_bytes", where),
         header_checksum=_digits(fields, words.header, checksum.digits, where),
     )
-    # 100 MB is the limit that the safetensors library sets for a header.
-    if not 8 < record.header_bytes <= min(record.nbytes, 100_000_008):
+    if not 8 < record.header_bytes <= min(record.nbytes, 8 + MOST_HEADER):
         raise FormatError(f"{where}: a header of {record.header_bytes} bytes makes no sense")
     return record
 
@@ -162,7 +158,7 @@ def _parse_tensor(
         raise FormatError(f"{where}: unknown dtype {dtype[:40]!r}")
     itemsize = STORED_AS[dtype].bytes_per_element
     shape = _dims(fields, "shape", where)
-    if len(shape) > _MAX_DIMS or math.prod(shape) * itemsize > _MAX_BYTES:
+    if bytes_of_shape(stored_shape(dtype, shape), STORED_AS[dtype].itemsize) is None:
         raise FormatError(f"{where}: shape with {len(shape)} dims is too large to be real")
     chunks = tuple(
         _parse_chunk(chunk, shape, itemsize, where, words.chunk)
@@ -204,7 +200,7 @@ def _parse_chunk(
 
 def _dims(fields: Any, key: str, where: str) -> tuple[int, ...]:
     dims = _field(fields, key, list, where)
-    if any(type(n) is not int or not 0 <= n <= _MAX_BYTES for n in dims):
+    if any(type(n) is not int or not 0 <= n <= MOST_BYTES for n in dims):
         raise FormatError(f"{where}: {key!r} must be a list of non-negative integers")
     return tuple(dims)
 

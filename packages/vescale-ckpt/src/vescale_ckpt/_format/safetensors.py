@@ -9,13 +9,12 @@ import torch
 from vescale_ckpt._errors import CheckpointError, StateError
 from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._tensors.boxes import byte_view
-from vescale_ckpt._tensors.dtypes import STORED_AS
+from vescale_ckpt._tensors.dtypes import STORED_AS, stored_shape
 from vescale_ckpt._tensors.regions import Region, whole
+from vescale_ckpt._untrusted import METADATA, MOST_HEADER
 
 # The data begins at a multiple of this, by spaces after the header's JSON.
 ALIGNMENT = 64
-METADATA = "__metadata__"
-_MAX_HEADER = 100_000_000
 
 
 def in_file_order(items: list[WriteItem]) -> list[WriteItem]:
@@ -32,10 +31,9 @@ def entry_name(name: str, region: Region, shape: tuple[int, ...]) -> str:
 def header_entry(item: WriteItem, begin: int) -> dict[str, Any]:
     """Describe an item whose data starts `begin` bytes after the header, for the header."""
     stored = STORED_AS[item.dtype]
-    shape = list(item.region.shape) + ([stored.per_element] if stored.per_element > 1 else [])
     return {
         "dtype": stored.safetensors,
-        "shape": shape,
+        "shape": list(stored_shape(item.dtype, item.region.shape)),
         "data_offsets": [begin, begin + item.nbytes],
     }
 
@@ -46,7 +44,7 @@ def encode_header(entries: dict[str, dict[str, Any]], *, part: bool = True) -> b
     content = {METADATA: {"format": "pt", **origin}, **entries}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    if len(text) > _MAX_HEADER:
+    if len(text) > MOST_HEADER:
         raise StateError(f"{len(entries)} tensors on one rank: a safetensors header holds fewer")
     return len(text).to_bytes(8, "little") + text
 

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from vescale_ckpt._errors import CheckpointError, CorruptError, FormatError, listed
-from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.manifest import Chunk, Manifest
-from vescale_ckpt._format.safetensors import METADATA, entry_name, header_entry
+from vescale_ckpt._format.safetensors import entry_name, header_entry
 from vescale_ckpt._format.write_item import WriteItem
 from vescale_ckpt._load.fetch import ChunkFile, check_header
 from vescale_ckpt._load.open import Checkpoint, open_checkpoint
 from vescale_ckpt._progress import ByteCounter, Progress, silent
 from vescale_ckpt._storage.base import Reader, Storage
 from vescale_ckpt._storage.resolve import resolve, storage_of
+from vescale_ckpt._untrusted import Entry, parse_header
 
 # One read while verifying: many blocks, little memory.
 _READ_BYTES = 16 << 20
@@ -122,18 +122,19 @@ def _header_problems(
         length = int.from_bytes(header[:8], "little")
         if length != len(header) - 8:
             raise FormatError(f"{path}: its header has {length} bytes, {len(header) - 8} are due")
-        entries = strict_json.loads(header[8:], f"{path}: header")
+        entries = parse_header(header[8:])
     except CheckpointError as error:
         return [str(error)]
+    except ValueError as error:
+        return [f"{path}: {error}"]
     expected = {}
     for name, chunk in chunks:
         tensor = manifest.tensors[name]
         item = WriteItem(name, tensor.dtype, chunk.region)
         entry = header_entry(item, chunk.start - record.header_bytes)
-        expected[entry_name(name, chunk.region, tensor.shape)] = entry
-    if not isinstance(entries, dict):
-        return [f"{path}: its header is not a JSON object"]
-    entries.pop(METADATA, None)
+        shape, span = entry["shape"], entry["data_offsets"]
+        label = entry_name(name, chunk.region, tensor.shape)
+        expected[label] = Entry(entry["dtype"], tuple(shape), *span)
     return [] if entries == expected else [f"{path}: its header is at odds with the manifest"]
 
 

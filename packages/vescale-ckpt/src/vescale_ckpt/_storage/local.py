@@ -2,7 +2,6 @@
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from vescale_ckpt._errors import CorruptError, StorageError
 from vescale_ckpt._storage.base import Reader, Writer
 from vescale_ckpt._storage.writeback import begin_writeback
+from vescale_ckpt._untrusted import open_regular
 
 # A commit takes milliseconds, and a second if old data is removed.
 _LOCK_SECONDS = 60.0
@@ -142,10 +142,10 @@ class _LocalReader:
     def __init__(self, path: str) -> None:
         self.path = path
         with _storage_errors("open", path):
-            self.file = open(path, "rb", buffering=0, opener=_no_wait)  # noqa: SIM115 see close
-        if not stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
-            self.file.close()
-            raise CorruptError(f"{path} is not a regular file")
+            try:
+                self.file = open_regular(path)
+            except ValueError as error:
+                raise CorruptError(str(error)) from None
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         with _storage_errors("read", self.path):
@@ -162,11 +162,6 @@ class _LocalReader:
 
     def close(self) -> None:
         self.file.close()
-
-
-def _no_wait(path: str, flags: int) -> int:
-    # In place of a file there may be a pipe: opening it would wait for somebody to write to it.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def lock_directory(descriptor: int, path: str, seconds: float = _LOCK_SECONDS) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from vescale_ckpt._errors import StateError
+from vescale_ckpt._untrusted import MOST_DIMS, bytes_of_shape
 
 
 class StoredAs(NamedTuple):
@@ -44,6 +45,21 @@ STORED_AS: dict[str, StoredAs] = {
     "complex64": StoredAs("F32", 4, 2),
     "complex128": StoredAs("F64", 8, 2),
 }
+
+
+def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape, in a safetensors file, of what has that one in the state."""
+    parts = STORED_AS[name].per_element
+    return (*shape, parts) if parts > 1 else shape
+
+
+def require_storable(name: str, shape: tuple[int, ...]) -> None:
+    """Raise `StateError` for a shape that no reader takes, also of an empty tensor."""
+    if bytes_of_shape(stored_shape(name, shape), STORED_AS[name].itemsize) is None:
+        raise StateError(
+            f"{len(shape)} dims of sizes {shape!s:.200}: at most {MOST_DIMS} dims (one fewer of "
+            "complex numbers) and 2^62 bytes can be saved; reshape it"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

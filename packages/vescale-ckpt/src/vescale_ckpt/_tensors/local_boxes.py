@@ -12,6 +12,7 @@ from vescale_ckpt._errors import StateError
 from vescale_ckpt._tensors.boxes import Box, TensorBoxes
 from vescale_ckpt._tensors.checkpointable import is_checkpointable
 from vescale_ckpt._tensors.checkpointable import local_and_boxes as of_attributes
+from vescale_ckpt._tensors.dtypes import dtype_name, require_storable
 
 
 class _ForeignBox(Protocol):
@@ -58,6 +59,7 @@ def local_and_boxes(value: object) -> tuple[torch.Tensor, TensorBoxes]:
             local, layout = of_attributes(value) if told else (value, _whole(value))
         _refuse_unreadable(local)
         local = local.detach()
+    require_storable(dtype_name(local.dtype), layout.global_shape)
     _check_fits(local, layout)
     # A box without elements has nothing to save or to fill, and no part of a plan is in it.
     held = tuple(box for box in layout.boxes if math.prod(box.shape))

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 
 # Runs that a message shows: of thousands of ranks, every second one may be meant.
 _SHOWN_RUNS = 16
+# Of words from elsewhere that would have more.
+_MOST_RANKS = 1 << 22
 
 
 def compact(ranks: Iterable[int]) -> str:
@@ -41,6 +43,14 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def ranks_of_runs(written: Iterable[tuple[int, int, int]]) -> list[int]:
-    """Return what `runs` has written."""
-    return [first + at * step for first, count, step in written for at in range(count)]
+def ranks_of_runs(written: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return what `runs` has written; raises TypeError or ValueError for anything else."""
+    found: list[int] = []
+    for run in written:
+        if any(type(number) is not int for number in run):
+            raise TypeError("no runs of ranks")
+        first, count, step = run
+        if not 0 <= count <= _MOST_RANKS - len(found):
+            raise ValueError("more ranks than any world has")
+        found += [first + at * step for at in range(count)]
+    return tuple(found)

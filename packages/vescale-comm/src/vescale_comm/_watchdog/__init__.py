@@ -15,4 +15,6 @@ Ranks that execute different things need not wait for each other, so that is not
 2. `comparison`: compares logs over the store, beside the program.
 3. `last_comparison`: the same once more, as the world or the program ends.
 4. `drift_report`: the first difference as text. `log_store`: the keys of all this.
+
+`words`: what other ranks have left there; what is malformed is passed over.
 """

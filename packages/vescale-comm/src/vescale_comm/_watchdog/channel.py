@@ -15,6 +15,7 @@ from vescale_comm._torch.launcher import which_start
 from vescale_comm._torch.ranks import ranks_of_runs, runs
 from vescale_comm._watchdog.bounded import BoundedStore
 from vescale_comm._watchdog.crash import crash_of
+from vescale_comm._watchdog.words import heard, ranks_of, text_of
 
 _Said = TypeVar("_Said")
 # Of so many failures each is told in words, and of so many characters; who fails later is listed.
@@ -102,7 +103,7 @@ class Channel:
 
     def asked(self) -> int:
         """Return the number of the last question; 0 if there was none."""
-        return int(self._store.get("asked") or 0)
+        return heard(self._store.get("asked"), lambda said: ranks_of([said])[0]) or 0
 
     def answer(self, question: int, answer: Answer) -> None:
         """Answer a question."""
@@ -147,8 +148,7 @@ class Channel:
 
     def ending(self, rank: int) -> Ending | None:
         """Return what a rank has said when it ended; None if it has not."""
-        found = self._store.get(f"ending/{rank}")
-        return None if found is None else ending_of(json.loads(found))
+        return heard(self._store.get(f"ending/{rank}"), ending_of)
 
     def endings(self) -> dict[int, Ending]:
         """Return what ranks have said that have ended, by rank."""
@@ -177,8 +177,8 @@ class Channel:
 
     def learn(self) -> None:
         """Remember the processes of this host, for when the store cannot be asked any more."""
-        found = (self._store.get(f"host/{_host()}") or b"").decode().splitlines()
-        self._processes = {rank: (pid, note) for rank, pid, note in map(json.loads, found)}
+        lines = (self._store.get(f"host/{_host()}") or b"").splitlines()
+        self._processes = dict(found for line in lines if (found := heard(line, _process)))
 
     def known_gone(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return what `gone` does, of those ranks whose process is known; without the store."""
@@ -193,13 +193,20 @@ class Channel:
 
     def _said(self, key: str, made: Callable[[dict[str, Any]], _Said]) -> dict[int, _Said]:
         """What ranks wrote into one value; who says the same is given the same object."""
-        lines = (self._store.get(key) or b"").decode().splitlines()
-        pairs = [line.partition(" ") for line in lines]
-        words = {each: made(json.loads(each)) for each in {word for _, _, word in pairs}}
-        return {int(rank): words[word] for rank, _, word in pairs}
+        lines = (self._store.get(key) or b"").splitlines()
+        pairs = [line.partition(b" ") for line in lines]
+        words = {each: heard(each, made) for each in {word for _, _, word in pairs}}
+        found = {_number(rank): words[word] for rank, _, word in pairs}
+        return {rank: said for rank, said in found.items() if rank < self.size and said is not None}
 
     def _listed(self, key: str) -> list[int]:
-        return [*map(int, (self._store.get(key) or b"").split())]
+        found = map(_number, (self._store.get(key) or b"").split())
+        return [rank for rank in found if rank < self.size]
+
+
+def _number(written: bytes) -> int:
+    """Return a rank; one that no world has for what is none."""
+    return int(written) if written.isdigit() and len(written) < 10 else 1 << 62
 
 
 def fields(said: Answer | Ending) -> dict[str, Any]:
@@ -208,16 +215,25 @@ def fields(said: Answer | Ending) -> dict[str, Any]:
     return found | {"text": said.text[:_MOST_TEXT], "ranks": runs(said.ranks)}
 
 
-def answer_of(found: dict[str, Any]) -> Answer:
+def answer_of(said: Any) -> Answer:
     """Return the answer that `fields` has written."""
-    return Answer(str(found["text"]), str(found["op"]), tuple(ranks_of_runs(found["ranks"])))
+    return Answer(text_of(said["text"]), text_of(said["op"]), ranks_of_runs(said["ranks"]))
 
 
-def ending_of(found: dict[str, Any]) -> Ending:
+def ending_of(said: Any) -> Ending:
     """Return the ending that `fields` has written."""
-    ranks = tuple(ranks_of_runs(found["ranks"]))
-    raised, consequence = bool(found["raised"]), bool(found["consequence"])
-    return Ending(str(found["text"]), raised, consequence, str(found["op"]), ranks)
+    raised, consequence = bool(said["raised"]), bool(said["consequence"])
+    op, ranks = text_of(said["op"]), ranks_of_runs(said["ranks"])
+    return Ending(text_of(said["text"]), raised, consequence, op, ranks)
+
+
+def _process(said: Any) -> tuple[int, tuple[int, str | None]]:
+    rank, pid, note = said
+    (number,) = ranks_of([pid])
+    # A signal to 0 or less goes to many processes.
+    if number < 1 or "\0" in (note or ""):
+        raise ValueError("no process")
+    return ranks_of([rank])[0], (number, None if note is None else text_of(note))
 
 
 def _fate(pid: int, note: str | None) -> str:

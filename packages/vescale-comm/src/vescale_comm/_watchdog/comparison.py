@@ -20,10 +20,18 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._errors import CommMismatchError
-from vescale_comm._watchdog.drift_report import Position, crossing, drift_report
+from vescale_comm._watchdog.drift_report import crossing, drift_report
 from vescale_comm._watchdog.execution_log import ExecutionLog, token
 from vescale_comm._watchdog.last_comparison import LastComparison
-from vescale_comm._watchdog.log_store import LogStore, heard_entries, position_of, told_entries
+from vescale_comm._watchdog.log_store import (
+    LogStore,
+    alarm_of,
+    heard_entries,
+    position_of,
+    positions_of,
+    told_entries,
+)
+from vescale_comm._watchdog.words import heard
 
 # Between two looks at this rank's own logs, which cost nothing.
 _LOOK_SECONDS = 0.25
@@ -336,10 +344,9 @@ class Comparison:
         Both would wait for ever, or until the backend pairs what does not belong together. An old
         position proves it as well: whatever that rank does later, it did not come here before.
         """
-        found = self._store.get(f"at/{other}")
-        if found is None:
+        theirs = heard(self._store.get(f"at/{other}"), positions_of)
+        if theirs is None:
             return False
-        theirs = {key: Position(**said) for key, said in json.loads(found).items()}
         with self._lock:
             ours = {each.key: each.count for each in self._of_now()}
             there = theirs.get(log.key)
@@ -374,9 +381,9 @@ class Comparison:
             number = self._alarms + 1
             alarm = self._awaited([f"alarm/{number}"]).get(f"alarm/{number}")
             self._alarms = number
-            if alarm is None:
+            said = heard(alarm, alarm_of)
+            if said is None:
                 continue
-            said = json.loads(alarm)
             if "report" in said:
                 self._end(said["report"])
                 continue
@@ -396,7 +403,8 @@ class Comparison:
         asked = [key for key, rank in windows.items() if rank not in ended]
         told = ended | {windows[key]: window for key, window in self._awaited(asked).items()}
         entries = {rank: heard_entries(told[rank]) for rank in sorted(told)}
-        return drift_report(said["ranks"], entries, ended=ended.keys())
+        known = {rank: found for rank, found in entries.items() if found is not None}
+        return drift_report(said["ranks"], known, ended=ended.keys() & known.keys())
 
     def _end(self, report: str) -> None:
         self.trouble = report

@@ -11,6 +11,7 @@ from vescale_comm._torch.launcher import which_start
 from vescale_comm._watchdog.bounded import BoundedStore
 from vescale_comm._watchdog.drift_report import Entry, Position
 from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
+from vescale_comm._watchdog.words import heard, ranks_of, text_of
 
 _PAIR = struct.Struct("<qq")
 
@@ -50,7 +51,8 @@ class LogStore:
     def published(self, log: ExecutionLog, rank: int) -> dict[int, int]:
         """Return what a rank has published of a log: digests by number of the last event."""
         found = self.get(f"state/{log.key}/{rank}")
-        return dict(_PAIR.iter_unpack(found)) if found else {}
+        whole = len(found) - len(found) % _PAIR.size if found else 0
+        return dict(_PAIR.iter_unpack(found[:whole])) if found else {}
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
@@ -65,7 +67,7 @@ class LogStore:
     def pair(self, key: str) -> tuple[int, int] | None:
         """Return a value of two numbers; None where there is none."""
         found = self.get(key)
-        return None if found is None else _PAIR.unpack(found)
+        return None if found is None or len(found) != _PAIR.size else _PAIR.unpack(found)
 
     def set_pair(self, key: str, first: int, second: int) -> None:
         """Write a value of two numbers."""
@@ -112,9 +114,30 @@ def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False)
     return json.dumps(rows).encode()
 
 
-def heard_entries(told: bytes) -> Sequence[Entry]:
-    """Return what `told_entries` has written."""
-    return [Entry(*row) for row in json.loads(told)]
+def heard_entries(told: bytes) -> Sequence[Entry] | None:
+    """Return what `told_entries` has written; None where it is nothing of the kind."""
+    return heard(told, lambda rows: [_entry(*row) for row in rows])
+
+
+def _entry(number: Any, digest: Any, value: Any, what: Any, site: Any, notes: Any) -> Entry:
+    first, second, third = ranks_of([number, digest, value])
+    return Entry(first, second, third, text_of(what), text_of(site), [text_of(n) for n in notes])
+
+
+def positions_of(said: Any) -> dict[str, Position]:
+    """Return where a rank is in its logs, of what it has told."""
+    return {
+        key: Position(*ranks_of([one["number"]]), ranks_of(one["ranks"]), text_of(one["words"]))
+        for key, one in said.items()
+    }
+
+
+def alarm_of(said: Any) -> dict[str, Any]:
+    """Return an alarm: a report, or whose logs differ and who tells."""
+    if "report" in said:
+        return {"report": text_of(said["report"])}
+    ranks, tellers = ranks_of(said["ranks"]), ranks_of(said["tellers"])
+    return {"key": text_of(said["key"]), "ranks": ranks, "tellers": tellers}
 
 
 def position_of(log: ExecutionLog) -> Position:

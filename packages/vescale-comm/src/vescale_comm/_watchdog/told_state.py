@@ -7,6 +7,7 @@ from typing import Any
 from vescale_comm._torch.ranks import ranks_of_runs, runs
 from vescale_comm._watchdog.channel import Answer, Ending, answer_of, ending_of, fields
 from vescale_comm._watchdog.report import WorldState
+from vescale_comm._watchdog.words import heard, ranks_of, text_of
 
 # Different things that ranks do, of which a state tells.
 _MOST_GROUPS = 64
@@ -40,15 +41,19 @@ def told_state(state: WorldState) -> str:
     return json.dumps({"size": state.size, "answered": state.answered, "told": told})
 
 
-def heard_state(told: bytes) -> WorldState:
-    """Return what `told_state` has written."""
-    found = json.loads(told)
+def heard_state(told: bytes) -> WorldState | None:
+    """Return what `told_state` has written; None for anything else."""
+    return heard(told, _state)
+
+
+def _state(found: Any) -> WorldState:
     parts: dict[str, dict[int, Any]] = {"answers": {}, "endings": {}, "gone": {}}
     makes: dict[str, Callable[[Any], Any]]
-    makes = {"answers": answer_of, "endings": ending_of, "gone": str}
+    makes = {"answers": answer_of, "endings": ending_of, "gone": text_of}
     for kind, written, ranks in found["told"]:
         parts[kind] |= dict.fromkeys(ranks_of_runs(ranks), makes[kind](written))
-    return WorldState(found["size"], answered=found["answered"], **parts)
+    (size,) = ranks_of([found["size"]])
+    return WorldState(size, answered=bool(found["answered"]), **parts)
 
 
 def _written(what: Answer | Ending | str) -> Any:

@@ -138,8 +138,7 @@ class Watcher:
         if self._server is not None:
             self._channel.learn()
         self._stuck = {t: at for t, at in since.items() if now - at >= self.report_after}
-        self._hear_endings()
-        if self.lost:
+        if self._hear_endings():
             return
         self._end_hopeless_wait(now, since.get(main_thread(), now))
         self._answer(now)
@@ -261,10 +260,11 @@ class Watcher:
             # By then every rank has looked at least once and has answered.
             self._report_at = now + 2 * self.interval
 
-    def _hear_endings(self) -> None:
+    def _hear_endings(self) -> bool:
+        """Hear who has failed; return whether the store is about to go."""
         ended = self._channel.ended()
         if ended <= self._ended:
-            return
+            return False
         found = self._channel.raised()
         new = {rank: each for rank, each in found.items() if rank not in self._endings}
         self._ended, self._endings = ended, found
@@ -277,6 +277,7 @@ class Watcher:
         for rank, each in new.items():
             if each.raised and not each.consequence:
                 _LOG.warning("rank %d: %s", rank, each.text)
+        return self.lost
 
     def _say(self, state: WorldState) -> None:
         # A question about a failure is answered to who asked; no other rank waits.

@@ -39,6 +39,7 @@ from vescale_comm.testing._messages import (
 
 # Longer than any case: the pool ends a case that hangs, and can say where each rank was.
 _GROUP_TIMEOUT = timedelta(minutes=30)
+_LOOPBACK = "127.0.0.1"
 
 
 def main(rank: int, world_size: int, log: str, connection: "Connection[Any, Any]") -> None:
@@ -54,8 +55,9 @@ def main(rank: int, world_size: int, log: str, connection: "Connection[Any, Any]
     _report_to(log)
     torch.set_num_threads(1)
     # gloo otherwise looks up the machine's name, which not every container can resolve.
+    # Whatever the shell says: all ranks are on this machine, and nobody else is to be heard.
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
     # torch looks up the name of every address that it connects to: a name server that does not
     # answer would cost five seconds for each.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
@@ -127,12 +129,21 @@ class _Worker:
 
 def _rendezvous(rank: int, world_size: int, connection: "Connection[Any, Any]") -> Store:
     """Make the store at rank 0, on a free port, and connect the other ranks to it."""
-    port = 0 if rank == 0 else receive(connection)
+    if rank:
+        return TCPStore(_LOOPBACK, receive(connection), world_size, wait_for_workers=False)
+    # torch's server listens to every network, whatever address it is given, and asks nobody who
+    # they are. So it gets a socket that is there already.
+    listener = socket.create_server((_LOOPBACK, 0), backlog=1024)
+    port = listener.getsockname()[1]
     store: Store = TCPStore(
-        "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False
+        _LOOPBACK,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
-    if rank == 0:
-        send(connection, store.port)  # type: ignore[attr-defined]
+    send(connection, port)
     return store
 
 

@@ -6,14 +6,15 @@ and distributing them is what is done here. They are imported when first needed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from vescale_comm.agreement import broadcast_text
 
 from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._errors import LayoutError, UnsupportedError
@@ -142,11 +143,12 @@ def _from_first_rank(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         LayoutError: a value of the first rank has another shape than the model's.
     """
     # What the first rank has is known there alone, and every rank has to do the same by it.
-    given: list[Any] = [
-        {name: tuple(one.shape) if isinstance(one, Tensor) else None for name, one in state.items()}
-    ]
-    dist.broadcast_object_list(given, src=0)
-    shapes: dict[str, tuple[int, ...] | None] = given[0]
+    given = {
+        name: list(one.shape) if isinstance(one, Tensor) else None for name, one in state.items()
+    }
+    # As data: what is unpickled could run whatever another rank sends.
+    told = json.loads(broadcast_text(json.dumps(given), 0))
+    shapes = {name: None if one is None else tuple(one) for name, one in told.items()}
     own = model.state_dict()
     found: dict[str, Any] = {
         name: torch.empty(0, device="cpu") for name in shapes if name not in own

@@ -130,8 +130,7 @@ def world_size() -> int:
     # Either one alone is what is left of a launcher's: a world of one would train on by itself.
     rank = os.environ.get("RANK")
     said = os.environ.get("WORLD_SIZE", "1" if rank is None else "not set")
-    size = int(said) if said.isdecimal() else 0
-    its = int(rank) if rank is not None and rank.isdecimal() else -1
+    size, its = _number(said, 0), _number(rank or "", -1)
     if 0 <= its < size or (rank is None and size == 1):
         return size
     raise MeshError(
@@ -139,6 +138,16 @@ def world_size() -> int:
         "processes, and this one's among them from 0, are needed. torchrun sets both; for one "
         "process set neither."
     )
+
+
+def from_launcher(name: str, otherwise: int) -> int:
+    """Return the number that a launcher's variable says; `otherwise` where it says none."""
+    return _number(os.environ.get(name, ""), otherwise)
+
+
+def _number(said: str, otherwise: int) -> int:
+    # Of thousands of digits Python makes no number.
+    return int(said) if said.isdecimal() and len(said) < 10 else otherwise
 
 
 def resolve_sizes(sizes: Mapping[str, int], world: int) -> dict[str, int]:
@@ -198,7 +207,7 @@ def _device_index() -> int:
     for whole, local in _LOCAL_RANKS:
         # Of the same start: a job's only task may start processes of its own.
         if local in os.environ and (not whole or os.environ.get(whole) == rank):
-            return int(os.environ[local])
+            return from_launcher(local, current)
     # Nobody counts by machine. NCCL takes no device twice; others, as those of `simulate`, may.
     own = not there or "nccl" in dist.get_backend_config()
     return int(rank) % max(count, 1) if own else current

@@ -24,6 +24,7 @@ from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._cost import Link, require_rates
 from vescale_parallel._errors import GraphError, ParallelError
+from vescale_parallel._untrusted import parse_json, read_small
 
 # Rows and columns of the matrices: a size that layers have, and on a device one that takes longer
 # than to launch it.
@@ -68,10 +69,10 @@ class Machine:
             GraphError: the file holds something else.
         """
         try:
-            held = json.loads(Path(path).read_text())
+            held = parse_json(read_small(path, 1 << 20))
             links = {name: Link(**held[name]) for name in ("link", "host") if name in held}
             return cls(**(held | links))
-        except (TypeError, ValueError, KeyError, ParallelError) as error:
+        except (TypeError, ValueError, KeyError, OSError, ParallelError) as error:
             raise GraphError(
                 f"{path}: not what Machine.save writes ({error}). Measure it again: "
                 "graph.calibrate().save(path)"

@@ -27,8 +27,13 @@ def unknown_arguments(module: nn.Module, chosen: Chosen) -> list[str]:
         f"forward of {type(module).__name__} has no argument '{name}'."
         f"{did_you_mean(name, names)} It has {listed(names)}."
         for name, _ in chosen.parts
-        if name != _REST and (int(name) >= len(names) if name.isdigit() else name not in names)
+        if name != _REST and (_at(name) >= len(names) if name.isdecimal() else name not in names)
     ]
+
+
+def _at(name: str) -> int:
+    # Of thousands of digits Python makes no number; no call has so many arguments.
+    return int(name[:18])
 
 
 def argument_names(module: nn.Module) -> tuple[list[str], bool]:
@@ -59,7 +64,7 @@ def place_arguments(
     # An argument has a position and a name, and a rule may say either of them.
     keys = [names[at] if at < len(names) else str(at) for at in range(len(args))]
     wanted = {
-        names[int(name)] if name.isdigit() and int(name) < len(names) else name: layout
+        names[_at(name)] if name.isdecimal() and _at(name) < len(names) else name: layout
         for name, layout in chosen.parts
     }
     placed = [_one(wanted, key, value, place) for key, value in zip(keys, args, strict=True)]
@@ -105,12 +110,12 @@ def _parts(
     wanted: dict[str, RuleLayout] = {}
     for name, layout in chosen.parts:
         # A key of digits is a key first, and a position where there is no such key.
-        at = name.isdigit() and name not in parts
-        if name != _REST and (int(name) >= len(keys) if at else name not in parts):
+        at = name.isdecimal() and name not in parts
+        if name != _REST and (_at(name) >= len(keys) if at else name not in parts):
             raise PlanError(
                 f"activation rule '{rule}': what leaves '{module}' has no '{name}'."
                 f"{did_you_mean(name, map(str, keys))} It has {listed(keys)}. Choose by position, "
                 "or by key where the result is a dict."
             )
-        wanted[str(keys[int(name)]) if at else name] = layout
+        wanted[str(keys[_at(name)]) if at else name] = layout
     return {key: _one(wanted, str(key), value, place) for key, value in parts.items()}

@@ -14,13 +14,25 @@ from vescale_parallel._errors import PlanError
 
 # Takes every name that no rule before it takes.
 CATCH_ALL = "*"
+# Beyond, it is a typing error, or somebody's who wants the memory.
+_MOST_ALTERNATIVES = 4096
+_MOST_BRACES = 64
 # Begins an alternative that need not match anything, so that one plan serves several adapters.
 _OPTIONAL = "~"
 
 
 def expand_braces(glob: str) -> tuple[str, ...]:
     """Return all alternatives of a glob: `a{b,c}` is `ab` and `ac`; braces may nest."""
-    return tuple(alternative for alternative, _ in _alternatives(glob))
+    return tuple(alternative for alternative, _ in _all_alternatives(glob))
+
+
+def _all_alternatives(glob: str) -> tuple[tuple[str, bool], ...]:
+    # Each takes a level of the stack.
+    if glob.count("{") > _MOST_BRACES:
+        raise PlanError(
+            f"glob {glob[:80]!r}: more than {_MOST_BRACES} braces. Write several rules."
+        )
+    return _alternatives(glob)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,6 +55,10 @@ def _alternatives(glob: str) -> tuple[tuple[str, bool], ...]:
         for part, may_miss in _alternatives(choice.removeprefix(_OPTIONAL))
     ]
     tails = _alternatives(after)
+    if len(heads) * len(tails) > _MOST_ALTERNATIVES:
+        raise PlanError(
+            f"glob {glob[:80]!r}: more than {_MOST_ALTERNATIVES} alternatives. Write several rules."
+        )
     return tuple((head + tail, one or other) for head, one in heads for tail, other in tails)
 
 
@@ -84,7 +100,7 @@ def dead_alternatives(glob: str, names: Iterable[str]) -> list[str]:
     known = list(names)
     return [
         alternative
-        for alternative, may_miss in _alternatives(glob)
+        for alternative, may_miss in _all_alternatives(glob)
         if not may_miss and not any(_regex(alternative).match(name) for name in known)
     ]
 

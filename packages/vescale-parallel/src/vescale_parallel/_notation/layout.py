@@ -24,11 +24,12 @@ ARROW: Final = "->"
 
 # `full` is a word of its own, so that leaving an axis alone and replicating over it can differ.
 _ENTRY = re.compile(
-    r"(?P<axis>[^\W\d]\w*)\s*:\s*(?:(?P<where>-?\d+|full)|(?P<dim>-?\d+)\s*/"
-    r"\s*(?P<blocks>\d+(?:\s*\+\s*\d+)*))"
+    r"(?P<axis>[^\W\d]\w*)\s*:\s*(?:(?P<where>-?\d{1,18}|full)|(?P<dim>-?\d{1,18})\s*/"
+    r"\s*(?P<blocks>\d{1,18}(?:\s*\+\s*\d{1,18})*))"
 )
 # Beyond, it is a typing error, and would make as many numbers.
 _MOST_BLOCKS: Final = 4096
+_MOST_CHARACTERS: Final = 10_000
 _CHOICE = re.compile(r"\d+|[^\W\d]\w*|\*")
 _HINT = (
     "Write 'axis:dim' (as 'tp:0'), 'axis:full', several with commas, or 'replicate'; 'tp:0/3' for "
@@ -129,6 +130,8 @@ def parse_layout(text: str) -> RuleLayout:
     """
     if not isinstance(text, str):
         raise PlanError(f"a layout is a string, got {text!r} ({type(text).__name__}). {_HINT}")
+    if len(text) > _MOST_CHARACTERS:
+        raise PlanError(f"layout {text[:80]!r}...: it has {len(text)} characters. {_HINT}")
     return _parse_layout(text)
 
 

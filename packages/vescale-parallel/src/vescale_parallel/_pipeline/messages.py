@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from vescale_comm import Group, Pending, broadcast, recv, send
 
+from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.described import TensorSpec, as_strided_like
 from vescale_parallel._pipeline.text import from_text, to_text
 from vescale_parallel._schedules.actions import Action, Schedule
@@ -28,6 +29,9 @@ Way = Literal["forward", "backward"]
 
 _LIKES: Final = 1024
 """For how many kinds of tensors it is remembered what they are like."""
+
+_MOST_BYTES: Final = 1 << 28
+"""Of what one rank tells another in words."""
 
 
 class Message(NamedTuple):
@@ -175,7 +179,7 @@ class Lines:
         """Receive what `send_object` sends."""
         group = self._line(source, self.rank)
         length = recv(torch.empty(1, dtype=torch.int64, device=self.device), group, source=source)
-        like = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+        like = torch.empty(_size(length), dtype=torch.uint8, device=self.device)
         return _value(recv(like, group, source=source))
 
     def broadcast_object(self, value: Any, source: int) -> Any:
@@ -187,7 +191,7 @@ class Lines:
         length = torch.tensor([content.numel()], device=self.device)
         length = broadcast(length, group, source=source)
         if self.rank != source:
-            content = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+            content = torch.empty(_size(length), dtype=torch.uint8, device=self.device)
         return _value(broadcast(content, group, source=source))
 
     def _bytes(self, text: str) -> Tensor:
@@ -197,6 +201,13 @@ class Lines:
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         """Give a tensor of one rank to all ranks of the pipeline."""
         return broadcast(value, self._all, source=source)
+
+
+def _size(length: Tensor) -> int:
+    size = int(length.item())
+    if not 0 < size <= _MOST_BYTES:
+        raise PipelineError(f"a stage was told to expect {size} bytes: no stage says so much")
+    return size
 
 
 def _value(content: Tensor) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
@@ -34,8 +35,20 @@ def to_text(value: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """Read what `to_text` writes."""
-    return _read(json.loads(text))
+    """Read what `to_text` writes.
+
+    Raises:
+        PipelineError: it is something else. Nothing is imported or called but records, placements
+            and classes of outputs that this process has.
+    """
+    try:
+        return _read(json.loads(text))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise PipelineError(
+            f"a stage was told what no stage says ({type(error).__name__}: {line}): "
+            f"{text[:80]!r}. Run the same version on every rank."
+        ) from error
 
 
 def _written(value: Any) -> Any:
@@ -83,28 +96,40 @@ def _read(value: Any) -> Any:
     if "record" in value:
         return _RECORDS[value["record"]](*map(_read, value["of"]))
     if "dtype" in value:
-        return getattr(torch, value["dtype"])
+        return _known(torch, value["dtype"], lambda one: isinstance(one, torch.dtype))
     if "placement" in value:
-        return getattr(vescale_dtensor, value["placement"])(*_read(value["of"]))
+        made = _known(vescale_dtensor, value["placement"], _is_placement)
+        return made(*_read(value["of"]))
     if "number" in value:
         return torch.tensor(value["number"], device="cpu")
     if "output" in value:
         made = _class_of(value["output"])
         if not (_is_output(made) or _is_named_tuple(made)):
-            raise PipelineError(f"{value['output']} is no output of a model.")
+            raise ValueError(f"{value['output']} is no output of a model")
         return made(**{key: _read(one) for key, one in value["of"]})
     if "dict" in value:
         return {_read(k): _read(v) for k, v in value["dict"]}
-    return (list if "list" in value else tuple)(map(_read, next(iter(value.values()))))
+    ((kind, entries),) = value.items()
+    return {"list": list, "tuple": tuple}[kind](map(_read, entries))
+
+
+def _known(module: Any, name: str, fits: Callable[[Any], bool]) -> Any:
+    """What a module has under a name, of the one kind that is meant."""
+    found = vars(module).get(name)
+    if not fits(found):
+        raise ValueError(f"{name[:80]!r} is none that {module.__name__} has")
+    return found
 
 
 def _class_of(name: str) -> Any:
-    """A class by its module and name; None: there is none."""
+    """A class by its module and name, of a module that is there; None: there is none."""
     module, _, name = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
+    # Nothing is imported, nor asked for by a module's own `__getattr__`, which may import.
+    return vars(sys.modules[module]).get(name) if module in sys.modules else None
+
+
+def _is_placement(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Placement)
 
 
 def _is_named_tuple(kind: Any) -> bool:

@@ -50,11 +50,12 @@ def model_of(model_or_config: Any) -> nn.Module:
     named = getattr(model_or_config, "architectures", None) or []
     # Names and shapes are all that is read, so that nothing of a large model is allocated.
     with torch.device("meta"):
-        for name in named:
-            # A model whose code lies beside its checkpoint is not in the library.
-            if hasattr(library, name):
-                made: nn.Module = getattr(library, name)(model_or_config)
-                return made
+        for name in named if isinstance(named, list | tuple) else ():
+            # A model whose code lies beside its checkpoint is not in the library; what else the
+            # library has under a name (functions, trainers) is no architecture.
+            kind = getattr(library, name, None) if isinstance(name, str) else None
+            if isinstance(kind, type) and issubclass(kind, nn.Module):
+                return _built(kind, model_or_config)
         return _automatic(library, model_or_config)
 
 
@@ -64,12 +65,22 @@ def _automatic(library: Any, config: Any) -> nn.Module:
         if type(config) in mapping:
             kind = mapping[type(config)]
             # Of some configurations there are several models, the usual one first.
-            made: nn.Module = (kind[0] if isinstance(kind, tuple) else kind)(config)
-            return made
+            return _built(kind[0] if isinstance(kind, tuple) else kind, config)
     raise PlanError(
         f"no model class is known for {type(config).__name__}: set its 'architectures', or build "
         "the model, under torch.device('meta') where it is large, and pass that."
     )
+
+
+def _built(kind: type[nn.Module], config: Any) -> nn.Module:
+    try:
+        return kind(config)
+    except Exception as error:  # whatever a configuration of odd numbers makes of it
+        line = " ".join(str(error).split())[:300]
+        raise PlanError(
+            f"{kind.__name__} cannot be built from its configuration: {type(error).__name__}: "
+            f"{line}"
+        ) from error
 
 
 def declared_styles(model: nn.Module) -> dict[str, str]:

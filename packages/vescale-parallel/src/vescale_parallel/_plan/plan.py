@@ -41,6 +41,7 @@ from vescale_parallel._plan.words import (
     require_batch,
     require_sequence,
 )
+from vescale_parallel._untrusted import parse_json
 from vescale_parallel._zero.offload import spelled_offload
 from vescale_parallel._zero.precision import spelled
 from vescale_parallel._zero.rules import parse_zero
@@ -491,7 +492,7 @@ class Plan:
             PlanError: the text is not JSON, or holds something that is not part of a plan.
         """
         try:
-            content: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"a plan as JSON cannot be read: {error}") from error
+            content: Any = parse_json(text)
+        except ValueError as error:
+            raise PlanError(f"a plan as JSON cannot be read: {str(error)[:300]}") from error
         return cls(**plan_fields(content, "JSON", fields(cls)))

@@ -1,11 +1,17 @@
 """Plans as TOML: written by hand here, as Python's library only reads it."""
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from vescale_parallel._errors import PlanError
+
+# From the beginning of a word on: each is looked at once.
+_DEEP_KEY = re.compile(
+    r"""(?<![A-Za-z0-9_-])(?:(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}"""
+)
 
 
 def toml_of(content: Mapping[str, Any]) -> str:
@@ -55,11 +61,16 @@ def read_toml(text: str) -> dict[str, Any]:
     Raises:
         PlanError: the text is not TOML.
     """
+    # Python's reader walks down from the top for every part of a key.
+    if _DEEP_KEY.search(text):
+        raise PlanError("a plan as TOML cannot be read: a key of 64 parts is nested too deeply")
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"a plan as TOML cannot be read: {error}") from error
-    return {name: _said(one) for name, one in content.items()}
+        return {name: _said(one) for name, one in content.items()}
+    except RecursionError:
+        raise PlanError("a plan as TOML cannot be read: it is nested too deeply") from None
+    except ValueError as error:  # also of numbers of thousands of digits
+        raise PlanError(f"a plan as TOML cannot be read: {str(error)[:300]}") from error
 
 
 def _said(value: Any) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PretrainedError
-from vescale_parallel._pretrained.weight_file import Stored, read_header
+from vescale_parallel._pretrained.weight_file import Stored, stored_tensors
+from vescale_parallel._untrusted import INDEX, MOST_HEADER, parse_index, read_small
 
 SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
 
 
 def stored_in(folder: Path) -> dict[str, Stored]:
@@ -21,20 +20,21 @@ def stored_in(folder: Path) -> dict[str, Stored]:
         PretrainedError: there are no weights, or a file is missing or broken.
     """
     index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
+    if not index.exists():
+        if not (folder / SINGLE).exists():
             raise PretrainedError(
                 f"no weights in '{folder}': it has neither {SINGLE} nor {INDEX}. Pass a folder as "
                 "save_pretrained writes it, with safetensors files."
             )
-        return read_header(folder / SINGLE)
+        return stored_tensors(folder / SINGLE)
     try:
-        files = json.loads(index.read_text())["weight_map"]
-        # Each file once, however many of the tensors lie in it.
-        names = sorted(set(files.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PretrainedError(f"'{index}' is no index of weights: {error!r}") from error
-    found = {name: read_header(folder / name) for name in names}
+        files = parse_index(read_small(index, MOST_HEADER))
+    except (OSError, ValueError) as error:
+        raise PretrainedError(
+            f"'{index}' is no index of weights: {error}. Copy or download it again."
+        ) from error
+    # Each file once, however many of the tensors lie in it.
+    found = {name: stored_tensors(folder / name) for name in sorted(set(files.values()))}
     # Before anything is loaded: an index that outlived one of its files would leave tensors as they
     # were.
     lost = [name for name, file in files.items() if name not in found[file]]

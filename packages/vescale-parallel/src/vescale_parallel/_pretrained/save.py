@@ -19,10 +19,11 @@ from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._deferred.recording import real
 from vescale_parallel._errors import PretrainedError
-from vescale_parallel._pretrained.folder import INDEX, SINGLE
+from vescale_parallel._pretrained.folder import SINGLE
 from vescale_parallel._pretrained.matched import Saved, saved_tensors
 from vescale_parallel._pretrained.together import mesh_of
-from vescale_parallel._pretrained.weight_file import DTYPES, append, start_file
+from vescale_parallel._pretrained.weight_file import append, start_file
+from vescale_parallel._untrusted import DTYPES, INDEX, MOST_DIMS, bytes_of_shape
 
 MAX_BYTES: Final = 5_000_000_000
 """Bytes of tensors in one file, unless a single one is larger: Hugging Face's default."""
@@ -93,6 +94,12 @@ def _start(root: Path, tensors: list[Saved]) -> None:
     odd = [one.names[0] for one in tensors if one.tensor.dtype not in DTYPES.values()]
     if odd:
         raise PretrainedError(f"safetensors has no name for the dtypes of {listed(odd)}.")
+    for one in tensors:
+        if bytes_of_shape(one.tensor.shape, one.tensor.element_size()) is None:
+            raise PretrainedError(
+                f"'{one.names[0]}' has {one.tensor.ndim} dims, {one.tensor.shape!s:.200}: "
+                f"safetensors files hold at most {MOST_DIMS} dims and 2^62 bytes. Reshape it."
+            )
 
 
 def _files(tensors: list[Saved], max_bytes: int) -> dict[str, list[Saved]]:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -22,29 +22,8 @@ from vescale_rng import ShardLayout
 
 from vescale_parallel._common.agreement import element_bytes
 from vescale_parallel._errors import PretrainedError
+from vescale_parallel._untrusted import DTYPES, open_regular, read_header
 
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-"""Dtypes by their names in the format."""
-
-# The bound of safetensors itself.
-_LONGEST_HEADER: Final = 100_000_000
 _SAMPLED: Final = 64
 _SCRATCH: Final = 1 << 22
 """Bytes that are read before they are copied to where they belong."""
@@ -80,33 +59,25 @@ class Stored:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def stored_tensors(file: Path) -> dict[str, Stored]:
     """The tensors of a file by name.
 
     Raises:
         PretrainedError: it is no safetensors file, or not all of one.
     """
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            size = os.fstat(opened.fileno()).st_size
-            # Before it is read: a damaged length would ask for as much memory.
-            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(opened.read(length))
-            found = {
-                name: _sampled(opened, _stored(file, name, said, 8 + length))
-                for name, said in header.items()
-                if name != "__metadata__"
+        with open_regular(file) as opened:
+            header, begin = read_header(opened)
+            return {
+                name: _sampled(
+                    opened, Stored(file, name, DTYPES[one.dtype], one.shape, begin + one.begin)
+                )
+                for name, one in header.items()
             }
-        end = _end_without_gaps(found.values(), 8 + length)
-        if end != size:
-            raise ValueError(f"its tensors end at byte {end}, and the file at byte {size}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise PretrainedError(
             f"'{file}' is no whole safetensors file: {error}. Copy or download it again."
         ) from error
-    return found
 
 
 def _sampled(opened: BinaryIO, stored: Stored) -> Stored:
@@ -115,31 +86,8 @@ def _sampled(opened: BinaryIO, stored: Stored) -> Stored:
     size = min(stored.nbytes, _SAMPLED)
     digest = 0
     for at in (0, last // 2, last):
-        # By position and not by `seek`: the file object has read ahead.
         digest = zlib.crc32(os.pread(opened.fileno(), size, stored.start + at), digest)
     return replace(stored, sample=digest)
-
-
-def _end_without_gaps(tensors: Iterable[Stored], start: int) -> int:
-    """Where the last of the tensors ends; a name that a header has twice leaves a gap as well."""
-    at = start
-    # By size as well: empty tensors begin where the next one does.
-    for one in sorted(tensors, key=lambda one: (one.start, one.nbytes)):
-        if one.start != at:
-            raise ValueError(f"tensor '{one.name}' begins at byte {one.start} instead of {at}")
-        at += one.nbytes
-    return at
-
-
-def _stored(file: Path, name: str, said: Any, base: int) -> Stored:
-    if said["dtype"] not in DTYPES:
-        raise ValueError(f"tensor '{name}' has the dtype {said['dtype']}, which torch lacks")
-    shape = tuple(int(extent) for extent in said["shape"])
-    begin, end = said["data_offsets"]
-    one = Stored(file, name, DTYPES[said["dtype"]], shape, base + begin)
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != one.nbytes:
-        raise ValueError(f"tensor '{name}' of {one} has {end - begin} bytes")
-    return one
 
 
 def fill_from_file(stored: Stored, layout: ShardLayout, local: Tensor) -> None:
@@ -156,13 +104,13 @@ def fill_from_file(stored: Stored, layout: ShardLayout, local: Tensor) -> None:
         PretrainedError: the file ends before them, or cannot be read.
     """
     try:
-        with stored.file.open("rb") as opened, torch.no_grad():
+        with open_regular(stored.file) as opened, torch.no_grad():
             for box in layout.boxes:
                 start = local.storage_offset() + box.local_offset
                 part = local.as_strided(box.shape, box.local_strides, start)
                 for offset, target in _slabs(box.global_offset, part, stored.dtype.itemsize):
                     target.copy_(_read_box(opened, stored, offset, tuple(target.shape)))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise PretrainedError(f"'{stored.file}' cannot be read: {error}") from error
 
 

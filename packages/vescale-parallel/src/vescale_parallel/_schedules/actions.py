@@ -57,8 +57,8 @@ class Action(NamedTuple):
         found = _WRITTEN.fullmatch(text.strip())
         if found is None:
             raise PlanError(
-                f"{text!r} is no action of a schedule: write stage, F, B, I or W, and microbatch, "
-                "as 2F5."
+                f"{text[:80]!r} is no action of a schedule: write stage, F, B, I or W, and "
+                "microbatch, as 2F5."
             )
         kind: Kind = found[2]  # type: ignore[assignment]
         return cls(kind, int(found[1]), int(found[3]))
@@ -102,7 +102,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     Raises:
         PlanError: a field is no action, or a stage is on two ranks or on none.
     """
-    rows = list(csv.reader(io.StringIO(text)))
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise PlanError(f"schedule {name}: it is no CSV: {error}.") from error
     # Empty rows at the end are blank lines, and not ranks.
     while rows and not any(field.strip() for field in rows[-1]):
         rows.pop()
@@ -163,6 +166,12 @@ def schedule_of(name: str, ranks: Sequence[Iterable[Action]]) -> Schedule:
     if missing < max(len(places), 1):
         raise PlanError(f"schedule {name}: no rank has stage {missing}.")
     most = max(action.microbatch for row in actions for action in row)
+    # So with microbatches: what computes with a schedule makes tables of their number.
+    if most >= sum(map(len, actions)):
+        raise PlanError(
+            f"schedule {name}: it has microbatch {most}, and {sum(map(len, actions))} actions. "
+            "Microbatches are numbered from 0 on, each with a forward and a backward."
+        )
     return Schedule(name, actions, tuple(places[s] for s in sorted(places)), most + 1)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 import vescale_comm
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from vescale_comm.agreement import broadcast_text, gather_texts
 from vescale_comm.nested import map_tensors
 from vescale_dtensor import DTensor, Replicate, distribute_tensor
 from vescale_dtensor.state_dict import full_state_dict
 
 from vescale_parallel._apply.parallelize import parallelize
+from vescale_parallel._common.mesh import from_launcher
+from vescale_parallel._errors import PipelineError
+from vescale_parallel._pipeline.text import from_text, to_text
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 
@@ -31,7 +35,7 @@ def rank() -> int:
 def local_rank() -> int:
     """Return the rank of this process on its machine, as torchrun says it."""
     # Without a launcher that says it, all ranks are taken to be on one machine.
-    return int(os.environ.get("LOCAL_RANK", rank()))
+    return from_launcher("LOCAL_RANK", rank())
 
 
 def barrier() -> None:
@@ -44,9 +48,30 @@ def decided(decision: bool, *, every: bool) -> bool:
     """Return what the ranks decide together: whether all do, or any. Collective."""
     if not dist.is_initialized():
         return decision
-    told: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, decision)
+    told = [one == "yes" for one in gather_texts("yes" if decision else "no")]
     return all(told) if every else any(told)
+
+
+def broadcast_plain(value: Any, source: int) -> Any:
+    """Return what rank `source` has: plain values, which travel as text. Collective.
+
+    Raises:
+        TypeError: on every rank, it is something else there.
+    """
+    if not dist.is_initialized():
+        return value
+    text = ""
+    if rank() == source:
+        # What cannot be sent is said by all: the others wait for it.
+        with suppress(PipelineError):
+            text = to_text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    text = broadcast_text(text, source)
+    if not text:
+        raise TypeError(
+            f"broadcast: rank {source} has no plain value to send. Texts, numbers and lists, "
+            "tuples and dicts of them are sent; anything else would be unpickled."
+        )
+    return from_text(text)
 
 
 def is_parallel(model: nn.Module) -> bool:

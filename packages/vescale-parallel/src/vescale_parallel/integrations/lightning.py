@@ -29,6 +29,7 @@ from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel.integrations._states import (
     PlanFor,
     barrier,
+    broadcast_plain,
     decided,
     inner,
     is_parallel,
@@ -88,11 +89,7 @@ class OneProcess:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return what rank `src` has: names of files with the time in them, say."""
-        if not torch.distributed.is_initialized():
-            return obj
-        box = [obj]
-        torch.distributed.broadcast_object_list(box, src)
-        return box[0]
+        return broadcast_plain(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks decide so, or any: whether to stop early, say. Collective."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_parallel._common.mesh import from_launcher, mesh_sizes, world_size
 from vescale_parallel._common.mesh import mesh as make_mesh
-from vescale_parallel._common.mesh import mesh_sizes, world_size
 from vescale_parallel._common.messages import did_you_mean, listed
 from vescale_parallel._errors import TrainError
 from vescale_parallel.train.all_or_none import all_or_none
@@ -88,7 +88,7 @@ def _of_this_run(given: Mapping[str, Any]) -> dict[str, Any]:
 def _threads() -> int:
     """Return this process's share of the cores: more threads than cores make every rank slower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, (cores or 1) // max(1, from_launcher("LOCAL_WORLD_SIZE", 1)))
 
 
 def _device(options: Options) -> str:
