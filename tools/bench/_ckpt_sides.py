@@ -16,12 +16,9 @@ import vescale_ckpt
 import vescale_dtensor
 from torch import Tensor
 from torch.distributed import tensor as stock
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    FileSystemWriter,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 

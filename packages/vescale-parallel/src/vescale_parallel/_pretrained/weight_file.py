@@ -140,7 +140,8 @@ def _read_box(
     found = torch.empty(shape, dtype=stored.dtype, device="cpu")
     # As bytes: numpy has no bfloat16, and a tensor without dims cannot be seen in a smaller dtype.
     raw = found.view(-1).view(torch.uint8) if shape else found.view(1).view(torch.uint8)
-    into = memoryview(raw.numpy())  # type: ignore[arg-type]
+    elements: Any = raw.numpy()  # a buffer, as only newer numpy says
+    into = memoryview(elements)
     # The dims from `first` on are whole in the box: they, and the one before, have no gap.
     first = len(shape)
     while first and shape[first - 1] == stored.shape[first - 1]:

@@ -121,7 +121,7 @@ def _check_actions(schedule: Schedule, columns: Columns) -> None:
     # Only where the stage exists: its number is an index here.
     there[there] = places[stage[there]] == ranks[there]
     if not there.all():
-        first = int(there.argmin())
+        first = int(np.argmin(there))
         action = Action(ORDER[kinds[first]], int(stage[first]), int(microbatch[first]))
         raise PlanError(
             f"schedule {schedule.name}: {action} is on rank {ranks[first]}, where there is no "
@@ -148,7 +148,7 @@ def _check_buffers(schedule: Schedule, columns: Columns, buffers: int) -> None:
     kept = change[order].cumsum()
     over = order[kept > buffers]
     if len(over):
-        first = int(over.min())
+        first = int(np.min(over))
         stage = int(columns.stages[first])
         most = int(kept[columns.stages[order] == stage].max())
         action = Action(ORDER[columns.kinds[first]], stage, int(columns.microbatches[first]))

@@ -217,4 +217,4 @@ def _peaks(columns: Columns, each: Sequence[StageTimes]) -> tuple[float, ...]:
     # By rank, and not over all: sums of sizes that are no whole numbers would differ by rounding.
     kept = (np.stack(pair, 1).ravel().cumsum() for pair in pairs)
     # Every second number is that of an action which runs, with all that it needs.
-    return tuple(float(one[::2].max(initial=0.0)) for one in kept)
+    return tuple(float(np.max(one[::2], initial=0.0)) for one in kept)

@@ -9,6 +9,7 @@ import math
 import struct
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,8 @@ def summary(generator: torch.Generator) -> tuple[int, ...]:
     blocks apart; all of them need not be read.
     """
     _check_layout()
-    raw = memoryview(generator.get_state().numpy())  # type: ignore[arg-type]
+    words: Any = generator.get_state().numpy()  # a buffer, as only newer numpy says
+    raw = memoryview(words)
     seed, index = _SEED.unpack_from(raw, 0)[0], _SEED.unpack_from(raw, 16)[0]
     sample = (_SEED.unpack_from(raw, 24 + 4 * word)[0] for word in (0, 396, WORDS - 2))
     (has_normal,) = _FLAG.unpack_from(raw, 5040)

@@ -11,6 +11,7 @@ INFORMS J. Computing 20 (2008), for the method.
 """
 
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +72,8 @@ def _apply(polynomial: int, words: Words) -> Words:
     for start in range(0, digits.size, _DIGITS_AT_ONCE):
         chosen = digits[start : start + _DIGITS_AT_ONCE]
         rows = windows[chosen, np.arange(start, start + chosen.size)]
-        out ^= np.bitwise_xor.reduce(rows, axis=0)
+        xor: Any = np.bitwise_xor  # its overloads differ between versions of numpy
+        out ^= xor.reduce(rows, axis=0)
     return out
 
 
