@@ -171,7 +171,7 @@ def _paths(paths: Any, plan: Plan) -> Mapping[str, tuple[str | int, ...]]:
         known = type(path) is tuple and 0 < len(path) <= MAX_DEPTH
         _require(
             name not in plan or (known and all(type(step) in (str, int) for step in path)),
-            f"the way to {name[:80]!r} is none",
+            f"the way to {str(name)[:80]!r} is none",
         )
     return {name: path for name, path in paths.items() if name in plan}
 
