@@ -98,8 +98,13 @@ def require_name(name: object) -> str:
     Raises:
         ValueError: it has a separator, is none, or no file system can hold it.
     """
-    odd = not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255
-    if odd or not name.isprintable() or any(mark in name for mark in ("/", "\\", ":")):
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or len(name) > 255
+        or not name.isprintable()
+        or any(mark in name for mark in ("/", "\\", ":"))
+    ):
         raise ValueError(f"{name!r:.80} is no name of a file beside it")
     return name
 

@@ -190,6 +190,13 @@ def test_without_an_edit_everything_comes_back(folder):
     assert str(ckpt.read(folder.parent / "out")) == str(STATE)
 
 
+@pytest.mark.parametrize("ways", [None, 3, {}, {3: 4, "other": 5}])
+def test_planners_that_know_no_ways(folder, ways):
+    edited(folder, in_metadata(planner_data=ways))
+    assert ckpt.import_dcp(folder, folder.parent / "out") == 2
+    assert set(ckpt.read(folder.parent / "out")) == {"w", "v.a", "v.n"}
+
+
 def test_empty_chunks_of_ranks_that_hold_nothing(folder):
     edited(folder, lambda m: m.state_dict_metadata["w"].chunks.append(chunk((6,), (0,))))
     assert ckpt.import_dcp(folder, folder.parent / "out") == 2

@@ -220,7 +220,7 @@ def fitting(content, dice):
     return made
 
 
-@pytest.mark.parametrize("rounds", [500, pytest.param(60_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_files_with_changes_are_read_as_the_library_does_or_refused(tmp_path, rounds):
     dice = random.Random(49)
     corpus = [*VALID.values(), *REFUSED.values()]
@@ -236,7 +236,7 @@ def test_files_with_changes_are_read_as_the_library_does_or_refused(tmp_path, ro
         assert str(found) == str({name: theirs[name] for name in found}), content
         assert found.keys() == theirs.keys()
         read += 1
-    assert read > rounds // 50
+    assert read > rounds // 100
 
 
 INDICES = {

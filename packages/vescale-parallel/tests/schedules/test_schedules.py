@@ -401,8 +401,10 @@ def test_actions_are_given_as_texts_and_triples_and_none_is_a_pause():
 
 def test_one_wrong_number_makes_no_table_of_its_size():
     for number in ("99999999999", "9" * 30):
-        with pytest.raises(PlanError, match="stage 0 has nothing for microbatch 1;"):
-            check_schedule(schedules.from_csv(f"0F0,0B0,0F{number},0B{number}\n1F0,1B0"))
+        with pytest.raises(PlanError, match=f"it has microbatch {number}, and 6 actions"):
+            schedules.from_csv(f"0F0,0B0,0F{number},0B{number}\n1F0,1B0")
+    with pytest.raises(PlanError, match="stage 0 has nothing for microbatch 1;"):
+        check_schedule(schedules.from_csv("0F0,0B0,0F5,0B5\n1F0,1B0"))
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)

@@ -107,7 +107,8 @@ def _planned(name: Any, entry: Any, items: Mapping[Shape | None, Stored]) -> Ten
     properties, chunks = entry.get("properties"), entry.get("chunks")
     known = isinstance(properties, Record) and type(properties.state) is tuple
     dtype = properties.state[0] if known and properties.state else None
-    _require(isinstance(dtype, torch.dtype), f"{where}: it has no dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{where}: it has no dtype")
     shape = require_sizes(entry.get("size"))
     _require(
         bytes_of_shape(shape, dtype.itemsize) is not None,
@@ -171,7 +172,7 @@ def _paths(paths: Any, plan: Plan) -> Mapping[str, tuple[str | int, ...]]:
         known = type(path) is tuple and 0 < len(path) <= MAX_DEPTH
         _require(
             name not in plan or (known and all(type(step) in (str, int) for step in path)),
-            f"the way to {name[:80]!r} is none",
+            f"the way to {str(name)[:80]!r} is none",
         )
     return {name: path for name, path in paths.items() if name in plan}
 

@@ -143,7 +143,7 @@ def _with_lazy_bits(tensor: torch.Tensor, more: tuple[Any, ...]) -> torch.Tensor
     if type(bits) is not dict or not set(bits) <= {"conj", "neg"}:
         raise PickleRefusedError("a tensor of no known form")
     tensor = tensor.conj() if bits.get("conj") else tensor
-    return torch._neg_view(tensor) if bits.get("neg") else tensor
+    return tensor.neg() if bits.get("neg") else tensor
 
 
 def _rebuild_of_bytes(

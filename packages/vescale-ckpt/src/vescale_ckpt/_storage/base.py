@@ -125,18 +125,22 @@ def make_directories(storage: Storage, path: str) -> None:
 
 def read_all(storage: Storage, path: str, at_most: int) -> bytes:
     """Read a small file; `CorruptError` if it is larger than `at_most` bytes."""
+    # Asked before anything is allocated: a known name need not have what was written there.
     size = storage.size(path)
     if size > at_most:
         raise CorruptError(f"{path} has {size} bytes; at most {at_most} make sense")
-    return read_range(storage, path, 0, size)
+    return _read(storage, path, 0, size)
 
 
 def read_range(storage: Storage, path: str, begin: int, end: int) -> bytes:
     """Read bytes `begin` to `end` of a file; `CorruptError` if it has fewer."""
-    # Asked before anything is allocated: a known name need not have what was written there.
     size = storage.size(path)
     if end > size:
         raise CorruptError(f"{path} has {size} bytes, where {end} are due: it was truncated")
+    return _read(storage, path, begin, end)
+
+
+def _read(storage: Storage, path: str, begin: int, end: int) -> bytes:
     content = bytearray(end - begin)
     reader = storage.open(path)
     try:

@@ -126,10 +126,12 @@ def _entry(number: Any, digest: Any, value: Any, what: Any, site: Any, notes: An
 
 def positions_of(said: Any) -> dict[str, Position]:
     """Return where a rank is in its logs, of what it has told."""
-    return {
-        key: Position(*ranks_of([one["number"]]), ranks_of(one["ranks"]), text_of(one["words"]))
-        for key, one in said.items()
-    }
+    return {key: _position(one["number"], one["ranks"], one["words"]) for key, one in said.items()}
+
+
+def _position(number: Any, ranks: Any, words: Any) -> Position:
+    (count,) = ranks_of([number])
+    return Position(count, ranks_of(ranks), text_of(words))
 
 
 def alarm_of(said: Any) -> dict[str, Any]:
