@@ -87,11 +87,17 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         )
     if kwargs.get("out") is not None:
         return call_with_out(func, args, kwargs, compute)
-    return run_by_rule(func, args, kwargs)
+    return _by_rule_or_fallback(func, args, kwargs)
 
 
 def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call by the function's rule, or by the fallback. Handlers use it: it calls none."""
+    # The fast path calls handlers without asking.
+    written = write_through(func, args, kwargs) if any_copies() else None
+    return _by_rule_or_fallback(func, args, kwargs) if written is None else written[0]
+
+
+def _by_rule_or_fallback(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     rule = rule_for(func, args, kwargs)
     if rule is None:
         function = as_function(func)
