@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
-from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,12 +64,11 @@ def _is_held_elsewhere(model: nn.Module) -> bool:
 
 
 def _living(wanted: Container[int]) -> list[Optimizer]:
-    # Torch keeps no list of optimizers, and the garbage collector knows every object: millions, so
-    # without a line of Python for each. By `type`: `isinstance` would ask `__class__` of every
-    # proxy in the process.
-    objects = gc.get_objects()
+    # Torch keeps no list of optimizers. The garbage collector knows every object, millions, and
+    # finds in C those that refer to one of a few, as an instance does to its class. By `type`:
+    # `isinstance` would ask `__class__` of every proxy among them.
     kinds = _subclasses(Optimizer)
-    found = compress(objects, map(kinds.__contains__, map(type, objects)))
+    found = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     return [one for one in found if any(id(p) in wanted for p in _parameters(one))]
 
 
