@@ -170,6 +170,27 @@ def test_a_call_before_backward_needs_no_gradient():
     assert vd.written_unseen(other)
 
 
+def test_a_call_before_backward_of_a_view_that_is_written_to():
+    x, weight = torch.ones(2, 3, 4), torch.ones(4, 4, requires_grad=True)
+    bias = torch.ones(4, requires_grad=True)
+    for write in (lambda y: y, lambda y: y.add_(x), lambda y: y[:1].mul_(2)):
+        product = torch.nn.functional.linear(x, weight, bias)
+        assert product._is_view()
+        events: list[str] = []
+        product._base.grad_fn.register_prehook(lambda _, events=events: events.append("product"))
+        handle = vd.before_backward(product, lambda events=events: events.append("reached"))
+        write(product)
+        for _ in range(2):
+            events.clear()
+            product.sum().backward(retain_graph=True)
+            assert events.count("reached") == 1
+            assert events.index("reached") <= events.index("product") + 1
+        handle.remove()
+        events.clear()
+        product.sum().backward()
+        assert "reached" not in events
+
+
 def test_what_is_no_leaf_is_named_without_its_values():
     """A parameter of a model printed pages of numbers, and said nothing of what to do."""
 

@@ -119,3 +119,29 @@ def test_the_order_is_that_of_the_model():
     gc.collect()
     for found in (young, optimizers_of(model)):
         assert [id(one) for one in found] == [id(one) for one in (other, first, later)]
+
+
+def test_objects_are_looked_through_once(monkeypatch):
+    looks = []
+
+    def noting(*kinds):
+        looks.append(kinds)
+        return referrers(*kinds)
+
+    referrers = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", noting)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    # Nothing but modules holds these.
+    assert optimizers_of(model) == []
+    assert not looks
+    kept = [torch.optim.AdamW(model.parameters()) for _ in range(2)]
+    model(torch.ones(1, 2)).sum().backward()
+    for one in kept:
+        one.step()
+    # One that lives on in a cycle alone.
+    kept[1].cycle = kept[1]
+    del one
+    kept.pop()
+    assert [id(one) for one in optimizers_of(model)] == [id(one) for one in kept]
+    assert len(looks) == 1

@@ -29,6 +29,7 @@ from vescale_dtensor._autograd.local_aliases import partial_alias
 from vescale_dtensor._autograd.local_order import computed_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
+from vescale_dtensor._dispatch.one_mesh import brought_to
 from vescale_dtensor._errors import LayoutError, MeshError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement, on_dim
 from vescale_dtensor._layout.layout import Layout, Shape, bits, normalized
@@ -36,6 +37,7 @@ from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import Replicate, is_flat
 from vescale_dtensor._layout.spec import strides_of
+from vescale_dtensor._layout.spellings import axes_between
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.untraced import untraced
@@ -138,8 +140,12 @@ def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
     # Without DTensors it is the plain function, as torch's `local_map` has it.
     if not any(isinstance(value, DTensor) for value in flat):
         return mapping.func(*args, **kwargs)
+    mesh = mapping.device_mesh
+    if mesh is None:
+        # Placements are for the axes of one mesh, in the order of one spelling of it.
+        mesh = _common_mesh(mapping, flat)
+        flat = [brought_to(value, mesh) for value in flat]
     inputs = _placed(mapping, flat)
-    mesh = mapping.device_mesh or _common_mesh(mapping, inputs)
     grads = _entries(mapping, "in_grad_placements", mapping.in_grad_placements, len(flat))
     outputs = mapping.out_placements
     outputs = outputs if _is_tuple_of_outputs(outputs) else (outputs,)
@@ -222,14 +228,14 @@ def _one_placed(mapping: _Mapping, index: int, value: Any, want: PlacementsLike)
 
 
 def _common_mesh(mapping: _Mapping, inputs: list[Any]) -> DeviceMesh:
-    """Return the mesh of all inputs.
+    """Return the mesh of all inputs, as the first of them spells it.
 
     Raises:
         MeshError: there are several.
     """
     meshes: list[DeviceMesh] = [value.device_mesh for value in inputs if isinstance(value, DTensor)]
     for mesh in meshes:
-        if mesh is not meshes[0] and mesh != meshes[0]:
+        if axes_between(mesh, meshes[0]) is None:
             raise MeshError(
                 f"{mapping.name}: inputs on {describe(meshes[0])} and on {describe(mesh)}; "
                 "bring them to one mesh first, or name the mesh of the outputs: device_mesh="

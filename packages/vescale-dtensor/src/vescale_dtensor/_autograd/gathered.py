@@ -369,4 +369,45 @@ def before_backward(tensor: Tensor, call: Callable[[], None]) -> Any:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.grad_fn is None:
         raise RuntimeError("before_backward: backward does not reach a tensor without a history")
-    return hooked_node(local, lambda _: call())
+    reached = _Reached(call)
+    handle = hooked_node(local, reached.at_view)
+    base = local._base if local._is_view() else None
+    if base is not None and base.grad_fn is not None and base.grad_fn is not local.grad_fn:
+        handle = _Handles(handle, base.grad_fn.register_prehook(reached.at_base))
+    return handle
+
+
+class _Reached:
+    """Calls a function once as backward comes by a view to its base.
+
+    A write to a view in place gives it another node, and backward goes to that of the base past the
+    former: `y = linear(x); y += x`, for example, whose product has a view for a result.
+    """
+
+    __slots__ = ("_call", "_was_at_view")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call, self._was_at_view = call, False
+
+    def at_view(self, _: Any) -> None:
+        """Backward is at the node of the tensor itself."""
+        self._was_at_view = True
+        self._call()
+
+    def at_base(self, _: Any) -> None:
+        """Backward is at the node of what the tensor was a view of."""
+        was_at_view, self._was_at_view = self._was_at_view, False
+        if not was_at_view:
+            self._call()
+
+
+class _Handles:
+    """Handles of hooks that are removed together."""
+
+    def __init__(self, *handles: Any) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()

@@ -8,8 +8,9 @@ from vescale_dtensor._autograd.uses import CotangentReduction, average_factor, u
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.executed import log_of
 from vescale_dtensor._layout.layout import Layout, bits
-from vescale_dtensor._layout.placements import Partial
+from vescale_dtensor._layout.placements import Partial, Replicate
 from vescale_dtensor._layout.spec import Spec, spec_of
+from vescale_dtensor._layout.spellings import axes_between
 from vescale_dtensor._redistribute.plan import plan_redistribution
 from vescale_dtensor._torch.worlds import cached
 
@@ -75,12 +76,14 @@ def one_mesh(source: Layout, target: Layout) -> bool:
 
 def _source_varying_axes(source: Layout, target: Layout) -> int:
     """Axes on which a redistributed leaf is used varyingly: no communication there in backward."""
-    # Axes of different meshes do not correspond to each other.
-    if not one_mesh(source, target):
+    # Axes of different meshes do not correspond to each other; those of two spellings of one do.
+    axes = axes_between(source.mesh, target.mesh)
+    if axes is None:
         return 0
     # A replicated source is kept on coordinate 0 of an axis where the target is partial, and the
     # cotangent of that is complete on every coordinate: an invariant use.
-    keeps = bits(i for i, p in enumerate(target.placements) if not isinstance(p, Partial))
+    wanted = [Replicate() if axis is None else target.placements[axis] for axis in axes]
+    keeps = bits(i for i, p in enumerate(wanted) if not isinstance(p, Partial))
     return source.replicated & keeps
 
 

@@ -16,6 +16,7 @@ from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import fallback, run_replicated
 from vescale_dtensor._dispatch.mutate import mutate_via_copy
 from vescale_dtensor._dispatch.observers import observed
+from vescale_dtensor._dispatch.one_mesh import on_one_mesh
 from vescale_dtensor._dispatch.operators import as_function
 from vescale_dtensor._dispatch.out_argument import call_with_out
 from vescale_dtensor._dispatch.plan_cache import plan_for, write_layout
@@ -23,7 +24,7 @@ from vescale_dtensor._dispatch.registry import handlers, rule_for
 from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import Rule, function_name
+from vescale_dtensor._planning.plan import Rule, SeveralSpellingsError, function_name
 from vescale_dtensor._tensor.copied_views import any_copies
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
@@ -86,11 +87,17 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         )
     if kwargs.get("out") is not None:
         return call_with_out(func, args, kwargs, compute)
-    return run_by_rule(func, args, kwargs)
+    return _by_rule_or_fallback(func, args, kwargs)
 
 
 def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call by the function's rule, or by the fallback. Handlers use it: it calls none."""
+    # The fast path calls handlers without asking.
+    written = write_through(func, args, kwargs) if any_copies() else None
+    return _by_rule_or_fallback(func, args, kwargs) if written is None else written[0]
+
+
+def _by_rule_or_fallback(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     rule = rule_for(func, args, kwargs)
     if rule is None:
         function = as_function(func)
@@ -104,7 +111,10 @@ def run_by_rule(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 def by_rule(rule: Rule, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a call by this rule, or by the fallback if the rule does not hold for it."""
     call = OpCall(func, args, kwargs, rule.reads)
-    plan = plan_for(call, rule)
+    try:
+        plan = plan_for(call, rule)
+    except SeveralSpellingsError:
+        return by_rule(rule, func, *on_one_mesh(call, rule))
     return _without_plan(call, rule) if plan is None else execute(plan, call)
 
 

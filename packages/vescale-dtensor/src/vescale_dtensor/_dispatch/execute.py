@@ -120,6 +120,17 @@ def _track_gradient_views(base: Tensor, views: Any) -> None:
             track_gradient_view(base, view)
 
 
+def _picks(index: Any) -> bool:
+    """Whether an index picks elements one by one, and takes no view."""
+    for item in index if isinstance(index, tuple) else (index,):
+        # To torch a truth value is a mask, and any sequence a tensor of indices.
+        if isinstance(item, bool | list | tuple | range):
+            return True
+        if isinstance(item, Tensor) and (item.ndim or item.dtype is torch.bool):
+            return True
+    return False
+
+
 def _base_of_copied_view(
     plan: OpPlan, call: OpCall, redistributed_operands: DTensor, result: Any
 ) -> DTensor | None:
@@ -136,9 +147,8 @@ def _base_of_copied_view(
         return None
     if is_conversion(call.func) and not same_memory(result, redistributed_operands._local_tensor):
         return None  # to another dtype, say
-    indexed = call.func is torch.Tensor.__getitem__ and call.operands[1:]
-    if indexed and any(index.ndim or index.dtype is torch.bool for index in indexed):
-        return None  # indexing by a tensor or a mask copies on one device too
+    if call.func is torch.Tensor.__getitem__ and _picks(call.args[1]):
+        return None  # indexing by a list, a tensor or a mask copies on one device too
     local: Tensor = base._local_tensor
     copied = _copied_everywhere(plan, base, redistributed_operands)
     if not copied and not local.is_contiguous() and isinstance(result, Tensor):

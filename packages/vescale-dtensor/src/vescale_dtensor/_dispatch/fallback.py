@@ -92,7 +92,7 @@ def run_replicated(call: OpCall) -> Any:
     for index in sorted(foretold | watch.changed()):
         recorded = torch.is_grad_enabled() and locals_[index].grad_fn is not nodes[index]
         with torch.set_grad_enabled(recorded):
-            _write_back(call, index, locals_[index], mesh)
+            _write_back(call, index, locals_[index])
     # By identity, which is safe while `locals_` keeps them alive: an op that returns an operand has
     # to return the tensor that the caller passed.
     originals = {id(local): operand for local, operand in zip(locals_, call.operands, strict=True)}
@@ -153,7 +153,7 @@ def _mark_views(result: Any, call: OpCall, replicated: list[Tensor]) -> None:
                 mark_copy(result, operand)
 
 
-def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> None:
+def _write_back(call: OpCall, index: int, local: Tensor) -> None:
     """Redistribute what the op has written to operand `index` to the operand's layout. Collective.
 
     Raises:
@@ -172,6 +172,8 @@ def _write_back(call: OpCall, index: int, local: Tensor, mesh: DeviceMesh) -> No
     # only the local tensor of a replicated target is passed itself, and that one is not sent back.
     if target._local_tensor is local:
         return
+    # Of the target, which may be on another spelling of the mesh than other operands.
+    mesh = target._spec.layout.mesh
     layout = Layout.of(mesh, [Replicate()] * mesh.ndim)
     # Every rank holds the same new value, so this sends nothing: each rank keeps its own shard.
     replicated_local = wrap(local, spec_of(layout, tuple(local.shape), local.dtype))

@@ -19,7 +19,7 @@ from vescale_dtensor._dispatch.mutate import other_layout
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import OpPlan, Rule, build
+from vescale_dtensor._planning.plan import OpPlan, Rule, build, require_one_spelling
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.worlds import on_world_change
 
@@ -45,7 +45,12 @@ for _cache in (_plans, _plans_by_size, _by_shape_class, _write_layouts):
 
 
 def plan_for(call: OpCall, rule: Rule) -> OpPlan | None:
-    """The plan of a call, from the cache or newly made; None if the fallback has to serve."""
+    """The plan of a call, from the cache or newly made; None if the fallback has to serve.
+
+    Raises:
+        SeveralSpellingsError: its operands are on several spellings of one mesh. No plan is stored
+            for such a call, so that one whose operands agree pays nothing for the question.
+    """
     known = _plans.get(call.key, _Other.UNKNOWN)
     # Computed only for calls that need them: most plans redistribute nothing.
     if known is _Other.BY_SIZE:
@@ -54,7 +59,12 @@ def plan_for(call: OpCall, rule: Rule) -> OpPlan | None:
 
 
 def _planned(call: OpCall, rule: Rule) -> OpPlan | None:
-    """Make a plan, or adapt one of the same shape class, and store it."""
+    """Make a plan, or adapt one of the same shape class, and store it.
+
+    Raises:
+        SeveralSpellingsError: its operands are on several spellings of one mesh.
+    """
+    require_one_spelling(call)
     # The key holds the shape if the rule reads shapes, so every new batch size misses `_plans`.
     # `differentiable` is in that key, and has to be in this one.
     shape_class = rule.shape_class(call) if rule.shape_class is not None else None

@@ -54,6 +54,31 @@ def note_ways_back(call: OpCall, results: Any) -> None:
             give_way_back(view, base, partial(_inverse, call, index, view.shape, view.dtype))
 
 
+def is_part_at(value: Any, base: DTensor, index: Any) -> bool:
+    """Whether a value is the copied view `base[index]`, whose values the base has.
+
+    Whatever is written to such a view is written to its base as well: `x[i] *= 2` ends with
+    assigning it to itself.
+
+    Args:
+        value: what is assigned.
+        base: what it is assigned to.
+        index: where, in numbers and slices.
+    """
+    if not isinstance(value, DTensor) or value._way_back is None:
+        return False
+    of, find = value._way_back
+    if of is not base or getattr(find, "func", None) is not _inverse:
+        return False
+    call, position = find.args[:2]
+    place, views = torch.empty(tuple(base.shape), device="meta")[index], _on(call, base.shape)
+    return position < len(views) and _geometry(views[position]) == _geometry(place)
+
+
+def _geometry(view: Tensor) -> tuple[Any, ...]:
+    return view.shape, view.stride(), view.storage_offset()
+
+
 def _inverse(call: OpCall, index: int, shape: torch.Size, dtype: torch.dtype) -> Scatter | None:
     """What makes the base of a view out of the values of result `index`; None if it is not known.
 

@@ -28,6 +28,7 @@ from vescale_dtensor._autograd.redistribution_cache import cached_total
 from vescale_dtensor._dispatch.argument_names import named_as_torch_does
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.foreign import is_for_others
+from vescale_dtensor._dispatch.one_mesh import on_one_mesh
 from vescale_dtensor._dispatch.registry import (
     constants,
     handlers,
@@ -63,6 +64,8 @@ from vescale_dtensor._fast_path.tables import (
 )
 from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._planning.attention_way import attention_way
+from vescale_dtensor._planning.op_call import OpCall, Reads
+from vescale_dtensor._planning.plan import SeveralSpellingsError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
@@ -363,7 +366,21 @@ def _general_call(
         return compiled(*args, **kwargs)
     if any([operand._spec.has_known_total for operand in operands]):
         return _call_with_known_totals(func, args, kwargs, full_key, table)
-    return compile_call(func, args, kwargs, full_key, table)
+    try:
+        return compile_call(func, args, kwargs, full_key, table)
+    except SeveralSpellingsError:  # raised before anything is computed
+        table.store(full_key, partial(_call_on_one_mesh, func))
+        return _call_on_one_mesh(func, *args, **kwargs)
+
+
+def _call_on_one_mesh(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call whose operands are on several spellings of one mesh, with all of them on one."""
+    rule = rule_for(func, args, kwargs)
+    assert rule is not None
+    call = OpCall(func, args, kwargs, Reads.NOTHING)
+    # From the start again: on one mesh the call has other specs, hence another key.
+    moved, named = on_one_mesh(call, rule)
+    return torch_function(DTensor, func, (), tuple(moved), named)
 
 
 def _call_with_known_totals(

@@ -21,6 +21,7 @@ from vescale_dtensor._layout.layout import Layout, Order, Shape, bits
 from vescale_dtensor._layout.mesh import describe
 from vescale_dtensor._layout.placement_base import Placement, Sharded
 from vescale_dtensor._layout.placements import Replicate, Shard
+from vescale_dtensor._layout.spellings import axes_between
 from vescale_dtensor._planning import whole_sums
 from vescale_dtensor._planning.memory_order import result_orders
 from vescale_dtensor._planning.op_call import OpCall, Reads, is_strided, memory_order
@@ -110,8 +111,27 @@ class OpPlan:
         return f"{self.rule.name}: {inputs} -> {outputs}{moving}"
 
 
+class SeveralSpellingsError(Exception):
+    """Operands are on several spellings of one mesh, and a plan is of one: see `one_mesh`."""
+
+
+def require_one_spelling(call: OpCall) -> None:
+    """Refuse to plan a call whose operands are on several spellings of one mesh.
+
+    Raises:
+        SeveralSpellingsError: they are.
+        MeshError: as `mesh_of`.
+    """
+    mesh = mesh_of(call)
+    for operand in call.operands:
+        if isinstance(operand, DTensor):
+            found = operand._spec.layout.mesh
+            if found is not mesh and found != mesh:
+                raise SeveralSpellingsError
+
+
 def mesh_of(call: OpCall) -> DeviceMesh:
-    """The one mesh of a call's DTensors.
+    """The one mesh of a call's DTensors, as the first of them spells it.
 
     Raises:
         MeshError: they are on two meshes, or there are none, or this rank is outside of the mesh:
@@ -129,7 +149,7 @@ def mesh_of(call: OpCall) -> DeviceMesh:
                 )
             if mesh is None:
                 mesh = found
-            elif found is not mesh and found != mesh:
+            elif found is not mesh and axes_between(found, mesh) is None:
                 raise MeshError(
                     f"{function_name(call.func)}: operands on {describe(mesh)} and on "
                     f"{describe(found)}; bring them to one mesh first"

@@ -16,6 +16,7 @@ from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._layout.mesh import axis_names, describe
 from vescale_dtensor._layout.shard_geometry import check_fits
+from vescale_dtensor._layout.spellings import respelled
 from vescale_dtensor._redistribute.cross_mesh import RankMap, plan_cross_mesh, rank_map
 from vescale_dtensor._redistribute.lower import plan_steps
 from vescale_dtensor._redistribute.ownership import PlanContext
@@ -125,6 +126,12 @@ def plan_redistribution(
     mesh = source.mesh
     if ranks is None:
         steps = plan_steps(source.placements, target.placements, frame)
+    # Of two spellings of one mesh, on the one that both layouts have words on.
+    elif (here := respelled(target, mesh)) is not None:
+        steps = plan_steps(source.placements, here.placements, frame)
+    elif (there := respelled(source, target.mesh)) is not None:
+        frame, mesh = PlanContext(target.sizes, shape, target.coordinate, itemsize), target.mesh
+        steps = plan_steps(there.placements, target.placements, frame)
     else:
         passage = plan_cross_mesh(source.placements, target.placements, frame, target.sizes, ranks)
         steps = passage.steps

@@ -5,6 +5,9 @@ in them and step nothing, for ever, without an error.
 """
 
 import gc
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
@@ -20,11 +23,18 @@ def optimizers_of(model: Any) -> list[Optimizer]:
     """Return the living optimizers of the model's parameters, in an order all ranks share."""
     if not isinstance(model, nn.Module):
         return []
+    # As for most models, which are parallelized before their optimizer is made.
+    if not _is_held_elsewhere(model):
+        return []
     wanted = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-    if any(one.state for one in _living(wanted)):
+    found = _living(wanted)
+    if any(one.state for one in found):
         # States are compared over ranks, and an optimizer that was dropped may live on in a cycle
         # on some ranks only.
+        known = [weakref.ref(one) for one in found]
+        found.clear()
         gc.collect()
+        found = [one for one in (ref() for ref in known) if one is not None]
 
     # Not in the order of the collector, which lists objects by how many collections they have lived
     # through: two of one class would change places from rank to rank, and their states, which are
@@ -33,14 +43,43 @@ def optimizers_of(model: Any) -> list[Optimizer]:
         held = sorted(wanted[id(p)] for p in _parameters(one) if id(p) in wanted)
         return type(one).__qualname__, held
 
-    return sorted(_living(wanted), key=place)
+    return sorted(found, key=place)
+
+
+def _is_held_elsewhere(model: nn.Module) -> bool:
+    """Whether anything but its modules refers to a parameter, as an optimizer would."""
+    places = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    parameters = list(model.parameters())
+    # What is counted of an object that nothing but a list refers to, as these are counted below.
+    alone = next(map(sys.getrefcount, [object()]))
+    counts = map(sys.getrefcount, parameters)
+    return any(
+        count - alone > places[key] for count, key in zip(counts, map(id, parameters), strict=True)
+    )
 
 
 def _living(wanted: Container[int]) -> list[Optimizer]:
-    # Torch keeps no list of optimizers, and the garbage collector knows every object. By `type`:
-    # `isinstance` would ask `__class__` of every proxy in the process.
-    found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    # Torch keeps no list of optimizers. The garbage collector knows every object, millions, and
+    # finds in C those that refer to one of a few, as an instance does to its class. By `type`:
+    # `isinstance` would ask `__class__` of every proxy among them.
+    kinds = _subclasses(Optimizer)
+    found = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     return [one for one in found if any(id(p) in wanted for p in _parameters(one))]
+
+
+def _subclasses(kind: type) -> set[type]:
+    """A class and all that derive from it."""
+    found, rest = {kind}, [kind]
+    while rest:
+        new = set(type.__subclasses__(rest.pop())) - found
+        found |= new
+        rest += new
+    return found
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from vescale_dtensor._dispatch.dispatch import run_by_rule
 from vescale_dtensor._dispatch.execute import after_mutation, refuse_view_of_leaf
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._dispatch.overlapping import refuse_overlapping_copy
+from vescale_dtensor._dispatch.ways_back import is_part_at
 from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._ops.index.basic import basic
 from vescale_dtensor._ops.index.gather import dims_taken, spread_out
@@ -28,6 +29,8 @@ from vescale_dtensor._tensor.dtensor import DTensor
 def _assign(target: Tensor, index: Any, value: Any) -> None:
     items = index if isinstance(index, tuple) else (index,)
     if isinstance(target, DTensor):
+        if all(map(basic, items)) and is_part_at(value, target, index):
+            return
         if target._way_back is not None and write_through(
             torch.Tensor.__setitem__, (target, index, value), {}
         ):

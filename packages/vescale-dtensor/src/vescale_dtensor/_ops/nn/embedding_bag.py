@@ -14,10 +14,12 @@ from torch import Tensor
 
 from vescale_dtensor._dispatch.execute import execute
 from vescale_dtensor._dispatch.fallback import fallback
+from vescale_dtensor._dispatch.one_mesh import on_one_mesh
 from vescale_dtensor._dispatch.plan_cache import plan_for
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
 from vescale_dtensor._ops.nn.embedding import renormalise, unless_rows_sharded
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
+from vescale_dtensor._planning.plan import SeveralSpellingsError
 from vescale_dtensor._torch.opmath import opmath_dtype
 
 _ROWS, _FEATURES, _BAGS = "v", "d", "b"
@@ -152,7 +154,13 @@ def _bagged(
     }
     call = OpCall(F.embedding_bag, (input, weight), named, _RULE.reads)
     # `max_norm` changes the table, so the plan is made first: a fallback lets torch do both.
-    plan = None if sparse or input.is_floating_point() else plan_for(call, _RULE)
+    try:
+        plan = None if sparse or input.is_floating_point() else plan_for(call, _RULE)
+    except SeveralSpellingsError:
+        if max_norm is not None:
+            renormalise(weight, input, max_norm, norm_type)
+        args, rest = on_one_mesh(call, _RULE)
+        return _bagged(*args, **rest)
     if plan is None:
         named |= {"max_norm": max_norm, "norm_type": norm_type}
         return fallback(F.embedding_bag, (input, weight), named)

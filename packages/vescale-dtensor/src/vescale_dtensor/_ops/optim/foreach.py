@@ -20,7 +20,7 @@ from vescale_dtensor._dispatch.written_views import write_through
 from vescale_dtensor._fast_path.cache import REDUCES_GRADIENTS
 from vescale_dtensor._fast_path.foreach import local_lists, run_cached, store_specs
 from vescale_dtensor._planning import OpCall, Reads
-from vescale_dtensor._planning.plan import OpPlan, function_name
+from vescale_dtensor._planning.plan import OpPlan, SeveralSpellingsError, function_name
 from vescale_dtensor._tensor.copied_views import any_copies, check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap_as
 
@@ -200,7 +200,10 @@ def _plan(
     rule = rule_of(single)
     call = OpCall(single, element, named, rule.reads)
     has_wrapper = any(isinstance(o, DTensor) for o in call.operands)
-    return call, plan_for(call, rule) if has_wrapper else None
+    try:
+        return call, plan_for(call, rule) if has_wrapper else None
+    except SeveralSpellingsError:  # which the call of the element alone brings to one
+        return call, None
 
 
 def _element_by_element(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._autograd.prepared import one_mesh
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
@@ -78,7 +79,8 @@ def _moves_nothing(lists: Lists, kwargs: dict[str, Any]) -> bool:
             return False
         for other in others:
             if isinstance(other, DTensor):
-                if other._spec.layout.placements != parameter._spec.layout.placements:
+                layout, wanted = other._spec.layout, parameter._spec.layout
+                if layout.placements != wanted.placements or not one_mesh(layout, wanted):
                     return False
             # A count of steps. A plain state is that of the global parameter.
             elif type(other) is not Tensor or other.ndim:
