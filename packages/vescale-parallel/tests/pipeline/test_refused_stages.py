@@ -189,7 +189,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
         "the model failed on stage 1, outside of its blocks: IndexError",
     ),
     "calls a block twice": ({"through": again}, 4, "where 'blocks.2' is due"),
-    "too few rows": ({}, 1, "1 rows do not make 2 microbatches"),
+    "no rows": ({}, 0, "0 rows in args[0]"),
 }
 
 

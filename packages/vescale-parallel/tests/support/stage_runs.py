@@ -36,6 +36,12 @@ def batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def pieces_of(one: Tensor, parts: int) -> list[Tensor]:
+    """The rows of each microbatch."""
+    chunks = list(one.chunk(parts))
+    return chunks if len(chunks) == parts else [p for p in one.tensor_split(parts) if len(p)]
+
+
 def accumulate(
     model: Any,
     parts: int,
@@ -54,7 +60,7 @@ def accumulate(
     """
     given = [*args, *kwargs.values()]
     rows, total = len(given[0]), torch.zeros((), device=given[0].device)
-    for pieces in zip(*(one.split(-(-rows // parts)) for one in given), strict=True):
+    for pieces in zip(*(pieces_of(one, parts) for one in given), strict=True):
         named = dict(zip(kwargs, pieces[len(args) :], strict=True))
         found = model(*pieces[: len(args)], **named)
         loss = scale(getattr(found, "loss", found)) * (len(pieces[0]) / rows)
