@@ -93,6 +93,15 @@ def require_gradients(
             torch.testing.assert_close(whole(one.grad), other.grad, rtol=rtol, atol=atol, msg=name)
 
 
+def failures_of(call: Callable[[], object]) -> str:
+    """What a call raises, in words."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def staged(model: nn.Module, sizes: dict[str, int], **words: Any) -> Any:
     """The model in stages over a mesh of these sizes; `words` are the plan's of its pipeline."""
     return parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(pipeline=words))

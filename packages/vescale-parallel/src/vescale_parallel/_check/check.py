@@ -7,6 +7,7 @@ places at once, and one error per run would take one run each.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,10 @@ from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with
 
 
 def check_rules(
-    rules: Rules, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh
+    rules: Rules,
+    model: nn.Module,
+    mesh_shape: Mapping[str, int] | DeviceMesh,
+    inputs: Any = None,
 ) -> Report:
     """Return the rules resolved, or one `PlanError` that lists every problem."""
     sizes = mesh_sizes(mesh_shape)
@@ -57,7 +61,7 @@ def check_rules(
     )
     zero_problems += offload_problems
     regions, region_problems = _regions(rules, model)
-    split, split_problems = _split(rules, model, sizes)
+    split, split_problems = _split(rules, model, sizes, inputs)
     # Before problems are raised: stages may have some of their own, and all are told at once.
     if split is not None:
         split_problems += _twice_over(rules, parameters)
@@ -140,7 +144,7 @@ def _experts(
 
 
 def _split(
-    rules: Rules, model: nn.Module, sizes: Mapping[str, int]
+    rules: Rules, model: nn.Module, sizes: Mapping[str, int], inputs: Any
 ) -> tuple[Split | None, list[str]]:
     """Return the stages, if there are any, and what is wrong with them."""
     ranks = sizes.get(AXIS, 1)
@@ -153,7 +157,7 @@ def _split(
     if rules.checkpoint.budget is not None:
         problems.append("pipeline with a budget of activations: name blocks in checkpoint=.")
     try:
-        return split_model(rules.pipeline, model, ranks), problems
+        return split_model(rules.pipeline, model, ranks, inputs), problems
     except PlanError as error:
         return None, [*problems, str(error)]
 

@@ -187,24 +187,26 @@ class Plan:
             parse_experts(self.experts),
         )
 
-    def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
+    def check(
+        self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh, *, inputs: Any = None
+    ) -> Report:
         """Resolve the plan for a model and a mesh; needs no processes and reads only shapes.
 
         Args:
             model: may be on the meta device; of one that runs, the report has its static units.
             mesh_shape: a mesh, or its sizes by axis in mesh order, as `{"dp": 2, "tp": 2}`.
+            inputs: as for `parallelize`.
 
         Raises:
             PlanError: with every problem that was found, not only the first.
         """
-        report = check_rules(self._parsed(), model, mesh_shape)
+        report = check_rules(self._parsed(), model, mesh_shape, inputs)
         require_together(report, self.batch_is, self.deterministic)
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
-        report = replace(report, batch_is=self.batch_is, sequence=self.sequence)
         # Logical shards keep their gradients until the last of them: no reduction is behind it.
-        behind = report.behind if invariant is None else None
-        return replace(report, invariant=invariant, behind=behind)
+        changed = {} if invariant is None else {"behind": None, "invariant": invariant}
+        return replace(report, batch_is=self.batch_is, sequence=self.sequence, **changed)
 
     def explain(
         self,
@@ -212,12 +214,12 @@ class Plan:
         mesh_shape: Mapping[str, int] | DeviceMesh,
         *,
         form: Literal["table", "json", "svg"] = "table",
+        inputs: Any = None,
     ) -> str:
         """Print `check`: parameter, rule, layout, shapes, bytes; and return what was printed.
 
         Args:
-            model: as for `check`.
-            mesh_shape: as for `check`.
+            model, mesh_shape, inputs: as for `check`.
             form: a table, JSON for programs, or a picture of which coordinates hold which shards.
         """
         forms: dict[str, Callable[[Report], str]] = {
@@ -227,7 +229,7 @@ class Plan:
         }
         if form not in forms:
             raise PlanError(f"form {form!r}: a plan is explained as one of {list(forms)}.")
-        text = forms[form](self.check(model, mesh_shape))
+        text = forms[form](self.check(model, mesh_shape, inputs=inputs))
         print(text)
         return text
 
