@@ -94,7 +94,7 @@ class _Look(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, blocks: Sequence[str], around: Sequence[str], *, answer: bool
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._answer = answer
         self._model = _without_values(model)
         self._blocks: dict[str, None] = {}

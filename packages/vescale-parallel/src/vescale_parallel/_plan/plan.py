@@ -53,7 +53,7 @@ class Plan:
     A plan is data: it can be printed, compared, and stored as JSON. Rules are tried in the order
     they are written and the first match wins. The same plan runs on any mesh: what it says about
     an axis that the mesh does not have is left out, so `dp=4`, `tp=4` and one process share it. A
-    typing error in an axis is still found: an axis must be one of `axes`, or of the mesh.
+    typing error in an axis is still found: an axis must be usual, one of `axes`, or of the mesh.
 
     Attributes:
         parameters: glob over parameter names to layout, as `{"*.{q,k,v}.weight": "tp:0"}`. Axes
@@ -68,7 +68,7 @@ class Plan:
             batch and keeps its shard. Tensors without that dim stay replicated. None: leave alone.
         batch_is: "global": every rank passes the whole batch. "local": every rank passes its own
             rows, any number of them; the global batch is all of them in the order of the ranks.
-        axes: the axes the plan is written for, beyond those of the mesh at hand.
+        axes: names of axes, beside the usual ones, that rules may say and the mesh may lack.
         zero: what is sharded over the axis `over` besides: 0 nothing, 1 optimizer states, 2 and
             gradients, 3 and parameters. Or glob over parameter names to such a level, as
             `{"embed*": 1, "*": 3}`.
@@ -205,7 +205,7 @@ class Plan:
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
         # Logical shards keep their gradients until the last of them: no reduction is behind it.
-        changed = {} if invariant is None else {"behind": None, "invariant": invariant}
+        changed: Any = {} if invariant is None else {"behind": None, "invariant": invariant}
         return replace(report, batch_is=self.batch_is, sequence=self.sequence, **changed)
 
     def explain(
@@ -219,8 +219,10 @@ class Plan:
         """Print `check`: parameter, rule, layout, shapes, bytes; and return what was printed.
 
         Args:
-            model, mesh_shape, inputs: as for `check`.
+            model: as for `check`.
+            mesh_shape: as for `check`.
             form: a table, JSON for programs, or a picture of which coordinates hold which shards.
+            inputs: as for `check`.
         """
         forms: dict[str, Callable[[Report], str]] = {
             "table": str,
@@ -419,8 +421,7 @@ class Plan:
         changed = {
             one.name: value
             for one in fields(self)
-            # What `other` leaves at its default it does not say: a plan of rules alone leaves all
-            # else as it is.
+            # What `other` leaves at its default it does not say, as a plan of rules alone.
             if (value := getattr(other, one.name)) != default_of(one)
         }
         for name in {"parameters", "activations"} & set(changed):
