@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from vescale_comm import simulate
 from vescale_parallel import DisagreementError, Loader, Plan, PlanError, loader, parallelize
 from vescale_parallel import mesh as make_mesh
@@ -150,6 +159,84 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_on_other_ranks(own: bool):
         if own:
             assert together(rest, 1) == together(whole, 1)
         assert sum(len(one[2]) for one in rest) <= 21 - state["samples"] + 21 + world(after)
+
+
+class Halves(Sampler[int]):
+    """Draws by a sampler that it holds, and by a generator of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.inner = RandomSampler(range(size), generator=torch.Generator().manual_seed(1))
+        self.draws = [torch.Generator().manual_seed(2)]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[int]:
+        for one in self.inner:
+            yield one if torch.rand((), generator=self.draws[0]) < 0.5 else 0
+
+
+def weighted(size: int) -> Any:
+    generator = torch.Generator().manual_seed(4)
+    return WeightedRandomSampler(torch.arange(1.0, size + 1), size, generator=generator)
+
+
+SAMPLERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "weighted": lambda size: {"batch_size": 4, "sampler": weighted(size)},
+    "without replacement": lambda size: {
+        "batch_size": 4,
+        "sampler": SubsetRandomSampler(range(size), torch.Generator().manual_seed(6)),
+    },
+    "held": lambda size: {"batch_size": 4, "sampler": Halves(size)},
+    "batches": lambda size: {"batch_sampler": BatchSampler(weighted(size), 4, False)},
+    "with that of the loader": lambda size: {
+        "batch_size": 4,
+        "sampler": weighted(size),
+        "generator": torch.Generator().manual_seed(8),
+    },
+}
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_samplers_with_generators_of_their_own_go_on(kind: str, stop: int):
+    """In the epoch that is resumed, and in later ones; `stop` 0: between two epochs."""
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        whole = made({"dp": 2}, Rows(11), **SAMPLERS[kind](11))
+        epochs = [[seen(one) for one in whole] for _ in range(4)]
+        left = made({"dp": 2}, Rows(11), **SAMPLERS[kind](11))
+        list(left)
+        found = iter(left) if stop else iter(())
+        first = [seen(next(found)) for _ in range(stop)]
+        resumed = made({"dp": 2}, Rows(11), **SAMPLERS[kind](11))
+        list(resumed)
+        list(resumed)
+        resumed.load_state_dict(left.state_dict())
+        rest = [[seen(one) for one in resumed] for _ in range(3)]
+        assert [first + rest[0], *rest[1:]] == epochs[1:]
+        plain = DataLoader(Rows(11), **SAMPLERS[kind](11))
+        ours = [seen(one) for one in made({"dp": 1, "tp": 2}, Rows(11), **SAMPLERS[kind](11))]
+        assert ours == [seen(one) for one in plain]
+
+    simulate(2)(on_a_rank)
+
+
+def test_samplers_whose_generators_are_not_kept_are_told():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        sampler = Halves(5)
+        sampler.draws = random.Random(0)
+        reads = made({"dp": 2}, Rows(5), 2, sampler=sampler)
+        with pytest.raises(PlanError, match=r"the sampler draws by 'draws \(Random\)'"):
+            reads.state_dict()
+        saved = made({"dp": 2}, Rows(5), 2, sampler=Halves(5)).state_dict()
+        assert set(saved["samplers"]) == {"draws", "inner.generator"}
+        other = made({"dp": 2}, Rows(5), 2, sampler=weighted(5))
+        other.load_state_dict(saved)
+        with pytest.raises(PlanError, match="the sampler here has 'generator'"):
+            iter(other)
+
+    simulate(2)(on_a_rank)
 
 
 class Backwards:

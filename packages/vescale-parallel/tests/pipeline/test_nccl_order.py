@@ -24,7 +24,7 @@ from vescale_parallel._pipeline import messages
 from vescale_parallel._pipeline.finish import Trained, note_of
 from vescale_parallel._pipeline.measured import Stopwatch
 from vescale_parallel._pipeline.messages import Inbox, Lines, Message, lanes_of
-from vescale_parallel._pipeline.runner import Runner, forwards_only
+from vescale_parallel._pipeline.runner import Runner, first_microbatches, forwards_only
 from vescale_parallel._pipeline.used import Returned
 from vescale_parallel.schedules import SCHEDULES, Action, Schedule, make_schedule
 
@@ -176,8 +176,16 @@ def schedules(name: str) -> list[Schedule]:
     ]
 
 
+def short(schedule: Schedule) -> list[Schedule]:
+    """Of batches of fewer rows than it has microbatches."""
+    most = schedule.microbatches
+    counts = {1, 2, 3, most // 2, most - 1} & {*range(1, most)}
+    return [first_microbatches(schedule, count) for count in sorted(counts)]
+
+
 def steps(name: str) -> list[Schedule]:
-    return [one for each in schedules(name) for one in (each, forwards_only(each))]
+    every = [one for each in schedules(name) for one in (each, *short(each))]
+    return [one for each in every for one in (each, forwards_only(each))]
 
 
 @pytest.mark.parametrize("one_queue", [False, True])

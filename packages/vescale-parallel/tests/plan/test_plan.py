@@ -103,6 +103,17 @@ def test_unknown_axes_in_activations_and_batch():
     assert "no axis 'y'" in text
 
 
+def test_axes_add_to_the_usual_ones():
+    # As one that shards within machines and replicates between them: rules still say `tp`.
+    words = {"batch": "replica:0, dp:0", "zero": 3}
+    for axes in (("replica",), ("replica", "dp"), ()):
+        plan = Plan(parameters=GOOD).with_(**words, axes=axes)
+        plan.check(Tied(), {"replica": 2, "dp": 2})
+        plan.check(Tied(), {"replica": 2, "dp": 2, "tp": 2})
+    Plan(parameters=GOOD, axes=("replica",), **words).check(Tied(), MESH)
+    assert "no axis 'replica'" in problems(Plan(parameters=GOOD, **words))
+
+
 def test_sharding_a_dim_that_is_not_there():
     text = problems(Plan(parameters={"*": "tp:1"}))
     assert "parameter 'down.bias' has shape (4,)" in text

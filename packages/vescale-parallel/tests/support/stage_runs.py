@@ -36,6 +36,12 @@ def batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def pieces_of(one: Tensor, parts: int) -> list[Tensor]:
+    """The rows of each microbatch."""
+    chunks = list(one.chunk(parts))
+    return chunks if len(chunks) == parts else [p for p in one.tensor_split(parts) if len(p)]
+
+
 def accumulate(
     model: Any,
     parts: int,
@@ -54,7 +60,7 @@ def accumulate(
     """
     given = [*args, *kwargs.values()]
     rows, total = len(given[0]), torch.zeros((), device=given[0].device)
-    for pieces in zip(*(one.split(-(-rows // parts)) for one in given), strict=True):
+    for pieces in zip(*(pieces_of(one, parts) for one in given), strict=True):
         named = dict(zip(kwargs, pieces[len(args) :], strict=True))
         found = model(*pieces[: len(args)], **named)
         loss = scale(getattr(found, "loss", found)) * (len(pieces[0]) / rows)
@@ -85,6 +91,15 @@ def require_gradients(
         assert (one.grad is None) == (other.grad is None), name
         if other.grad is not None:
             torch.testing.assert_close(whole(one.grad), other.grad, rtol=rtol, atol=atol, msg=name)
+
+
+def failures_of(call: Callable[[], object]) -> str:
+    """What a call raises, in words."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 def staged(model: nn.Module, sizes: dict[str, int], **words: Any) -> Any:

@@ -1,6 +1,7 @@
 """`parallelize(model, mesh, plan)`: the same model object, distributed over a mesh."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,7 @@ def parallelize(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     static: bool = False,
+    inputs: Any = None,
 ) -> nn.Module:
     """Distribute a model over a mesh, in place, and return it.
 
@@ -80,6 +82,10 @@ def parallelize(
             of eager mode bit for bit: of each unit of `zero`, or of the model; where that cannot be
             recorded, of its repeated blocks; in stages, of the blocks of each. What cannot be
             recorded runs eagerly; `captured_units` says what does, and why.
+        inputs: of a model in stages, what a call of it is given: arguments by name, a tuple, or one
+            tensor. By a call without values it is found in which order the modules around the
+            blocks are used, and so on which stages they lie. None: by the model's `dummy_inputs`;
+            where it has none, or does not run on them, by the order in which it registers them.
 
     Raises:
         PlanError: on every rank, before anything is changed: the plan does not fit, or the model is
@@ -94,7 +100,7 @@ def parallelize(
     # First of all: they are found by the parameter objects that are about to be replaced.
     optimizers = optimizers_of(model)
     options = {"bucket_bytes": bucket_bytes, "static": static}
-    report = preflight(model, mesh, plan, options, optimizers)
+    report = preflight(model, mesh, plan, options, optimizers, inputs)
     where = _placements(mesh, report)
     _distribute_parameters(model, where, report, optimizers)
     here = of_stage(report, mesh)

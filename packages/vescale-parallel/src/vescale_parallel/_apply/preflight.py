@@ -41,10 +41,12 @@ def preflight(
     plan: Plan,
     options: dict[str, Any],
     optimizers: list[Optimizer],
+    inputs: Any = None,
 ) -> Report:
     """Return the plan resolved, if all ranks pass the same and it can be done; changes nothing.
 
-    `options`: the other arguments of `parallelize`, by name.
+    `options`: the other arguments of `parallelize`, by name, but for `inputs`: what follows from
+    these is compared.
 
     Raises:
         PlanError: on every rank: the plan does not fit, or the model cannot be distributed.
@@ -55,7 +57,7 @@ def preflight(
         BucketedReducer(options["bucket_bytes"])  # for its check only
         # Before the plan is resolved, which reads shapes that lazy parameters do not have.
         _require_plain(model)
-        report = plan.check(model, mesh)
+        report = plan.check(model, mesh, inputs=inputs)
         if plan.deterministic is not None and options.get("static"):
             _require_no_statistics(model)
         _require_fresh(model, mesh, on_host=any(row.offload for row in report.parameters))
@@ -64,8 +66,12 @@ def preflight(
         problem = error
     if report is not None and report.split is not None:
         # A file or a function of the user's: each rank has read or called its own.
-        digest = zlib.crc32(report.split.schedule.to_csv().encode())
-        options = {**options, "actions of the pipeline's schedule": f"digest {digest:08x}"}
+        found = {
+            "actions of the pipeline's schedule": report.split.schedule.to_csv(),
+            "stages of the pipeline": repr((report.split.stages, [*report.split.owners.items()])),
+        }
+        digests = {name: zlib.crc32(one.encode()) for name, one in found.items()}
+        options = options | {name: f"digest {one:08x}" for name, one in digests.items()}
     # The mesh first: it says which ranks the rest is compared among.
     _require_same_mesh(mesh)
     given = Given(model, mesh, plan, options, optimizers, problem)

@@ -7,6 +7,7 @@ places at once, and one error per run would take one run each.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_parallel._check.parsed_rules import Rules
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.resolve import RegionRow, regions_of
-from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.mesh import AXES, mesh_sizes
 from vescale_parallel._common.messages import count, did_you_mean, listed
 from vescale_parallel._errors import PlanError
 from vescale_parallel._experts.resolve import ExpertsRow, experts_rows, stack_layout, stacks_of
@@ -41,7 +42,10 @@ from vescale_parallel._zero.resolve import buffers_of, levels_of, notes_of, with
 
 
 def check_rules(
-    rules: Rules, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh
+    rules: Rules,
+    model: nn.Module,
+    mesh_shape: Mapping[str, int] | DeviceMesh,
+    inputs: Any = None,
 ) -> Report:
     """Return the rules resolved, or one `PlanError` that lists every problem."""
     sizes = mesh_sizes(mesh_shape)
@@ -55,9 +59,9 @@ def check_rules(
     parameters, zero_problems = _with_levels(
         rules, model, parameters, sizes, stacks_of(experts), offload
     )
-    zero_problems += offload_problems
+    zero_problems += offload_problems + _gathered_within(experts, parameters)
     regions, region_problems = _regions(rules, model)
-    split, split_problems = _split(rules, model, sizes)
+    split, split_problems = _split(rules, model, sizes, inputs)
     # Before problems are raised: stages may have some of their own, and all are told at once.
     if split is not None:
         split_problems += _twice_over(rules, parameters)
@@ -139,8 +143,23 @@ def _experts(
     return rows, dead or problems
 
 
+def _gathered_within(experts: Sequence[ExpertsRow], rows: Sequence[ParameterRow]) -> list[str]:
+    """Experts compute with all of their parameters at once, which one unit has to gather."""
+    problems = []
+    for one in experts:
+        inside = f"{one.module}." if one.module else ""
+        found = dict.fromkeys(r.unit for r in rows if r.zero and r.unit and r.unit != one.module)
+        within = [unit for unit in found if unit.startswith(inside)]
+        if within:
+            problems.append(
+                f"experts at '{one.module}' with zero: {listed(within)} inside would be gathered "
+                f"alone. Name units around the experts: units={(one.module,)!r}."
+            )
+    return problems
+
+
 def _split(
-    rules: Rules, model: nn.Module, sizes: Mapping[str, int]
+    rules: Rules, model: nn.Module, sizes: Mapping[str, int], inputs: Any
 ) -> tuple[Split | None, list[str]]:
     """Return the stages, if there are any, and what is wrong with them."""
     ranks = sizes.get(AXIS, 1)
@@ -153,7 +172,7 @@ def _split(
     if rules.checkpoint.budget is not None:
         problems.append("pipeline with a budget of activations: name blocks in checkpoint=.")
     try:
-        return split_model(rules.pipeline, model, ranks), problems
+        return split_model(rules.pipeline, model, ranks, inputs), problems
     except PlanError as error:
         return None, [*problems, str(error)]
 
@@ -202,10 +221,11 @@ def _with_stages(
 def _unknown_axes(rules: Rules, mesh_axes: list[str]) -> list[str]:
     # An axis that the plan is written for may be missing from the mesh at hand: one plan serves any
     # mesh. A name that is in neither list can only be a typing error.
-    known = list(dict.fromkeys([*mesh_axes, *rules.axes]))
+    written_for = list(dict.fromkeys([*AXES, *rules.axes]))
+    known = list(dict.fromkeys([*mesh_axes, *written_for]))
     return [
         f"{rule}: no axis '{axis}'.{did_you_mean(axis, known)} The mesh has {listed(mesh_axes)}, "
-        f"the plan is written for {listed(rules.axes)}."
+        f"the plan is written for {listed(written_for)}."
         for rule, axes in rules.axes_by_rule().items()
         for axis in axes
         if axis not in known

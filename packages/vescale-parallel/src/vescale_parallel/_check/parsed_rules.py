@@ -23,7 +23,7 @@ class Rules:
         parameters: glob over parameter names to layout, in the order that they are tried.
         activations: glob over module names to what happens at the module's boundary.
         batch: layout of the plain tensors that enter the root module, or None.
-        axes: axes that a rule may name beyond those of the mesh.
+        axes: axes that a rule may name beyond those of the mesh, and the usual ones.
         zero: what is sharded beyond the layouts, see `ZeroRules`.
         checkpoint: what is computed again in backward.
         pipeline: how the model is divided into stages.

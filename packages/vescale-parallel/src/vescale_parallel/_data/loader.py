@@ -30,6 +30,7 @@ from vescale_parallel._data.rows import (
     SkippingSampler,
     without_rows,
 )
+from vescale_parallel._data.samplers import SamplerGenerators
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._plan.plan import Plan
@@ -174,7 +175,11 @@ class Loader:
         self.inner, self.epoch = inner, 0
         self._dataset, self._mesh, self._plan, self._collate = dataset, mesh, plan, collate
         self._generator, self._rows, self._start = generator, rows, start
-        # Global samples that were passed on in this epoch, and the generator at its beginning.
+        sampler = getattr(rows, "batches", None) if start is None else start.sampler
+        self._drawn_by = SamplerGenerators(sampler, generator)
+        self._drawn_from: dict[str, torch.Tensor] = {}
+        # Global samples that were passed on in this epoch, and generators at its beginning: above
+        # those of samplers, here the one by which torch shuffles.
         self._samples = 0
         self._began: torch.Tensor | None = None
         self._seed = 0
@@ -201,16 +206,24 @@ class Loader:
         """Return where this loader is: alike on all ranks, and for any mesh.
 
         `samples` of the global order were passed on in this epoch, which began with `generator` in
-        that state (None between epochs where it is torch's own, which is not the loader's).
+        that state (None between epochs where it is torch's own, which is not the loader's), and
+        with generators of the sampler in the states `samplers`.
+
+        Raises:
+            PlanError: the sampler draws by a generator of its own that is not torch's.
         """
         if self._resumes is not None:  # loaded, and not gone on with yet
             return {**self._resumes, "epoch": self.epoch}
+        self._drawn_by.require_kept()
         own = None if self._generator is None else self._generator.get_state()
         state: dict[str, Any] = {
             "samples": self._samples,
             "epoch": self.epoch,
             "generator": self._began if self._began is not None else own,
         }
+        samplers = self._drawn_by.states() if self._began is None else self._drawn_from
+        if samplers:
+            state["samplers"] = samplers
         if self._rows is None and hasattr(self.inner, "state_dict"):
             state["stream"] = self.inner.state_dict()
         elif self._rows is None:
@@ -233,7 +246,8 @@ class Loader:
         """Pass on the batches of an epoch, or what is left of one that is resumed. Collective.
 
         Raises:
-            PlanError: on every rank: a stream is resumed with other options than it was saved with.
+            PlanError: on every rank: it is resumed with other options, or another sampler, than it
+                was saved with.
             DisagreementError: on every rank: ranks are at other places, or their generators are in
                 other states; at the end of the epoch: their samplers gave other samples.
         """
@@ -260,9 +274,12 @@ class Loader:
         is_here = samples or self._generator is not None
         if is_here and resumed is not None and resumed["generator"] is not None:
             own.set_state(resumed["generator"])
+        if resumed is not None:
+            self._drawn_by.put(resumed.get("samplers", {}))
         # Before the order is drawn: from here a resumed epoch draws the same order again, and skips
         # what was passed on.
         self._samples, self._began = samples, own.get_state()
+        self._drawn_from = self._drawn_by.states()
         # By the state and not drawn: more must not be drawn than on one device.
         self._seed = int.from_bytes(_digest(self._began)[:8], "little")
         # Before the first sample is read: ranks that would read other batches raise here, on all of
@@ -389,7 +406,8 @@ class Loader:
     def _begins(self) -> str:
         where = self._began
         assert where is not None
-        digest = _digest(where).hex()[:16]
+        states = [_digest(one) for one in (where, *self._drawn_from.values())]
+        digest = hashlib.sha256(b"".join(states)).hexdigest()[:16]
         size = len(self._dataset) if hasattr(self._dataset, "__len__") else "any"
         return (
             f"{type(self._dataset).__name__} of {size} samples, epoch {self.epoch}, after "

@@ -230,8 +230,9 @@ class Traffic(NamedTuple):
     senders: dict[Message, int]
 
 
-# By the schedule, of which a model has two or three: one for training, and its forwards.
-@lru_cache(maxsize=16)
+# By the schedule, of which a model has two or three, one for training and its forwards, and as many
+# for each number of microbatches of a smaller batch.
+@lru_cache(maxsize=64)
 def traffic_of(schedule: Schedule, own: int) -> Traffic:
     """Return what passes by a schedule; nobody may write to it."""
     found = Traffic({}, {}, {}, {})

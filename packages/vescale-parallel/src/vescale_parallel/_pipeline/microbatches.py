@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from vescale_dtensor import DTensor
 
-from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish import NewGradients
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import SCHEDULE
@@ -16,10 +15,9 @@ from vescale_parallel._zero.schedule import Schedule as Zero
 
 
 def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
-    """Return microbatches and their shares of the rows; the last may have fewer than the others.
+    """Return microbatches and their shares of the rows: fewer than `count` of fewer rows.
 
     Raises:
-        PipelineError: rows that do not make so many microbatches.
         ParallelError: tensors of different numbers of rows, or none.
     """
 
@@ -30,20 +28,19 @@ def divided(part: Part, count: int, dim: int) -> list[tuple[Part, float]]:
         return [(part, 1.0)]
     rows = part.rows(dim_of)
     sizes = sizes_of(rows, count)
-    if len(sizes) != count:
-        raise PipelineError(
-            f"forward_backward: {rows} rows do not make {count} microbatches: {sizes[0]} rows each "
-            f"make {len(sizes)}. Pass a batch of more rows, or plan fewer microbatches."
-        )
     parts = part.cut(dim_of, sizes)
     return [(one, length / rows) for one, length in zip(parts, sizes, strict=True)]
 
 
 def sizes_of(rows: int, count: int) -> list[int]:
-    """Return the rows of each microbatch; there are fewer than `count` if the rows do not do."""
-    # As `torch.chunk` divides: all but the last are equal.
+    """Return the rows of each microbatch; none is empty, so that fewer rows make as many parts."""
+    # As `torch.chunk` divides, all but the last equal, where that makes so many.
     size = -(-rows // count)
-    return [min(size, rows - start) for start in range(0, rows, size)]
+    if -(-rows // size) == count:
+        return [min(size, rows - start) for start in range(0, rows, size)]
+    # Else as `torch.tensor_split`: the first ones have a row more.
+    size, more = divmod(rows, count)
+    return [size + (at < more) for at in range(min(rows, count))]
 
 
 def drop_kept(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ from vescale_parallel._pipeline.described import as_strided_like, describe, loca
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.text import to_text
-from vescale_parallel._schedules.actions import Schedule
 
 
 class Evaluates(Protocol):
@@ -24,14 +23,6 @@ class Evaluates(Protocol):
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return what the model returns, on every rank. Collective."""
-
-
-def single_forward(schedule: Schedule) -> Schedule:
-    """The forwards of one microbatch, for the same places of stages."""
-    rows = tuple(
-        tuple(a for a in row if a.kind == "F" and not a.microbatch) for row in schedule.ranks
-    )
-    return schedule._replace(ranks=rows, microbatches=1)
 
 
 def require_no_cache(kwargs: Mapping[str, Any]) -> None:

@@ -419,3 +419,11 @@ def forwards_only(schedule: Schedule) -> Schedule:
     """The same schedule without its backwards."""
     rows = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.ranks)
     return schedule._replace(ranks=rows)
+
+
+def first_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """The same schedule of its first microbatches alone, for a batch that makes fewer."""
+    if count == schedule.microbatches:
+        return schedule
+    rows = tuple(tuple(a for a in row if a.microbatch < count) for row in schedule.ranks)
+    return schedule._replace(ranks=rows, microbatches=count)

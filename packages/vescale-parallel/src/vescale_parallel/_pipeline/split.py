@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from vescale_parallel._common.messages import count, listed, table
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import matches, nearest_names
 from vescale_parallel._pipeline.given import AUTO, schedule_for
+from vescale_parallel._pipeline.order import Use, order_of_use
 from vescale_parallel._pipeline.rules import PipelineRules
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._zero.resolve import BufferRow
@@ -21,7 +23,7 @@ class Split:
     """The stages of a model.
 
     Attributes:
-        stages: for each stage the names of its blocks, in the order of the model.
+        stages: for each stage the names of its blocks, in the order in which they run.
         ranks: for each stage the rank that has it, by its coordinate on the axis.
         stem: names of modules outside of the blocks that hold parameters, and are stood in for
             where those are not there.
@@ -30,6 +32,8 @@ class Split:
         buffers: with `zero`, the flat buffers of each rank's parameters.
         is_auto: whether another schedule for the same places may follow from what is measured.
         memory: bytes that a rank may keep then from forwards to backwards.
+        is_called: whether a forward's calls say where modules around the blocks lie, and not the
+            order in which these are registered.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -40,6 +44,7 @@ class Split:
     buffers: tuple[tuple[BufferRow, ...], ...] = ()
     is_auto: bool = False
     memory: float | None = None
+    is_called: bool = False
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -57,27 +62,33 @@ class Split:
         if self.is_auto:
             schedule += " (auto: chosen again by what the second step measures)"
         shared = f"{count(own[None], 'name')} of parameters on every stage"
+        known = "a forward calls them" if self.is_called else "they are registered"
         return (
-            table(["stage", "rank of pp", "blocks", "how many"], rows) + f"\n{schedule}, {shared}"
+            table(["stage", "rank of pp", "blocks", "how many"], rows)
+            + f"\n{schedule}, {shared}\nmodules around the blocks lie by the order in which {known}"
         )
 
 
-def split_model(rules: PipelineRules, model: nn.Module, ranks: int) -> Split:
+def split_model(rules: PipelineRules, model: nn.Module, ranks: int, inputs: Any = None) -> Split:
     """Return the stages of a model.
 
     Args:
         rules: what the plan says.
         model: on any device; only names, shapes and ties are read.
         ranks: extent of the axis.
+        inputs: what a call of the model is given, see `order_of_use`.
 
     Raises:
         PlanError: no blocks, fewer than stages, or globs that do not divide them.
     """
     modules = dict(model.named_modules())
-    blocks = _blocks(rules, model, modules)
+    registered = _blocks(rules, model, modules)
+    stem = _stem(modules, registered)
+    order = order_of_use(model, registered, list(stem), inputs)
+    blocks = order.blocks if len(order.blocks) == len(registered) else registered
+    stem |= order.uses
     schedule = schedule_for(rules.schedule, ranks, rules.microbatches, rules.chunks, len(blocks))
     places = schedule.stage_ranks
-    stem = _stem(modules, blocks)
     stages = (
         _by_globs(rules, blocks, len(places))
         if rules.by_stage
@@ -92,6 +103,7 @@ def split_model(rules: PipelineRules, model: nn.Module, ranks: int) -> Split:
         schedule,
         is_auto=rules.schedule == AUTO,
         memory=rules.memory,
+        is_called=bool(order.blocks),
     )
 
 
@@ -125,20 +137,19 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
-def _stem(modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> dict[str, str]:
-    """Names of leaf modules with parameters outside of the blocks: behind which block they are.
+def _stem(modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> dict[str, Use]:
+    """Names of leaf modules with parameters outside of the blocks, as they are registered.
 
-    None is behind "", before the first; a norm between the blocks of an encoder and those of a
-    decoder is with the last block before it.
+    A norm between the blocks of an encoder and those of a decoder is with the last block before it.
     """
     known = set(blocks)
-    behind, found = "", {}
+    behind, found = "", dict[str, Use]()
     for name, module in modules.items():
         behind = name if name in known else behind
         inside = name in known or any(up in known for up in _above(name))
         own = any(True for _ in module.parameters(recurse=False))
         if name and own and not inside and not any(True for _ in module.children()):
-            found[name] = behind
+            found[name] = Use((behind,))
     return found
 
 
@@ -164,7 +175,7 @@ def _by_cost(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     blocks: Sequence[str],
-    stem: Mapping[str, str],
+    stem: Mapping[str, Use],
     stages: int,
 ) -> tuple[tuple[str, ...], ...]:
     """Divide blocks so that the stage with most parameters has as few as can be.
@@ -184,8 +195,8 @@ def _by_cost(
     # By identity below: a head that is tied to another one behind the blocks counts once.
     behind = {
         n: p
-        for name, block in stem.items()
-        if block == blocks[-1]
+        for name, use in stem.items()
+        if blocks[-1] in use.behind
         for n, p in modules[name].named_parameters(prefix=name)
     }
     last = sum({id(p): p.numel() for p in behind.values()}.values())
@@ -230,11 +241,11 @@ def _owners(
     model: nn.Module,
     stages: Sequence[Sequence[str]],
     ranks: Sequence[int],
-    stem: Mapping[str, str],
+    stem: Mapping[str, Use],
 ) -> dict[str, int | None]:
-    place = {name: ranks[i] for i, stage in enumerate(stages) for name in stage}
-    # What stands before the first block ("") lies with the first stage.
-    place |= {name: place.get(block, ranks[0]) for name, block in stem.items()}
+    number = {name: i for i, stage in enumerate(stages) for name in stage}
+    place: dict[str, int | None] = {name: ranks[i] for name, i in number.items()}
+    place |= {name: _rank_of(use, number, ranks) for name, use in stem.items()}
     # By identity, since tied parameters have several names. One that is used on two ranks has no
     # owner: every rank stores it, and its gradients are summed over the axis.
     by_parameter: dict[int, set[int | None]] = {}
@@ -253,3 +264,13 @@ def _owners(
         key: found.pop() if len(found) == 1 else None for key, found in by_parameter.items()
     }
     return {name: one_owner[key] for name, key in names.items()}
+
+
+def _rank_of(use: Use, number: Mapping[str, int], ranks: Sequence[int]) -> int | None:
+    """The rank of a module outside of the blocks; None: every rank has it."""
+    # What stands before the first block ("") lies with the first stage.
+    used = {number.get(block, 0) for block in use.behind}
+    if use.is_taken and used != {len(ranks) - 1}:
+        return None
+    found = {ranks[stage] for stage in used}
+    return found.pop() if len(found) == 1 else None

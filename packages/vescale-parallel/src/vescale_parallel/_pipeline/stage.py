@@ -461,9 +461,9 @@ class StageForward:
         call = self.kind.calls.get(self._called.latest(name))
         if call is None or call.output is None:
             raise PipelineError(
-                f"'{name}' is on another stage, and stage {self.stage} needs it: modules before "
-                "the blocks of a model are on the first stage, those behind them on the last. Let "
-                f"every stage hold it: pipeline={{'everywhere': '{name}'}}."
+                f"'{name}' is on another stage, and stage {self.stage} needs it: it lies where it "
+                "is registered, or where a call by inputs= uses it. Pass parallelize(inputs=...), "
+                f"or let every stage hold it: pipeline={{'everywhere': '{name}'}}."
             )
         self._look_away_here()
         # As if it had run: what comes after it draws the numbers that one device draws there.

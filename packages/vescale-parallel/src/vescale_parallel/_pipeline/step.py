@@ -27,11 +27,17 @@ from vescale_parallel._pipeline.kinds import Kind, is_in_hook, is_lacking
 from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.microbatches import divided, drop_kept
-from vescale_parallel._pipeline.outputs import single_forward, telling, told_to_all
+from vescale_parallel._pipeline.outputs import telling, told_to_all
 from vescale_parallel._pipeline.refused_hooks import Hooked
 from vescale_parallel._pipeline.rehearsal import Rehearsal
 from vescale_parallel._pipeline.route import Routes
-from vescale_parallel._pipeline.runner import Microbatch, Runner, forwards_only, writes_of
+from vescale_parallel._pipeline.runner import (
+    Microbatch,
+    Runner,
+    first_microbatches,
+    forwards_only,
+    writes_of,
+)
 from vescale_parallel._pipeline.same_calls import HooksChanged, SameCalls, drawn_from, plain_of
 from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
@@ -93,7 +99,7 @@ class StagedStep:
 
     @property
     def microbatches(self) -> int:
-        """How many a batch is divided into."""
+        """How many a batch is divided into, if it has the rows."""
         return self._scene.split.schedule.microbatches
 
     def forward_backward(self, part: Part) -> Tensor:
@@ -103,8 +109,8 @@ class StagedStep:
         bit, whatever the schedule. Under `torch.no_grad()` only the forward runs. Collective.
 
         Raises:
-            PipelineError: on every rank: the batch cannot be divided, the model cannot run in
-                stages as it is, or a rank failed: its own error there, elsewhere one that names it.
+            PipelineError: on every rank: the model cannot run in stages as it is, or a rank failed:
+                its own error there, elsewhere one that names it.
         """
         walked, count = self._walker.walk(), self.microbatches
         microbatches, agreed = self._prepared(part, count, walked, may_begin=True)
@@ -127,7 +133,8 @@ class StagedStep:
         trains = torch.is_grad_enabled()
         # Evaluations have no backwards to wait for, but go through the same stages in the same
         # order.
-        schedule = self._schedule if trains else forwards_only(self._schedule)
+        schedule = first_microbatches(self._schedule, len(microbatches))
+        schedule = schedule if trains else forwards_only(schedule)
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
         # In the order of the model, which is that of the numbers in the message.
         trained = walked.trained() if trains else Trained([], [])
@@ -151,7 +158,7 @@ class StagedStep:
         if watch is not None:
             memory = scene.split.memory
             self._schedule = choose_schedule(
-                schedule, watch, scene, self._lines, memory, self._mesh
+                self._schedule, watch, scene, self._lines, memory, self._mesh
             )
         return total
 
@@ -195,7 +202,7 @@ class StagedStep:
             microbatches, _ = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
             # A rehearsal calls the loss as well: its output holds placeholders.
             outputs.clear()  # of a rehearsal
-            self._run(single_forward(self._schedule), microbatches)
+            self._run(forwards_only(first_microbatches(self._schedule, 1)), microbatches)
             self._hooks = self._walker.hooks()
         finally:
             # Otherwise the next step would run without the hooks of the model.

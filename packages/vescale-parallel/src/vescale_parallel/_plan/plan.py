@@ -54,7 +54,7 @@ class Plan:
     A plan is data: it can be printed, compared, and stored as JSON. Rules are tried in the order
     they are written and the first match wins. The same plan runs on any mesh: what it says about
     an axis that the mesh does not have is left out, so `dp=4`, `tp=4` and one process share it. A
-    typing error in an axis is still found: an axis must be one of `axes`, or of the mesh.
+    typing error in an axis is still found: an axis must be usual, one of `axes`, or of the mesh.
 
     Attributes:
         parameters: glob over parameter names to layout, as `{"*.{q,k,v}.weight": "tp:0"}`. Axes
@@ -69,7 +69,7 @@ class Plan:
             batch and keeps its shard. Tensors without that dim stay replicated. None: leave alone.
         batch_is: "global": every rank passes the whole batch. "local": every rank passes its own
             rows, any number of them; the global batch is all of them in the order of the ranks.
-        axes: the axes the plan is written for, beyond those of the mesh at hand.
+        axes: names of axes, beside the usual ones, that rules may say and the mesh may lack.
         zero: what is sharded over the axis `over` besides: 0 nothing, 1 optimizer states, 2 and
             gradients, 3 and parameters. Or glob over parameter names to such a level, as
             `{"embed*": 1, "*": 3}`.
@@ -188,24 +188,26 @@ class Plan:
             parse_experts(self.experts),
         )
 
-    def check(self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh) -> Report:
+    def check(
+        self, model: nn.Module, mesh_shape: Mapping[str, int] | DeviceMesh, *, inputs: Any = None
+    ) -> Report:
         """Resolve the plan for a model and a mesh; needs no processes and reads only shapes.
 
         Args:
             model: may be on the meta device; of one that runs, the report has its static units.
             mesh_shape: a mesh, or its sizes by axis in mesh order, as `{"dp": 2, "tp": 2}`.
+            inputs: as for `parallelize`.
 
         Raises:
             PlanError: with every problem that was found, not only the first.
         """
-        report = check_rules(self._parsed(), model, mesh_shape)
+        report = check_rules(self._parsed(), model, mesh_shape, inputs)
         require_together(report, self.batch_is, self.deterministic)
         words = InvariantWords(self.deterministic, self.shards, self.batch_is)
         invariant = resolve_invariant(words, model, report)
-        report = replace(report, batch_is=self.batch_is, sequence=self.sequence)
         # Logical shards keep their gradients until the last of them: no reduction is behind it.
-        behind = report.behind if invariant is None else None
-        return replace(report, invariant=invariant, behind=behind)
+        changed: Any = {} if invariant is None else {"behind": None, "invariant": invariant}
+        return replace(report, batch_is=self.batch_is, sequence=self.sequence, **changed)
 
     def explain(
         self,
@@ -213,6 +215,7 @@ class Plan:
         mesh_shape: Mapping[str, int] | DeviceMesh,
         *,
         form: Literal["table", "json", "svg"] = "table",
+        inputs: Any = None,
     ) -> str:
         """Print `check`: parameter, rule, layout, shapes, bytes; and return what was printed.
 
@@ -220,6 +223,7 @@ class Plan:
             model: as for `check`.
             mesh_shape: as for `check`.
             form: a table, JSON for programs, or a picture of which coordinates hold which shards.
+            inputs: as for `check`.
         """
         forms: dict[str, Callable[[Report], str]] = {
             "table": str,
@@ -228,7 +232,7 @@ class Plan:
         }
         if form not in forms:
             raise PlanError(f"form {form!r}: a plan is explained as one of {list(forms)}.")
-        text = forms[form](self.check(model, mesh_shape))
+        text = forms[form](self.check(model, mesh_shape, inputs=inputs))
         print(text)
         return text
 
@@ -418,8 +422,7 @@ class Plan:
         changed = {
             one.name: value
             for one in fields(self)
-            # What `other` leaves at its default it does not say: a plan of rules alone leaves all
-            # else as it is.
+            # What `other` leaves at its default it does not say, as a plan of rules alone.
             if (value := getattr(other, one.name)) != default_of(one)
         }
         for name in {"parameters", "activations"} & set(changed):

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._pipeline.microbatches import sizes_of
 from vescale_parallel._step.forward_backward import STEP, forward_backward
 from vescale_parallel.integrations._states import (
     PlanFor,
@@ -108,28 +107,6 @@ class ParallelTrainer:
         """Make a model anew, and parallelise it."""
         base: Any = super()
         return self._made_parallel(base.call_model_init(trial))
-
-    def get_train_dataloader(self) -> Any:
-        """Return the loader, whose last batch makes microbatches as well.
-
-        Raises:
-            ParallelError: it has too few rows: said before the first step, and not at the last.
-        """
-        base: Any = super()
-        loader = base.get_train_dataloader()
-        count = getattr(getattr(self.model, STEP, None), "microbatches", 1)
-        rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else 0
-        args, (full, rest) = self.args, divmod(rows, self._train_batch_size)
-        ends_before = 0 < args.max_steps * args.gradient_accumulation_steps <= full
-        is_left_out = not rest or ends_before or args.dataloader_drop_last
-        if not is_left_out and len(sizes_of(rest, count)) != count:
-            raise ParallelError(
-                f"{type(self).__name__}: the last batch of an epoch of {rows} rows has {rest}, "
-                f"which do not make the plan's {count} microbatches. Leave it out by "
-                "TrainingArguments(dataloader_drop_last=True), or choose another "
-                "per_device_train_batch_size, or fewer microbatches."
-            )
-        return loader
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward on a batch: in parts, where the plan asks for them."""
