@@ -54,7 +54,8 @@ def _built(module: str, function: str) -> nn.Module:
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    # A name that begins with a dot is relative, to nothing: TypeError.
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise PlanError(f"MODEL '{module}:{function}' cannot be imported: {error}") from error
     finally:
         sys.path.remove("")
@@ -88,6 +89,6 @@ def read_plan(path: Path) -> Plan:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"plan '{path}' cannot be read: {error}") from error
     return Plan.from_json(text) if path.suffix == ".json" else Plan.from_toml(text)

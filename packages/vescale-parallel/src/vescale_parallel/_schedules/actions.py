@@ -100,9 +100,12 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     left out: it follows from the computations.
 
     Raises:
-        PlanError: a field is no action, or a stage is on two ranks or on none.
+        PlanError: the text is no CSV, a field is no action, or a stage is on two ranks or on none.
     """
-    rows = list(csv.reader(io.StringIO(text)))
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:  # a field without an end, a carriage return alone
+        raise PlanError(f"schedule {name}: {error}.") from error
     # Empty rows at the end are blank lines, and not ranks.
     while rows and not any(field.strip() for field in rows[-1]):
         rows.pop()
