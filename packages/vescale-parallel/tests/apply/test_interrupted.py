@@ -72,6 +72,8 @@ def test_attention_is_computed_as_before():
         model = parallelize(make(), make_mesh(device_type="cpu", dp=2), plan)
         interrupted(model, "forward", lambda: model(*batch(0)))
         assert attention_way() == "auto"
+        in_a_block_by_itself(model)
+        assert attention_way() == "auto"
 
     simulate(2).run(on_a_rank)
 

@@ -64,6 +64,12 @@ def test_what_is_priced_is_what_attention_sends(heads: int, keys: int, way: str)
     assert simulate(4).run(step) == [(priced.sent, priced.collectives)] * 4
 
 
+def test_many_heads_take_no_longer():
+    most = 10**12
+    attention = Attention(tokens=most, heads=most, kv_heads=1, head_dim=1)
+    assert attention_ways(attention, most, LINK)[0].lacks is None
+
+
 def test_the_table_says_which_way_is_taken(capsys: pytest.CaptureFixture[str]):
     assert main(CONTEXT) == 0
     lines = capsys.readouterr().out.splitlines()[2:]

@@ -121,6 +121,12 @@ def test_flops_are_six_for_each_multiplied_element_and_token():
     again = cost_of({"dp": 1, "tp": 1}, recompute=True)
     assert again.flops == flops
     assert again.compute > cost_of({"dp": 1, "tp": 1}).compute
+    # A region that is all there is keeps its input as well, and saves nothing.
+    alone = nn.Module()
+    alone.blocks = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+    products = 8 * 8 * TOKENS * 8 / (CLUSTERS["h100"].flops * CLUSTERS["h100"].efficiency)
+    again = Plan().check(alone, {"dp": 1}).cost(TOKENS, precision=FLOAT32, recompute=True)
+    assert again.compute == pytest.approx(products)
 
 
 def test_tied_weights_are_held_once_and_multiplied_all_the_same():

@@ -110,6 +110,9 @@ def trained(rank, world_size, sizes):
     plain = whole.graph_module
     layers = graph.schedule(plain, buckets=["head", ["blocks.*", "norm"], "embed"], link=LINK)
     auto = graph.schedule(plain, memory_bytes=1 << 30)
+    # Of what costs nothing a bucket is as large as all, or as small as can be.
+    free = graph.Link(latency=1e-6, bandwidth=float("inf"))
+    assert len(graph.schedule(plain, link=free).buckets) <= len(auto.buckets)
     runs = [plain, layers.graph_module, auto.graph_module]
     if sizes["tp"] == 1:
         plan = memory.plan(auto.graph_module, solver="rules", seconds=0)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
-from vescale_parallel import Plan, forward_backward, parallelize
+from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
+from vescale_parallel._step.forward_backward import STEP
 
 
 class Fails(torch.autograd.Function):
@@ -150,3 +151,53 @@ def test_parameters_that_came_later_are_dropped_as_well(rank: int, world_size: i
     with pytest.raises(ValueError, match="not today"):
         forward_backward(model, torch.randn(12, 3))
     assert all(one.grad is None for one in model.parameters())
+
+
+class Interrupted:
+    """The `when`-th wait of a model for a message is interrupted behind it, as by Ctrl-C."""
+
+    def __init__(self, model: nn.Module, when: int) -> None:
+        lines = getattr(model, STEP)._lines
+        self.left, self._start = when, lines.start_recv
+        lines.start_recv = self
+
+    def __call__(self, *args: Any) -> Any:
+        coming, interrupted = self._start(*args), self
+
+        class Coming:
+            def wait(self) -> Any:
+                found = coming.wait()
+                interrupted.left -= 1
+                if not interrupted.left:
+                    raise KeyboardInterrupt
+                return found
+
+            def drop(self) -> None:
+                coming.drop()
+
+        return Coming()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "halves", "stages of two"])
+def test_an_interrupt_while_a_rank_waits_for_another(name: str):
+    sizes, options = MESHES[name]
+    batch = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+
+    def on_a_rank(rank: int, world_size: int, when: int, failing: int) -> str:
+        torch.manual_seed(0)
+        model = Model()
+        parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(**options))
+        loss = forward_backward(model, batch)
+        model.zero_grad()
+        if rank == failing:
+            Interrupted(model, when)
+        with pytest.raises((KeyboardInterrupt, PipelineError)) as raised:
+            forward_backward(model, batch)
+        assert all(one.grad is None for one in model.parameters())
+        assert forward_backward(model, batch) == loss
+        return repr(raised.value)
+
+    count = torch.Size(sizes.values()).numel()
+    for failing, when in ((0, 1), (0, 2), (count - 1, 1), (count - 1, 2)):
+        told = simulate(count)(on_a_rank, when, failing)
+        assert all("KeyboardInterrupt" in one for one in told), told

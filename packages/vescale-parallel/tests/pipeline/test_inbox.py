@@ -30,6 +30,8 @@ class Lines:
                 lines.received.append((source, specs[0]))
                 return specs
 
+            drop = wait
+
         return Started()
 
 

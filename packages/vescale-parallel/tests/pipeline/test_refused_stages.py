@@ -209,15 +209,24 @@ def test_every_rank_hears_what_is_wrong(case: str):
         assert words in told, told
 
 
-def test_what_came_late_is_named():
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("where", [(0, 1), (1,)])
+def test_what_came_late_is_named(where: tuple[int, ...], steps: int):
     def on_a_rank(rank: int, world_size: int) -> str:
+        torch.manual_seed(0)
         model = Model()
         staged(model, {"pp": 2}, **PIPELINE)
-        model.head = nn.Linear(4, 1)
+        for _ in range(steps):
+            forward_backward(model, torch.ones(4, 3))
+        if rank in where:
+            model.head = nn.Linear(4, 1)
         return failures_of(lambda: forward_backward(model, torch.ones(4, 3)))
 
+    words = "'head.weight', 'head.bias' came after parallelize"
+    if where == (1,):
+        words = "came after parallelize': not there on rank 0; 'head.weight', 'head.bias' on rank 1"
     for told in simulate(2)(on_a_rank):
-        assert "'head.weight', 'head.bias' came after parallelize" in told
+        assert words in told, told
 
 
 def test_ranks_that_call_it_otherwise_are_told():

@@ -238,6 +238,10 @@ def test_the_best_that_fits_is_taken():
         for t in schedules.compare_schedules(4, 2).values()
         if isinstance(t, schedules.Timeline)
     )
+    # Whatever the unit of times.
+    for unit in (1e-12, 1e12):
+        found = schedules.best_schedule(4, 8, times=StageTimes(unit, unit, unit)).schedule
+        assert found == schedules.best_schedule(4, 8).schedule
     tight = schedules.best_schedule(
         4, 16, times=StageTimes(kept=2.0, kept_for_weights=2.0), memory=8.0
     )
@@ -405,6 +409,8 @@ def test_one_wrong_number_makes_no_table_of_its_size():
             schedules.from_csv(f"0F0,0B0,0F{number},0B{number}\n1F0,1B0")
     with pytest.raises(PlanError, match="stage 0 has nothing for microbatch 1;"):
         check_schedule(schedules.from_csv("0F0,0B0,0F5,0B5\n1F0,1B0"))
+    with pytest.raises(PlanError, match="stage 0 has nothing for microbatch 1;"):
+        simulate_schedule(schedules.from_csv("0F0,0B0,0F5,0B5\n1F0,1B0"))
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
@@ -453,6 +459,8 @@ def test_what_is_no_schedule_is_refused():
         ("0F0,0B0,1000000000F0,1000000000B0", "no rank has stage 1"),
         (f"0F{'9' * 5000}", "is no action"),
         ("", "no rank has stage 0"),
+        ("0F0\r0B0", "schedule csv: new-line"),
+        (f'"{"x" * 200_000}"', "schedule csv: field larger"),
     ):
         with pytest.raises(PlanError, match=words):
             schedules.from_csv(text)

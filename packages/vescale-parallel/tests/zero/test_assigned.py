@@ -99,3 +99,27 @@ def test_data_of_a_gradient_that_no_sync_keeps(change: Callable[[nn.Parameter], 
 
         for found in simulate(2).run(on_a_rank):
             torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_one_rank_reads_alone():
+    """By `detach()`: what is handed out by itself is gathered at each use, which ranks share."""
+
+    def run(model: nn.Module, reads: bool) -> list[float]:
+        adam = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            adam.zero_grad()
+            model(*batch(step)).backward()
+            adam.step()
+            if reads:
+                for one in model.parameters():
+                    one.detach().to_local().norm()  # type: ignore[operator]
+        return values(model)
+
+    expected = torch.tensor(run(make(), False))
+    for level in range(1, 4):
+
+        def on_a_rank(rank: int, world_size: int, level: int = level) -> list[float]:
+            return run(distributed(make(), f"zero{level}"), rank == 0)
+
+        for found in simulate(2).run(on_a_rank):
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,12 +24,16 @@ def install_attention(model: nn.Module, way: AttentionWay) -> Within | None:
     if way == "auto":
         return None
     within = Within(way)
-    for module in model.modules():
-        if module is model or next(module.children(), None) is not None:
-            module.register_forward_pre_hook(within.enter)
-            # Also where forward raises, or what follows would run in this way.
-            module.register_forward_hook(within.leave, always_call=True)
+    for module in _surrounded(model).values():
+        module.register_forward_pre_hook(within.enter)
+        # Also where forward raises, or what follows would run in this way.
+        module.register_forward_hook(within.leave, always_call=True)
     return within
+
+
+def _surrounded(model: nn.Module) -> dict[str, nn.Module]:
+    named = model.named_modules()
+    return {n: m for n, m in named if m is model or next(m.children(), None) is not None}
 
 
 class Within(Unpickled):
@@ -50,10 +56,9 @@ class Within(Unpickled):
             while self._leave_last() is not module:
                 pass
 
-    def leave_all(self) -> None:
-        """The forward of the model was interrupted."""
-        while self._open:
-            self._leave_last()
+    def ends(self, model: nn.Module) -> dict[str, Callable[[], Any]]:
+        """For modules, by name, what is to be called where their forward is interrupted."""
+        return {n: partial(self.leave, m, (), None) for n, m in _surrounded(model).items()}
 
     def _leave_last(self) -> nn.Module:
         module, stack = self._open.pop()

@@ -46,7 +46,6 @@ from vescale_parallel._step.distribute_batch import BATCH
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.host import HOST
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
-from vescale_parallel._zero.units import ROOT
 
 
 def parallelize(
@@ -255,8 +254,9 @@ def _install_ends(model: nn.Module, within: Within | None) -> None:
     ends: dict[str, list[Callable[[], None]]] = {}
     if isinstance(schedule, Schedule):
         ends = {name: [end] for name, end in schedule.ends().items()}
-    if within is not None:
-        ends.setdefault(ROOT, []).append(within.leave_all)
+    own = {} if within is None else within.ends(model)
+    for name, end in own.items():
+        ends.setdefault(name, []).append(end)
     for name, calls in ends.items():
         let_end(model.get_submodule(name), calls)
 

@@ -1,8 +1,10 @@
 """What can be asked on the command line, and what `--help` teaches."""
 
 import argparse
+import math
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -42,6 +44,9 @@ links and the efficiency that is assumed for it (vescale_parallel.cost.CLUSTERS)
 Exit status: 0 where it fits, 1 where it does not, 2 where the plan or the question is wrong.
 """
 
+MOST_RANKS: Final = 1 << 20
+"""Of a mesh: shards of all of them are compared."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
@@ -49,10 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         return status
-    # Our own errors say what to do in a line. Any other is a bug, and its traceback is what is
-    # needed.
+    # Our own errors say what to do in a line.
     except ParallelError as error:
         print(error, file=sys.stderr)
+        return 2
+    # Of any other, of a model that cannot be built or ours, the traceback is what is needed; and
+    # not the status by which Python would end, which says that a plan does not fit.
+    except Exception:
+        traceback.print_exc()
         return 2
 
 
@@ -136,6 +145,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         if found is None or found[1] in sizes:
             raise MeshError(f"--mesh {text!r}: write sizes by axis, each once, as dp=64,tp=8.")
         sizes[found[1]] = int(found[2])
+    if math.prod(sizes.values()) > MOST_RANKS:
+        raise MeshError(f"--mesh {text!r}: up to {MOST_RANKS:,} ranks are looked at.")
     return sizes
 
 

@@ -75,7 +75,8 @@ def named_graph(name: str) -> tuple[Any, Any]:
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    # A name that begins with a dot is relative, to nothing: TypeError.
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise MemoryPlanError(f"GRAPH '{name}' cannot be imported: {error}") from error
     finally:
         sys.path.remove("")

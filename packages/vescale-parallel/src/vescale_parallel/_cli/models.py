@@ -65,7 +65,8 @@ def _built(module: str, function: str) -> nn.Module:
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    # A name that begins with a dot is relative, to nothing: TypeError.
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise PlanError(f"MODEL '{module}:{function}' cannot be imported: {error}") from error
     finally:
         sys.path.remove("")

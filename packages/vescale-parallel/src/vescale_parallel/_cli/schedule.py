@@ -31,8 +31,11 @@ narrow for a letter an action, a letter stands for more. SVG opens in a browser,
 CSV is what torch's pipelining reads.
 """
 
-# Stages, microbatches, chunks, and all three multiplied.
+# Microbatches, chunks, and both multiplied with stages.
 _MOST: Final = 65_536
+
+# Stages: what is written for a V of ranks takes ever longer with them, for one microbatch too.
+_MOST_STAGES: Final = 512
 
 # Ranks of which pictures are printed.
 _MOST_ROWS: Final = 16
@@ -49,7 +52,7 @@ def add_schedule_command(commands: Any) -> None:
     add = parser.add_argument
     add(
         "--stages",
-        type=whole(most=_MOST),
+        type=whole(most=_MOST_STAGES),
         required=True,
         metavar="N",
         help="number of pipeline ranks",

@@ -8,7 +8,7 @@ for: its products are tiles in plain torch, and those of the others are torch's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,7 +104,7 @@ def _exchange(attention: Attention, ranks: int, link: Link) -> Way:
         why = f"{ranks} ranks do not divide {heads} heads"
         return Way(EXCHANGE, 0.0, 0, 0.0, 0.0, lacks=why)
     # Keys and values of fewer heads are repeated until ranks divide them: as few times as will do.
-    repeats = next(n for n in _divisors(heads // keys) if not keys * n % ranks)
+    repeats = ranks // math.gcd(keys, ranks)
     # Query and result, keys and values; and the gradient of each.
     moved = [attention.bytes_of(count) / ranks for count in (heads, heads, keys * repeats)]
     moved.append(moved[-1])
@@ -134,7 +134,3 @@ def _ring(attention: Attention, ranks: int, link: Link, *, may_be: bool) -> Way:
 
 def _sent(size: float, ranks: int) -> float:
     return size * (ranks - 1) / ranks
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (n for n in range(1, number + 1) if not number % n)

@@ -190,8 +190,9 @@ def estimate(
     # What is not kept is written and read once more.
     everything = replace(work, recompute=False, regions={})
     dropped = activation_bytes(pieces, tokens, tp, precision, everything)
-    # `memory` has the activations of one microbatch at a time.
-    dropped -= memory.activations * work.turns
+    # `memory` has the activations of one microbatch at a time. Nothing is dropped of one region,
+    # whose inputs are kept beside all that is in it.
+    dropped = max(dropped - memory.activations * work.turns, 0.0)
     compute = flops / (cluster.flops * cluster.efficiency) + 2 * dropped / cluster.memory_bandwidth
     level = max((one.zero for one in pieces), default=0)
     return Cost(

@@ -1,8 +1,9 @@
 """Numbers that a graph takes at each call, as tensors: a compiler would compile anew for each one.
 
 Learning rates and corrections of optimizers are such. Operators take a tensor of no dims in place
-of a number of Python, or what was multiplied by it. AdamW's update keeps its bits; what is scaled
-by `alpha=`, as SGD's update and decay of gradients are, may round otherwise, as compiled code does.
+of a number of Python, or what was multiplied by it. AdamW's update of float32 keeps its bits; what
+is scaled by `alpha=`, as SGD's update and decay of gradients are, and products of narrower dtypes
+may round otherwise, as compiled code does.
 """
 
 from __future__ import annotations
@@ -112,18 +113,30 @@ def _way(user: fx.Node, number: fx.Node) -> Callable[[_Maker, fx.Node, fx.Node],
 
 def _lerp(make: _Maker, user: fx.Node, number: fx.Node) -> None:
     start, end, _ = user.args
-    like = start.meta["val"]  # type: ignore[union-attr]
-    how = {"dtype": like.dtype, "device": like.device, "non_blocking": True}
     user.target = _LERPS[user.target]
-    user.args = (start, end, make(user, aten._to_copy.default, number, **how))
+    user.args = (start, end, _as_of(make, user, number, start.meta["val"]))  # type: ignore[union-attr]
 
 
 def _other(make: _Maker, user: fx.Node, number: fx.Node) -> None:
-    """It takes a tensor as it is."""
+    user.args = (user.args[0], _beside(make, user, number, user.args[0]))
 
 
 def _factor(make: _Maker, user: fx.Node, number: fx.Node) -> None:
     first, second, *rest = user.args
     kwargs = {name: value for name, value in user.kwargs.items() if value is not number}
-    user.args = (first, make(user, aten.mul.Tensor, second, number), *rest)
+    factor = _beside(make, user, number, second)
+    user.args = (first, make(user, aten.mul.Tensor, second, factor), *rest)
     user.kwargs = kwargs
+
+
+def _beside(make: _Maker, user: fx.Node, number: fx.Node, other: Any) -> fx.Node:
+    """The number as an operator takes it beside another tensor."""
+    value = other.meta["val"]
+    # Of two tensors without dims the wider dtype is taken; of a number it never is.
+    return number if value.ndim else _as_of(make, user, number, value)
+
+
+def _as_of(make: _Maker, user: fx.Node, number: fx.Node, like: Any) -> fx.Node:
+    dtype = like.dtype.to_real()
+    how = {"dtype": dtype, "device": like.device, "non_blocking": True}
+    return make(user, aten._to_copy.default, number, **how)

@@ -279,11 +279,11 @@ def _buckets(
         raise GraphError(f"buckets={wanted!r}: 'auto', a list of modules or globs, or None")
     members = {one.members for one in known.entries}
     most = sum(one.bytes for one in known.entries)
-    caps = {n: min(most, _saturating(link, n) if link else cap_bytes) for n in members}
+    caps = {n: int(min(most, _saturating(link, n) if link else cap_bytes)) for n in members}
     return planned.by_size(known, order, caps, exact=exact)
 
 
-def _saturating(link: Link, members: int) -> int:
+def _saturating(link: Link, members: int) -> float:
     """Bytes of a collective of which latency takes a tenth of the time."""
     if members < 2:
         # One rank sends nothing: any size will do.
@@ -291,7 +291,9 @@ def _saturating(link: Link, members: int) -> int:
     # Time of a ring: latency + bytes * (n - 1) / n / bandwidth. Solved for the bytes at which the
     # first is `_SHARE` of the whole.
     latency = link.steps(members) * link.latency
-    return max(1, int(latency * (1 / _SHARE - 1) * link.bandwidth * members / (members - 1)))
+    if not latency:
+        return 1  # also where bandwidth is infinite
+    return max(1.0, latency * (1 / _SHARE - 1) * link.bandwidth * members / (members - 1))
 
 
 def _highest(peak: int) -> int:

@@ -62,20 +62,31 @@ def message_into(action: Any, stages: int) -> tuple[Message | None, Message | No
     return needs, gives
 
 
-class Coming(NamedTuple):
+class Coming:
     """Tensors on their way to this rank.
 
-    Attributes:
+    Args:
         handles: one for each.
         specs: what they are like.
     """
 
-    handles: list[Any]
-    specs: Sequence[TensorSpec]
+    def __init__(self, handles: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        self._handles, self._specs = deque(handles), specs
 
     def wait(self) -> list[Tensor]:
         """Return them, once they are here."""
-        return _in_order([one.wait() for one in self.handles], self.specs)
+        return _in_order(self._waited(), self._specs)
+
+    def drop(self) -> None:
+        """Let them come, also where a `wait` was interrupted amid them."""
+        self._waited()
+
+    def _waited(self) -> list[Tensor]:
+        found = []
+        while self._handles:
+            # Each handle once: one whose wait was interrupted has ended with it.
+            found.append(self._handles.popleft().wait())
+        return found
 
 
 def _in_order(flats: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -308,7 +319,7 @@ class Inbox:
         if sender is None:
             return
         while message in [one for one, _ in self._coming[sender]]:
-            self._keep_next(sender)
+            self._drop_next(sender)
         self._kept.pop(message, None)
 
     def _keep_next(self, sender: int) -> None:
@@ -323,15 +334,24 @@ class Inbox:
         """Receive and drop what is still to come, so that no sender waits for this rank."""
         for sender, coming in self._coming.items():
             while coming:
-                self._next(sender)
+                self._drop_next(sender)
         self._kept.clear()
 
     def _next(self, sender: int) -> list[Tensor]:
         """Wait for the next message of a sender, and start to receive the one behind it."""
-        self._coming[sender].popleft()
-        found = self._started.pop(sender).wait()
-        self._start(sender)
+        found = self._started[sender].wait()
+        self._go_on(sender)
         return found
+
+    def _drop_next(self, sender: int) -> None:
+        self._started[sender].drop()
+        self._go_on(sender)
+
+    def _go_on(self, sender: int) -> None:
+        # Only now: a message whose wait was interrupted is still to come.
+        self._coming[sender].popleft()
+        del self._started[sender]
+        self._start(sender)
 
     def _start(self, sender: int) -> None:
         coming = self._coming[sender]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._common.agreement import everyone
+from vescale_parallel._common.messages import listed
 from vescale_parallel._pipeline.collected import hides_hooks
 from vescale_parallel._pipeline.finish import (
     EarlierGradients,
@@ -239,9 +240,12 @@ class StagedStep:
         if torch.is_grad_enabled():
             # Of a parameter that only some ranks have set to None others would have a sum.
             setting["parameters with gradients"] = walked.gradients()
+        if walked.late:
+            setting["parameters that came after parallelize"] = listed(walked.late)
         agreed = self._same.start(part, modes, setting, has_new=has_new)
         # While the others tell. What is wrong with this call is said once they are heard.
-        begins = may_begin and self._may_begin and not any(hooked) and not has_new
+        refused = any(hooked) or bool(walked.late)
+        begins = may_begin and self._may_begin and not refused and not has_new
         known = self._known(part, count, modes) if begins else None
         if known is not None:
             return self._placed(*known), agreed
@@ -249,6 +253,7 @@ class StagedStep:
             agreed()
         except HooksChanged:
             self._forget_kinds()
+        walked.refuse_late()
         hooked.refuse()
         return self._learned(part, count, modes, start), None
 

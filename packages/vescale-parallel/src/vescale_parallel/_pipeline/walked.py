@@ -39,6 +39,7 @@ class Walked(NamedTuple):
         is_compiled: whether torch.compile runs the model, or a module of it.
         form: stands for the names and types of the modules.
         drops: which modules of torch for dropout draw, as far as that is up to `p`.
+        late: names of parameters that came after a model was divided; not in `named`.
     """
 
     training: tuple[bool, ...]
@@ -48,6 +49,20 @@ class Walked(NamedTuple):
     is_compiled: bool = False
     form: int = 0
     drops: tuple[bool, ...] = ()
+    late: tuple[str, ...] = ()
+
+    def refuse_late(self) -> None:
+        """Refuse parameters that came late. Of ranks that have compared them: all have the same.
+
+        Raises:
+            PipelineError: no stage is known to be theirs.
+        """
+        if self.late:
+            raise PipelineError(
+                f"{listed(self.late)} came after parallelize: no stage is known for them. Replace "
+                "modules and parameters before parallelize, or write values into those that are "
+                "there: p.copy_(values) under torch.no_grad()."
+            )
 
     def trained(self) -> Trained:
         """The parameters that get gradients."""
@@ -106,7 +121,7 @@ class Walker:
         stored = _stored_beside(model)
         if found is None or stored or not found.is_current():
             found = _Tree.of(model, stored)
-            _require_known(found.named, self._known)
+            found.put_aside(self._known)
             # What is stored elsewhere is not what modules hold, by which the next step looks.
             self._found = None if stored else found
         modules = self._modules = found.modules
@@ -120,17 +135,7 @@ class Walker:
             found.form,
             # Elsewhere all is kept, or none, and nothing drawn.
             tuple([0 < one.p < 1 for one in found.dropouts]),
-        )
-
-
-def _require_known(named: Mapping[str, Tensor], known: Container[str]) -> None:
-    """Refuse parameters that came after a model was divided: no stage is known to be theirs."""
-    late = [n for n, one in named.items() if n not in known or not isinstance(one, DTensor)]
-    if late:
-        raise PipelineError(
-            f"{listed(late)} came after parallelize: no stage is known for them. Replace "
-            "modules and parameters before parallelize, or write values into those that are there: "
-            "p.copy_(values) under torch.no_grad()."
+            found.late,
         )
 
 
@@ -146,6 +151,7 @@ class _Tree:
         form: stands for their names and types: one that has taken another's place may draw, and
             pass on, other things.
         dropouts: those of torch.
+        late: names of parameters of which it is not known where they are.
     """
 
     def __init__(self, modules: list[nn.Module], named: dict[str, nn.Parameter]) -> None:
@@ -158,6 +164,7 @@ class _Tree:
         names = [(type(one).__qualname__, *one._modules) for one in modules]
         self.form = zlib.crc32(repr(names).encode())
         self.dropouts: list[Any] = [one for one in modules if isinstance(one, _DROPOUTS)]
+        self.late: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, stored: Mapping[tuple[int, str], Any]) -> _Tree:
@@ -181,6 +188,13 @@ class _Tree:
             below = reversed(module._modules.items())
             left += [(f"{prefix}{n}.", m) for n, m in below if m is not None]
         return cls(modules, named)
+
+    def put_aside(self, known: Container[str]) -> None:
+        """Leave parameters out that came after a model was divided."""
+        late = [n for n, p in self.named.items() if n not in known or not isinstance(p, DTensor)]
+        self.late = tuple(late)
+        for name in late:
+            del self.named[name]
 
     def is_current(self) -> bool:
         """Whether all modules hold what they held."""

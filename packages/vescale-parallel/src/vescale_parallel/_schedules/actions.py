@@ -100,7 +100,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     left out: it follows from the computations.
 
     Raises:
-        PlanError: a field is no action, or a stage is on two ranks or on none.
+        PlanError: the text is no CSV, a field is no action, or a stage is on two ranks or on none.
     """
     try:
         rows = list(csv.reader(io.StringIO(text)))

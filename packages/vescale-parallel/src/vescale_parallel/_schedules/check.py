@@ -34,7 +34,7 @@ def check_schedule(schedule: Schedule, *, buffers: int | None = None) -> None:
     """
     # First: tables of results have a place for each stage and microbatch, and one wrong number in a
     # file can make them larger than memory.
-    _require_enough(schedule)
+    require_enough(schedule, 2)
     columns = columns_of(schedule)
     _check_actions(schedule, columns)
     for _ in in_order(schedule, needs_of(schedule, columns)):
@@ -95,13 +95,17 @@ def columns_of(schedule: Schedule) -> Columns:
     return Columns(codes, stages, microbatches, ranks, np.cumsum(lengths, dtype=np.int64))
 
 
-def _require_enough(schedule: Schedule) -> None:
-    """Refuse a schedule with fewer actions than two for each stage and microbatch."""
-    if sum(map(len, schedule.ranks)) >= 2 * schedule.stages * schedule.microbatches:
+def require_enough(schedule: Schedule, least: int) -> None:
+    """Refuse a schedule with fewer actions than that for each stage and microbatch.
+
+    Raises:
+        PlanError: with the first stage and microbatch that has fewer.
+    """
+    if sum(map(len, schedule.ranks)) >= least * schedule.stages * schedule.microbatches:
         return
     had = Counter(action[1:] for row in schedule.ranks for action in map(action_of, row))
     pairs = ((s, m) for s in range(schedule.stages) for m in range(schedule.microbatches))
-    raise _not_once(schedule, *next(pair for pair in pairs if had[pair] < 2))
+    raise _not_once(schedule, *next(pair for pair in pairs if had[pair] < least))
 
 
 def _not_once(schedule: Schedule, stage: int, microbatch: int) -> PlanError:

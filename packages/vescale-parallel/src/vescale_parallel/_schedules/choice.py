@@ -149,5 +149,9 @@ def best_schedule(
             f"{memory:g}: {least.schedule.name} keeps least, {least.peak:g}. Make microbatches "
             "smaller, or compute blocks again in backward."
         )
-    # Rounded: sums of equal times in another order differ in their last bits.
-    return min(fitting, key=lambda t: (round(t.seconds, 9), round(t.peak, 9), t.messages))
+    return min(fitting, key=lambda t: (_rounded(t.seconds), _rounded(t.peak), t.messages))
+
+
+def _rounded(value: float) -> float:
+    """To nine digits, in any unit: sums of equal times in another order differ in their last."""
+    return float(f"{value:.9g}")

@@ -19,6 +19,7 @@ from vescale_parallel._schedules.check import (
     columns_of,
     in_order,
     needs_of,
+    require_enough,
     results_of,
 )
 
@@ -157,14 +158,16 @@ def simulate_schedule(
         send: how long a message is under way; ranks compute meanwhile.
 
     Raises:
-        PlanError: there are not as many times as stages, ranks wait for each other, or `send` is
-            negative or no number.
+        PlanError: there are not as many times as stages, ranks wait for each other, a microbatch is
+            left out, or `send` is negative or no number.
     """
     require_amount(f"schedule {schedule.name}: send", send)
     stages = schedule.stages
     each = (times,) * stages if isinstance(times, StageTimes) else tuple(times)
     if len(each) != stages:
         raise PlanError(f"schedule {schedule.name}: {len(each)} times for {stages} stages.")
+    # Forwards alone are run on paper, too; tables have a place for each stage and microbatch.
+    require_enough(schedule, 1)
     columns = columns_of(schedule)
     needs = needs_of(schedule, columns)
     # What is under way from another rank, for each action.

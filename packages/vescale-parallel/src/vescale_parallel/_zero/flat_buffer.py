@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.stored_shard import StoredShard
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unrecorded import unrecorded
+
+_HANDED_OUT: Final = (
+    " (at each use, since p.to_local() or p.data was taken; on one rank alone take p.detach())"
+)
 
 Reduction = tuple[Any, set[int], Tensor | None]
 """One that is under way: its handle, whose gradients are in it, and memory to use again."""
@@ -197,7 +201,9 @@ class FlatBuffer:
 
     def begin(self) -> Tensor:
         """Tell the ranks that a gather begins, and return what this one sends."""
-        self.told.record(self._events["gathers"])
+        # Ranks that differ in that gather at other times: who is told of it is told why.
+        why = _HANDED_OUT if self.is_written_unseen else ""
+        self.told.record(self._events["gathers"] + why)
         # First of all: what is sent is the shard, and not the parameters.
         self._ensure()
         # Where a write came from outside of the version counter, it is gathered at each use.
