@@ -61,6 +61,14 @@ FOUND = {
     "a part that is no output of several": ((2,), (4, 4), "[Shard(1)]", WANTED, [
         "x1 = (x0 * 1).tensor_split(2, -1)[1]", "x1.relu_()", "x2 = (x0 * 1).hsplit(2)[0]",
         "x2.mul_(2)"]),
+    "a replicated leaf whose diagonal is written": ((2,), (2, 4), "[Replicate()]", WANTED, [
+        "x0.fill_diagonal_(0.5)"]),
+    "a write reads its memory in another shape": ((2,), (1, 7), "[Shard(1)]", PLAIN, [
+        "x1 = x0[:, :6:2]", "x2 = x1[None]", "x2.add_(x1)", "x2.add_(x1)"]),
+    "a diagonal becomes its own view": ((4,), (4, 1, 7), "[Shard(2)]", PLAIN, [
+        "x1 = x0.diagonal(2, -2, -1)", "x1.unsqueeze_(0)", "x1.relu_()", "x1.squeeze_()"]),
+    "a matrix becomes its own view beside its diagonal": ((2,), (4, 4), "[Shard(0)]", PLAIN, [
+        "x1 = x0.diagonal(1)", "x0.t_()", "x1.add_(100)"]),
     "a scalar is assigned to itself": ((2,), (), "[Replicate()]", PLAIN, ["x0[..., None] = x0"]),
 }  # fmt: skip
 
