@@ -22,8 +22,9 @@ from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, OpCall, Signature, Strategy
+from vescale_dtensor._planning.memory_order import alone
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
-from vescale_dtensor._torch.compat import any_autocast, no_torch_function
+from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.overridable import overridable
 
 Kernel = Callable[[LocalContext, Any, Any], Any]
@@ -107,8 +108,8 @@ def is_refused(call: OpCall) -> bool:
             [torch.ones(extents, dtype=dtype, device=at) for extents, dtype, at in kinds]
         )
         refused = False
-        # Hidden from function modes: the question is no part of the program that a mode records.
-        with warnings.catch_warnings(), torch.no_grad(), no_torch_function():
+        # Hidden from modes: the question is no part of the program that one records or counts.
+        with warnings.catch_warnings(), torch.no_grad(), alone():
             warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
             try:
                 call.func(*args, **kwargs)
