@@ -364,3 +364,52 @@ def silent():
 def test_what_every_kind_of_schema_writes_arrives(silent):
     assert len(SIGNATURES) > 70
     simulate(2)(_writes_arrive)
+
+
+SQUARE = torch.arange(1.0, 17.0).view(4, 4) / 17
+TWO = torch.tensor([0, 1])
+GIVEN = (
+    (), (0.5,), (1,), (0, 1), (SQUARE,), (SQUARE, SQUARE), (1.0, 2.0), (SQUARE > 0.5, 1.0),
+    (0, TWO, 1.0), (0, TWO, SQUARE[:2]), (TWO, TWO.float()), (torch.tensor(0), torch.tensor(1.0)),
+    (0, torch.zeros(4, 4).long(), 1.0), (SQUARE, SQUARE, 0.5),
+)  # fmt: skip
+# They change what a tensor is; and of real numbers the last is the tensor itself.
+NO_WRITES = "share_memory_ requires_grad_ rename_ detach_ set_ resize_ resize_as_ conj_physical_"
+
+
+def _raised(x, name, args):
+    try:
+        getattr(x, name)(*args)
+    except (RuntimeError, TypeError, IndexError) as error:
+        return error
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, simulated=True)
+def test_a_leaf_is_written_to_where_one_device_does(silent):
+    logging.disable(logging.WARNING)
+    mesh, wrong, count = device_mesh((2,)), [], 0
+    names = [n for n in dir(torch.Tensor) if n.endswith("_") and not n.startswith("_")]
+    for name in names:
+        for args in GIVEN if name not in NO_WRITES.split() else ():
+            if _raised(SQUARE.clone(), name, args):
+                continue
+            leaf = SQUARE.clone().requires_grad_()
+            expected, count = _raised(leaf, name, args), count + 1
+            for placements in ([Replicate()], [Shard(0)]):
+                x = _placed(SQUARE, mesh, placements).requires_grad_()
+                found = _raised(x, name, args)
+                if bool(found) != bool(expected) or not torch.equal(x.full_tensor(), leaf):
+                    wrong.append((name, args, placements, str(expected), str(found)))
+    assert count > 150
+    assert not wrong
+
+
+@on_ranks(2, simulated=True)
+def test_draws_by_probabilities_of_their_own_forget_what_was_there(rank, world_size):
+    mesh = device_mesh((world_size,))
+    for placements in ([Replicate()], [Shard(1)]):
+        x = _placed(SQUARE, mesh, placements).requires_grad_()
+        (x * 2).bernoulli_(_placed(SQUARE, mesh, placements)).sum().backward()
+        assert not x.grad.full_tensor().any()

@@ -157,6 +157,7 @@ def fed(x, operand):
     if line.shape[0] < count:
         line = torch.cat([line] * -(-count // max(1, line.shape[0])))
     shaped = line[:count].reshape(operand.shape)
+    shaped = shaped if operand.grad else shaped.detach()
     if operand.kind == "b":
         return shaped > 0
     if operand.kind == "i":
@@ -273,8 +274,8 @@ class _Drawing:
     def _level(self):
         """How far the derivatives of a program are numbers that rounding does not decide."""
         wanted = self.chosen.choice(LEVELS[1:]) if self.wants else LEVELS[0]
-        # Not after writes to views of leaves, to which ranks may have nothing: docs/limits.md.
-        if any("no_grad" in line for line in self.lines):
+        # Not after writes to views of which ranks may have nothing: docs/limits.md.
+        if any("no_grad" in line or "fill_diagonal_" in line for line in self.lines):
             wanted = min(wanted, LEVELS[1], key=LEVELS.index)
         found = []
         for side, leaves in zip(self.sides, self.leaves, strict=True):

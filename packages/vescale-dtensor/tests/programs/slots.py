@@ -25,7 +25,13 @@ from vescale_dtensor import (
 DTYPES = ("torch.float32", "torch.float64", "torch.int64", "torch.int32", "torch.bool",
           "torch.uint8", "torch.bfloat16", "torch.float16")  # fmt: skip
 # Cases that say what torch refuses, or whose result is no number of this program's.
-NAMES = sorted(name for name, op in CASES.items() if not (op.refuses or op.data))
+# Torch's second derivative of `_weight_norm` takes the norm for a constant; whether a matrix is
+# singular, rounding decides.
+_OTHERS = "composed25 composed26 composed27 composed28 composed36 solved_least5"
+NAMES = sorted(
+    name for name, op in CASES.items()
+    if not (op.refuses or op.data or name in _OTHERS.split())
+)  # fmt: skip
 
 
 class Unfilled(Exception):

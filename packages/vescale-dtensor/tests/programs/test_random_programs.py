@@ -61,6 +61,26 @@ FOUND = {
     "a part that is no output of several": ((2,), (4, 4), "[Shard(1)]", WANTED, [
         "x1 = (x0 * 1).tensor_split(2, -1)[1]", "x1.relu_()", "x2 = (x0 * 1).hsplit(2)[0]",
         "x2.mul_(2)"]),
+    "a replicated leaf whose diagonal is written": ((2,), (2, 4), "[Replicate()]", WANTED, [
+        "x0.fill_diagonal_(0.5)"]),
+    "a write reads its memory in another shape": ((2,), (1, 7), "[Shard(1)]", PLAIN, [
+        "x1 = x0[:, :6:2]", "x2 = x1[None]", "x2.add_(x1)", "x2.add_(x1)"]),
+    "a diagonal becomes its own view": ((4,), (4, 1, 7), "[Shard(2)]", PLAIN, [
+        "x1 = x0.diagonal(2, -2, -1)", "x1.unsqueeze_(0)", "x1.relu_()", "x1.squeeze_()"]),
+    "a matrix becomes its own view beside its diagonal": ((2,), (4, 4), "[Shard(0)]", PLAIN, [
+        "x1 = x0.diagonal(1)", "x0.t_()", "x1.add_(100)"]),
+    "a diagonal of the first dims": ((2,), (3, 4, 4), "[Shard(2)]", WANTED, [
+        "x1 = x0.diagonal(1, 1, -3)", "x2 = x1 * 2", "x3 = F.normalize(x1, dim=-2)"]),
+    "some ranks look nothing up": ((2,), (7, 4), "[Shard(0)]", WANTED, [
+        "x1 = (x0.detach()[:1, :1] * 0).long()", "x2 = F.embedding(x1, x0)",
+        "x3 = F.embedding(x1, to(x0, [Replicate()]))"]),
+    "a product of bools": ((2,), (1, 4), "[Shard(0)]", PLAIN, [
+        "x1 = x0 > 0", "x2 = x1 @ x1.mT", "x3 = torch.einsum('ik,jk->ij', x1, x1)",
+        "x4 = F.l1_loss(x0.long(), x0.long())"]),
+    "what is among others lies row by row": ((2,), (3, 5), "[Shard(0)]", PLAIN, [
+        "x1 = torch.isin(x0.mT, x0)"]),
+    "a leaf is negated without a derivative": ((2,), (3, 4), "[Partial()]", WANTED, [
+        "x0.logical_not_()"]),
     "a scalar is assigned to itself": ((2,), (), "[Replicate()]", PLAIN, ["x0[..., None] = x0"]),
 }  # fmt: skip
 

@@ -167,6 +167,22 @@ def test_samples_have_their_weights():
     assert shares[2] == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "unit"), [(torch.float32, 1e-42), (torch.float64, 5e-323), (torch.float16, 1e-6)]
+)
+def test_tiny_weights_are_weights(dtype, unit):
+    weights = torch.tensor([[0.0, 4.0, 0.0, 8.0]], dtype=torch.float64).mul(unit).to(dtype)
+    drawn = _portable.winners(weights, Multinomial(4_000, True), whole((1, 4)), KEY)[0]
+    shares = torch.bincount(drawn, minlength=4) / 4_000
+    assert not shares[::2].any()
+    # Beyond float64, even times are not told apart.
+    assert dtype is torch.float64 or (shares[1] - 1 / 3).abs() < 5 / 4_000**0.5
+    row = torch.tensor([[1.0, 0.0, unit, 0.0]], dtype=dtype)
+    assert _portable.winners(
+        row, Multinomial(2, False), whole((1, 4)), KEY
+    ).sort().values.tolist() == [[0, 2]]
+
+
 def test_a_row_of_one_dim_is_the_first_row():
     weights = torch.rand(6, generator=torch.Generator().manual_seed(1))
     with use("portable"):

@@ -18,7 +18,7 @@ from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.observers import notify_plan
-from vescale_dtensor._dispatch.overlapping import refuse_overlapping
+from vescale_dtensor._dispatch.overlapping import is_overlap, read_apart, refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
 from vescale_dtensor._dispatch.ways_back import note_ways_back
 from vescale_dtensor._layout.layout import Layout, Shape
@@ -68,14 +68,13 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         # In-place ops get the local tensor itself: autograd would record a write to an alias on
         # the alias alone, and the local tensor would keep its old history.
         locals_[target] = local_of(call.operands[target])
-    # `OpCall` found the operands from left to right at any depth; they go back in that order.
-    args, kwargs = call.replaced(locals_)
-    local = plan.strategy.local
-    result = (
-        call.func(*args, **kwargs)
-        if local is None
-        else local(LocalContext(call, plan), args, kwargs)
-    )
+    try:
+        result = _called(plan, call, locals_)
+    except RuntimeError as error:
+        if target is None or not is_overlap(error):
+            raise
+        read_apart(call, target, locals_, error)
+        result = _called(plan, call, locals_)
     # The wrapper that was written to, not a second one of the same memory, as in torch.
     if target is not None:
         return after_mutation(call.operands[target])
@@ -92,6 +91,16 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         set_view_strides(wrapped, call)
         _track_gradient_views(call.operands[0], wrapped)
     return wrapped
+
+
+def _called(plan: OpPlan, call: OpCall, locals_: list[Tensor]) -> Any:
+    """The local results."""
+    # `OpCall` found the operands from left to right at any depth; they go back in that order.
+    args, kwargs = call.replaced(locals_)
+    local = plan.strategy.local
+    if local is None:
+        return call.func(*args, **kwargs)
+    return local(LocalContext(call, plan), args, kwargs)
 
 
 def _redistributed_operands(plan: OpPlan, call: OpCall) -> list[DTensor]:
@@ -263,6 +272,20 @@ def refuse_view_of_leaf(target: Tensor) -> None:
             f"a view of a leaf that requires grad is being used in an in-place operation: "
             f"{target!r}. Write to it under no_grad, or to a clone."
         )
+
+
+def refuse_leaf(target: Tensor) -> None:
+    """Refuse a recorded write to a leaf that requires grad, where torch would see an alias of it.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    if isinstance(target, DTensor) and torch.is_grad_enabled() and target._view_copy_of is None:
+        local = target._local_tensor
+        if local.is_leaf and local.requires_grad:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
 
 
 def local_of(operand: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import MethodDescriptorType
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._autograd.local_order import expanded_again, in_memory_order
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed, replicated
-from vescale_dtensor._dispatch.execute import after_mutation, rebuild_like, refuse_view_of_leaf
+from vescale_dtensor._dispatch.execute import (
+    after_mutation,
+    rebuild_like,
+    refuse_leaf,
+    refuse_view_of_leaf,
+)
 from vescale_dtensor._dispatch.observers import notify_fallback
 from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
 from vescale_dtensor._dispatch.plain_operands import replicated_operand
@@ -74,6 +80,8 @@ def run_replicated(call: OpCall) -> Any:
         # Before it runs: an operand that is replicated already is passed itself, not as a copy.
         check_writable(call.operands[index], function_name(call.func))
         refuse_view_of_leaf(call.operands[index])
+        if isinstance(call.func, MethodDescriptorType):  # other functions may not be recorded
+            refuse_leaf(call.operands[index])
         # Of `x[0] = …` the part counts: torch looks at that, in memory that lies as on one device.
         if call.func is not torch.Tensor.__setitem__:
             refuse_overlapping(call.operands[index], call.func, len(call.operands))

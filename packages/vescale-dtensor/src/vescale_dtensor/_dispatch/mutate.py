@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from vescale_dtensor._autograd.local_use import local_for_use
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation, local_of, refuse_view_of_leaf
@@ -56,8 +58,12 @@ def mutate_via_copy(call: OpCall, index: int, layout: Layout) -> Any:
     # A clone: the redistributed tensor may be a cached one that other uses share.
     copy: Any = redistributed(target, layout).clone()
     args, kwargs = call.replaced([copy if i == index else o for i, o in enumerate(call.operands)])
+    before = copy._local_tensor.grad_fn
     call.func(*args, **kwargs)
-    refuse_view_of_leaf(target)
-    # Into the local tensor itself, so that autograd records the write on it and not on an alias.
-    copy_into(local_of(target), local_for_use(redistributed(copy, target._spec.layout), 0))
+    # Of what has no derivative (`logical_not_`) autograd records nothing, and refuses no leaf.
+    recorded = torch.is_grad_enabled() and copy._local_tensor.grad_fn is not before
+    with torch.set_grad_enabled(recorded):
+        refuse_view_of_leaf(target)
+        # Into the local tensor itself, so that autograd records the write on it, not on an alias.
+        copy_into(local_of(target), local_for_use(redistributed(copy, target._spec.layout), 0))
     return after_mutation(target)

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._planning.op_call import expanded_dims
+from vescale_dtensor._planning.op_call import OpCall, expanded_dims
+from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # Torch lets these write: each element gets the same value. It lets others, too (`index_put_`,
@@ -48,6 +49,30 @@ def refuse_overlapping_copy(target: DTensor) -> None:
             "unsupported operation: more than one element of the written-to tensor refers to a "
             f"single memory location: {target!r} has expanded dims. clone() it first."
         )
+
+
+def is_overlap(error: RuntimeError) -> bool:
+    """Whether torch refused a write that reads what it writes in another shape."""
+    return "refer to a single memory location" in str(error)
+
+
+def read_apart(call: OpCall, written: int, locals_: list[Tensor], error: RuntimeError) -> None:
+    """Clone those local operands that share memory with the one that is written to.
+
+    Torch refuses such a write by strides; where one device has gaps between the elements it does
+    not, and some rank's part may have none.
+
+    Raises:
+        RuntimeError: `error`, if one device has no gaps either.
+    """
+    target = locals_[written]
+    for index, (operand, local) in enumerate(zip(call.operands, locals_, strict=True)):
+        if local is target or not same_memory(local, target):
+            continue
+        wrappers = (operand, call.operands[written])
+        if not any(isinstance(x, DTensor) and x._spec.has_gaps for x in wrappers):
+            raise error
+        locals_[index] = local.clone()
 
 
 def copy_into(local: Tensor, values: Tensor) -> None:

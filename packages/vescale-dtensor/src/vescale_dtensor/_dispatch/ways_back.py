@@ -19,9 +19,8 @@ from vescale_dtensor._layout.spec import spec_of
 from vescale_dtensor._planning.memory_order import views_without_data
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._tensor.copied_views import Scatter, way_back
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-
-Scatter = Callable[[DTensor], Any]
 
 # Functions whose result has the dims of their operand in another order, whatever the extents.
 _PERMUTE = frozenset(
@@ -40,7 +39,7 @@ def give_way_back(view: Any, base: Any, find: Callable[[], Scatter | None]) -> N
         find: returns what makes the base with other values of the view in it; None if nothing does.
     """
     if isinstance(view, DTensor) and view._view_copy_of is not None and isinstance(base, DTensor):
-        view._way_back = base, find
+        view._way_back = way_back(base, find)
 
 
 def note_ways_back(call: OpCall, results: Any) -> None:
@@ -79,7 +78,7 @@ def _geometry(view: Tensor) -> tuple[Any, ...]:
     return view.shape, view.stride(), view.storage_offset()
 
 
-def _inverse(call: OpCall, index: int, shape: torch.Size, dtype: torch.dtype) -> Scatter | None:
+def _inverse(call: OpCall, index: int, viewed: torch.Size, dtype: torch.dtype) -> Scatter | None:
     """What makes the base of a view out of the values of result `index`; None if it is not known.
 
     Which it is follows from shapes, so all ranks answer alike.
@@ -93,11 +92,12 @@ def _inverse(call: OpCall, index: int, shape: torch.Size, dtype: torch.dtype) ->
         back = sorted(range(base.ndim), key=order.__getitem__)
         return lambda values: values.permute(back)
     views = _on(call, base.shape)
-    if index >= len(views) or views[index].shape != shape:
+    if index >= len(views) or views[index].shape != viewed:
         return None
     view = views[index]
     if view.numel() == base.numel() and view.is_contiguous():
-        return lambda values: values.reshape(base.shape)
+        shape = base.shape  # now: a tensor may become its own view
+        return lambda values: values.reshape(shape)
     if any(not step and n > 1 for n, step in zip(view.shape, view.stride(), strict=True)):
         return None  # expanded: torch refuses to write to it
     return partial(_written_part, base, view)

@@ -17,9 +17,8 @@ from vescale_comm.nested import tensors_within
 from vescale_dtensor._autograd.redistribute import redistributed
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._dispatch.overlapping import copy_into, refuse_overlapping
-from vescale_dtensor._dispatch.ways_back import Scatter
 from vescale_dtensor._planning.op_call import expanded_dims
-from vescale_dtensor._tensor.copied_views import is_copied_only_as
+from vescale_dtensor._tensor.copied_views import Scatter, is_copied_only_as
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.state import local_replaced
 
@@ -92,12 +91,11 @@ def _way_of(view: DTensor, operands: list[Tensor]) -> list[tuple[Scatter, DTenso
     way: list[tuple[Scatter, DTensor]] = []
     last = view
     while last._way_back is not None:
-        base, find = last._way_back
-        scatter = find()
+        scatter = last._way_back.scatter()
         if scatter is None:
             return []
-        way.append((scatter, base))
-        last = base
+        last = last._way_back.base
+        way.append((scatter, last))
     family = [view, *(base for _, base in way)]
     if last._view_copy_of is not None or not is_copied_only_as(family, last):
         return []

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
+from vescale_dtensor._dispatch.overlapping import is_overlap
 from vescale_dtensor._fast_path.cache import GRAD_RECORDED, NO_GRAD, CallTable, CompiledCall
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
 from vescale_dtensor._layout.executed import calls, keeps_lineages, sampling_of
@@ -396,7 +397,13 @@ def compile_in_place(
         values = list(args)
         for place in places:
             values[place] = values[place]._local_tensor
-        func(*values, **named)
+        try:
+            func(*values, **named)
+        except RuntimeError as error:
+            if not is_overlap(error):
+                raise
+            again: DTensor = dispatch(func, args, named)  # which knows of gaps on one device
+            return again
         after_mutation(target)
         if log.samples:
             toggle(target, token_with_numbers(target, token, func, args, named))

@@ -13,12 +13,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._layout.spec import TensorMeta
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import storage_identity
+
+Scatter = Callable[[DTensor], Any]
+"""Makes a base with these values of a view in it."""
 
 # Base storage -> live copies. The identity of a storage exists also where the shard is empty, so
 # all ranks refuse alike. A copy keeps its base alive (`_view_copy_of`), so the address is not
@@ -68,10 +73,49 @@ def mark_copy(copy: DTensor, base: DTensor) -> None:
         known.add(copy)
 
 
+class WayBack(NamedTuple):
+    """Where values that are written to a copied view go.
+
+    Attributes:
+        base: what it is a view of.
+        was: what the base was then: one that has since become its own view is not put back into.
+        find: returns what makes the base with other values of the view in it; None if nothing does.
+    """
+
+    base: DTensor
+    was: TensorMeta
+    find: Callable[[], Scatter | None]
+
+    def scatter(self) -> Scatter | None:
+        """What `find` returns, for as long as the base is what it was. All ranks answer alike."""
+        now = self.base._spec.tensor_meta
+        same = (now.shape, now.stride) == (self.was.shape, self.was.stride)
+        return self.find() if same else None
+
+
+def way_back(base: DTensor, find: Callable[[], Scatter | None]) -> WayBack:
+    """The way back into a base as it is now."""
+    return WayBack(base, base._spec.tensor_meta, find)
+
+
+def way_back_through(copy: DTensor, view: DTensor) -> WayBack | None:
+    """The way back of a copied view that becomes its own view; None if it has none."""
+    way, own = copy._way_back, view._way_back
+    back = None if own is None else own.scatter()
+    if way is None or back is None:
+        return None
+
+    def find() -> Scatter | None:
+        first = way.find()
+        return None if first is None else lambda values: first(back(values))
+
+    return WayBack(way.base, way.was, find)
+
+
 def mark_alias(alias: DTensor, copy: DTensor) -> None:
     """Record that `alias` shares all of the memory of a copied view: its `.data`."""
     mark_copy(alias, copy)
-    alias._way_back = copy, lambda: lambda values: values
+    alias._way_back = way_back(copy, lambda: lambda values: values)
 
 
 def check_writable(target: Tensor, what: str) -> None:

@@ -15,6 +15,8 @@ from vescale_rng.distributions import Exponential
 
 # Elements of the races that are run at once.
 _RACES = 1 << 20
+# The last of all times.
+_LATEST = torch.finfo(torch.float64).max
 
 
 def bernoulli_of(
@@ -72,14 +74,17 @@ def winners(
     """
     result = torch.empty(len(weights), op.num_samples, dtype=torch.int64, device=weights.device)
     races = op.num_samples if op.replacement else 1
+    kind = torch.promote_types(weights.dtype, torch.float32)
     for race in _races(layout, races):
-        times = torch.empty(race.shape, dtype=weights.dtype, device=weights.device)
+        times = torch.empty(race.shape, dtype=kind, device=weights.device)
         box = Box(race.global_offset, race.shape, 0, dense_strides(race.shape))
         shape = (layout.global_shape[0], races, layout.global_shape[1])
         fill_portable(times, Exponential(1.0), ShardLayout(shape, (box,)), key)
         rows = slice(race.local_offset, race.local_offset + race.shape[0])
         # An exponential over its rate: the first to arrive is chosen with the rate's probability.
-        times /= weights[rows].unsqueeze(1)
+        # In float64, where tiny rates have times as well; those of rate zero never arrive.
+        rates = weights[rows].double().unsqueeze(1)
+        times = (times / rates).clamp(max=_LATEST).masked_fill(rates == 0, torch.inf)
         if op.replacement:
             begin = race.global_offset[1]
             result[rows, begin : begin + race.shape[1]] = times.argmin(-1)

@@ -22,8 +22,9 @@ from vescale_dtensor._layout.local_shards import local_groups
 from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, OpCall, Signature, Strategy
+from vescale_dtensor._planning.memory_order import alone
 from vescale_dtensor._redistribute.half_sums import reduce_over, wide_dtype
-from vescale_dtensor._torch.compat import no_torch_function
+from vescale_dtensor._torch.compat import any_autocast
 from vescale_dtensor._torch.overridable import overridable
 
 Kernel = Callable[[LocalContext, Any, Any], Any]
@@ -84,6 +85,8 @@ def with_sharded_kernel(
     return replace(strategy, local=local, specialize=bind)
 
 
+# Torch has every function for these.
+_USUAL = (torch.float32, torch.float64)
 _refusals: dict[tuple[Any, ...], bool] = {}
 """Whether torch refuses a function for a dtype, by these."""
 
@@ -94,27 +97,39 @@ def is_refused(call: OpCall) -> bool:
     Then no rule holds, so that every rank runs into torch's error: a kernel that writes it out in
     several steps would give integers something, and torch itself says nothing of an empty shard.
     """
-    x = call.operands[0]
-    if x.dtype.is_floating_point:
+    if all(x.dtype in _USUAL for x in call.operands):
         return False
     given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, torch.dtype)]
     # Of a tensor without elements torch may have nothing to compute, and nothing to refuse.
-    extents = tuple(min(n, 1) for n in x.shape)
-    key = (call.func, extents, x.dtype, x.device.type, *given)
+    kinds = [(tuple(min(n, 2) for n in x.shape), x.dtype, x.device) for x in call.operands]
+    key = (call.func, *kinds, *given, any_autocast())
     if key not in _refusals:
         args, kwargs = call.replaced(
-            [torch.ones(extents, dtype=x.dtype, device=x.device)] * len(call.operands)
+            [torch.ones(extents, dtype=dtype, device=at) for extents, dtype, at in kinds]
         )
         refused = False
-        # Hidden from function modes: the question is no part of the program that a mode records.
-        with warnings.catch_warnings(), torch.no_grad(), no_torch_function():
+        # Hidden from modes: the question is no part of the program that one records or counts.
+        with warnings.catch_warnings(), torch.no_grad(), alone():
             warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
             try:
                 call.func(*args, **kwargs)
+            except torch.linalg.LinAlgError:
+                pass  # of these numbers
             except (RuntimeError, ValueError, TypeError):
                 refused = True
         _refusals[key] = refused
     return _refusals[key]
+
+
+def unless_refused(
+    strategy: Callable[[OpCall], Strategy | None],
+) -> Callable[[OpCall], Strategy | None]:
+    """A strategy that holds of numbers for which torch has the function: see `is_refused`."""
+
+    def checked(call: OpCall) -> Strategy | None:
+        return None if is_refused(call) else strategy(call)
+
+    return checked
 
 
 def _output_placement(letter: Any, dims: Dims, partial: bool) -> Placement:

@@ -23,6 +23,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     gather_stacked,
     sharding_axes,
     sum_over_axes,
+    unless_refused,
 )
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._torch.opmath import opmath_sum
@@ -240,7 +241,7 @@ _RULES: tuple[tuple[str, Letters], ...] = (
     ("cosine_embedding_loss multi_margin_loss", _labels),
 )
 RULES = {
-    getattr(F, name): Rule("loss", _loss(letters), Reads.NUMBERS | Reads.SHAPES)
+    getattr(F, name): Rule("loss", unless_refused(_loss(letters)), Reads.NUMBERS | Reads.SHAPES)
     for names, letters in _RULES
     for name in names.split()
 }

@@ -17,6 +17,7 @@ from vescale_dtensor._ops.common.letters import (
     drop_letter,
     letters,
 )
+from vescale_dtensor._ops.common.sharded_dim import unless_refused
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import substitute, wrap_dim
 from vescale_dtensor._torch.compat import any_autocast
@@ -41,7 +42,7 @@ def _fixed(*inputs: str, output: str) -> Rule:
         ranks = [operand.ndim for operand in call.operands]
         return _signature(inputs, output) if ranks == list(map(len, inputs)) else None
 
-    return Rule("product", strategy, Reads.BROADCAST_PATTERN)
+    return Rule("product", unless_refused(strategy), Reads.BROADCAST_PATTERN)
 
 
 def _with_bias(*inputs: str, output: str) -> Rule:
@@ -82,7 +83,7 @@ def _with_bias(*inputs: str, output: str) -> Rule:
             local=local,
         ).strategy()
 
-    return Rule("product", strategy, Reads.SHAPES)
+    return Rule("product", unless_refused(strategy), Reads.SHAPES)
 
 
 def _einsum(call: OpCall) -> Strategy | None:
@@ -296,10 +297,12 @@ RULES = {
     **both_forms("addmv", _with_bias("mk", "k", output="m")),
     **both_forms("addr", _with_bias("m", "n", output="mn")),
     **both_forms("addbmm", _with_bias("bmk", "bkn", output="mn")),
-    **entries("einsum", Rule("product", _einsum, _VALUES)),
-    **entries("tensordot", Rule("product", _tensordot, _VALUES)),
-    **entries("inner", Rule("product", _inner, Reads.BROADCAST_PATTERN)),
-    **entries("vecdot", Rule("product", _vecdot, _VALUES)),
-    **entries("multi_dot chain_matmul", Rule("product", _chain, Reads.BROADCAST_PATTERN)),
-    **entries("cross", Rule("product", _cross, _VALUES)),
+    **entries("einsum", Rule("product", unless_refused(_einsum), _VALUES)),
+    **entries("tensordot", Rule("product", unless_refused(_tensordot), _VALUES)),
+    **entries("inner", Rule("product", unless_refused(_inner), Reads.BROADCAST_PATTERN)),
+    **entries("vecdot", Rule("product", unless_refused(_vecdot), _VALUES)),
+    **entries(
+        "multi_dot chain_matmul", Rule("product", unless_refused(_chain), Reads.BROADCAST_PATTERN)
+    ),
+    **entries("cross", Rule("product", unless_refused(_cross), _VALUES)),
 }

@@ -16,6 +16,7 @@ from vescale_dtensor._layout.placements import Replicate, Shard
 from vescale_dtensor._ops.common.functions import functions
 from vescale_dtensor._ops.common.letters import broadcast_letters
 from vescale_dtensor._ops.common.reshard_offer import offer_reshard
+from vescale_dtensor._ops.common.sharded_dim import unless_refused
 from vescale_dtensor._planning import (
     AxisStrategy,
     Dims,
@@ -201,7 +202,7 @@ def _found(names: str) -> list[Any]:
 
 RULES: dict[Any, Rule] = {
     **{
-        f: Rule("linear algebra", _batched(*row), _READS)
+        f: Rule("linear algebra", unless_refused(_batched(*row)), _READS)
         for names, row in _TABLE.items()
         for f in _found(names)
     },

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import both_forms, entries
 from vescale_dtensor._ops.common.letters import added_letters, broadcast_letters, letters
+from vescale_dtensor._ops.common.sharded_dim import unless_refused
 from vescale_dtensor._planning import Dims, OpCall, Reads, Rule, Signature, Strategy
 
 _CONTRACTED = "k"
@@ -91,8 +92,10 @@ def _addmm(call: OpCall) -> Strategy | None:
 
 
 RULES = {
-    **entries("matmul mm bmm mv dot __matmul__", Rule("matmul", _matmul, Reads.SHAPES)),
-    **entries("linear", Rule("linear", _linear, Reads.BROADCAST_PATTERN)),
-    **entries("bilinear", Rule("bilinear", _bilinear, Reads.BROADCAST_PATTERN)),
-    **both_forms("addmm baddbmm", Rule("addmm", _addmm, Reads.SHAPES)),
+    **entries(
+        "matmul mm bmm mv dot __matmul__", Rule("matmul", unless_refused(_matmul), Reads.SHAPES)
+    ),
+    **entries("linear", Rule("linear", unless_refused(_linear), Reads.BROADCAST_PATTERN)),
+    **entries("bilinear", Rule("bilinear", unless_refused(_bilinear), Reads.BROADCAST_PATTERN)),
+    **both_forms("addmm baddbmm", Rule("addmm", unless_refused(_addmm), Reads.SHAPES)),
 }

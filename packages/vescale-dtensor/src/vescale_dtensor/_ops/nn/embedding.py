@@ -17,7 +17,7 @@ from vescale_dtensor._autograd.conversion import full_tensor
 from vescale_dtensor._dispatch.dispatch import by_rule
 from vescale_dtensor._dispatch.fallback import fallback
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._layout.local_shards import local_interval
+from vescale_dtensor._layout.local_shards import local_interval, local_shape
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import letters, no_letters
 from vescale_dtensor._ops.common.local_index import interval_of_shard, local_index
@@ -51,8 +51,15 @@ def _embedding(call: OpCall) -> Strategy | None:
         linear=((1,),),
         contiguous_only=frozenset(_VOCABULARY),  # rows are counted from where the shard begins
         local=_look_up,
-        specialize=unless_rows_sharded,
+        specialize=_specialized,
     ).strategy()
+
+
+def _specialized(context: LocalContext) -> Callable[..., Tensor] | None:
+    """Torch's own look-up, where rows are not sharded and some are looked up."""
+    index = context.call.operands[0]
+    looked = local_shape(context.input_layout(0), tuple(index.shape))
+    return None if 0 in looked and index.numel() else unless_rows_sharded(context)
 
 
 def unless_rows_sharded(context: LocalContext) -> Callable[..., Tensor] | None:
@@ -64,6 +71,9 @@ def _look_up(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """Rows that this rank has, and zeros for those of other ranks."""
     index, weight = args[0], args[1]
     interval, count = interval_of_shard(context, 0, 1), context.call.operands[1].shape[0]
+    if not index.numel() and context.call.operands[0].numel():
+        # Torch's second derivative of a look-up of nothing raises.
+        return weight[:0].reshape(*index.shape, weight.shape[1])
     if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     if not weight.shape[0]:

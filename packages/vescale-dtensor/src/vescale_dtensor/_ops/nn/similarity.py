@@ -13,6 +13,7 @@ from vescale_dtensor._layout.local_shards import local_shape
 from vescale_dtensor._ops.common.empty_shards import pads_empty
 from vescale_dtensor._ops.common.functions import entries
 from vescale_dtensor._ops.common.letters import broadcast_letters, drop_letter, letters
+from vescale_dtensor._ops.common.sharded_dim import unless_refused
 from vescale_dtensor._planning import Dims, LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._planning.op_call import wrap_dim
 
@@ -141,6 +142,6 @@ RULES: dict[Any, Rule] = {
     **entries("prelu", Rule("prelu", _prelu, _READS)),
     **entries("cosine_similarity", Rule("distance", _cosine, _READS)),
     **entries("pairwise_distance", Rule("distance", _pairwise, _READS)),
-    **entries("cdist", Rule("distance", _cdist, _READS)),
+    **entries("cdist", Rule("distance", unless_refused(_cdist), _READS)),
     **entries("_grouped_mm", Rule("grouped product", _grouped_product, _READS), (torch,)),
 }

@@ -16,7 +16,7 @@ from vescale_dtensor._layout.executed import log_of, note_numbers, record_draw
 from vescale_dtensor._layout.rng_layout import rng_layout_of
 from vescale_dtensor._ops.common.letters import broadcast_letters, letters
 from vescale_dtensor._ops.random.on_meta import nothing_on_meta
-from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, unexpanded
+from vescale_dtensor._ops.random.sampling import bernoulli_each_, draw_layout, forget, unexpanded
 from vescale_dtensor._planning import LocalContext, OpCall, Reads, Rule, Signature, Strategy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import pause
@@ -126,9 +126,7 @@ def _filler(distribution: Any) -> Rule:
         generator = own.pop("generator", None)
         drawn = distribution(*map(_number, args[1:]), **own)
         _require_order(context.call, drawn)
-        if args[0].requires_grad:
-            # Recorded: old values get no gradient, and autograd refuses a leaf, as on one device.
-            args[0].zero_()
+        forget(args[0])
         with torch.no_grad():
             # Drawn by global index, into the memory of the shard: views of it see the numbers.
             filled: Tensor = vescale_rng.fill_(

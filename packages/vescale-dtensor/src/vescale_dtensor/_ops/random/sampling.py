@@ -31,6 +31,15 @@ def unexpanded(local: Tensor) -> Tensor:
     return local.contiguous() if 0 in local.stride() else local
 
 
+def forget(target: Tensor) -> None:
+    """Record, if autograd does, that nothing is left of a tensor that draws are written to.
+
+    Its old values get no gradient, and a leaf is refused, as on one device.
+    """
+    if target.requires_grad:
+        target.zero_()
+
+
 # --- One probability, mean or deviation for each element
 
 
@@ -38,6 +47,7 @@ def unexpanded(local: Tensor) -> Tensor:
 def bernoulli_each_(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     """`Tensor.bernoulli_(p)` with a tensor of probabilities, on the locals."""
     p = args[1] if len(args) > 1 else kwargs["p"]
+    forget(args[0])
     with torch.no_grad():
         filled: Tensor = vescale_rng.bernoulli_(
             args[0],

@@ -20,6 +20,7 @@ from vescale_dtensor._ops.common.sharded_dim import (
     ShardedDims,
     extreme_identity,
     pad_empty_dims,
+    unless_refused,
     with_sharded_kernel,
 )
 from vescale_dtensor._planning import (
@@ -66,7 +67,7 @@ def _isin(call: OpCall) -> Strategy | None:
     dims = letters(elements.ndim)
     # Every element is compared with all of the others, which are replicated.
     others = tuple(no_letters(operand) for operand in call.operands[1:])
-    return Signature((dims, *others), (dims,)).strategy()
+    return Signature((dims, *others), (dims,), output_orders=(None,)).strategy()
 
 
 def _bincount(call: OpCall) -> Strategy | None:
@@ -178,8 +179,8 @@ def _extremes(context: LocalContext, x: Tensor) -> tuple[float, float]:
 
 _READS = Reads.NUMBERS | Reads.SHAPES
 RULES = {
-    **entries("searchsorted", Rule("search", _searchsorted, _READS)),
-    **entries("bucketize", Rule("search", _bucketize, _READS)),
+    **entries("searchsorted", Rule("search", unless_refused(_searchsorted), _READS)),
+    **entries("bucketize", Rule("search", unless_refused(_bucketize), _READS)),
     **entries("isin", Rule("search", _isin, _READS)),
     **entries("bincount", Rule("counts", _bincount, _READS)),
     **entries("histc", Rule("counts", _histc, _READS)),

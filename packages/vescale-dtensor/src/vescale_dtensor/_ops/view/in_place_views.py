@@ -10,6 +10,7 @@ import torch
 from vescale_dtensor._autograd import set_data as _become
 from vescale_dtensor._dispatch.execute import refuse_view_of_leaf
 from vescale_dtensor._errors import UnsupportedError
+from vescale_dtensor._tensor.copied_views import way_back_through
 from vescale_dtensor._tensor.dtensor import DTensor
 
 _VIEWS = "t transpose swapaxes swapdims squeeze unsqueeze"
@@ -30,7 +31,13 @@ def _in_place_view(name: str) -> Callable[..., Any]:
                 f"Tensor.{name}_ of {self!r}, which retains its gradient in the shape that it had; "
                 f"use {name}, which returns a new tensor"
             )
-        return _become.become_view_in_place(self, view(self, *args, **kwargs))
+        found = view(self, *args, **kwargs)
+        if found is self:
+            return self
+        way = way_back_through(self, found)
+        _become.become_view_in_place(self, found)
+        self._way_back = way
+        return self
 
     return run
 
