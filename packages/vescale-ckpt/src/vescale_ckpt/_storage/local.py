@@ -5,7 +5,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from vescale_ckpt._errors import CorruptError, StorageError
 from vescale_ckpt._storage.base import Reader, Writer
@@ -192,6 +192,14 @@ def lock_directory(descriptor: int, path: str, seconds: float = _LOCK_SECONDS) -
             if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EINVAL):
                 raise
             return
+
+
+def unlock_directory(descriptor: int) -> None:
+    """Let go of a lock, also where another process has the same open file."""
+    with suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 @contextmanager
