@@ -11,6 +11,7 @@ from vescale_comm._watchdog.report import WorldState
 # Different things that ranks do, of which a state tells.
 _MOST_GROUPS = 64
 _OTHERS = Answer("does something else, as do too many others to tell of each")
+_OTHERS_WAIT = Answer("does something else or waits, as do too many others to tell of each", "any")
 
 
 def told_state(state: WorldState) -> str:
@@ -34,13 +35,16 @@ def told_state(state: WorldState) -> str:
         [kind, _written(what), runs(sorted(ranks))]
         for (kind, what), ranks in ordered[:_MOST_GROUPS]
     ]
-    others = [rank for (kind, _), ranks in ordered[_MOST_GROUPS:] for rank in ranks]
+    others = [rank for _, ranks in ordered[_MOST_GROUPS:] for rank in ranks]
     if others:
-        told.append(["answers", _written(_OTHERS), runs(sorted(others))])
+        # That somebody waits is not lost with the words: else nobody would report it.
+        wait = any(kind == "answers" and what.waits for (kind, what), _ in ordered[_MOST_GROUPS:])
+        words = _written(_OTHERS_WAIT if wait else _OTHERS)
+        told.append(["answers", words, runs(sorted(others))])
     return json.dumps({"size": state.size, "answered": state.answered, "told": told})
 
 
-def heard_state(told: bytes) -> WorldState:
+def heard_state(told: bytes | str) -> WorldState:
     """Return what `told_state` has written."""
     found = json.loads(told)
     parts: dict[str, dict[int, Any]] = {"answers": {}, "endings": {}, "gone": {}}

@@ -156,7 +156,7 @@ class Watcher:
             if state is None and now < self._report_at + self.interval:
                 return
             self._report_at = None
-            self._say(state or self._state(self._question))
+            self._say(state or _shortened(self._state(self._question)))
 
     def _end_hopeless_wait(self, now: float, since: float) -> None:
         """End this process if it waits for others to make a group, for longer than any collective.
@@ -312,7 +312,7 @@ class Watcher:
             time.sleep(pause)
         while (state := self._gathered(question, deadline)) is None:
             if time.monotonic() >= deadline + _ANSWER_SECONDS + pause:
-                return self._state(question)
+                return _shortened(self._state(question))
             time.sleep(pause)
         return state
 
@@ -328,11 +328,17 @@ class Watcher:
         channel = self._channel
         if not channel.tells(question):
             told = channel.told(question)
-            return None if told is None else heard_state(told)
+            return None if told is None else self._with_own_host(heard_state(told))
         while not (state := self._state(question)).complete() and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-        channel.tell(question, told_state(state))
-        return state
+        told = told_state(state)
+        channel.tell(question, told)
+        return heard_state(told)
+
+    def _with_own_host(self, state: WorldState) -> WorldState:
+        """Add whose process is gone: only ranks of its host know, and another one has gathered."""
+        unknown = [rank for rank in range(state.size) if rank not in state.answers]
+        return replace(state, gone={**state.gone, **self._channel.gone(unknown)})
 
     def _state(self, question: int) -> WorldState:
         channel = self._channel
@@ -355,6 +361,10 @@ class Watcher:
             gone = self._channel.known_gone([self._server])
             endings[self._server] = Ending(gone.get(self._server, silent))
         return WorldState(self._channel.size, endings=endings, answered=False)
+
+
+def _shortened(state: WorldState) -> WorldState:
+    return heard_state(told_state(state))
 
 
 def described(wait: Wait) -> str:
