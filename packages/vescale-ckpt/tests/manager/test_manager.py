@@ -14,7 +14,8 @@ from faulty_storage import AtCall, FaultyStorage, disk_full_once
 from object_store import ObjectStore
 from vescale_ckpt import save
 from vescale_ckpt._manager.manager import _by_age
-from vescale_ckpt._storage.local import LocalStorage
+from vescale_ckpt._storage import hold
+from vescale_ckpt._storage.local import LocalStorage, lock_directory
 
 
 def state(step):
@@ -106,8 +107,25 @@ def test_the_newest_that_verifies_is_restored(tmp_path, newest, caplog):
     with pytest.raises(ckpt.CorruptError):
         restored(manager, step=2)
     damage(tmp_path / "step-00000001", "data")
-    with pytest.raises(ckpt.NotFoundError, match=r"damaged: \[1, 2, 3\]"):
+    # No beginning of a run, for which nothing would be found.
+    with pytest.raises(ckpt.CorruptError, match=r"damaged: \[1, 2, 3\]; `into` may hold parts"):
         restored(manager)
+
+
+@pytest.mark.parametrize("what", ["data", "manifest"])
+def test_the_run_goes_on_over_what_was_passed_over(tmp_path, what):
+    manager = ckpt.CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    damage(tmp_path / "step-00000002", what)
+    manager = ckpt.CheckpointManager(tmp_path)
+    with pytest.raises(ckpt.ExistsError):  # nobody has found it damaged
+        manager.save(2, state(2))
+    assert restored(manager) == 1
+    manager.save(2, state(2))
+    assert restored(ckpt.CheckpointManager(tmp_path)) == 2
+    with pytest.raises(ckpt.ExistsError):
+        manager.save(2, state(2))
 
 
 def damage(checkpoint, what):
@@ -149,6 +167,44 @@ def test_a_second_run_is_refused(tmp_path):
     del manager, again
     gc.collect()
     assert other() == "9 [1, 2, 9]\n"
+
+
+def test_a_root_is_held_by_rank_0_and_not_by_what_it_forked(tmp_path, monkeypatch):
+    monkeypatch.setattr("vescale_ckpt._storage.hold._PATIENCE", 0.1)
+    path, other = str(tmp_path), ckpt.CheckpointManager(tmp_path)
+    # As another run sees it: through a file that it has opened itself.
+    locked = hold._locked
+    asked = (1, False, None, None, None)
+    other._options(0, *asked)
+    with pytest.raises(ckpt.StorageError):
+        locked(path)
+    other._options(1, *asked)  # another process is rank 0 now
+    descriptor = locked(path)
+    os.close(descriptor)
+    other._options(0, *asked)
+    inherited = os.dup(other._hold._descriptor)  # the same open file, as in a worker
+    other._hold._process = -1
+    other._hold = None
+    with pytest.raises(ckpt.StorageError):  # which ends, and leaves the lock to its parent
+        locked(path)
+    mine = hold.Hold(inherited)
+    inherited = os.dup(inherited)
+    del mine
+    os.close(locked(path))
+    os.close(inherited)
+
+
+def test_who_is_refused_closes_its_own_file_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("vescale_ckpt._storage.hold._PATIENCE", 0.0)
+    held = os.open(tmp_path, os.O_RDONLY)
+    lock_directory(held, str(tmp_path))
+    with pytest.raises(ckpt.StorageError) as refused:
+        hold.hold(str(tmp_path))
+    again = os.dup(held)  # takes the number that was free
+    del refused
+    gc.collect()
+    os.close(again)
+    os.close(held)
 
 
 def test_what_says_nothing_of_its_order_is_as_new_as_its_clock_says(tmp_path):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from vescale_comm import CommTimeoutError
+from vescale_comm import CommTimeoutError, init_process_group
 from vescale_comm._groups.launched import world_store
 from vescale_comm._watchdog.current import says_of_restarts
 
@@ -61,6 +61,17 @@ def test_who_does_not_come_is_named():
         "init_process_group: rank 2 of 4 has waited 0.1 s for rank 0"
     )
     assert all(joined(store, range(SIZE)).values())
+
+
+def test_a_second_group_is_refused_at_once(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("RANK", "1")  # and nobody serves a store
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="twice"):
+            init_process_group("gloo")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_address_of_an_earlier_start_is_called_one(monkeypatch):

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
-from vescale_comm._watchdog.bounded import BoundedStore, StoreLostError
+from vescale_comm._watchdog.bounded import BoundedStore, StoreLostError, in_time
 
 
 class Cable:
@@ -80,6 +80,16 @@ def test_a_call_on_a_dead_connection_ends(cable, monkeypatch):
     with pytest.raises(StoreLostError, match="did not answer before"):
         store.within("b").add("n", 1)
     assert time.monotonic() - began < 20  # and not for ever
+
+
+def test_a_server_that_accepts_and_is_silent_is_left():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(StoreLostError, match="has not answered for"):
+            in_time(lambda: dist.TCPStore("127.0.0.1", port, is_master=False), 0.2)
+    assert in_time(lambda: 3, 30.0) == 3
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 / 0, 30.0)
 
 
 def test_threads_end_with_their_stores(cable):

@@ -8,7 +8,7 @@ from vescale_comm._torch.ranks import ranks_of_runs, runs
 from vescale_comm._watchdog import bounded
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.report import WorldState, report
-from vescale_comm._watchdog.told_state import heard_state, told_state
+from vescale_comm._watchdog.told_state import heard_state, shortened, told_state
 from vescale_comm._watchdog.watcher import Watcher
 
 
@@ -108,7 +108,7 @@ def test_a_state_is_heard_as_it_was_told(seed):
         if kind:
             found[kind][rank] = draw.choice(of[kind])
     state = WorldState(size, answered=draw.random() < 0.5, **found)
-    assert heard_state(told_state(state)) == state
+    assert shortened(state) == state
     assert ranks_of_runs(runs(ranks)) == ranks
 
 
@@ -117,7 +117,31 @@ def test_of_very_many_different_ones_some_are_told():
     state = WorldState(1001, answers, {1000: Ending("raised ValueError: boom")})
     told = told_state(state)
     assert len(told) < 200_000
-    lines = report(heard_state(told)).splitlines()
+    lines = report(heard_state(told.encode())).splitlines()
     assert len(lines) == 65
     assert lines[0] == "  rank 1000: raised ValueError: boom"
     assert any("too many others" in line for line in lines)
+
+
+def test_of_very_many_it_is_told_that_some_wait():
+    answers = {rank: Answer(f"at f.py:{rank}") for rank in range(100)}
+    state = WorldState(101, {**answers, 100: Answer("waiting in x", "x", (0, 100))})
+    assert any(each.waits for each in shortened(state).answers.values())
+    assert not any(each.waits for each in shortened(WorldState(100, answers)).answers.values())
+
+
+def test_who_gathers_does_not_hide_what_only_another_host_knows(store, monkeypatch):
+    """The process of rank 2 is gone, on the host of rank 1."""
+    monkeypatch.setattr("vescale_comm._watchdog.channel._is_alive", lambda pid: pid != 2)
+    channels = [Channel(store, rank, 3) for rank in range(3)]
+    question, heard = channels[0].ask(), []
+    for rank, host in ((2, "b"), (0, "a"), (1, "b")):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        if rank == 2:
+            monkeypatch.setattr("os.getpid", lambda: 2)
+            channels[2].introduce()
+            continue
+        channels[rank].answer(question, Answer("waiting in x", "x", (0, 1, 2)))
+        heard.append(Watcher(channels[rank], server=None)._gathered(question, 0.0))
+    assert [sorted(each.gone) for each in heard] == [[], [2]]
+    assert heard[1].explains()

@@ -123,6 +123,21 @@ def test_who_looks_at_a_store_again_and_again_waits():
         thread.join(30)
 
 
+def test_a_thread_that_serves_who_looks_does_not_wait():
+    made = types.ModuleType("vescale_ckpt._coordination.bounded")
+    exec(compile(POLLS, "bounded.py", "exec"), made.__dict__)
+    stopped, store = [], deque(maxlen=8)
+    thread = threading.Thread(target=made.wait, args=(store, stopped), daemon=True)
+    thread.start()
+    try:
+        while not store:
+            time.sleep(0.01)
+        assert thread.ident not in places.Tracker().update(0.0)
+    finally:
+        stopped.append(True)
+        thread.join(30)
+
+
 def test_a_wait_says_the_op_the_shape_and_the_users_line(blocked):
     frame = places.frame_of(blocked("vescale_comm._engine.fast_path").thread.ident)
     wait = places.wait_of(frame)

@@ -5,6 +5,7 @@ A run's log is complete lines of JSON, written by rank 0 only, that others read 
 What a run says that its ranks hold is what the level of ZeRO leaves them.
 """
 
+import errno
 import json
 import math
 import sys
@@ -198,9 +199,20 @@ def test_each_level_shards_one_kind_more(zero: int, sharded: int):
                 assert share == pytest.approx(expected, rel=0.05), (kind, rank)
 
 
+class FullBoard:
+    """As tensorboard's writer: an error of its thread is raised by the next call."""
+
+    def add_scalar(self, *values):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self):
+        self.add_scalar()
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     with RunLog(tmp_path, active=True) as written:
+        written._board = FullBoard()
         for step in range(3):
-            written.write("step", step=step)
+            written.write("step", step=step, loss=1.0)
     assert caplog.text.count("the run goes on without its log") == 1

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -59,9 +59,8 @@ class CheckpointManager:
     """Checkpoints of one training run: `root/step-00000100` and so on.
 
     One job at a time writes into a root, through one manager; on a local file system another one
-    is refused. Where torch.distributed is
-    initialised, `save` and `restore` are collective calls over `group`; `latest` and `steps` are
-    not.
+    is refused. Where torch.distributed is initialised, `save` and `restore` are collective calls
+    over `group`; `latest` and `steps` are not.
 
     Args:
         root: The directory that holds the checkpoints; made by the first save.
@@ -77,7 +76,8 @@ class CheckpointManager:
     saved is always kept, and others go only after it counts. One that is not healthy, because
     `save` was told so or given a metric that is nan or infinite, pushes out no other and replaces
     none; it goes with the next save, and `restore` passes it over. One whose manifest is damaged
-    pushes out none either, and is never removed.
+    pushes out none either, and is never removed. What this manager has passed over as damaged is
+    replaced by a save of its step, also without `overwrite`.
 
     The newest is the one that was saved last: after `restore(step=50)` the next save is newer than
     the steps 100 and 110 of before.
@@ -116,8 +116,8 @@ class CheckpointManager:
         self._saves: int | None = None
         # Keeps other runs from saving into a local root, from the second save on.
         self._hold: Hold | None = None
-        # Damaged ones that were told of.
-        self._warned: set[int] = set()
+        # Damaged ones that were told of, and that a save of their step may replace.
+        self._passed_over: set[int] = set()
         # Generation and provenance by step; a replaced checkpoint has another generation.
         self._read: dict[int, tuple[str, dict[str, Any]]] = {}
 
@@ -272,6 +272,7 @@ class CheckpointManager:
         coordinator = coordinator_of(self._group)
         # Rank 0 removes, and the others learn whether it could: the file system is shared.
         all_or_none(coordinator, lambda: self._prune(step) if coordinator.rank == 0 else None)
+        self._passed_over.discard(step)
 
     def _options(
         self,
@@ -289,13 +290,14 @@ class CheckpointManager:
         fit = _is_healthy(notes)
         if overwrite and not fit:
             self._refuse_to_replace(step)
-        if rank == 0 and self._storage.renames and self._storage.is_directory(self.root):
-            self._hold = hold(self.root)
+        overwrite |= step in self._passed_over
         if rank == 0:  # whose notes are written
+            if self._storage.renames and self._storage.is_directory(self.root):
+                self._hold = hold(self.root)
             notes[_ORDER] = self._next_order()
         else:
-            # It may be rank 0 in a later world.
-            self._saves = None
+            # It may be rank 0 in a later world, as another one is now.
+            self._saves = self._hold = None
         return SaveOptions(overwrite=overwrite, progress=progress, notes=notes, healthy=fit)
 
     def _next_order(self) -> int:
@@ -326,6 +328,7 @@ class CheckpointManager:
 
         Raises:
             NotFoundError: There is no committed checkpoint, or none that is healthy.
+            CorruptError: All there are, but for unhealthy ones, are damaged.
             CheckpointError: As `load` does; for damage only of a `step` that was asked for.
         """
         self.wait()
@@ -342,6 +345,7 @@ class CheckpointManager:
                 if step is not None:
                     raise
                 damaged.add(chosen)
+                self._passed_over.add(chosen)
                 if coordinator.rank == 0:
                     _log.warning("%s is damaged, and is passed over: %s", path, error)
             else:
@@ -357,7 +361,11 @@ class CheckpointManager:
         _, chosen, unhealthy, unsound = told[0]
         if chosen is None:
             others = f"; by `step` an unhealthy one can be: {unhealthy}" if unhealthy else ""
-            others += f"; damaged: {unsound}" if unsound else ""
+            if unsound:  # no beginning of a run: nobody should train on from here unasked
+                others += "; `into` may hold parts of them" if damaged else ""
+                raise CorruptError(
+                    f"no checkpoint in {self.root} loads; damaged: {unsound}{others}"
+                )
             raise NotFoundError(f"there is no committed checkpoint in {self.root}{others}")
         return int(chosen)
 
@@ -370,21 +378,16 @@ class CheckpointManager:
         chosen = _newest(known, _is_healthy)
         if chosen is None:
             return [None, None, sorted(_unhealthy(known)), _damaged(known)]
-        self._warn_of_damaged(known, chosen, without=damaged)
+        self._warn_of_damaged(known, chosen)
         return [None, chosen, [], []]
 
-    def _warn_of_damaged(
-        self,
-        known: Mapping[int, _Provenance],
-        newest: int | None,
-        without: Collection[int] = (),
-    ) -> None:
-        """Name those that would be newer; each once, and none of `without`."""
+    def _warn_of_damaged(self, known: Mapping[int, _Provenance], newest: int | None) -> None:
+        """Name those that would be newer, each once."""
         ages = _by_age(known)
         newer = ages if newest is None else ages[ages.index(newest) + 1 :]
         for step in newer:
-            if known[step] is None and step not in {*self._warned, *without}:
-                self._warned.add(step)
+            if known[step] is None and step not in self._passed_over:
+                self._passed_over.add(step)
                 _log.warning("%s is damaged, and is passed over", self.path(step))
 
     def _prune(self, just_saved: int) -> None:

@@ -5,7 +5,7 @@ import weakref
 from contextlib import suppress
 
 from vescale_ckpt._errors import StorageError
-from vescale_ckpt._storage.local import lock_directory
+from vescale_ckpt._storage.local import lock_directory, unlock_directory
 
 # What this process holds, by path: several objects may, and hold it once.
 _held: "weakref.WeakValueDictionary[str, Hold]" = weakref.WeakValueDictionary()
@@ -14,18 +14,16 @@ _PATIENCE = 15.0
 
 
 class Hold:
-    """A lock of a directory, until this object and the process, or one that it forked, are gone."""
+    """A lock of a directory, until this object goes, or the process and those that it forked."""
 
-    def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
-        try:
-            lock_directory(self._descriptor, path, _PATIENCE)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._process = descriptor, os.getpid()
 
     def __del__(self) -> None:
-        with suppress(OSError, AttributeError):
+        with suppress(OSError):
+            # Forks share the lock, as workers of a loader do: closing here leaves it with them.
+            if self._process == os.getpid():
+                unlock_directory(self._descriptor)
             os.close(self._descriptor)
 
 
@@ -38,10 +36,20 @@ def hold(path: str) -> Hold:
     held = _held.get(path)
     if held is None:
         try:
-            held = _held[path] = Hold(path)
+            held = _held[path] = Hold(_locked(path))
         except StorageError as error:
             raise StorageError(
                 f"another run saves into {path}: one at a time does. Choose another directory for "
                 "this one, or end the other"
             ) from error
     return held
+
+
+def _locked(path: str) -> int:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        lock_directory(descriptor, path, _PATIENCE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

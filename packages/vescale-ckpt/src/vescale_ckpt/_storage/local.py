@@ -4,7 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from vescale_ckpt._errors import CorruptError, StorageError
 from vescale_ckpt._storage.base import Reader, Writer
@@ -187,6 +187,14 @@ def lock_directory(descriptor: int, path: str, seconds: float = _LOCK_SECONDS) -
             if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF, errno.EINVAL):
                 raise
             return
+
+
+def unlock_directory(descriptor: int) -> None:
+    """Let go of a lock, also where another process has the same open file."""
+    with suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 @contextmanager

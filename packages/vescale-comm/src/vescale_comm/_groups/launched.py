@@ -18,7 +18,7 @@ from vescale_comm._errors import CommTimeoutError
 from vescale_comm._groups.bound_waits import DEFAULT_TIMEOUT
 from vescale_comm._torch.launcher import keeps_its_store
 from vescale_comm._torch.ranks import named
-from vescale_comm._watchdog.bounded import BoundedStore, StoreLostError
+from vescale_comm._watchdog.bounded import ANSWER_SECONDS, BoundedStore, StoreLostError, in_time
 
 # Between two looks at who has come, at first and in the long run, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -46,15 +46,27 @@ def init_process_group(
     Examples:
         vescale_comm.init_process_group("gloo")  # under `torchrun --max-restarts 3 train.py`
     """
-    if keeps_its_store() and not {"store", "init_method"} & options.keys():
+    given = dist.is_initialized() or {"store", "init_method"} & options.keys()
+    if keeps_its_store() and not given:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         rank, size = options.pop("rank", rank), options.pop("world_size", size)
         seconds = DEFAULT_TIMEOUT if timeout is None else timeout.total_seconds()
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
-        options |= {"store": world_store(store, rank, size, seconds)}
+        options |= {"store": _launchers_store(address, rank, size, seconds)}
         options |= {"rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timeout, **options)
+
+
+def _launchers_store(address: tuple[str, int], rank: int, size: int, seconds: float) -> Store:
+    def connected() -> TCPStore:
+        return TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
+
+    try:
+        return world_store(in_time(connected, seconds + ANSWER_SECONDS), rank, size, seconds)
+    except StoreLostError as error:
+        raise CommTimeoutError(
+            f"init_process_group: rank {rank} of {size} does not reach the store: {error}"
+        ) from error
 
 
 def world_store(store: Store, rank: int, size: int, seconds: float) -> Store:
@@ -65,18 +77,14 @@ def world_store(store: Store, rank: int, size: int, seconds: float) -> Store:
 
     Raises:
         CommTimeoutError: some rank does not come within `seconds`.
+        StoreLostError: the store does not answer.
     """
     shared: Any = store
     words = BoundedStore(shared.clone(), "vescale_comm/worlds")
     patience = _Patience(rank, size, seconds)
-    try:
-        drawn = words.add("drawn", 1)
-        ask = _answer_all if rank == 0 else _asked
-        return PrefixStore(f"vescale_comm/world/{ask(words, drawn, patience)}", store)
-    except StoreLostError as error:
-        raise CommTimeoutError(
-            f"init_process_group: rank {rank} of {size} does not reach the store: {error}"
-        ) from error
+    drawn = words.add("drawn", 1)
+    ask = _answer_all if rank == 0 else _asked
+    return PrefixStore(f"vescale_comm/world/{ask(words, drawn, patience)}", store)
 
 
 class _Patience:

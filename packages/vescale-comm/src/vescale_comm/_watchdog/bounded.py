@@ -7,10 +7,12 @@ whoever waits for the lock that its caller holds.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -20,6 +22,9 @@ ANSWER_SECONDS, _WAY_SECONDS = 10.0, 2.0
 
 _Answers = SimpleQueue[tuple[Any, BaseException | None]]
 _Calls = SimpleQueue[tuple[str, tuple[Any, ...], _Answers] | None]
+
+
+_T = TypeVar("_T")
 
 
 class StoreLostError(RuntimeError):
@@ -93,6 +98,27 @@ class _Line:
         if error is not None:
             raise error
         return found
+
+
+def in_time(make: Callable[[], _T], seconds: float) -> _T:
+    """Return what `make` does; it may raise, or not end, as where a server accepts and is silent.
+
+    Raises:
+        StoreLostError: it has not ended in time.
+    """
+    ends: Future[_T] = Future()
+    Thread(target=_do, args=(make, ends), name="vescale-store-made", daemon=True).start()
+    try:
+        return ends.result(seconds)
+    except TimeoutError:
+        raise StoreLostError(f"the store has not answered for {seconds:g} s") from None
+
+
+def _do(make: Callable[[], _T], ends: Future[_T]) -> None:
+    try:
+        ends.set_result(make())
+    except BaseException as error:
+        ends.set_exception(error)
 
 
 def _serve(store: Any, calls: _Calls) -> None:

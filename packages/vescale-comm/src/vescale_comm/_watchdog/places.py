@@ -121,7 +121,9 @@ def communicates(frame: FrameType) -> bool:
     name = _module(frame)
     if name.startswith(_EXCEPT):
         return _comparison(frame) is not None
-    return name.startswith(_COMMUNICATES + _POLLS)
+    if name.startswith(_POLLS):
+        return _asks(frame)
+    return name.startswith(_COMMUNICATES)
 
 
 def _comparison(frame: FrameType) -> FrameType | None:
@@ -228,6 +230,13 @@ def _caller(frame: FrameType) -> FrameType:
     """Return the frame that called for the one that polls: it stays where it is."""
     outer = [each for each in _outwards(frame) if not _module(each).startswith(_POLLS)]
     return outer[0] if outer else frame
+
+
+def _asks(frame: FrameType) -> bool:
+    """Whether somebody has called what polls; a thread of its own that serves calls is idle."""
+    names = [_module(each) for each in _outwards(frame)]
+    outer = [name for name in names if not name.startswith(_POLLS)]
+    return any(name.partition(".")[0] not in sys.stdlib_module_names for name in outer)
 
 
 def _call(frame: FrameType) -> Position:

@@ -12,6 +12,7 @@ from vescale_comm._watchdog.words import heard, ranks_of, text_of
 # Different things that ranks do, of which a state tells.
 _MOST_GROUPS = 64
 _OTHERS = Answer("does something else, as do too many others to tell of each")
+_OTHERS_WAIT = Answer("does something else or waits, as do too many others to tell of each", "any")
 
 
 def told_state(state: WorldState) -> str:
@@ -35,13 +36,21 @@ def told_state(state: WorldState) -> str:
         [kind, _written(what), runs(sorted(ranks))]
         for (kind, what), ranks in ordered[:_MOST_GROUPS]
     ]
-    others = [rank for (kind, _), ranks in ordered[_MOST_GROUPS:] for rank in ranks]
+    others = [rank for _, ranks in ordered[_MOST_GROUPS:] for rank in ranks]
     if others:
-        told.append(["answers", _written(_OTHERS), runs(sorted(others))])
+        # That somebody waits is not lost with the words: else nobody would report it.
+        wait = any(kind == "answers" and what.waits for (kind, what), _ in ordered[_MOST_GROUPS:])
+        words = _written(_OTHERS_WAIT if wait else _OTHERS)
+        told.append(["answers", words, runs(sorted(others))])
     return json.dumps({"size": state.size, "answered": state.answered, "told": told})
 
 
-def heard_state(told: bytes) -> WorldState | None:
+def shortened(state: WorldState) -> WorldState:
+    """Return a state as the others are told of it."""
+    return _state(json.loads(told_state(state)))
+
+
+def heard_state(told: bytes | None) -> WorldState | None:
     """Return what `told_state` has written; None for anything else."""
     return heard(told, _state)
 

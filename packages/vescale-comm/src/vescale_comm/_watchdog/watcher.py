@@ -23,7 +23,7 @@ from vescale_comm._watchdog.places import (
     wait_of,
 )
 from vescale_comm._watchdog.report import WorldState, report
-from vescale_comm._watchdog.told_state import heard_state, told_state
+from vescale_comm._watchdog.told_state import heard_state, shortened, told_state
 
 REPORT_AFTER = 30.0
 """Seconds without progress in one collective after which every rank says where it is."""
@@ -155,7 +155,7 @@ class Watcher:
             if state is None and now < self._report_at + self.interval:
                 return
             self._report_at = None
-            self._say(state or self._state(self._question))
+            self._say(state or shortened(self._state(self._question)))
 
     def _end_hopeless_wait(self, now: float, since: float) -> None:
         """End this process if it waits for others to make a group, for longer than any collective.
@@ -313,7 +313,7 @@ class Watcher:
             time.sleep(pause)
         while (state := self._gathered(question, deadline)) is None:
             if time.monotonic() >= deadline + _ANSWER_SECONDS + pause:
-                return self._state(question)
+                return shortened(self._state(question))
             time.sleep(pause)
         return state
 
@@ -328,12 +328,17 @@ class Watcher:
         """Return what all answer to a question, which one rank gathers; None if it has not yet."""
         channel = self._channel
         if not channel.tells(question):
-            told = channel.told(question)
-            return None if told is None else heard_state(told)
+            found = heard_state(channel.told(question))
+            return None if found is None else self._with_own_host(found)
         while not (state := self._state(question)).complete() and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         channel.tell(question, told_state(state))
-        return state
+        return shortened(state)
+
+    def _with_own_host(self, state: WorldState) -> WorldState:
+        """Add whose process is gone: only ranks of its host know, and another one has gathered."""
+        unknown = [rank for rank in range(state.size) if rank not in state.answers]
+        return replace(state, gone={**state.gone, **self._channel.gone(unknown)})
 
     def _state(self, question: int) -> WorldState:
         channel = self._channel

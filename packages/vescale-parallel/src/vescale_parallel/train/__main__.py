@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
+from threading import Thread
 
 import torch.distributed as dist
 from vescale_comm import CommError
@@ -62,6 +63,13 @@ def _leave_together() -> None:
     world = int(os.environ["WORLD_SIZE"])
     if world == 1:
         return
+    # In a thread that may be left behind: torch waits for ever for a store that does not answer.
+    waits = Thread(target=_wait_for_others, args=(world,), daemon=True)
+    waits.start()
+    waits.join(2 * _PATIENCE.total_seconds())
+
+
+def _wait_for_others(world: int) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # By attempt: the launcher's store outlives a restart, with the count of the one before.
     key = f"vescale_parallel/leaving/{attempt}"

@@ -44,9 +44,10 @@ class RunLog:
                 self._file.write(line)
                 self._file.flush()
         if self._board is not None and event in ("step", "validation"):
-            for name, value in values.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(f"{event}/{name}", value, values["step"])
+            with self._told_if_it_fails():
+                for name, value in values.items():
+                    if isinstance(value, float):
+                        self._board.add_scalar(f"{event}/{name}", value, values["step"])
 
     @contextmanager
     def _told_if_it_fails(self) -> Iterator[None]:
@@ -70,7 +71,8 @@ class RunLog:
             with self._told_if_it_fails():
                 self._file.close()
         if self._board is not None:
-            self._board.close()
+            with self._told_if_it_fails():
+                self._board.close()
 
 
 def json_line(value: Any) -> str:
