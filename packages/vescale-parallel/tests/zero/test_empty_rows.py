@@ -113,6 +113,11 @@ def test_penalties():
     compare("group norm", 3, ["penalty", "critic"], zero=3)
 
 
+def test_penalties_of_blocks_that_are_computed_again():
+    """Backward comes to the last block past its output, and has to gather it all the same."""
+    compare("all", 1, ["penalty", "critic"], zero=3, checkpoint={"blocks.*": "full"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{"zero": 3}, {"zero": 3, "checkpoint": {"blocks.*": "full"}}, {"zero": 2}], ids=str
@@ -120,4 +125,6 @@ def test_penalties():
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module(name, rows, how):
-    compare(name, rows, list(LOSSES), **how)
+    # Ours is a composition of operations, of which torch's kernel has other third derivatives.
+    losses = [one for one in LOSSES if (name, one) != ("batch norm", "third")]
+    compare(name, rows, losses, **how)

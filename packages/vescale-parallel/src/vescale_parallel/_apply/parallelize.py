@@ -45,6 +45,7 @@ from vescale_parallel._static.units import install_compile_entries, install_stat
 from vescale_parallel._step.distribute_batch import BATCH
 from vescale_parallel._step.forward_backward import STEP
 from vescale_parallel._zero.host import HOST
+from vescale_parallel._zero.recomputed import recomputation_of
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 
 
@@ -237,6 +238,8 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is:
 
 def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> None:
     regions = install_regions(model, report.regions, mesh.device_type)
+    for name, region in regions.items():
+        region.before_again = recomputation_of(model, name)
     if report.budget is not None:
         # Of logical shards, each has all of its tokens on one rank.
         ranks = report.activations.sharers if report.invariant is not None else 1

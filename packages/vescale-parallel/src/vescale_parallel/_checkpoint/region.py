@@ -37,6 +37,9 @@ class Region(Unpickled):
         module: the module.
         saved: operators whose results are kept.
         device_type: of the mesh; the state of that generator is kept as well.
+
+    Attributes:
+        before_again: called before each recomputation, as by what gathers parameters.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Region(Unpickled):
         self.name, self.module, self.saved = name, module, tuple(saved)
         self.device_type = device_type
         self.is_on = True
+        self.before_again: Callable[[], None] | None = None
         self._calls = 0
         self._generators: dict[str, Any] = {}
         # One that somebody has set before, as accelerate does.
@@ -56,6 +60,7 @@ class Region(Unpickled):
         memo[id(self)] = copied
         vars(copied).update(vars(self))
         copied.module, copied._own = deepcopy(self.module, memo), deepcopy(self._own, memo)
+        copied.before_again = deepcopy(self.before_again, memo)
         copied._calls, copied._generators = 0, {}  # the copy has generators of its own
         return copied
 
@@ -90,6 +95,8 @@ class Region(Unpickled):
                 # backward.
                 own_args, own_kwargs = first.pop()
                 return forward(*own_args, **own_kwargs)
+            if self.before_again is not None:
+                self.before_again()
             # What torch passes are leaves. Results, as they were, are what a captured forward has
             # its program for, and what may be written to.
             pairs = zip(tensors, leaves, strict=True)

@@ -22,6 +22,7 @@
 - `flat_steps`: optimizers that go by element step flat buffers.
 - `steps`: what happens to buffers around an optimizer's step.
 - `schedule`: when all that happens; the only place with module hooks.
+- `recomputed`: the same for modules that backward computes again before it comes to their outputs.
 
 `_apply.zero_install` makes a model's stored parameters, units and schedule of these.
 """
