@@ -141,6 +141,90 @@ class OwnName(Loop):
         return range(self.count)
 
 
+class Adapter(nn.Module):
+    """A stack, and a small change of it: base + a b, by experts."""
+
+    def __init__(self, base: nn.Parameter | None, inner: int, outer: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(EXPERTS, inner, 2))
+        self.b = nn.Parameter(torch.randn(EXPERTS, 2, outer))
+
+    def forward(self, base: Any = None) -> Tensor:
+        return (self.base if base is None else base) + self.a @ self.b
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return self()[expert]
+
+
+class Adapted(Loop):
+    """An adapter around one of two stacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = self.up
+        del self.up
+        self.up = Adapter(base, WIDTH, 12)
+
+
+class AllAdapted(Adapted):
+    """No stack is the module's own; beside them a layer of as many rows as there are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = self.down
+        del self.down
+        self.down = Adapter(base, 12, WIDTH)
+        self.mix = nn.Linear(WIDTH, EXPERTS)
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        return super().one(x + self.mix(x).sum(-1, keepdim=True), expert)
+
+
+class Unnumbered(AllAdapted):
+    """That says nowhere how many experts it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.num_experts
+
+    def here(self) -> range:
+        return range(len(self.up.a))
+
+
+class OneAdapter(Adapted):
+    """Under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.up
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        return super().one(x, expert) + super().one(x, expert) * self.again.a[expert].sum()
+
+
+class Parametrized(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        adapter = Adapter(None, WIDTH, 12)
+        nn.utils.parametrize.register_parametrization(self, "up", adapter)
+
+
+class InADict(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks = nn.ParameterDict({"up": self.up, "down": self.down})
+        del self.up, self.down
+        self.adapters = nn.ModuleList([Adapter(None, WIDTH, 12), Adapter(None, 12, WIDTH)])
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        up = self.adapters[0](self.stacks["up"])[expert]
+        return F.gelu(x @ up) @ self.adapters[1](self.stacks["down"])[expert]
+
+
+INSIDE = [Adapted, AllAdapted, Unnumbered, OneAdapter, Parametrized, InADict]
+
+
 class Net(nn.Module):
     def __init__(self, kind: type[Loop]) -> None:
         super().__init__()
@@ -175,13 +259,41 @@ def step(kind: type[Loop], ranks: int, late: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", [Loop, Normed, WeightsFirst, AsStack])
+@pytest.mark.parametrize("kind", [Loop, Normed, WeightsFirst, AsStack, *INSIDE])
 def test_what_ranks_can_share(kind: type[Loop], late: bool):
     wanted = step(kind, 1)
     # Two experts a rank, and one rank with one of four and one with none.
     for ranks in (2, 3):
         for found in simulate(ranks).run(lambda rank, size: step(kind, size, late)):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("words", [{"zero": 3}, {"zero": 1}, {"experts": {"experts": "ep, dp"}}])
+@pytest.mark.parametrize("kind", [Adapted, Parametrized, InADict])
+def test_stacks_inside_in_other_layouts(kind: type[Loop], words: dict[str, Any]):
+    def losses(ranks: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net(kind)
+        if ranks > 1:
+            usual = {"batch": "dp:0, ep:0", "experts": {"experts": "ep"}, "units": "experts"}
+            plan = Plan(**usual | words)
+            parallelize(model, mesh(dp=2, ep=2, device_type="cpu"), plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            model(torch.randn(9, WIDTH)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [whole(one) for one in model.parameters()]
+
+    wanted = losses(1)
+    for found in simulate(4).run(lambda rank, size: losses(size)):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_units_within_experts_are_told():
+    plan = Plan(zero=3, experts={"experts": "ep"}, batch="ep:0, dp:0")
+    with pytest.raises(PlanError, match=r"'experts.adapters.0', .* Name units around"):
+        plan.check(Net(InADict), {"dp": 2, "ep": 2})
 
 
 WORDS = {

@@ -11,6 +11,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     can be passed to `load` and be filled. An optimizer that has state already is left alone.
 
     The state's numbers are placeholders: load a checkpoint into them before training continues.
+    Schedulers keep first rates in the optimizer's groups ("initial_lr"): where `lr` is a tensor
+    these are tensors too, so make the scheduler before the state that is passed to `load`.
 
     Examples:
         >>> import torch

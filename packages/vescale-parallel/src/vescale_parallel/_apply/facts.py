@@ -37,7 +37,8 @@ ADVICE: Final = {
     "parameter": "Build the same model on every rank.",
     "buffer": "Build the same model on every rank.",
     "value of": "Call torch.manual_seed with the same seed on every rank before the model is "
-    "built, or load the same weights everywhere.",
+    "built, or load the same weights everywhere; what to_empty() leaves differs from rank to rank "
+    "(build under deferred() in place of the meta device).",
     "state of": "Load the same state into the optimizers of all ranks, or make them afterwards.",
     "random state of": "Call torch.manual_seed with the same seed on every rank, and draw the same "
     "numbers on every rank: dropout and initialisation go on from there.",

@@ -162,5 +162,6 @@ def _moved(
             RaggedShard((0,), counts) if position == axis else one
             for position, one in enumerate(forward.placements[name])
         )
-        setattr(forward.module, name, new)
+        holder, _, own = name.rpartition(".")
+        setattr(forward.module.get_submodule(holder), own, new)
         yield id(old), (new, distribute)

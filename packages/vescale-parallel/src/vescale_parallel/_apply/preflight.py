@@ -171,7 +171,10 @@ def _require_fresh(model: nn.Module, mesh: DeviceMesh, *, on_host: bool) -> None
     if empty:
         raise PlanError(
             f"tensors without values cannot be distributed: {listed(empty)} are on the meta "
-            "device. Build the model on a real device, or load its weights first."
+            "device. Build the model under vescale_parallel.deferred() in place of "
+            "torch.device('meta'): it takes no memory either, and each rank makes the values that "
+            "it stores (load_pretrained reads only those). Or build it on a real device; what "
+            "to_empty() leaves has no values."
         )
     # On the device there may be no room for all of a model that is offloaded.
     known = (mesh.device_type, host.HOST.type) if on_host else (mesh.device_type,)

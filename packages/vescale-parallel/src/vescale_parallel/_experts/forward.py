@@ -224,12 +224,20 @@ def local_twin(module: nn.Module, own: Mapping[str, Tensor], experts: int | None
 
 
 def _twin(module: nn.Module, prefix: str, own: Mapping[str, Tensor]) -> Any:
-    # Shallow, and at each call: parameters are other tensors then, as units gather them anew.
-    twin = copy.copy(module)
+    # Shallow, and at each call: parameters are other tensors then, as units gather them anew. Not
+    # by `copy`, which modules with parametrizations refuse.
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module))
     vars(twin).pop("forward", None)
     for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
         # As an attribute of the object: Python finds it before it asks for parameters.
         vars(twin)[name] = own[f"{prefix}{name}"]
-    for name, child in module.named_children():
-        vars(twin)[name] = _twin(child, f"{prefix}{name}.", own)
+    # Under every name, also where it is one module.
+    children = {
+        name: None if child is None else _twin(child, f"{prefix}{name}.", own)
+        for name, child in module._modules.items()
+    }
+    vars(twin).update(children)
+    # Lists and dicts of modules look there.
+    twin._modules = children
     return twin

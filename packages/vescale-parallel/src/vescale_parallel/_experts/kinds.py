@@ -2,7 +2,8 @@
 
 Such a module is called with hidden states (tokens, width), the experts that each token chose
 (tokens, k), and their weights (tokens, k), and returns what they say, summed (tokens, width). Its
-own parameters are stacks: their first dim counts the experts.
+own parameters are stacks: their first dim counts the experts; so are those of modules inside it
+that make such parameters (an adapter around a stack, a parametrization).
 
 Hugging Face's modules say how their stacks lie by attributes that `use_experts_implementation`
 gives them; modules without these are known by their shapes, and by name in the plan.
@@ -11,6 +12,7 @@ gives them; modules without these are known by their shapes, and by name in the 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +30,7 @@ class Kind:
 
     Attributes:
         experts: how many.
-        stacks: names of its parameters that are stacks over the experts.
+        stacks: names of its parameters, and of those inside, that are stacks over the experts.
         ordered: whether what the experts of a token say is added in the order of the experts, one
             after another; otherwise as one sum over the choices.
         up: names of the stacks that lead away from the width, by the dim of their outputs.
@@ -61,7 +63,7 @@ def kind_of(module: nn.Module) -> Kind | str:
     # With `self`, which a function of the class has.
     if len(inspect.signature(type(module).forward).parameters) < 4:
         return "its forward does not take tokens, the experts that they chose, and their weights"
-    own = {name: tuple(one.shape) for name, one in module.named_parameters(recurse=False)}
+    own = dict(_shapes(module, ""))
     said = getattr(module, "num_experts", None)
     firsts = {shape[0] for shape in own.values() if len(shape) > 1}
     count = said if isinstance(said, int) else next(iter(firsts)) if len(firsts) == 1 else None
@@ -69,10 +71,21 @@ def kind_of(module: nn.Module) -> Kind | str:
         return "it has no 'num_experts', and its parameters have no first dim in common"
     stacks = tuple(name for name, shape in own.items() if len(shape) > 1 and shape[0] == count)
     if not stacks:
-        return f"none of its own parameters is a stack of {count} experts"
+        return f"none of its parameters is a stack of {count} experts"
     if not is_known(module):
         return Kind(count, stacks, ordered=True)
     return _declared(module, count, stacks)
+
+
+def _shapes(module: nn.Module, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Shapes of parameters that may be stacks, by name, down to those that adapters hold."""
+    for name, one in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield prefix + name, tuple(one.shape)
+    for name, child in module._modules.items():
+        # A layer of torch's is no expert of many: its first dim may count as many by chance.
+        kind = type(child).__module__
+        if not kind.startswith("torch.nn.modules.") or kind.endswith(".container"):
+            yield from _shapes(child, f"{prefix}{name}.")
 
 
 def _declared(module: Any, count: int, stacks: tuple[str, ...]) -> Kind:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from vescale_comm.generators import States, generators_of
+from vescale_dtensor import DTensor, local_leaf
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
@@ -325,7 +326,11 @@ class _Parameters:
     """The parameters of this rank as they are before a stage is rehearsed."""
 
     def __init__(self, scene: Scene) -> None:
-        pairs = [(name, local_of(one)) for name, one in scene.model.named_parameters()]
+        # The leaves themselves: of what inference mode makes of them torch counts no writes.
+        pairs = [
+            (name, local_leaf(one) if isinstance(one, DTensor) else one)
+            for name, one in scene.model.named_parameters()
+        ]
         self._before = [(name, leaf, leaf._version) for name, leaf in pairs]
         self._held = [h for h in (scene.held, scene.behind) if isinstance(h, HeldParameters)]
         schedule = getattr(scene.model, SCHEDULE, None)
