@@ -78,7 +78,9 @@ def test_words_that_hold_numbers(line: str, words: str, capsys: pytest.CaptureFi
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["plan model_that_is_broken:make --mesh dp=2", "memory model_that_is_broken:make"])
+@pytest.mark.parametrize(
+    "line", ["plan model_that_is_broken:make --mesh dp=2", "memory model_that_is_broken:make"]
+)
 def test_what_breaks_is_not_said_not_to_fit(
     line: str,
     tmp_path: Path,

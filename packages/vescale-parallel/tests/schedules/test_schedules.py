@@ -459,8 +459,8 @@ def test_what_is_no_schedule_is_refused():
         ("0F0,0B0,1000000000F0,1000000000B0", "no rank has stage 1"),
         (f"0F{'9' * 5000}", "is no action"),
         ("", "no rank has stage 0"),
-        ("0F0\r0B0", "schedule csv: new-line"),
-        (f'"{"x" * 200_000}"', "schedule csv: field larger"),
+        ("0F0\r0B0", "schedule csv: it is no CSV: new-line"),
+        (f'"{"x" * 200_000}"', "schedule csv: it is no CSV: field larger"),
     ):
         with pytest.raises(PlanError, match=words):
             schedules.from_csv(text)

@@ -35,11 +35,13 @@ def _mesh_for(call: OpCall, rule: Rule) -> DeviceMesh:
     """The spelling on which the fewest bytes have other words; the first one of several such."""
     # What is written, or viewed, stays where it is.
     kept = rule.writes if rule.writes is not None else 0 if rule.views else None
-    if kept is not None and isinstance(call.operands[kept], DTensor):
-        mesh: DeviceMesh = call.operands[kept]._spec.layout.mesh
+    written = None if kept is None else call.operands[kept]
+    if isinstance(written, DTensor):
+        mesh: DeviceMesh = written._spec.layout.mesh
         return mesh
     tensors = [operand for operand in call.operands if isinstance(operand, DTensor)]
-    return min((t._spec.layout.mesh for t in tensors), key=lambda mesh: _bytes_sent(tensors, mesh))
+    meshes: list[DeviceMesh] = [tensor._spec.layout.mesh for tensor in tensors]
+    return min(meshes, key=lambda mesh: _bytes_sent(tensors, mesh))
 
 
 def _bytes_sent(tensors: list[DTensor], mesh: DeviceMesh) -> int:

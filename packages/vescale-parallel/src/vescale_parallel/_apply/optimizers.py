@@ -76,7 +76,7 @@ def _subclasses(kind: type) -> set[type]:
     """A class and all that derive from it."""
     found, rest = {kind}, [kind]
     while rest:
-        new = set(type.__subclasses__(rest.pop())) - found
+        new: set[type] = set(type.__subclasses__(rest.pop())) - found
         found |= new
         rest += new
     return found

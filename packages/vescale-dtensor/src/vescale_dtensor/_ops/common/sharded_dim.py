@@ -113,7 +113,7 @@ def is_refused(call: OpCall) -> bool:
             warnings.simplefilter("ignore")  # of one element: too few degrees of freedom
             try:
                 call.func(*args, **kwargs)
-            except torch.linalg.LinAlgError:
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
                 pass  # of these numbers
             except (RuntimeError, ValueError, TypeError):
                 refused = True

@@ -73,7 +73,8 @@ def _look_up(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     interval, count = interval_of_shard(context, 0, 1), context.call.operands[1].shape[0]
     if not index.numel() and context.call.operands[0].numel():
         # Torch's second derivative of a look-up of nothing raises.
-        return weight[:0].reshape(*index.shape, weight.shape[1])
+        nothing: Tensor = weight[:0]
+        return nothing.reshape(*index.shape, weight.shape[1])
     if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
     if not weight.shape[0]:

@@ -31,9 +31,9 @@ def _in_place_view(name: str) -> Callable[..., Any]:
                 f"Tensor.{name}_ of {self!r}, which retains its gradient in the shape that it had; "
                 f"use {name}, which returns a new tensor"
             )
-        found = view(self, *args, **kwargs)
+        found: DTensor = view(self, *args, **kwargs)
         if found is self:
-            return self
+            return found
         way = way_back_through(self, found)
         _become.become_view_in_place(self, found)
         self._way_back = way
