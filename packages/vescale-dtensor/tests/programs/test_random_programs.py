@@ -81,6 +81,8 @@ FOUND = {
         "x1 = torch.isin(x0.mT, x0)"]),
     "a leaf is negated without a derivative": ((2,), (3, 4), "[Partial()]", WANTED, [
         "x0.logical_not_()"]),
+    "an element of a leaf is written without a record": ((2,), (4,), "[Shard(0)]", WANTED, [
+        "x1 = x0.select(-1, 1)", "with torch.no_grad(): x1[...] = 0.5"]),
     "a scalar is assigned to itself": ((2,), (), "[Replicate()]", PLAIN, ["x0[..., None] = x0"]),
 }  # fmt: skip
 

@@ -104,7 +104,9 @@ def _way_of(view: DTensor, operands: list[Tensor]) -> list[tuple[Scatter, DTenso
     ):
         return []  # torch refuses the write
     wanted = any(tensor.requires_grad for tensor in (*family, *operands))
-    return [] if torch.is_grad_enabled() and wanted else way
+    # One that is partial is stored anew, without the history that it has.
+    anew = any(t._view_copy_of is not None and t._spec.layout.partial for t in family)
+    return [] if wanted and (anew or torch.is_grad_enabled()) else way
 
 
 def _store(tensor: DTensor, values: DTensor) -> None:
