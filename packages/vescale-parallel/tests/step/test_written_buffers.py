@@ -63,6 +63,35 @@ def test_logical_shards_refuse_writes(way: str):
         forward_backward(model, torch.ones(8, 3), **call)
 
 
+@pytest.mark.parametrize("kind", ["invariant", "checkpoint", "zero"])
+@on_ranks(2, simulated=True)
+def test_what_a_forward_counts_is_counted_once_a_call(kind: str):
+    """Its numbers depend on how often it ran, which shards and recomputations do more often."""
+    plans = {
+        "invariant": Plan(deterministic="dp-invariant", shards=4),
+        "checkpoint": Plan(checkpoint="full"),
+        "zero": Plan(zero=3),
+    }
+    found: list[Any] = []
+    for plan in (None, plans[kind]):
+        torch.manual_seed(0)
+        model = nn.Sequential(Writes("counter", 3), Writes("counter", 3))
+        if plan is not None:
+            parallelize(model, make_mesh(device_type="cpu", dp=2), plan)
+        rows, targets = torch.linspace(-1, 1, 24).view(8, 3), torch.ones(8, 3)
+        if plan is None:
+            for _ in range(4):
+                F.mse_loss(model(rows), targets).backward()
+        else:
+            for _ in range(4):
+                forward_backward(model, rows, loss=(F.mse_loss, targets))
+        grads = [one.grad for one in model.parameters()]
+        found.append([getattr(one, "full_tensor", lambda one=one: one)() for one in grads])
+        assert [one.calls for one in model] == [4, 4]
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("size", [3, 20_000])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(1, simulated=True)

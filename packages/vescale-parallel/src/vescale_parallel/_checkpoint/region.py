@@ -22,6 +22,7 @@ from vescale_dtensor import attention_way, checkpoint, sequence_attention, untra
 from vescale_rng import policy, use
 
 from vescale_parallel._checkpoint.kept import Results
+from vescale_parallel._common.counted import Counts, Places, places_of
 from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._common.written import CHECKED, SMALL, Before
 from vescale_parallel._errors import ParallelError
@@ -51,6 +52,7 @@ class Region(Unpickled):
         self.before_again: Callable[[], None] | None = None
         self._calls = 0
         self._generators: dict[str, Any] = {}
+        self._counted: Places = {}
         # One that somebody has set before, as accelerate does.
         self._own: Any = vars(module).get("forward")
 
@@ -61,7 +63,8 @@ class Region(Unpickled):
         vars(copied).update(vars(self))
         copied.module, copied._own = deepcopy(self.module, memo), deepcopy(self._own, memo)
         copied.before_again = deepcopy(self.before_again, memo)
-        copied._calls, copied._generators = 0, {}  # the copy has generators of its own
+        # The copy has generators and attributes of its own.
+        copied._calls, copied._generators, copied._counted = 0, {}, {}
         return copied
 
     @property
@@ -102,7 +105,7 @@ class Region(Unpickled):
             pairs = zip(tensors, leaves, strict=True)
             rest = iter([one if leaf else one.view(one.shape) for one, leaf in pairs])
             inner_args, inner_kwargs = map_tensors(lambda _: next(rest), hollow, copies=True)
-            with buffers.as_before(), drawn.again():
+            with buffers.as_before(), drawn.again(), counts.again():
                 return forward(*inner_args, **inner_kwargs)
 
         # Before the forward, which may write to them. `run` finds this name when it is called.
@@ -112,12 +115,17 @@ class Region(Unpickled):
             # Not each time: all attributes of all modules are looked at.
             self._generators = generators_of(self.module)
         drawn = _Drawn(self._generators)
+        looks = self._calls <= CHECKED
+        counts = Counts(places_of(self.module) if looks else self._counted)
         # An argument on the device, whatever the others are: torch asks arguments for devices.
         here = torch.empty(0, device=self.device_type)
         contexts = partial(_contexts, self.saved)  # of no call: what captures this asks it anew
         output = checkpoint(run, here, *tensors, context_fn=contexts)
         buffers.require_unwritten()
         drawn.end()
+        if looks:
+            self._counted |= counts.changed()
+            counts = counts.of(self._counted)
         return output
 
     def _require_no_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from vescale_comm.generators import States, generators_of
 from vescale_dtensor import DTensor, local_leaf
 
 from vescale_parallel._common.agreement import checksum, require_same
+from vescale_parallel._common.counted import Counts, places_of
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
@@ -81,6 +82,7 @@ class InvariantStep:
         # itself.
         self.spans = shares(row.shards, row.ranks)
         self.running = False
+        self._counts: Counts | None = None
         self._batches, self._is_copy = 0, False
         # It asks this object whether a step runs, when gradients arrive.
         self.collected = Collected(model, schedule, self)
@@ -289,6 +291,7 @@ class InvariantStep:
         # `fork_rng` needs the name of an accelerator, also where no device of it is forked.
         kind = "cuda" if device == "cpu" else device
         self._others = States(generators_of(self.model))
+        self._counts = None
         with torch.random.fork_rng(devices, device_type=kind):
             self.running = True
             try:
@@ -306,6 +309,11 @@ class InvariantStep:
         # Of the same seed: Python's and numpy's stand elsewhere on each rank where nobody has
         # seeded them.
         self._others.seed(seed)
+        # And count from where the step began: a call of the model is one, in however many shards.
+        if self._counts is None:
+            self._counts = Counts(places_of(self.model))
+        else:
+            self._counts.restore()
 
     def _find_destinations(self) -> None:
         """Know where sums go, also when parameters were frozen since."""
