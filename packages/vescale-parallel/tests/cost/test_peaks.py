@@ -47,7 +47,9 @@ def peak_and_estimate(words, sizes, length=2, blocks=3, size=64):
     with torch.device("meta"):
         report = plan.check(Net(blocks, size), sizes)
     precision = Precision() if "precision" in words else FLOAT32
-    estimate = report.cost(ROWS * length, precision=precision).memory.total
+    memory = report.cost(ROWS * length, precision=precision).memory
+    # On a CPU host and device are one memory, whose peak is looked at.
+    estimate = memory.total + memory.host
     gc.collect()
     with Peak() as peak:
         torch.manual_seed(0)
@@ -97,6 +99,16 @@ def table():
             for prefetch in (0, 1, 3):
                 words = {"zero": zero, "behind": behind, "prefetch": prefetch}
                 found[f"zero={zero} {behind=} {prefetch=}"] = words, dp, 2, 6
+    for zero in (1, 2, 3):
+        for offload in (True, "optimizer"):
+            found[f"zero={zero} {offload=}"] = {"zero": zero, "offload": offload}, dp
+            found[f"zero={zero} {offload=} large"] = (
+                {"zero": zero, "offload": offload},
+                dp,
+                2,
+                3,
+                640,
+            )
     found["by rule"] = {"zero": {"embed*": 1, "blocks.0.*": 0, "blocks.1.*": 2, "*": 3}}, dp
     return found
 
