@@ -32,8 +32,8 @@ Top to bottom (imports point down):
 - `walked`: modules and parameters of the model, in a step.
 - `local_steps`: optimizers step what a rank has as plain tensors. `stepped`: whether one has
   stepped the model.
-- `split`: a model into stages. `order`: where it uses what lies around its blocks. `rules`: words of
-  a plan. `given`: the schedule that it asks for.
+- `split`: a model into stages. `order`: where it uses what lies around its blocks. `rules`: words
+  of a plan. `given`: the schedule that it asks for.
 
 `_apply.pipeline_install` makes a model of stages of these.
 """
