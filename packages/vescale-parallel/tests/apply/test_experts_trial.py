@@ -198,6 +198,7 @@ class OneAdapter(Adapted):
     def __init__(self) -> None:
         super().__init__()
         self.again = self.up
+        self.register_module("none", None)
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         return super().one(x, expert) + super().one(x, expert) * self.again.a[expert].sum()

@@ -49,7 +49,9 @@ def require_same(sizes: dict[str, int], words: dict[str, Any]) -> None:
     def on_a_rank(rank: int, world_size: int) -> None:
         for first in (True, False):
             one, other = (trained(sizes, words, first=first, inference=i) for i in (True, False))
-            for mine, theirs in zip(one[0] + one[1], other[0] + other[1], strict=True):
+            # In inference mode torch takes other products of three dims, which round otherwise.
+            torch.testing.assert_close(one[0], other[0])
+            for mine, theirs in zip(one[1], other[1], strict=True):
                 assert torch.equal(mine, theirs)
 
     simulate(torch.Size(sizes.values()).numel())(on_a_rank)

@@ -84,8 +84,8 @@ def _shapes(module: nn.Module, prefix: str) -> Iterator[tuple[str, tuple[int, ..
     for name, child in module._modules.items():
         # A layer of torch's is no expert of many: its first dim may count as many by chance.
         kind = type(child).__module__
-        own = not kind.startswith("torch.nn.modules.") or kind.endswith(".container")
-        if child is not None and own:
+        is_layer = kind.startswith("torch.nn.modules.") and not kind.endswith(".container")
+        if child is not None and not is_layer:
             yield from _shapes(child, f"{prefix}{name}.")
 
 

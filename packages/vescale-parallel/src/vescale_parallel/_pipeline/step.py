@@ -377,7 +377,8 @@ class StagedStep:
                 if key not in self._kinds:
                     rehearsal = Rehearsal(self._scene, self._lines)
                     # With a graph also for an evaluation: what needs gradients is known for both.
-                    with torch.enable_grad():
+                    # Not of tensors of inference mode, which no graph can keep.
+                    with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
                         self._kinds[key] = rehearsal.run(one)
                     # After the last one: ranks that know of none go on to the next rehearsal.
                     problem = problem or rehearsal.problem
