@@ -69,7 +69,11 @@ class Queued:
 
     def start_recv(self, specs: Any, source: int) -> Any:
         starts = [self._start(source, self.rank) for _ in specs]
-        return SimpleNamespace(wait=lambda: [one.wait() for one in starts])
+
+        def wait() -> list[Any]:
+            return [one.wait() for one in starts]
+
+        return SimpleNamespace(wait=wait, drop=wait)
 
 
 SPEC = SimpleNamespace(shape=(), dtype=torch.float32)

@@ -72,8 +72,9 @@ def _look_up(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     index, weight = args[0], args[1]
     interval, count = interval_of_shard(context, 0, 1), context.call.operands[1].shape[0]
     if not index.numel() and context.call.operands[0].numel():
-        # Torch's second derivative of a look-up of nothing raises.
-        nothing: Tensor = weight[:0]
+        # Torch's second derivative of a look-up of nothing raises, and that of a selection does
+        # not. No view of the weight: what comes back is new memory on the other ranks as well.
+        nothing: Tensor = weight.index_select(0, index.reshape(-1))
         return nothing.reshape(*index.shape, weight.shape[1])
     if interval is None:
         return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
