@@ -162,6 +162,19 @@ def test_a_view_in_another_dtype_is_no_view():
     on_mesh((4,), converted, ("dp",))
 
 
+@on_ranks(4, simulated=True)
+def test_a_part_assigned_to_where_it_is_from():
+    mesh = device_mesh((4,), ("dp",))
+    for placements in ([RaggedShard((0, 1), UNITS)], [Shard(0)]):
+        x = distribute_tensor(MATRIX.clone(), mesh, placements)
+        x[-2:] *= 2
+        assert torch.equal(x.full_tensor()[-2:], MATRIX[-2:] * 2)
+        bits, before = x.view(torch.int32), x.full_tensor()
+        with pytest.raises(UnsupportedError, match="forced a copy"):
+            x[:] = bits  # converts
+        assert torch.equal(x.full_tensor(), before)
+
+
 ONES = torch.ones(3, 4)
 PLACES = torch.tensor([0, 1])
 ROW = torch.zeros(1, 4, dtype=torch.int64)

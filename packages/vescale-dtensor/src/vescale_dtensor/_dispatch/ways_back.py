@@ -66,10 +66,12 @@ def is_part_at(value: Any, base: DTensor, index: Any) -> bool:
     """
     if not isinstance(value, DTensor) or value._way_back is None:
         return False
-    of, find = value._way_back
-    if of is not base or getattr(find, "func", None) is not _inverse:
+    way = value._way_back
+    if way.base is not base or getattr(way.find, "func", None) is not _inverse:
         return False
-    call, position = find.args[:2]
+    if way.scatter() is None:  # what was written to it went nowhere
+        return False
+    call, position = way.find.args[:2]
     place, views = torch.empty(tuple(base.shape), device="meta")[index], _on(call, base.shape)
     return position < len(views) and _geometry(views[position]) == _geometry(place)
 
