@@ -133,13 +133,16 @@ def test_an_index_that_leads_elsewhere(tmp_path):
 def test_unaligned_files_of_other_writers(tmp_path):
     tensors = {"w": torch.arange(5.0), "b": torch.arange(3, dtype=torch.uint8)}
     header = {
-        "b": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
-        "w": {"dtype": "F32", "shape": [5], "data_offsets": [3, 23]},
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [20, 23]},
+        "w": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]},
     }
-    data = bytes([0, 1, 2]) + tensors["w"].numpy().tobytes()
-    (tmp_path / "x.safetensors").write_bytes(blob(header, data))
-    ckpt.import_safetensors(tmp_path / "x.safetensors", tmp_path / "out")
-    assert_same(ckpt.read(tmp_path / "out"), tensors)
+    data = tensors["w"].numpy().tobytes() + bytes([0, 1, 2])
+    # Where the bytes of "w" begin hangs on the header, whose end is anywhere.
+    for spaces in range(4):
+        text = json.dumps(header).encode() + b" " * spaces
+        (tmp_path / "x.safetensors").write_bytes(blob(text, data))
+        ckpt.import_safetensors(tmp_path / "x.safetensors", tmp_path / f"out-{spaces}")
+        assert_same(ckpt.read(tmp_path / f"out-{spaces}"), tensors)
 
 
 def test_from_dcp(tmp_path):
