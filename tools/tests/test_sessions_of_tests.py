@@ -7,6 +7,7 @@ reasons for which it, its fixtures and its file would be skipped.
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -85,7 +86,7 @@ class Noted:
                 if option in words:
                     del words[words.index(option) : words.index(option) + 2]
             chosen = words[words.index("-m") + 1] if "-m" in words else "not slow"
-            paths = [str(Path(ROOT, one).relative_to(ROOT)) for one in words
+            paths = [os.path.relpath(Path(ROOT, one), ROOT) for one in words
                      if (ROOT / one).exists() and "tests" in one]  # fmt: skip
             self.runs.append(Run(self.name, self.installed, paths or DEFAULT, chosen))
         return ""
