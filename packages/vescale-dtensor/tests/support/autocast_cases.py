@@ -73,7 +73,8 @@ LOW = {
         lambda x, w, b, o, c: F.multi_head_attention_forward(
             x, x, x, 6, 2, w, b, None, None, False, 0.0, o, c, need_weights=False
         )[0],
-        (numbers(5, 3, 6), numbers(18, 6), numbers(18), numbers(6, 6), numbers(6)),
+        # Weights as a layer has them: a softmax of large scores makes much of every rounding.
+        (numbers(5, 3, 6), 0.4 * numbers(18, 6), numbers(18), numbers(6, 6), numbers(6)),
     ),
     "two layers": (
         lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down),
