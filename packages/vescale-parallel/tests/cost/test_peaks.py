@@ -19,7 +19,8 @@ from vescale_parallel.cost import Precision
 WORDS, ROWS = 24, 4
 # What the estimate is above the peak, at most: where few tokens leave parameters and gradients to
 # rule, and where activations do, of which it counts each product's input and output as kept.
-ABOVE, ABOVE_ACTIVATIONS = 1.5, 2.1
+# Offloaded gradients count on the device and on the host, which are one memory here.
+ABOVE, ABOVE_ACTIVATIONS, ABOVE_OFFLOADED = 1.5, 2.1, 1.6
 FLOAT32 = Precision(compute=4)
 HALF = {"compute": "bfloat16", "reduce": "float32"}
 
@@ -78,7 +79,8 @@ def check(of_ranks, above):
         # The estimate is of the rank that holds most.
         peak = max(one[name][0] for one in of_ranks)
         estimate = of_ranks[0][name][1]
-        assert peak <= estimate <= above * peak, (name, estimate / peak)
+        most = ABOVE_OFFLOADED if "offload" in name else above
+        assert peak <= estimate <= most * peak, (name, estimate / peak)
 
 
 def test_one_rank():
