@@ -3,8 +3,10 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vescale_ckpt._errors import FormatError
 from vescale_ckpt._tensors.regions import (
     Region,
     blocks_touched,
@@ -87,3 +89,12 @@ def test_thin_slices_of_a_huge_chunk_stay_cheap():
 def test_a_region_reads_like_a_slice():
     assert str(whole(())) == "[]"
     assert str(Region((1, 0), (2, 3))) == "[1:3, 0:3]"
+
+
+def test_boxes_beside_each_other_are_compared_within_bounds(monkeypatch):
+    monkeypatch.setattr("vescale_ckpt._tensors.regions._MOST_COMPARED", 100_000)
+    grid = [Region((i, j), (1, 1)) for i in range(64) for j in range(64)]
+    assert first_overlap(grid[:1500]) is None
+    long = [Region((i, i), (1000, 1)) for i in range(1000)]
+    with pytest.raises(FormatError, match="1000 boxes of a tensor"):
+        first_overlap(long)

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vescale_ckpt._errors import FormatError
+
 Shape = tuple[int, ...]
+
+# Pairs of boxes that are looked at for one tensor: some 20 s.
+_MOST_COMPARED = 1 << 25
 
 
 class Region(NamedTuple):
@@ -39,16 +44,28 @@ def intersect(a: Region, b: Region) -> Region | None:
 
 
 def first_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
-    """Find two of `regions` that share an element: a sweep along the most divided dim."""
+    """Find two of `regions` that share an element: a sweep along the most divided dim.
+
+    Raises:
+        FormatError: so many lie beside each other that comparing them would take minutes; boxes of
+            100,000 ranks in a grid do not.
+    """
     if len(regions) < 2 or not regions[0].shape:
         return (regions[0], regions[1]) if len(regions) > 1 else None
     dims = range(len(regions[0].shape))
     # The dim that is divided most leaves the fewest regions to compare at a time.
     dim = max(dims, key=lambda d: len({r.offset[d] for r in regions}))
     active: list[Region] = []
+    compared = 0
     for region in sorted(regions, key=lambda r: r.offset[dim]):
         start = region.offset[dim]
         active = [r for r in active if r.offset[dim] + r.shape[dim] > start]
+        compared += len(active)
+        if compared > _MOST_COMPARED:
+            raise FormatError(
+                f"{len(regions)} boxes of a tensor of which too many lie beside each other along "
+                f"dim {dim} to be compared: no layout cuts a tensor like that"
+            )
         clash = next((r for r in active if intersect(r, region)), None)
         if clash is not None:
             return clash, region
