@@ -82,10 +82,9 @@ def parallelize(
             of eager mode bit for bit: of each unit of `zero`, or of the model; where that cannot be
             recorded, of its repeated blocks; in stages, of the blocks of each. What cannot be
             recorded runs eagerly; `captured_units` says what does, and why.
-        inputs: of a model in stages, what a call of it is given: arguments by name, a tuple, or one
-            tensor. By a call without values it is found in which order the modules around the
-            blocks are used, and so on which stages they lie. None: by the model's `dummy_inputs`;
-            where it has none, or does not run on them, by the order in which it registers them.
+        inputs: for stages, what a call of the model is given: arguments by name, a tuple, or a
+            tensor. It is called without values, and what lies around its blocks is placed in the
+            order of use. None: its `dummy_inputs`; without those, the order of registration.
 
     Raises:
         PlanError: on every rank, before anything is changed: the plan does not fit, or the model is

@@ -225,11 +225,8 @@ class Plan:
             form: a table, JSON for programs, or a picture of which coordinates hold which shards.
             inputs: as for `check`.
         """
-        forms: dict[str, Callable[[Report], str]] = {
-            "table": str,
-            "json": report_json,
-            "svg": report_svg,
-        }
+        forms: dict[str, Callable[[Report], str]]
+        forms = {"table": str, "json": report_json, "svg": report_svg}
         if form not in forms:
             raise PlanError(f"form {form!r}: a plan is explained as one of {list(forms)}.")
         text = forms[form](self.check(model, mesh_shape, inputs=inputs))
