@@ -7,7 +7,7 @@ says where it differs. In such a template these are replaced, parts being divide
 - `{{BENCHMARK; ROW; UNIT; AGAINST; FIELD}}`: one number of a recorded run. FIELD is `ratio`, `ours`
   or `reference`, with a format behind a colon (`ratio:.1f`), or `range`: the least and the largest
   ratio of all rows that fit. ROW and AGAINST may have wildcards; without FIELD it is the ratio.
-- `{{table; BENCHMARK}}`: all of its rows; `{{when; BENCHMARK}}`: the day, commit and machine.
+- `{{table; BENCHMARK}}`: all of its rows; `{{when; BENCHMARK}}`: the commit and machine.
 - `{{said; FILE; PATTERN}}`: the group of a regular expression in what another script writes.
 
 A benchmark that is not recorded gives a dash. Outside of such blocks documents of users hold no
@@ -106,8 +106,8 @@ def _said(name: str, pattern: str) -> str:
 
 def _when(document: Mapping[str, Any]) -> str:
     where = document["machine"]
-    day, commit = document["date"][:10], document["commit"]
-    return f"{day}, commit `{commit}`, {where['cores']} cores, torch {where['torch']}"
+    commit = document["commit"]
+    return f"commit `{commit}`, {where['cores']} cores, torch {where['torch']}"
 
 
 def filled(text: str, runs: Runs, table: Callable[[dict[str, Any]], str]) -> str:

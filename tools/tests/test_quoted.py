@@ -30,7 +30,7 @@ def test_a_block_is_written_from_its_template_and_the_runs(template):
     text = "Before.\n<!-- figures: one -->\nold\n<!-- end of figures -->\nAfter."
     made = quoted.filled(text, RUNS, figures.markdown)
     assert made == (
-        "Before.\n<!-- figures: one -->\n1.50 x, 0.8 to 1.5, 2999-01-01, commit `abc`, 2 cores, "
+        "Before.\n<!-- figures: one -->\n1.50 x, 0.8 to 1.5, commit `abc`, 2 cores, "
         "torch 2.13.0\n<!-- end of figures -->\nAfter."
     )
     assert quoted.filled(made, RUNS, figures.markdown) == made
