@@ -16,9 +16,11 @@ from torch import Tensor
 from vescale_comm._engine import reference_semantics
 from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._errors import CommError, CommMismatchError
+from vescale_comm._simulation.compared import WorldLogs
 from vescale_comm._simulation.meeting import CallNote, Meeting, Run, Slot, finish
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._torch.call_site import call_site
+from vescale_comm._watchdog.execution_log import WatchedGroup
 from vescale_comm._wire.fold import FOLDS
 
 _REDUCTIONS = (*FOLDS, "AVG")
@@ -93,11 +95,14 @@ else:
     _ProcessGroup = dist.ProcessGroup
 
 
-class SimulatedGroup(_ProcessGroup, AnnotatedGroup):  # type: ignore[misc]
+class SimulatedGroup(_ProcessGroup, AnnotatedGroup, WatchedGroup):  # type: ignore[misc]
     """Members are rank threads; the last to come to a collective moves the data for all."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting, scheduler: Scheduler) -> None:
+    def __init__(
+        self, rank: int, size: int, meeting: Meeting, scheduler: Scheduler, logs: WorldLogs
+    ) -> None:
         super().__init__(rank, size)
+        self.logs = logs
         self._member, self._members = rank, size
         self._meeting, self._scheduler = meeting, scheduler
         self._said: str | None = None

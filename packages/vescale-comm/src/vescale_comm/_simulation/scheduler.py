@@ -108,6 +108,12 @@ class Scheduler:
             raise DeadlockError(self._report())
         self._leave(me)
 
+    def interrupt_others(self, kind: type[BaseException], words: str) -> None:
+        """Raise an error in all other ranks that wait now, each in its turn."""
+        for rank in self.ranks:
+            if rank is not self._running and rank.ready is not None and not rank.done:
+                rank.interrupt = kind(words)
+
     def _others_can_run(self, me: Rank) -> bool:
         return any(rank.runnable() for rank in self.ranks if rank is not me)
 

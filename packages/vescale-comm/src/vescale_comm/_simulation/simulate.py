@@ -8,8 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_comm._errors import CommArgumentError, CommError, DeadlockError
+from vescale_comm._errors import (
+    CommArgumentError,
+    CommError,
+    CommMismatchError,
+    DeadlockError,
+)
 from vescale_comm._outcome import Ok, Outcome, failed
+from vescale_comm._simulation.compared import WorldLogs
 from vescale_comm._simulation.group import SimulatedGroup
 from vescale_comm._simulation.meeting import Meeting
 from vescale_comm._simulation.scheduler import Scheduler
@@ -135,6 +141,7 @@ class _World:
     def __init__(self, world_size: int) -> None:
         self.size = world_size
         self.scheduler = Scheduler(world_size)
+        self.logs = WorldLogs(self.scheduler)
         self.store = SimulatedStore(self.scheduler.wait_until)
         self._meetings: dict[tuple[str, int], Meeting] = {}
         self._made: dict[tuple[str, int], int] = {}
@@ -174,6 +181,9 @@ class _World:
         for rank in self.scheduler.ranks:  # what failed outside of fn
             if rank.failure is not None:
                 errors.setdefault(rank.index, rank.failure)
+        found = None if errors else self.logs.difference_at_end()
+        if found is not None:
+            errors = {rank.index: CommMismatchError(found) for rank in self.scheduler.ranks}
         return values, errors
 
     def group(self, options: Any) -> SimulatedGroup:
@@ -184,7 +194,7 @@ class _World:
         key = (name, self.scheduler.current)
         made = self._made[key] = self._made.get(key, 0) + 1
         meeting = self._meetings.setdefault((name, made), Meeting(name, ranks))
-        return SimulatedGroup(rank, size, meeting, self.scheduler)
+        return SimulatedGroup(rank, size, meeting, self.scheduler, self.logs)
 
 
 def _register() -> None:

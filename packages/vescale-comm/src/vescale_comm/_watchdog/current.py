@@ -19,7 +19,7 @@ from vescale_comm._torch.compat import shared_store_of
 from vescale_comm._torch.launcher import keeps_its_store
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
-from vescale_comm._watchdog.execution_log import ExecutionLog
+from vescale_comm._watchdog.execution_log import ExecutionLog, WatchedGroup
 from vescale_comm._watchdog.leaving import end_process
 from vescale_comm._watchdog.places import is_users
 from vescale_comm._watchdog.report import is_lost_connection, is_timeout
@@ -101,8 +101,11 @@ def execution_log(ranks: Sequence[int], name: str = "") -> ExecutionLog | None:
         name: tells apart what these ranks execute in no common order, as in several threads.
 
     Returns:
-        None where nothing is compared: one rank, a simulation, or a world without a shared store.
+        None where nothing is compared: one rank, or a world without a shared store.
     """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(world, WatchedGroup):
+        return world.logs.log(tuple(ranks), name) if len(ranks) > 1 else None
     start()
     watcher = current()
     if watcher is None or watcher.comparison is None or len(ranks) < 2:
@@ -114,6 +117,10 @@ def forget_executed() -> None:
     """Begin to compare anew: for tests that share a world, each from the same point on."""
     # Also on a rank that has executed nothing so far: ranks count how often they began anew, and
     # those that have not begun alike would wait in vain for each other's words.
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(world, WatchedGroup):
+        world.logs.forget()
+        return
     start()
     watcher = current()
     if watcher is not None and watcher.comparison is not None:

@@ -242,6 +242,28 @@ class ExecutionLog:
         return dict(further) | {event[0]: event[1] for event in window[-_STRIDE:]}
 
 
+class WorldLogs(Protocol):
+    """The logs of a world that compares them itself, as a simulation does."""
+
+    def log(self, ranks: tuple[int, ...], name: str) -> ExecutionLog:
+        """Return the log of these ranks by that name."""
+
+    def forget(self) -> None:
+        """Begin anew."""
+
+
+class WatchedGroup:
+    """Base of process groups whose world compares its logs itself.
+
+    Attributes:
+        logs: of its world.
+    """
+
+    __slots__ = ()
+
+    logs: WorldLogs
+
+
 # Functions that the user wrote, and others, so that a stack is walked quickly.
 _users: dict[CodeType, bool] = {}
 
