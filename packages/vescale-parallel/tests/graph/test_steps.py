@@ -160,19 +160,19 @@ def refusals(rank, world_size):
 
     same = traced(lambda x: all_reduce(x, group) + all_reduce(x * 2, group))
     refused(
-        "number 1 is .*all_reduce.* on rank 0, and not there on rank 1",
+        "number 1': .*all_reduce.* on rank 0; not there on rank 1",
         same if rank == 0 else traced(lambda x: all_reduce(x, group)),
     )
     other = traced(lambda x: all_reduce(x, group, op="max") + all_reduce(x * 2, group))
-    refused(r"number 0 is all_reduce\(sum\)", same if rank == 0 else other)
+    refused(r"number 0': all_reduce\(sum\)", same if rank == 0 else other)
     refused(
         "has 5 elements on rank 1, and 4", traced(lambda x: all_reduce(x.new_ones(4 + rank), group))
     )
     refused("no schedule .* lives in 8 bytes", same, memory_bytes=8)
     refused("no parameter, module or glob", same, buckets=["blocks"])
     refused("'auto'", same, buckets="all")
-    refused("memory_bytes is 1000 on rank 0, and 1001 on rank 1", same, memory_bytes=1000 + rank)
-    refused("overlap is True on rank 0", same, overlap=rank == 0)
+    refused("'memory_bytes': 1000 on rank 0; 1001 on rank 1", same, memory_bytes=1000 + rank)
+    refused("'overlap': True on rank 0", same, overlap=rank == 0)
     refused("cap_bytes=0: .*at least one", same, cap_bytes=0)
     refused("ahead_bytes='a few'", same, ahead_bytes="a few")
     # On one rank: the other is told, and does not wait.

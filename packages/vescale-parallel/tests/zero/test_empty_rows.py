@@ -84,9 +84,9 @@ def trained(name, rows, losses, plan=None):
     x = torch.randn(rows, WIDTH, 3, dtype=torch.float64)
     if plan is not None:
         parallelize(model, mesh(dp=4, device_type="cpu"), plan)
-        told = getattr(model, SCHEDULE).told
-        record = told.record
-        told.record = lambda what: (events.append(what), record(what))[1]
+        log = getattr(model, SCHEDULE).log
+        record = log.record
+        log.record = lambda what: (events.append(what), record(what))[1]
     found = []
     for loss in losses:
         LOSSES[loss](model, x.clone().requires_grad_()).backward()

@@ -428,6 +428,6 @@ def branching(rank: int, world_size: int, skipped: int) -> None:
 def test_ranks_that_skip_another_unit_are_told(skipped: int):
     for one in outcomes(branching, 4, skipped):
         assert isinstance(one, Failed)
-        assert one.type_name == "DisagreementError"
-        assert "ranks gather different units" in one.message
-        assert f"blocks.{skipped} on ranks 0, 1, 3; blocks.{skipped + 1} on rank 2" in one.message
+        assert one.type_name == "CommMismatchError"
+        assert f"ranks 0, 1, 3: gathers unit 'blocks.{skipped}'" in one.message
+        assert f"rank 2: gathers unit 'blocks.{skipped + 1}'" in one.message

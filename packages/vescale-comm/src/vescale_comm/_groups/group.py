@@ -133,9 +133,7 @@ def group_with_axes(process_group: ProcessGroup, axes: tuple[str, ...]) -> Group
     )
 
 
-def _log_of(
-    process_group: ProcessGroup, ranks: tuple[int, ...], name: str
-) -> ExecutionLog | None:
+def _log_of(process_group: ProcessGroup, ranks: tuple[int, ...], name: str) -> ExecutionLog | None:
     # A simulation compares the calls of a group where its members meet.
     return None if isinstance(process_group, WatchedGroup) else execution_log(ranks, name)
 

@@ -19,10 +19,10 @@ from vescale_parallel._notation.layout import RuleLayout, block_sizes
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero import host
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.gather_log import GatherLog
 from vescale_parallel._zero.offload import OPTIMIZER
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
-from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Held, Unit
 from vescale_parallel._zero.units import ROOT
 
@@ -111,7 +111,7 @@ def install_zero(
         return
     rows = {row.name: row for row in report.parameters}
     names = dict.fromkeys([ROOT, *(one.unit for one in report.buffers), *(r.unit for r in kept)])
-    told = Told(where.whole)
+    log = GatherLog(where.whole)
     moves = any(one.offload for one in report.buffers)
     link = host.host_link(where.mesh.device_type) if moves else None
     if link is not None:
@@ -124,7 +124,7 @@ def install_zero(
             [row for row in kept if row.unit == name],
             rows,
             where,
-            told,
+            log,
             link,
         )
         for name in names
@@ -134,7 +134,7 @@ def install_zero(
     sums = report.behind is not None and report.behind.is_chosen and is_alike
     how: Any = {"joins": isinstance(ahead, str), "behind": behind, "sums_together": sums}
     how["is_alike"] = is_alike
-    schedule = Schedule(units, 1 if isinstance(ahead, str) else ahead, told, **how)
+    schedule = Schedule(units, 1 if isinstance(ahead, str) else ahead, log, **how)
     setattr(model, SCHEDULE, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 
@@ -146,7 +146,7 @@ def _make_unit(
     kept: list[ParameterRow],
     rows: Mapping[str, ParameterRow],
     where: StoredPlacements,
-    told: Told,
+    log: GatherLog,
     link: host.HostLink | None,
 ) -> Unit:
     made = []
@@ -162,7 +162,7 @@ def _make_unit(
             # Below level 3 all that is gathered stays on the device, this rank's part with it.
             keeps = buffer.offload == OPTIMIZER and buffer.zero == 3
             shard = host.HostShard(link, keeps=keeps)
-        made.append(FlatBuffer(buffer, group, parameters, shapes, told, shard))
+        made.append(FlatBuffer(buffer, group, parameters, shapes, log, shard))
     held_rows = [rows[slot.names[0]] for buffer in buffers for slot in buffer.plan.slots] + kept
     held = [held_of(model, row, where.mesh) for row in held_rows]
     return Unit(name, made, held, where.mesh)

@@ -104,6 +104,25 @@ def _found(own: list[int], group: Group | None) -> Callable[[], list[tuple[int, 
     return lambda: found
 
 
+def require_alike(told: Sequence[Facts], *, head: str, advice: Mapping[str, str]) -> None:
+    """Raise what `require_same` does, of facts that every rank has told all others.
+
+    Args:
+        told: by rank, all of the same sections. It is the same on every rank.
+        head: as in `require_same`.
+        advice: as in `require_same`.
+    """
+    found: dict[str, list[str]] = {}
+    for section in told[0]:
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(told):
+            holders.setdefault(json.dumps(facts[section]), []).append(rank)
+        said = [(ranks, told[ranks[0]][section]) for ranks in holders.values()]
+        found[section] = _differences_of(section, said) if len(said) > 1 else []
+    if any(found.values()):
+        raise _error(found, head, advice)
+
+
 def _refuse(
     facts: Facts,
     variants: list[list[list[int]]],
@@ -113,12 +132,18 @@ def _refuse(
 ) -> NoReturn:
     """Say what differs, on every rank."""
     found = {section: _differences(section, facts, variants, group) for section in facts}
+    raise _error(found, head, advice)
+
+
+def _error(
+    found: Mapping[str, list[str]], head: str, advice: Mapping[str, str]
+) -> DisagreementError:
     lines = [line for of_section in found.values() for line in of_section]
     shown = lines[:_SHOWN_DIFFERENCES]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more differences")
     first = next(section for section, of_section in found.items() if of_section)
-    raise DisagreementError("\n  - ".join([head, *shown]) + f"\n{advice[first]}")
+    return DisagreementError("\n  - ".join([head, *shown]) + f"\n{advice[first]}")
 
 
 def everyone(mesh: DeviceMesh | None) -> Group | None:
@@ -150,19 +175,25 @@ def _differences(
         # The lowest rank of each variant speaks for the others, and everybody hears it.
         shown = of_team[:_SHOWN_VARIANTS]
         told = [(ranks, _text_of(ranks[0], facts[section], group)) for ranks in shown]
-        # What cannot be described first: it is why all else of that rank is not there.
-        everything = dict.fromkeys(name for _, values in told for name in values)
-        names = sorted(everything, key=lambda name: name != UNDESCRIBED)
-        found = {name: one for name in names if (one := _difference(name, told))}
-        lines += [f"{section} '{name}': {one}" for name, one in found.items()]
-        orders = {tuple(values): ranks for ranks, values in told}
-        if not found and len(orders) > 1:
-            # Optimizers and buckets go by the order of parameters, so it is a difference as well.
-            lines.append(f"{section}: another order on {named(sorted([*orders.values()][-1]))}")
+        found = _differences_of(section, told)
+        lines += found
         if found and len(of_team) > _SHOWN_VARIANTS:
             rest = [rank for ranks in of_team[_SHOWN_VARIANTS:] for rank in ranks]
             lines.append(f"{section}: {named(sorted(rest))} not told")
     return lines
+
+
+def _differences_of(section: str, told: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:
+    """Return a line for each name whose value differs among ranks that say the same."""
+    # What cannot be described first: it is why all else of that rank is not there.
+    everything = dict.fromkeys(name for _, values in told for name in values)
+    names = sorted(everything, key=lambda name: name != UNDESCRIBED)
+    found = {name: one for name in names if (one := _difference(name, told))}
+    orders = {tuple(values): ranks for ranks, values in told}
+    if not found and len(orders) > 1:
+        # Optimizers and buckets go by the order of parameters, so it is a difference as well.
+        return [f"{section}: another order on {named(sorted([*orders.values()][-1]))}"]
+    return [f"{section} '{name}': {one}" for name, one in found.items()]
 
 
 def _difference(name: str, told: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:

@@ -11,12 +11,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from vescale_comm.agreement import gather_texts
 
+from vescale_parallel._common.agreement import require_alike
 from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.collectives import Collective
+
+HEAD: Final = "graphs of ranks would start different collectives:"
+ADVICE: Final = {
+    "option": "Pass the same on all ranks (of memory that is free: the least of all).",
+    "collective": "Trace the same step, for batches of the same layout, on all ranks.",
+}
 
 
 @dataclass(frozen=True)
@@ -97,14 +104,19 @@ def agreed(
     }
     # Told, and not raised: the others would wait for this rank.
     mine["fault"] = fault
-    mine["options"] = {name: repr(one) for name, one in (options or {}).items()}
+    mine["facts"] = {
+        "option": {name: repr(one) for name, one in (options or {}).items()},
+        # Without bytes and shapes, in which ranks with uneven shards differ.
+        "collective": {
+            f"number {at}": f"{row[4]} {_entry(row, 0)}".lstrip() for at, row in enumerate(rows)
+        },
+    }
     told = [json.loads(one) for one in gather_texts(json.dumps(mine))]
     # Only now, although this rank knew its own fault before: all have to come to the exchange.
     for rank, one in enumerate(told):
         if one["fault"]:
             raise GraphError(f"rank {rank}: {one['fault']}")
-    _check_options([one["options"] for one in told])
-    _check([one["rows"] for one in told])
+    require_alike([one["facts"] for one in told], head=HEAD, advice=ADVICE)
     _check_groups(told)
     # The most of all ranks: where shards are uneven, each would fill buckets to another size.
     entries = tuple(
@@ -127,44 +139,6 @@ def _entry(row: Sequence[Any], size: int, *, even: bool = False) -> Entry:
     return Entry(kind, how, dtype, parameter, direction, group, members, size, even)
 
 
-def _check_options(told: Sequence[Mapping[str, str]]) -> None:
-    """Every rank sees all options, so all raise or none does."""
-    for rank, options in enumerate(told):
-        for name, value in options.items():
-            if value != told[0][name]:
-                raise DisagreementError(
-                    f"graph.schedule: {name} is {told[0][name]} on rank 0, and {value} on rank "
-                    f"{rank}. Ranks would start other collectives. Pass the same on all ranks (of "
-                    "memory that is free here or there: the least of all)"
-                )
-
-
-def _check(told: Sequence[list[list[Any]]]) -> None:
-    """Every rank sees all lists, so all raise or none does."""
-    # Without bytes and shapes, in which ranks with uneven shards differ.
-    same = [[row[:7] for row in rows] for rows in told]
-    for rank, rows in enumerate(same):
-        if rows == same[0]:
-            continue
-        # The first place where the lists part; where one is the beginning of the other, its end.
-        at = next(
-            (at for at, (a, b) in enumerate(zip(rows, same[0], strict=False)) if a != b),
-            min(len(rows), len(same[0])),
-        )
-        texts = [_text(each, at) for each in (same[0], rows)]
-        raise DisagreementError(
-            f"the graphs of ranks have different collectives: number {at} is {texts[0]} on rank 0, "
-            f"and {texts[1]} on rank {rank} ({len(same[0])} and {len(rows)} in all). Nothing was "
-            "scheduled. Trace the same step, for batches of the same layout, on all ranks"
-        )
-
-
-def _text(rows: Sequence[Sequence[Any]], at: int) -> str:
-    if at >= len(rows):
-        return "not there"
-    return str(_entry(rows[at], 0))
-
-
 def _check_groups(told: Sequence[dict[str, Any]]) -> None:
     """Members of a group mean the same group, and give equally much, where a collective asks it."""
     for rank, one in enumerate(told):
@@ -180,6 +154,6 @@ def _check_groups(told: Sequence[dict[str, Any]]) -> None:
             first = told[one["groups"][row[5]][0]]["rows"][at]
             if row[0] != "all_to_all" and row[8] != first[8]:
                 raise DisagreementError(
-                    f"collective number {at} of the graph ({_text([row[:7]], 0)}) has {row[8]} "
+                    f"collective number {at} of the graph ({_entry(row, 0)}) has {row[8]} "
                     f"elements on rank {rank}, and {first[8]} on another member of its group"
                 )

@@ -11,15 +11,16 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from vescale_comm.agreement import gather_texts
 
+from vescale_parallel._common.agreement import require_alike
 from vescale_parallel._common.messages import listed, table
-from vescale_parallel._errors import DisagreementError, GraphError
+from vescale_parallel._errors import GraphError
+from vescale_parallel._graph.agreed import ADVICE, HEAD
 from vescale_parallel._graph.numbers import TakingNumbers, with_tensors
 from vescale_parallel._graph.regions import (
     FEW,
@@ -197,38 +198,22 @@ def _compared(
         DisagreementError: collectives of ranks, or options, differ.
         GraphError: a rank has a fault.
     """
-    mine: dict[str, Any] = {"fault": fault, "options": options, "why": _whys(regions)}
+    starts = {} if parts is None else {f"number {n}": one for n, one in enumerate(parts.starts)}
+    facts = {"option": options, "collective": starts}
+    mine: dict[str, Any] = {"fault": fault, "facts": facts, "why": _whys(regions)}
     if parts is not None:
-        mine |= {"starts": parts.starts, "between": parts.between}
+        mine["between"] = parts.between
         mine["contents"] = {name: content(one) for name, one in parts.regions.items()}
     told = _told(mine)
     # First faults of all ranks: who has one has told no collectives, which are compared below.
     for rank, one in enumerate(told):
         if one["fault"]:
             raise GraphError(f"compile_regions, rank {rank}: {one['fault']}")
-    for rank, one in enumerate(told):
-        if one["options"] != told[0]["options"]:
-            raise DisagreementError(
-                f"compile_regions: {one['options']} on rank {rank}, and {told[0]['options']} on "
-                "rank 0. Pass the same on all ranks"
-            )
-        _check_starts(rank, one["starts"], told[0]["starts"])
+    require_alike([one["facts"] for one in told], head=HEAD, advice=ADVICE)
     lined_up = together([one["between"] for one in told])
     same = alike([one.name for one in regions], [one["contents"] for one in told], lined_up)
     regions = _agreed(regions, [one["why"] for one in told], lined_up)
     return [replace(one, alike=same[one.name]) for one in regions], lined_up
-
-
-def _check_starts(rank: int, mine: Sequence[str], first: Sequence[str]) -> None:
-    if mine == first:
-        return
-    pairs = enumerate(zip_longest(mine, first, fillvalue="nothing"))
-    at, (one, other) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
-    raise DisagreementError(
-        f"compile_regions: the graphs of ranks have different collectives: number {at} is {other} "
-        f"on rank 0, and {one} on rank {rank} ({len(first)} and {len(mine)} in all). Nothing was "
-        "compiled. Trace the same step, for batches of the same layout, on all ranks"
-    )
 
 
 def _agreed(

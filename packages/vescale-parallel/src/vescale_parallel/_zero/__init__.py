@@ -17,7 +17,7 @@
 - `written`: what modules write to gathered parameters, taken back to what is stored.
 - `saved`: what autograd saves of gathered parameters is a note where to find it again.
 - `end_of_backward`: told of a backward's end, also when it raised.
-- `told`: gathers and reductions, as events of what ranks compare.
+- `gather_log`: gathers and reductions, as events of what ranks compare.
 - `owners`: which rank owns a tensor in full; `owner_steps`: how Muon steps those.
 - `flat_steps`: optimizers that go by element step flat buffers.
 - `steps`: what happens to buffers around an optimizer's step.

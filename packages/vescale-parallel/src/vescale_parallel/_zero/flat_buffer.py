@@ -28,12 +28,12 @@ from vescale_dtensor import (
 
 from vescale_parallel._common.gradient_dtypes import dtype_of_sums
 from vescale_parallel._zero.flat_plan import Place, pieces_of, place_of
+from vescale_parallel._zero.gather_log import GatherLog
 from vescale_parallel._zero.host import HostShard
 from vescale_parallel._zero.kept import KeptGradient
 from vescale_parallel._zero.packed import order_of, packed_pieces
 from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.stored_shard import StoredShard
-from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unrecorded import unrecorded
 
 _HANDED_OUT: Final = (
@@ -52,7 +52,7 @@ class FlatBuffer:
         group: the ranks that share it.
         parameters: the stored parameters, one per slot.
         shapes: for each slot the local shape of its gathered values on this rank.
-        told: who is told of gathers and reductions.
+        log: of gathers and reductions.
         is_kept: whether `full` stays between steps.
         host: how the shard is reached where it lies on the host; None: it lies on the device.
         full: all ranks' elements, while they are gathered.
@@ -71,10 +71,10 @@ class FlatBuffer:
         group: Group,
         parameters: list[nn.Parameter],
         shapes: list[tuple[int, ...]],
-        told: Told,
+        log: GatherLog,
         host: HostShard | None = None,
     ) -> None:
-        self.told, self.host = told, host
+        self.log, self.host = log, host
         self.sends: Callable[[Tensor, Group], Any] | None = None
         self.is_kept, self.reduced_next = row.zero < 3, False
         self.row, self.group, self.parameters, self.shapes = row, group, parameters, shapes
@@ -107,7 +107,7 @@ class FlatBuffer:
         # Leaves of their own, with values of their own: these are moved into the new shard.
         copied = [deepcopy(one, memo) for one in self.parameters]
         host = None if self.host is None else HostShard(self.host.link, keeps=self.host.keeps)
-        return FlatBuffer(self.row, self.group, copied, self.shapes, self.told, host)
+        return FlatBuffer(self.row, self.group, copied, self.shapes, self.log, host)
 
     @property
     def device(self) -> torch.device:
@@ -203,7 +203,7 @@ class FlatBuffer:
         """Tell the ranks that a gather begins, and return what this one sends."""
         # Ranks that differ in that gather at other times: who is told of it is told why.
         why = _HANDED_OUT if self.is_written_unseen else ""
-        self.told.record(self._events["gathers"] + why)
+        self.log.record(self._events["gathers"] + why)
         # First of all: what is sent is the shard, and not the parameters.
         self._ensure()
         # Where a write came from outside of the version counter, it is gathered at each use.
@@ -436,7 +436,7 @@ class FlatBuffer:
         # Taken before it is sent: if the collective raises, nothing is reduced a second time.
         packed, arrived = self._take_unreduced()
         if packed is not None:
-            self.told.record(self._events["reduces"])
+            self.log.record(self._events["reduces"])
         return packed, arrived
 
     def _how(self, packed: Tensor) -> Any:

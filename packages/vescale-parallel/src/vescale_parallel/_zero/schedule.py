@@ -19,34 +19,23 @@ from torch import Tensor, nn
 from vescale_comm.nested import named_tensors_within
 from vescale_dtensor import before_backward, keep_alive, untraced
 
-from vescale_parallel._common.agreement import require_same
 from vescale_parallel._common.interrupted import is_running
-from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.optimizer_hooks import watch_steps
-from vescale_parallel._common.torch_compat import in_backward, no_torch_function
+from vescale_parallel._common.torch_compat import in_backward
 from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.gather_log import GatherLog
 from vescale_parallel._zero.saved import SavedTensors
 from vescale_parallel._zero.steps import Steps
 from vescale_parallel._zero.summed_together import SumsTogether
 from vescale_parallel._zero.together import start_together
-from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unit import Unit
 
 SCHEDULE: Final = "_vescale_zero_schedule"
 """The attribute of the model that holds its schedule, and is copied with it."""
-
-_CHECKED_FORWARDS: Final = 2
-"""In how many forwards the order is compared: a model that branches by rank mostly does early."""
-
-_HEAD: Final = "ranks gather different units of the model:"
-_ADVICE: Final = (
-    "With zero, every rank runs the same modules in the same order: branch on global values only, "
-    "or give the modules that some ranks skip level 0."
-)
 
 
 class Schedule:
@@ -59,7 +48,7 @@ class Schedule:
         joins: whether forward gathers small units together, and so more of them ahead.
         behind: of how many units gradients are reduced while others compute.
         sums: what reduces gradients of small units together; None: each goes by itself.
-        told: who is told of gathers and reductions.
+        log: of gathers and reductions.
         is_alike: whether all ranks have these units; of a model in stages each has its own.
         order: the units as the last forward of the root ran them.
     """
@@ -68,7 +57,7 @@ class Schedule:
         self,
         units: list[Unit],
         ahead: int,
-        told: Told,
+        log: GatherLog,
         *,
         joins: bool = False,
         behind: int = 0,
@@ -76,7 +65,7 @@ class Schedule:
         is_alike: bool = True,
     ) -> None:
         self.is_alike, self.joins = is_alike, joins
-        self.units, self.ahead, self.behind, self.told = units, ahead, behind, told
+        self.units, self.ahead, self.behind, self.log = units, ahead, behind, log
         self.root = units[0]
         self.order: list[Unit] = []
         self._backwards: list[Unit] = [self.root]
@@ -84,7 +73,6 @@ class Schedule:
         # Units that backward has reached and not left.
         self._behind: list[Unit] = []
         self._backward = EndOfBackward(self._end, self._forget)
-        self._unchecked = _CHECKED_FORWARDS if is_alike else 0
         self._owners = Addresses()
         # Of the calls that are running, the innermost last.
         self._saved: list[tuple[Unit, SavedTensors | None]] = []
@@ -113,7 +101,7 @@ class Schedule:
         units = [deepcopy(one, memo) for one in self.units]
         how: Any = {"joins": self.joins, "behind": self.behind, "is_alike": self.is_alike}
         together = self.sums is not None
-        Schedule.__init__(made, units, self.ahead, self.told, sums_together=together, **how)
+        Schedule.__init__(made, units, self.ahead, self.log, sums_together=together, **how)
         return made
 
     @property
@@ -157,12 +145,8 @@ class Schedule:
         # is right.
         if not (unit.is_swapped or unit.is_lent):
             unit.require_stored()
-        if not recomputes:
-            if unit is self.root or not self.root.depth:
-                self.told.begin()
-            # Before the gather: behind it, ranks of different units would already have each other's
-            # weights.
-            self._agree_on(unit, unit.name or "(the model)")
+        if not recomputes and (unit is self.root or not self.root.depth):
+            self.log.begin()
         if self.joins and not recomputes and unit.is_missing and unit in self.order:
             start_together(self.order[self.order.index(unit) :])
         self._gather(unit, anew=not recomputes)
@@ -236,9 +220,6 @@ class Schedule:
         if not (in_backward() or (returns and unit in kept)):
             self._release(unit)
         if unit is self.root and not in_backward():
-            if output is not None:
-                self._agree_on(unit, "none: the model has run")
-                self._unchecked -= 1
             # What this forward called is what is prefetched in the next: a model may take another
             # way each time, and is then only slower.
             self.order, self._seen = self._seen, []
@@ -256,23 +237,6 @@ class Schedule:
         # The root's parameters are used last as well as first, as embeddings and heads are.
         inner = [one for one in self.order if one is not self.root]
         return [self.root, *inner[max(len(inner) - self.ahead, 0) :]]
-
-    def _agree_on(self, unit: Unit, what: str) -> None:
-        """Compare with all ranks which unit comes next, in the first forwards of the model.
-
-        Buffers of alike units are equally long: ranks that gather different ones would compute with
-        each other's weights, without an error.
-        """
-        # Before the root's own gather nobody is inside of it.
-        if self._unchecked > 0 and (unit is self.root or self.root.depth):
-            with no_torch_function():
-                require_same(
-                    {"gathered": {"next": what}},
-                    peers=mesh_ranks(unit.mesh),
-                    head=_HEAD,
-                    advice={"gathered": _ADVICE},
-                    mesh=unit.mesh,
-                )
 
     def _hook_outputs(self, unit: Unit, output: Any) -> bool:
         """Watch for the backward of the outputs; returns whether there can be one."""

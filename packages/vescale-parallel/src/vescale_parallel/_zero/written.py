@@ -173,7 +173,7 @@ def take_slot(buffer: FlatBuffer, slot: int, *, is_set: bool = False) -> None:
         ParallelError: modules compute in another dtype.
     """
     name = buffer.row.plan.slots[slot].names[0]
-    buffer.told.record(f"writes to {name}")
+    buffer.log.record(f"writes to {name}")
     full, shard, leaf = buffer.full, buffer.shard, buffer.leaves[slot]
     assert full is not None
     if full.dtype is not shard.dtype:

@@ -1,4 +1,4 @@
-"""What is gathered and reduced, told to what ranks compare beside the program."""
+"""Records gathers and reductions in the execution log of a model's ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import execution_log
 
 
-class Told:
+class GatherLog:
     """The order in which a model's buffers are gathered and reduced, as events of all ranks.
 
     Buffers of alike units are equally long: ranks that gather different ones would compute with
@@ -37,6 +37,6 @@ class Told:
         """
         # A checksum, unlike `hash`, is the same in every process.
         self._before = zlib.crc32(what.encode(), self._before)
-        # None in a simulation, and where there is one rank.
+        # None where there is one rank.
         if self._log is not None:
             self._log.record(what, self._before, together=True)
