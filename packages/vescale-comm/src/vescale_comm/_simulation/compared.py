@@ -22,10 +22,12 @@ class WorldLogs:
 
     Attributes:
         trouble: how they differ, once that is known.
+        is_given_up: whether nothing is compared at the end.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.trouble: str | None = None
+        self.is_given_up = False
         self._scheduler = scheduler
         self._of_rank = [_RankLogs(self) for _ in scheduler.ranks]
         # By log and number of an event: its digest, and how many ranks have not come there yet.
@@ -59,8 +61,10 @@ class WorldLogs:
             raise CommMismatchError(self.trouble)
 
     def difference_at_end(self) -> str | None:
-        """Return how ranks differ that have all returned."""
-        for rank in self._of_rank:
+        """Return how ranks differ that have all returned, if no error has said so."""
+        # A collective that failed has said what was wrong, and is in the logs of some ranks only.
+        has_failed = self.trouble is not None or self.is_given_up or self._scheduler.was_stuck
+        for rank in () if has_failed else self._of_rank:
             for ranks, name in rank.logs:
                 ends = {self._end(other, (ranks, name)) for other in ranks}
                 # A log with a name may be of another thread, which ends anywhere.

@@ -102,7 +102,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup, WatchedGroup):  # type: igno
         self, rank: int, size: int, meeting: Meeting, scheduler: Scheduler, logs: WorldLogs
     ) -> None:
         super().__init__(rank, size)
-        self.logs = logs
+        self.logs = self._compared = logs
         self._member, self._members = rank, size
         self._meeting, self._scheduler = meeting, scheduler
         self._said: str | None = None
@@ -365,6 +365,7 @@ class SimulatedGroup(_ProcessGroup, AnnotatedGroup, WatchedGroup):  # type: igno
         note = CallNote(call, self._said, call_site(), self._in_graph)
         # All members pass an equal `run`; that of the last to come is used for all payloads.
         slot: Slot = self._meeting.arrive(self._member, note, payload, _quietly(run))
+        self._compared.is_given_up |= slot.error is not None
         what = f"{call}, number {slot.number} of ranks {list(self._meeting.ranks)},"
         return SimulatedWork(
             self._scheduler,

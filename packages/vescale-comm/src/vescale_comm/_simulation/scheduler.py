@@ -51,6 +51,8 @@ class Scheduler:
     def __init__(self, world_size: int) -> None:
         self.ranks = [Rank(index) for index in range(world_size)]
         self._running = self.ranks[0]
+        # Whether all ranks have waited at once.
+        self.was_stuck = False
         self._finished = threading.Event()
 
     @property
@@ -175,6 +177,7 @@ class Scheduler:
         waiting = [rank for rank in others if not rank.done]
         if not waiting:
             return None
+        self.was_stuck = True
         for rank in waiting:
             # Every waiting rank raises, in its own turn, so that each one shows its own stack.
             rank.interrupt = DeadlockError(self._report())

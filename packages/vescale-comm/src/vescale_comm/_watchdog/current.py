@@ -19,7 +19,7 @@ from vescale_comm._torch.compat import shared_store_of
 from vescale_comm._torch.launcher import keeps_its_store
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
-from vescale_comm._watchdog.execution_log import ExecutionLog, WatchedGroup
+from vescale_comm._watchdog.execution_log import ExecutionLog, WatchedGroup, WorldLogs
 from vescale_comm._watchdog.leaving import end_process
 from vescale_comm._watchdog.places import is_users
 from vescale_comm._watchdog.report import is_lost_connection, is_timeout
@@ -103,9 +103,9 @@ def execution_log(ranks: Sequence[int], name: str = "") -> ExecutionLog | None:
     Returns:
         None where nothing is compared: one rank, or a world without a shared store.
     """
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if isinstance(world, WatchedGroup):
-        return world.logs.log(tuple(ranks), name) if len(ranks) > 1 else None
+    own = _own_logs()
+    if own is not None:
+        return own.log(tuple(ranks), name) if len(ranks) > 1 else None
     start()
     watcher = current()
     if watcher is None or watcher.comparison is None or len(ranks) < 2:
@@ -117,14 +117,20 @@ def forget_executed() -> None:
     """Begin to compare anew: for tests that share a world, each from the same point on."""
     # Also on a rank that has executed nothing so far: ranks count how often they began anew, and
     # those that have not begun alike would wait in vain for each other's words.
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if isinstance(world, WatchedGroup):
-        world.logs.forget()
+    own = _own_logs()
+    if own is not None:
+        own.forget()
         return
     start()
     watcher = current()
     if watcher is not None and watcher.comparison is not None:
         watcher.comparison.reset()
+
+
+def _own_logs() -> WorldLogs | None:
+    """What compares logs where the world does so itself, as a simulation does."""
+    world: object = dist.group.WORLD if dist.is_initialized() else None
+    return world.logs if isinstance(world, WatchedGroup) else None
 
 
 def ending_of(error: BaseException | None) -> Ending:

@@ -7,7 +7,7 @@ communicates nothing; `comparison` compares the digests, beside the program.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from hashlib import blake2b
 from itertools import islice
 from types import CodeType, FrameType
@@ -18,8 +18,8 @@ from vescale_comm._watchdog.places import is_users
 
 # Events that are kept to name the first difference.
 WINDOW = 256
-# Numbers between events that are kept for the same.
-_NOTES = 1024
+# What is noted between events and kept for the same, and how much of it is told of one event.
+_NOTES, _MOST_TOLD = 2048, 40
 # Further back only every such event: for ranks of which one has got far ahead.
 _STRIDE, _FURTHER = 64, 64
 # What follows what is known from before. Forgotten all at once, on every rank at the same event,
@@ -30,10 +30,10 @@ _MOST_DEPTHS = 6
 # How many values that were never met before are compared at once; and after how many events one
 # more is. Counted and not timed: every rank has to decide alike.
 _FIRST_CHECKS, _EVENTS_PER_CHECK = 1024, 256
-# Events during which more is looked at than always can be: the first ones, and some of every so
-# many. Each window brings about as many new events as a step has, which is what is earned until the
-# next one (`_EVENTS_PER_CHECK`): what is looked at there does not use up what finds other drift.
-_FIRST_SAMPLES, _SAMPLE_EVERY, _SAMPLES = 256, 65536, 64
+# Steps in which more is looked at than always can be: the first ones, and one of every so many. An
+# odd number, so that where several backwards make one step of an optimizer each of them has its
+# turn. Without a backward a step ends after so many events.
+_FIRST_STEPS, _STEPS, _MOST_EVENTS = 8, 31, 1024
 # How long ranks wait for what others may say, and once one of them has not said it.
 _SAY_SECONDS, _SOON = 1.0, 0.02
 
@@ -67,15 +67,15 @@ class Event(NamedTuple):
 
 
 class LogComparison(Protocol):
-    """What compares the logs of one world.
+    """What compares the logs of one world."""
 
-    Attributes:
-        trouble: how the ranks differ, once that is known.
-        enabled: whether anything is recorded.
-    """
+    @property
+    def trouble(self) -> str | None:
+        """How the ranks differ, once that is known."""
 
-    trouble: str | None
-    enabled: bool
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded."""
 
     def error(self) -> CommMismatchError:
         """Return `trouble` as an error that is about to be raised."""
@@ -96,22 +96,22 @@ class ExecutionLog:
         comparison: who compares it.
 
     Attributes:
-        samples: whether more is looked at now than always can be, such as what numbers are passed:
-            in the first 256 events, and in 64 of every 65,536. By events, not by calls, which a
-            rank may make alone: so it is the same on every rank at one point of the program.
+        samples: whether more is looked at now than always can be, such as what is computed between
+            events: in the first eight steps, and in one of 31 (see `end_step`). By events, and not
+            by calls, which a rank may make alone: so it is the same on every rank at one point of
+            the program.
     """
 
     def __init__(self, ranks: tuple[int, ...], name: str, comparison: LogComparison) -> None:
         self.ranks, self.name = ranks, name
         self.key = f"{token((ranks, name)):x}"
-        # What led to the last events, by their number, for messages.
-        self.explain: Callable[[], Mapping[int, Sequence[str]]] | None = None
         self._comparison = comparison
         self.clear()
 
     def clear(self) -> None:
         """Begin anew."""
-        self.count = self._digest = self._value = 0
+        self.count = self._digest = self._value = self._steps = 0
+        self._step_ends = _MOST_EVENTS
         self.samples: bool = self._comparison.enabled
         self._credit = float(_FIRST_CHECKS)
         self._patient = True
@@ -165,7 +165,8 @@ class ExecutionLog:
         depths = self._depths.get(following)
         code, at, depth = _users_place(() if depths is None else depths)
         self.count = count = self.count + 1
-        self.samples = count < _FIRST_SAMPLES or count % _SAMPLE_EVERY < _SAMPLES
+        if count >= self._step_ends:
+            self.end_step()
         self._digest = digest = hash((self._digest, value))
         # A plain tuple, for which no code runs.
         self._window.append((count, digest, value, what, code, at))
@@ -181,6 +182,13 @@ class ExecutionLog:
             # recorded comes here by fewer calls. The innermost is asked first.
             self._depths[following] = tuple(sorted((*depths, depth)))
 
+    def end_step(self) -> None:
+        """Note that a step of the program ends, at the same point on every rank: see `samples`."""
+        self._steps += 1
+        self._step_ends = self.count + _MOST_EVENTS
+        sampled = self._steps < _FIRST_STEPS or not self._steps % _STEPS
+        self.samples = sampled and self._comparison.enabled
+
     def note(self, value: int, what: Hashable) -> None:
         """Add a number that is equal on every rank, and changes too often to be an event.
 
@@ -189,18 +197,23 @@ class ExecutionLog:
 
         Args:
             value: equal on every rank: no hash of text, which every process has its own of.
-            what: what it belongs to, for messages.
+            what: what it belongs to, for messages; None where events say that.
         """
         if self._comparison.enabled:
             self._digest = hash((self._digest, value))
-            self._notes.append((self.count + 1, what))
+            if what is not None:
+                self._notes.append((self.count + 1, what))
+
+    def say(self, what: str) -> None:
+        """Remember what leads to the next event, for messages alone: ranks may differ in it."""
+        self._notes.append((self.count + 1, what))
 
     def notes(self) -> dict[int, list[str]]:
-        """Return what was noted of late, by the number of the event that followed."""
-        found: dict[int, list[str]] = {}
+        """Return the last that was noted and said, by the number of the event that followed."""
+        found: dict[int, deque[str]] = {}
         for number, what in list(self._notes):
-            found.setdefault(number, []).append(str(what))
-        return found
+            found.setdefault(number, deque(maxlen=_MOST_TOLD)).append(str(what))
+        return {number: list(said) for number, said in found.items()}
 
     def _check_new(self, count: int, value: int, together: bool) -> None:
         earned = count // _EVENTS_PER_CHECK

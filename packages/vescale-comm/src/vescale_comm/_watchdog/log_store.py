@@ -101,15 +101,15 @@ def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False)
         at_end: whether nothing will be added: numbers noted after the last event are told, too.
     """
     events = log.events()[-most:]
-    calls = log.explain() if log.explain is not None else {}
     notes = log.notes()
     rows: list[list[object]] = [
-        [e.number, e.digest, e.value, _text(e.what), e.site, before]
+        [e.number, e.digest, e.value, _text(e.what), e.site, notes.get(e.number, [])]
         for e in events
-        for before in [[*notes.get(e.number, ()), *calls.get(e.number, ())]]
     ]
     following = log.count + 1
-    if at_end and following in notes:
+    # Of what is only said there nothing was to be compared.
+    noted = log.digest != (events[-1].digest if events else 0)
+    if at_end and noted and following in notes:
         rows.append([following, log.digest, 0, "the end of the program", "", notes[following]])
     return json.dumps(rows).encode()
 

@@ -22,7 +22,7 @@ from vescale_dtensor._autograd.uses import (
     average_factor,
 )
 from vescale_dtensor._errors import UnsupportedError
-from vescale_dtensor._layout.executed import record
+from vescale_dtensor._layout.executed import end_step, record
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._layout.spec import Spec
@@ -181,15 +181,19 @@ def _roots(outputs: list[Any], given: list[Any]) -> tuple[list[Tensor], list[Ten
     """Local tensors to start a backward from, and their cotangents."""
     roots: list[Tensor] = []
     starts: list[Tensor | None] = []
+    begun = None
     for output, start in zip(outputs, given, strict=True):
         if isinstance(output, DTensor):
-            record(output._spec.layout.mesh, _words(output._spec), output._lineage)
+            begun = output._spec.layout.mesh
+            record(begun, _words(output._spec), output._lineage)
             # An invariant use: the start is complete wherever the output is replicated.
             roots.append(local_for_use(output, 0))
             starts.append(cotangent_of(output, start))
         else:
             roots.append(output)
             starts.append(start.full_tensor() if isinstance(start, DTensor) else start)
+    if begun is not None:
+        end_step(begun)
     return roots, starts
 
 

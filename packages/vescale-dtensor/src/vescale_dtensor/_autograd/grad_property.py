@@ -25,7 +25,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.lineage import note_assigned, note_dropped, pause
+from vescale_dtensor._tensor.lineage import note_assigned, pause
 from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
     close_memory,
@@ -147,7 +147,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         # A rank that keeps what others drop adds its next gradient to it. A recording, which notes
         # no writes, must not see a read: its program would depend on whether a gradient was there.
         if not pause.depth and (local.grad is not None or leaf.kept is not None):
-            note_dropped(tensor)
+            note_assigned(tensor, "grad")
         if has_torch_function_unary(None):
             drop_gradient(local, leaf)
         else:  # what it does, without two calls for each parameter

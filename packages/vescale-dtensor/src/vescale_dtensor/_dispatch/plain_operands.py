@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 from vescale_comm.agreement import by_ranks, gather_numbers
-from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
@@ -30,7 +29,7 @@ from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._tensor.value_digest import digest
+from vescale_dtensor._tensor.value_digest import digest, unread_operands
 from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
 
@@ -38,17 +37,6 @@ from vescale_dtensor._torch.compat import is_traced, no_torch_function
 _compared = FirstUses(2, most_kinds=256)
 # Compiled calls skip the comparison, so their caches subscribe here to be emptied.
 on_reset = Subscribers()
-
-# Operands whose values do not matter, and may be uninitialized memory that differs from rank to
-# rank: those that are overwritten, those that only give a shape or dtype, and those scaled by
-# `beta=0`.
-_OVERWRITING = (
-    frozenset({"copy_", "__setitem__", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"})
-    | {"index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "masked_fill_"}
-    | {"masked_scatter_", "bernoulli_", "uniform_", "normal_", "set_", "resize_as_"}
-)
-_AS_PATTERN = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "resize_as_"})
-_SCALED = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm", "sspaddmm"})
 
 
 def replicated_operand(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> DTensor:
@@ -121,19 +109,8 @@ def is_comparable(operand: Tensor, call: OpCall) -> bool:
         return False  # fake tensors and other subclasses have no values to compare
     if operand.layout is not torch.strided or torch.compiler.is_compiling() or is_traced():
         return False
-    return not _is_unread(operand, call)
-
-
-def _is_unread(operand: Tensor, call: OpCall) -> bool:
-    """Whether the result does not depend on the operand's values."""
     name = getattr(call.func, "__name__", "")
-    if name in _AS_PATTERN and operand is call.operands[-1]:
-        return True
-    scaled_by_zero = name.rstrip("_") in _SCALED and call.kwargs.get("beta", 1) == 0
-    if scaled_by_zero or name in _OVERWRITING:
-        written = call.args[0] if call.args else call.operands[0]
-        return any(operand is t for t in tensors_within(written))
-    return False
+    return not any(operand is one for one in unread_operands(name, call.args, call.kwargs))
 
 
 def _comparison_key(operand: Tensor, call: OpCall) -> Hashable:

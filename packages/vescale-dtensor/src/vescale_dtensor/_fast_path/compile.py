@@ -32,15 +32,13 @@ from vescale_dtensor._fast_path.cache import (
 )
 from vescale_dtensor._fast_path.compile_general import compile_general, unless_copy_or_gradient
 from vescale_dtensor._fast_path.forms import Bound, Form, compiled_call
-from vescale_dtensor._fast_path.sampled_values import with_sampled_values
-from vescale_dtensor._layout.executed import keeps_lineages
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OperandUse, OpPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import call_mark, marked
+from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.scalars import asks_numbers
 
@@ -92,9 +90,6 @@ def compile_call(
         compiled: CompiledCall = partial(slow_path, func)
     else:
         compiled = _compiled(call, plan, result, specs, table, redistributes)
-    # Only of plain operands are values looked at.
-    if plain and call is not None:
-        compiled = with_sampled_values(compiled, call)
     table.store(key, compiled)
     return result
 
@@ -187,8 +182,6 @@ def _compiled(
         masks = [use.varying for use in _uses(call, plan)] if recorded else None
         general = compile_general(func, call.func, own, plan, result, specs, masks)
         return unless_copy_or_gradient(call.func, general) if views else general
-    # By what the caller wrote, and not by what runs in its place.
-    mark = call_mark(call.func, specs[0])
     copies = strategy.copy_on_one_device or is_conversion(call.func)
     steps = {
         "writes": writes,
@@ -200,13 +193,11 @@ def _compiled(
         "views": views,
         "strided": views and not copies and len(call.operands) == 1,
         "checked": not _keeps_dtype(call, specs[0].tensor_meta.dtype),
-        "lineage": bool(mark.token),
-        "kept": keeps_lineages(specs[0].layout.mesh),
     }
     form = Form(*arguments, bool(call.kwargs), frozenset(step for step in steps if steps[step]))
     # A result made without grad may be the output of a custom Function's forward.
     hidden = table is NO_GRAD
-    return compiled_call(form, Bound(func, call.func, specs[0], hidden, mark, _uses(call, plan)))
+    return compiled_call(form, Bound(func, call.func, specs[0], hidden, _uses(call, plan)))
 
 
 def _places_of(call: OpCall) -> tuple[str, tuple[str, ...]] | None:

@@ -14,23 +14,14 @@ from vescale_dtensor._autograd.local_use import recorded_local
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._fast_path.cache import CompiledCall
-from vescale_dtensor._layout.executed import calls
+from vescale_dtensor._layout.executed import sampling_of
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.lineage import (
-    call_mark,
-    mark_results,
-    toggle,
-    token_with_numbers,
-    with_numbers,
-    write_token,
-)
-
-note_call = calls.append
+from vescale_dtensor._tensor.lineage import note_write, noted
 
 
 def unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
@@ -70,8 +61,7 @@ def compile_general(
     """
     writes = plan.rule.writes is not None
     single = type(result) is DTensor
-    mark = call_mark(original, specs[0])
-    token, log, call = mark
+    log = sampling_of(specs[0].layout.mesh)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         operands: list[Any] = []
@@ -88,43 +78,25 @@ def compile_general(
             known = OpCall.known(func, args, kwargs, operands, masks is not None)
             found = local(LocalContext(known, plan), values, named)
         if writes:
-            _note_write(operands[0], original, log.samples, args, kwargs)
+            after_mutation(operands[0])
+            if log.samples:
+                note_write(original, operands[0], args, kwargs)
             return operands[0]
-        if single:
-            ours = [operand for operand in operands if type(operand) is DTensor]
-            first = ours[0]
-            if found is first._local_tensor:
-                return first
-            made = _typed(found, specs[0])
-            # `mark_results` of one result, whose operands are known.
-            if token:
-                note_call(call)
-                made._lineage = hash((*[operand._lineage for operand in ours], token))
-                if log.samples:
-                    made._lineage = with_numbers(made._lineage, mark, args, kwargs)
-            else:
-                made._lineage = first._lineage
-            return made
         own = [operand._local_tensor for operand in operands if type(operand) is DTensor]
-        # One among several results may be an operand itself. Another wrapper of the same local
-        # tensor would type its gradient a second time, so it gets a view.
-        fresh = [item.view_as(item) if any(item is o for o in own) else item for item in found]
-        items = [_typed(item, spec) for item, spec in zip(fresh, specs, strict=True)]
-        results = items if type(found) is list else _rebuilt(found, items)
-        mark_results(original, results, args, kwargs)
-        return results
+        if single and found is own[0]:
+            return next(operand for operand in operands if type(operand) is DTensor)
+        made: Any
+        if single:
+            made = _typed(found, specs[0])
+        else:
+            # One among several results may be an operand itself. Another wrapper of the same local
+            # tensor would type its gradient a second time, so it gets a view.
+            fresh = [i.view_as(i) if any(i is one for one in own) else i for i in found]
+            items = [_typed(item, spec) for item, spec in zip(fresh, specs, strict=True)]
+            made = items if type(found) is list else _rebuilt(found, items)
+        return noted(original, made, args, kwargs) if log.samples else made
 
     return run
-
-
-def _note_write(
-    target: Any, original: Callable[..., Any], samples: bool, args: Any, kwargs: dict[str, Any]
-) -> None:
-    after_mutation(target)
-    written = write_token(original)
-    if samples:
-        written = token_with_numbers(target, written, original, args, kwargs)
-    toggle(target, written)
 
 
 def _local_arguments(value: Any, operands: list[Any], masks: Iterator[int] | None) -> Any:
@@ -161,8 +133,6 @@ def _typed(local: Tensor, spec: Spec) -> DTensor:
     )
 
 
-def wrap_other_dtype(local: Tensor, spec: Spec, lineage: int = 0) -> DTensor:
+def wrap_other_dtype(local: Tensor, spec: Spec) -> DTensor:
     """Wrap the result of a compiled call that has another dtype, as under autocast."""
-    wrapper = wrap(local, spec_of(spec.layout, tuple(spec.shape), local.dtype))
-    wrapper._lineage = lineage
-    return wrapper
+    return wrap(local, spec_of(spec.layout, tuple(spec.shape), local.dtype))

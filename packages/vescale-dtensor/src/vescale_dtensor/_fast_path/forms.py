@@ -23,7 +23,7 @@ from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._dispatch.overlapping import is_overlap
 from vescale_dtensor._fast_path.cache import CompiledCall
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
-from vescale_dtensor._layout.executed import calls
+from vescale_dtensor._layout.executed import sampling_of
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.plan import OperandUse, function_name
 from vescale_dtensor._tensor.copied_views import (
@@ -34,22 +34,13 @@ from vescale_dtensor._tensor.copied_views import (
     unwritable,
 )
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import (
-    Mark,
-    toggle,
-    token_with_numbers,
-    with_numbers,
-    write_token,
-)
+from vescale_dtensor._tensor.lineage import note_write, noted
 from vescale_dtensor._torch.compat import close_memory, new_wrapper
-
-note_call = calls.append
 
 # A line with conditions behind `#:` is in the sources of the forms that have all of them.
 _TEMPLATE = """
-def bind(func, original, spec, hidden, mark, uses):
-    token, log, call = mark
-    token = write_token(original)                                       #: writes
+def bind(func, original, spec, hidden, uses):
+    log = sampling_of(spec.layout.mesh)
     dtype = spec.tensor_meta.dtype
     {masks} = [use.varying for use in uses]                             #: typed
     {layouts} = [use.layout for use in uses]                            #: moves
@@ -81,31 +72,30 @@ def bind(func, original, spec, hidden, mark, uses):
             # It knows where one device has gaps.
             return dispatch(original, {arguments}, {named})             #: writes
         after_mutation({first})                                         #: writes
-        written = token                                                 #: writes
         if log.samples:                                                 #: writes
-            written = token_with_numbers({first}, token, original, {arguments}, {named})  #: writes
-        toggle({first}, written)                                        #: writes
+            note_write(original, {first}, {arguments}, {named})         #: writes
         return {first}                                                  #: writes
         # Spread, since C wants a tuple: one that is there already is not made again.
         result = func(*{locals}{spread})                                #: makes
         # x.contiguous(), x.to(...): one local tensor keeps one wrapper.
         if result is {first}._local_tensor:                             #: returns
             return {first}                                              #: returns
-        note_call(call)                                                 #: makes lineage
-        lineage = hash(({lineages}token))                               #: makes lineage
-        if log.samples:                                                 #: makes lineage values
-            lineage = with_numbers(lineage, mark, {values}, {named})    #: makes lineage values
         # Autocast, or another default dtype.
         if result.dtype is not dtype:                                   #: makes checked
-            return wrap_other_dtype(result, spec, {lineage})            #: makes checked
+            wrapper = wrap_other_dtype(result, spec)                    #: makes checked
+            if log.samples:                                             #: makes checked
+                noted(original, wrapper, {arguments}, {named})          #: makes checked
+            return wrapper                                              #: makes checked
         wrapper = new_wrapper(*(DTensor, result, spec, {requires_grad}))  #: makes
         close_memory(wrapper)                                           #: makes
         wrapper._may_have_hidden_node = hidden                          #: makes
-        wrapper._lineage = {lineage}                                    #: makes
+        wrapper._lineage = 0                                            #: makes
         # The local op copies where its strides allow no view, though one device views. The branch
         # depends on the rank; nothing but the mark follows from it.
         if not (local.is_contiguous() or same_memory(result, local)):   #: strided
             mark_copy(wrapper, {first})                                 #: strided
+        if log.samples:                                                 #: makes
+            noted(original, wrapper, {arguments}, {named})              #: makes
         return wrapper                                                  #: makes
     return run
 """
@@ -128,8 +118,7 @@ class Form(NamedTuple):
             its first operand, or `makes` a result; autograd records it, so that each use is
             `typed`; the result may require `grad`; it `moves` operands to other layouts; it gives
             `views` of the first operand, `strided` if the strides of this rank may make one a copy;
-            the result's dtype is `checked`, for it may be another one than the spec's; its
-            `lineage` follows from the call, or is `kept` from the first operand, or there is none.
+            the result's dtype is `checked`, for it may be another one than the spec's.
     """
 
     kinds: str
@@ -146,7 +135,6 @@ class Bound(NamedTuple):
         original: the torch function of the call.
         spec: of the result.
         hidden: whether a custom Function may give the result a node.
-        mark: what the call adds to the lineage of its result.
         uses: of each DTensor.
     """
 
@@ -154,7 +142,6 @@ class Bound(NamedTuple):
     original: Callable[..., Any]
     spec: Spec
     hidden: bool
-    mark: Mark
     uses: Sequence[OperandUse]
 
 
@@ -185,7 +172,6 @@ def _follows(form: Form) -> set[str]:
     several = len(form.kinds) > 1 and set(form.kinds) <= {"t", "n"}
     found = {
         "names": form.names,
-        "values": form.named or "v" in form.kinds,
         "returns": not several and not form.steps & {"writes", "moves"},
     }
     return {condition for condition, holds in found.items() if holds}
@@ -202,17 +188,11 @@ def _words(form: Form) -> dict[str, str]:
         local[operands[0]] = "local"
     replaced = "".join(f", {name!r}: {local[each]}" for each, name in by_name.items())
     first = operands[0] if operands[0][0] == "t" else f"{operands[0]}[0]"
-    held = "lineage" if "lineage" in form.steps else f"{first}._lineage"
-    lineages = [
-        f"{each}._lineage, " if each[0] == "t" else f"*[each._lineage for each in {each}], "
-        for each in operands
-    ]
     return words | {
         "parameters": ", ".join([*given, "/"][: len(given) and None] + ["**named"][: form.named]),
         "first": first,
         "arguments": _tuple(given),
         "named": "named" if form.named else "{}",
-        "values": _tuple([each for each in given if each[0] == "v"]),
         "by_name": "; ".join(f"{each} = named[{name!r}]" for each, name in by_name.items()),
         "locals": _tuple([local.get(each, each) for each in given]),
         "spread": f", **{{**named{replaced}}}" if replaced else ", **named" if form.named else "",
@@ -224,8 +204,6 @@ def _words(form: Form) -> dict[str, str]:
         "moved": "; ".join(
             f"moved{n} = redistributed_cached({each}, u{n})" for n, each in enumerate(operands)
         ),
-        "lineages": "".join(lineages),
-        "lineage": held if form.steps & {"lineage", "kept"} else "0",
         "requires_grad": "result.requires_grad" if "grad" in form.steps else "False",
     }
 

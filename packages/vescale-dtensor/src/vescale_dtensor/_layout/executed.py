@@ -9,7 +9,6 @@ the lineage of its tensor (see `_tensor/lineage.py`).
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -22,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import ExecutionLog, execution_log
 
 from vescale_dtensor._torch.compat import no_torch_function
-from vescale_dtensor._torch.worlds import on_world_change
 
 silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=False)
 """Set where some ranks run what others do not: nothing is compared there."""
@@ -30,16 +28,13 @@ silent: ContextVar[bool] = ContextVar("vescale_dtensor_uncompared", default=Fals
 unrecorded: ContextVar[bool] = ContextVar("vescale_dtensor_unrecorded", default=False)
 """Set where a rank runs op by op what others may replay: that adds no events of this package."""
 
-# The last calls, for messages: function and spec of the result, or a log and the number of an
-# event. Neither holds a tensor.
-calls: deque[tuple[Any, Any]] = deque(maxlen=2048)
-on_world_change(calls.clear)  # specs hold meshes
-# Calls that are told of one event.
-_MOST_TOLD = 40
+# Of so many events at first, what is looked at in windows is compared before a rank goes on; later
+# within seconds: numbers that change at every step would use up what finds other drift at once.
+_FIRST_EVENTS = 256
 _MOST_MESHES = 256
 _NUMBERS = frozenset({bool, int, float})
 # By identity, since meshes compare slowly.
-_logs: dict[int, tuple[weakref.ref[DeviceMesh], ExecutionLog | None, bool]] = {}
+_logs: dict[int, tuple[weakref.ref[DeviceMesh], ExecutionLog | None]] = {}
 
 
 def log_of(mesh: DeviceMesh) -> ExecutionLog | None:
@@ -49,30 +44,14 @@ def log_of(mesh: DeviceMesh) -> ExecutionLog | None:
         return known[1]
     if len(_logs) >= _MOST_MESHES:
         _logs.clear()
-    # torch answers these by a dozen Python calls each, so they are asked once for a mesh.
+    # torch answers these by a dozen Python calls each, so they are asked once for a mesh; last what
+    # takes the two hundred calls by which torch tells a mesh's ranks.
     compared = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-    # First, since it needs none of the two hundred calls by which torch tells a mesh's ranks.
     inside = compared and mesh.get_coordinate() is not None and mesh.device_type != "meta"
     with no_torch_function():
         log = execution_log(mesh.mesh.flatten().tolist()) if inside else None
-    if log is not None:
-        log.explain = lambda: _calls_before(log)
-    _logs[id(mesh)] = weakref.ref(mesh), log, compared
+    _logs[id(mesh)] = weakref.ref(mesh), log
     return log
-
-
-def keeps_lineages(mesh: DeviceMesh) -> bool:
-    """Whether calls tell their results which calls these came from: where ranks may compare that.
-
-    One rank alone, and a fake world, have nobody to compare with, and need not pay for it: a tenth
-    of what a known call costs in Python. It is asked of the world, and not of the mesh: the answer
-    is one on every rank, as lineages have to be, also on those outside of the mesh.
-    """
-    known = _logs.get(id(mesh))
-    if known is None or known[0]() is not mesh:
-        log_of(mesh)
-        known = _logs[id(mesh)]
-    return known[2]
 
 
 class Sampling:
@@ -88,6 +67,9 @@ class Sampling:
     def __init__(self) -> None:
         self.samples = False
 
+    def say(self, what: str) -> None:
+        """Nothing."""
+
 
 nothing = Sampling()
 
@@ -97,13 +79,13 @@ def sampling_of(mesh: DeviceMesh) -> ExecutionLog | Sampling:
     return log_of(mesh) or nothing
 
 
-def record(mesh: DeviceMesh, what: Hashable, detail: int = 0) -> None:
+def record(mesh: DeviceMesh, what: Hashable, lineage: int = 0) -> None:
     """Add an event that every rank of the mesh comes to.
 
     Args:
         mesh: whose ranks do.
         what: it, in words.
-        detail: more that is equal on every rank.
+        lineage: of what is communicated; compared only while more is looked at than always.
 
     Raises:
         CommMismatchError: the ranks have executed different things.
@@ -113,9 +95,19 @@ def record(mesh: DeviceMesh, what: Hashable, detail: int = 0) -> None:
     log = known[1] if known is not None and known[0]() is mesh else log_of(mesh)
     if log is None or silent.get() or unrecorded.get():
         return
-    # First, so that it is there when the others want to know what led to the event.
-    calls.append((log, log.count + 1))
-    log.record(what, detail, together=True)
+    if not log.samples:
+        lineage = 0
+    elif log.count >= _FIRST_EVENTS:
+        log.note(lineage, None)
+        lineage = 0
+    log.record(what, lineage, together=True)
+
+
+def end_step(mesh: DeviceMesh) -> None:
+    """Note that a backward has begun on a mesh: from one to the next is a step of the program."""
+    log = log_of(mesh)
+    if log is not None and not silent.get() and not unrecorded.get():
+        log.end_step()
 
 
 def all_say(word: str, mesh: DeviceMesh | None = None) -> bool:
@@ -219,16 +211,3 @@ def _state(local: Tensor, generator: torch.Generator | None) -> int | None:
             return vescale_rng.fingerprint(generator)
     except vescale_rng.RngError:  # captured into a graph: its state is not known here
         return None
-
-
-def _calls_before(log: ExecutionLog) -> Mapping[int, Sequence[str]]:
-    """The calls that led to each of the last events of a log."""
-    found: dict[int, Sequence[str]] = {}
-    before: deque[tuple[Any, Any]] = deque(maxlen=_MOST_TOLD)
-    for first, second in list(calls):
-        if first is log:
-            found[second] = [f"{getattr(f, '__name__', f)} → {spec}" for f, spec in before]
-            before.clear()
-        elif not isinstance(first, ExecutionLog):
-            before.append((first, second))
-    return found

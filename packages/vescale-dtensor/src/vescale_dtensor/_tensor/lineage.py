@@ -1,24 +1,25 @@
 """Which calls made a tensor, as one number: it is equal on all ranks that made it alike.
 
-A result's lineage follows from the function, the spec of the result and the operands' lineages.
-What enters the program (parameters, data) has that of its global shape, and of a digest of what
-all ranks should hold alike. Where a tensor comes to be communicated, or a
-backward starts from it, ranks compare its lineage (`_layout/executed.py`): a call that one rank
-left out, or made with another shape, shows there even if nothing else differs; and what a rank
-computes for itself shows nowhere. A call that only one rank makes and that flows into what ranks
-share is a difference whatever it computes: `x * 1` as well, but no copy (`_TRANSPARENT`).
+A result's lineage follows from the function, the spec of the result and the operands' lineages,
+from what is passed besides (`x * 0.5`, `x[3]`, a plain tensor), and from what has written to the
+operands. What enters the program (parameters, data) has that of its global shape, and of a digest
+of what all ranks should hold alike. Where a tensor comes to be communicated, or a backward starts
+from it, ranks compare its lineage (`_layout/executed.py`): a call that one rank left out, or made
+with another shape, shows there even if nothing else differs; and what a rank computes for itself
+shows nowhere. A call that only one rank makes and that flows into what ranks share is a difference
+whatever it computes: `x * 1` as well, but no copy (`_TRANSPARENT`).
+
+Lineages are kept in some of the steps of a program: while the log of a mesh `samples`. Those begin
+and end at the same point on every rank, so that a tensor from before has one lineage everywhere. In
+all other steps a call does no more for this than to look at that attribute.
 
 Lineages are set where a call enters this package, by what the caller wrote. Whichever way the call
 takes from there (the fast path, the slow one, a composition) may differ from rank to rank, since
 it may depend on the strides of a local tensor; the lineage does not.
 
-Of the numbers that are passed (`x * 0.5`, `x[3]`, a plain tensor without dims) a digest is added
-where the log `samples`: they may change at every step, and then every lineage would be new.
-
 Writing in place toggles a lineage, and counts to four in its last two bits: two writes by one
-function would cancel each other. So lineages of parameters are the same again every few steps, and
-what a steady program compares is never new. A write to `p.data` or `p.grad` is one to `p`: the
-next step depends on it, and nothing else may tell.
+function would cancel each other. A write to `p.data` or `p.grad` is one to `p`: the next step
+depends on it, and nothing else may tell.
 """
 
 from __future__ import annotations
@@ -26,30 +27,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import ExecutionLog
 from vescale_comm.agreement import digest
+from vescale_comm.nested import tensors_within
 
-from vescale_dtensor._layout.executed import (
-    Sampling,
-    calls,
-    keeps_lineages,
-    note_numbers,
-    nothing,
-    sampling_of,
-    silent,
-)
-from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.executed import note_numbers, sampling_of, silent
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.value_digest import number_token, numbers_within
+from vescale_dtensor._tensor.value_digest import number_token, numbers_within, values_within
 from vescale_dtensor._torch.bounded_cache import BoundedCache
-from vescale_dtensor._torch.worlds import cached, on_world_change
+from vescale_dtensor._torch.worlds import cached
 
 # These give their operand itself, or a copy, by its memory on this rank. So whoever clones on some
 # ranks only does no more than they do: the values are the same, and the gradients.
@@ -57,7 +48,7 @@ _TRANSPARENT = frozenset({"clone", "contiguous", "to", "resolve_conj", "resolve_
 _WRITES_BY_OPERATOR = frozenset({"__setitem__", "__set__"})
 
 # Functions that a mode makes take their numbers from elsewhere, where neither a draw nor the calls
-# tell. They have handlers, so that every call comes by `marked`, with these arguments by name.
+# tell: by this argument.
 _MODES: dict[Any, str] = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 _MOST_RESULTS = 16
@@ -66,32 +57,7 @@ _COUNT = 3  # the bits of a lineage that count writes
 # A number that these are given is that of a device, which each rank has its own of.
 _MOVES = frozenset({"cuda", "xpu", "hpu", "mtia", "ipu"})
 
-# Types of arguments that hold no tensor.
-_VALUES = frozenset({bool, int, float, str, type(None), torch.dtype})
-
-_names: BoundedCache[Any, int] = BoundedCache(16384)
 _writes: BoundedCache[Any, int] = BoundedCache(16384)
-_calls: BoundedCache[tuple[Any, Spec], Mark] = BoundedCache(32768)
-on_world_change(_calls.clear)  # it holds specs
-
-
-class Mark(NamedTuple):
-    """What a call adds to the lineage of its result.
-
-    Attributes:
-        token: a number for the function and the spec of the result; 0 where the operand may be the
-            result, and where nothing is compared.
-        log: tells by its `samples` whether the numbers are added that the call is given.
-        call: function and spec of the result.
-    """
-
-    token: int
-    log: ExecutionLog | Sampling
-    call: tuple[Any, Any]
-
-
-# What calls add where nothing is compared.
-_NOTHING = Mark(0, nothing, (None, None))
 
 
 class _Pause(threading.local):
@@ -107,46 +73,60 @@ class _Pause(threading.local):
 pause = _Pause()
 
 
-def call_mark(func: Callable[..., Any], spec: Spec) -> Mark:
-    """What a call adds to the lineage of its result, by its function and the result's spec."""
-    if not keeps_lineages(spec.layout.mesh):
-        return _NOTHING  # not stored: the first call with each shape would pay for it
-    known = _calls.get((func, spec))
-    if known is None:
-        name = _name(func)
-        token = 0 if name in _TRANSPARENT else _token_of_result(func, spec)
-        unseen = not token or name in _MOVES
-        known = Mark(token, nothing if unseen else sampling_of(spec.layout.mesh), (func, spec))
-        _calls.store((func, spec), known)
-    return known
+def noted(func: Callable[..., Any], result: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Give the results of a call their lineage, and return them.
 
-
-def with_numbers(lineage: int, mark: Mark, values: Iterable[Any], named: Mapping[str, Any]) -> int:
-    """A lineage with the numbers that the call was given; only where its log `samples`.
+    Only while the log of their mesh `samples`. Operands that are returned keep theirs; results of
+    an optimizer's lists have none.
 
     Args:
-        lineage: of the result, by the operands and the call.
-        mark: of the call.
-        values: its arguments by position; DTensors among them are passed over.
-        named: those by name.
+        func: the torch function, as the caller wrote it.
+        result: one or several, of any kind.
+        args: those by position.
+        kwargs: those by name.
     """
-    numbers = numbers_within(values, named)
-    if not numbers or silent.get():
-        return lineage
-    func, spec = mark.call
-    calls.append((f"{_name(func)} of {', '.join(map(_told, numbers))}", spec))
-    return hash((lineage, number_token(numbers)))
+    results: Sequence[Any] = (result,) if isinstance(result, Tensor) else result
+    if not isinstance(results, list | tuple) or len(results) > _MOST_RESULTS:
+        return result
+    operands = _operands(args, kwargs)
+    given, found = {id(operand) for operand in operands}, None
+    for index, one in enumerate(results):
+        if type(one) is not DTensor or id(one) in given:
+            continue
+        if _name(func) in _TRANSPARENT:
+            one._lineage = operands[0]._lineage if operands else 0
+            continue
+        found = _passed(func, args, kwargs) if found is None else found
+        words, token = _call(func, one._spec)
+        lineages = [operand._lineage for operand in operands]
+        place = (index,) if results is result else ()
+        one._lineage = hash((*lineages, token, *place, *found[1]))
+        sampling_of(one._spec.layout.mesh).say(f"{_name(func)}{found[0]} → {words}")
+    return result
 
 
-def _token_of_result(func: Callable[..., Any], spec: Spec) -> int:
-    # Without the dtype: under autocast a known call gives another one than when it was compiled.
-    # Hashes of numbers are equal in every process, so that only the layout's words are digested.
-    return hash((_name_token(func), *spec.shape, _layout_token(spec.layout)))
+def _passed(
+    func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> tuple[str, tuple[int, ...]]:
+    """What a call is given besides DTensors, in words and as numbers."""
+    if silent.get() or _name(func) in _MOVES:
+        return "", ()
+    numbers = numbers_within(args, kwargs)
+    tokens = (number_token(numbers),) if numbers else ()
+    if func in _MODES:
+        tokens = (*tokens, int(bool(kwargs.get(_MODES[func]))))
+    words = f" of {', '.join(map(_told, numbers))}" if numbers else ""
+    return words, (*tokens, *values_within(_name(func), args, kwargs))
 
 
-@cached(8192)
-def _layout_token(layout: Layout) -> int:
-    return digest(str(layout))
+@cached(32768)
+def _call(func: Callable[..., Any], spec: Spec) -> tuple[str, int]:
+    """What a call makes in words, and what it is as a number.
+
+    Without the dtype: under autocast a known call gives another one than when it was compiled.
+    """
+    # Hashes of numbers are equal in every process, so that only words are digested.
+    return str(spec), hash((digest(_name(func)), *spec.shape, digest(str(spec.layout))))
 
 
 def write_token(func: Callable[..., Any]) -> int:
@@ -156,7 +136,7 @@ def write_token(func: Callable[..., Any]) -> int:
         name = _name(func)
         operator = name.startswith("__i") or name in _WRITES_BY_OPERATOR
         in_place = name.endswith("_") and not name.endswith("__")
-        known = _name_token(func) if operator or in_place else 0
+        known = digest(name) if operator or in_place else 0
         _writes.store(func, known)
     return known
 
@@ -167,24 +147,33 @@ def _told(number: Any) -> str:
     return number if isinstance(number, str) else f"{number:.6g}"
 
 
-def token_with_numbers(
-    target: DTensor, token: int, func: Callable[..., Any], values: Sequence[Any], named: Any
-) -> int:
-    """What a write toggles by a call in whose log numbers are looked at.
+def note_write(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Note that a call has written to a tensor; only while the log of its mesh `samples`."""
+    if type(target) is DTensor and not pause.depth:
+        token = _written(func, target, args, kwargs)
+        for tensor in (target, *_owners(target)):
+            _toggle(tensor, token)
 
-    Those that a parameter, or its gradient, is changed by may be others at each step, and it stays
-    when nobody looks any more. So they are noted beside its lineage, for the digest alone: nobody
-    writes to a parameter on one rank only. What it is changed by, if it is a tensor, is noted there
-    by its lineage; but for views of gradients, of which a rank may have forgotten what was written.
+
+def _written(
+    func: Callable[..., Any], target: DTensor, values: Any, named: Mapping[str, Any]
+) -> int:
+    """What a write toggles.
+
+    Numbers that a parameter, or its gradient, is changed by may be others at each step, and it
+    stays. So they are noted beside its lineage, for the digest alone: nobody writes to a parameter
+    on one rank only. What it is changed by, if it is a tensor, is noted there by its lineage; but
+    for views of gradients, of which a rank may have forgotten what was written.
     """
-    if silent.get() or pause.depth:
+    token = write_token(func)
+    if silent.get():
         return token
     numbers = numbers_within(values, named)
     # Not by what it is a part of, which may be gone on some ranks.
     if target._is_trained_part or is_trained(target):
         operands = [
             each
-            for each in _operands((values, tuple(named.values())))
+            for each in _operands(values, named)
             if each is not target and each._part_of is None
         ]
         told = {f"number {place}": value for place, value in enumerate(_flat(numbers))}
@@ -223,17 +212,6 @@ def _flat(numbers: Iterable[Any]) -> list[Any]:
     return found
 
 
-def toggle(target: Any, token: int) -> None:
-    """Note a write to a tensor."""
-    if type(target) is DTensor and not pause.depth:
-        # `_set_written` written out: optimizers come here for each write.
-        before = target._lineage
-        target._lineage = (before ^ token) & ~_COUNT | (before + 1) & _COUNT
-        if target._part_of is not None:
-            for owner in _owners(target):
-                _set_written(owner, owner._lineage, token)
-
-
 def note_origin(tensor: DTensor, digests: tuple[int, ...] = ()) -> None:
     """Begin the lineage of a tensor that no call on DTensors has made, but every rank in one call.
 
@@ -261,13 +239,8 @@ def note_written(target: Tensor, what: str) -> None:
         target: one of the tensors that were written to; of plain ones nothing is noted.
         what: has written: equal on every rank.
     """
-    if pause.depth or not isinstance(target, DTensor):
-        return
-    token = _names.get(what)
-    if token is None:
-        token = digest(what)
-        _names.store(what, token)
-    _set_written(target, target._lineage, token)
+    if isinstance(target, DTensor) and _is_noted(target):
+        _toggle(target, digest(what))
 
 
 def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> None:
@@ -278,24 +251,21 @@ def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> N
         name: `"data"` or `"grad"`.
         value: what a parameter, or its gradient, is from now on; noted as other writes to it are.
     """
-    if pause.depth:
+    if not _is_noted(tensor):
         return
-    _set_written(tensor, tensor._lineage, _ASSIGNED[name])
-    mesh = tensor._spec.layout.mesh
-    if value is not None and is_trained(tensor) and sampling_of(mesh).samples:
+    _toggle(tensor, digest(name))
+    if value is not None and is_trained(tensor):
         # Not what a gradient was computed from: a rank may have forgotten writes to one.
         told = {"lineage": value._lineage} if name == "data" else {"dims": value.ndim}
-        note_numbers(mesh, f"assigning .{name}", told)
+        note_numbers(tensor._spec.layout.mesh, f"assigning .{name}", told)
 
 
-def note_dropped(tensor: DTensor) -> None:
-    """Note that `.grad` of a tensor was set to None, where writes are noted."""
+def _is_noted(tensor: DTensor) -> bool:
+    return sampling_of(tensor._spec.layout.mesh).samples and not pause.depth
+
+
+def _toggle(tensor: DTensor, token: int) -> None:
     before = tensor._lineage
-    # `_set_written` written out: `zero_grad` comes here for each parameter.
-    tensor._lineage = (before ^ _ASSIGNED["grad"]) & ~_COUNT | (before + 1) & _COUNT
-
-
-def _set_written(tensor: DTensor, before: int, token: int) -> None:
     tensor._lineage = (before ^ token) & ~_COUNT | (before + 1) & _COUNT
 
 
@@ -303,82 +273,22 @@ def marked(
     run: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """`run(*args, **kwargs)`, which answers a call of `func`: its result, with its lineage."""
-    token = _writes.get(func)
-    if token is None:
-        token = write_token(func)
-    if token:
-        target = _first(args)
-        written = () if target is None else (target, *_owners(target))
+    target = _first(args) if write_token(func) else None
+    if target is not None and _is_noted(target):
+        written = (target, *_owners(target))
         before = [tensor._lineage for tensor in written]
         result = run(*args, **kwargs)
         # Whatever was written on the way: that may differ from rank to rank.
-        if not pause.depth:
-            if target is not None and sampling_of(target._spec.layout.mesh).samples:
-                token = token_with_numbers(target, token, func, args, kwargs)
-            for tensor, lineage in zip(written, before, strict=True):
-                _set_written(tensor, lineage, token)
+        for tensor, lineage in zip(written, before, strict=True):
+            tensor._lineage = lineage
+        note_write(func, target, args, kwargs)
         return result
     result = run(*args, **kwargs)
-    if type(result) is DTensor:
-        if not keeps_lineages(result._spec.layout.mesh):
-            return result
-        first: Any = args[0] if args else None
-        # Most calls are of one DTensor and of values: no list of operands is made for them.
-        if (
-            type(first) is DTensor
-            and (len(args) == 1 or _are_values(args[1:]))
-            and (not kwargs or _are_values(kwargs.values()))
-        ):
-            if result is not first:
-                call = func, result._spec
-                token, log, _ = mark = _calls.get(call) or call_mark(*call)
-                # As `_mark` does, with one operand.
-                if token:
-                    result._lineage = hash((first._lineage, token))
-                    calls.append(call)
-                    if log.samples:
-                        result._lineage = with_numbers(result._lineage, mark, args, kwargs)
-                else:
-                    result._lineage = first._lineage
-        else:
-            mark_results(func, (result,), args, kwargs)
-        if func in _MODES and result is not first:
-            result._lineage = hash((result._lineage, bool(kwargs.get(_MODES[func]))))
-    elif isinstance(result, list | tuple):  # named ones, too
-        mark_results(func, result, args, kwargs)
+    several = result if isinstance(result, list | tuple) else (result,)  # named ones, too
+    made = next((one for one in several if type(one) is DTensor), None)
+    if made is not None and target is None and sampling_of(made._spec.layout.mesh).samples:
+        noted(func, result, args, kwargs)
     return result
-
-
-def _are_values(arguments: Iterable[Any]) -> bool:
-    # A loop, and not `map`: that calls `type`, at five times the cost.
-    for each in arguments:  # noqa: SIM110 - a generator costs more than what it asks
-        if type(each) not in _VALUES:
-            return False
-    return True
-
-
-def mark_results(func: Callable[..., Any], results: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Give results the lineage that this call gives them; not those that are its operands.
-
-    Those of an optimizer's lists have none: hundreds at once would cost as much as the call.
-    """
-    if len(results) > _MOST_RESULTS or not _any_kept(results):
-        return
-    operands = _operands((args, tuple(kwargs.values())) if kwargs else args)
-    given = {id(operand) for operand in operands}
-    for index, result in enumerate(results):
-        if type(result) is DTensor and id(result) not in given:
-            mark = _mark(func, result, operands, *((index,) if index else ()))
-            if mark.log.samples:
-                result._lineage = with_numbers(result._lineage, mark, args, kwargs)
-
-
-def _any_kept(results: Iterable[Any]) -> bool:
-    """Whether lineages of the results may be compared: asked of the first DTensor's world."""
-    for result in results:
-        if type(result) is DTensor:
-            return keeps_lineages(result._spec.layout.mesh)
-    return False
 
 
 def _owners(target: DTensor) -> list[DTensor]:
@@ -397,41 +307,10 @@ def _first(args: Any) -> DTensor | None:
     return args if type(args) is DTensor else None
 
 
-def _mark(
-    func: Callable[..., Any], result: DTensor, operands: Sequence[DTensor], *index: int
-) -> Mark:
-    call = func, result._spec
-    mark = _calls.get(call) or call_mark(*call)
-    if mark.token:
-        lineages = [operand._lineage for operand in operands]
-        result._lineage = hash((*lineages, mark.token, *index))
-        calls.append(call)
-    else:
-        result._lineage = operands[0]._lineage if operands else 0
-    return mark
-
-
-def _operands(values: Any) -> list[DTensor]:
-    found: list[DTensor] = []
-    for value in values:
-        if type(value) is DTensor:
-            found.append(value)
-        elif type(value) in (list, tuple):
-            found += _operands(value)
-    return found
+def _operands(*values: Any) -> list[DTensor]:
+    found: list[Any] = tensors_within(values)
+    return [one for one in found if type(one) is DTensor]
 
 
 def _name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", type(func).__name__))
-
-
-def _name_token(func: Callable[..., Any]) -> int:
-    known = _names.get(func)
-    if known is None:
-        known = digest(_name(func))
-        _names.store(func, known)
-    return known
-
-
-# Computed once: every `zero_grad()` assigns as many gradients as there are parameters.
-_ASSIGNED = {name: digest(name) for name in ("data", "grad")}

@@ -6,15 +6,16 @@ that hold other values are told where the tensor is communicated (see `lineage`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import ExecutionLog, agreement
+from vescale_comm import agreement
+from vescale_comm.nested import tensors_within
 
-from vescale_dtensor._layout.executed import log_of, silent
+from vescale_dtensor._layout.executed import sampling_of, silent
 from vescale_dtensor._torch.compat import dispatch_modes, no_torch_function
 
 # Odd 64-bit constants (splitmix64's, as signed numbers): multiplication by each is a bijection.
@@ -23,15 +24,21 @@ _STEP, _MIX = -7046029254386353131, -4658895280553007687
 # Words whose digest is computed at once.
 _PART = 1 << 22
 
-# Events of a mesh in which values are looked at: the first ones, and some of every so many. By the
-# events and not by a count of the calls, which ranks may make alone.
-_FIRST, _EVERY, _SOME = 256, 4096, 32
-
 _NUMBERS = frozenset({bool, int, float, complex})
 _SEQUENCES = frozenset({tuple, list, torch.Size})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 # These name where a tensor lies, which is another place on each rank.
 _PLACES = frozenset({"device", "generator"})
+# Operands whose values do not matter, and may be uninitialized memory that differs from rank to
+# rank: those that are overwritten, those that only give a shape or dtype, and those scaled by
+# `beta=0`.
+_OVERWRITING = (
+    frozenset({"copy_", "__setitem__", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"})
+    | {"index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "masked_fill_"}
+    | {"masked_scatter_", "bernoulli_", "uniform_", "normal_", "set_", "resize_as_"}
+)
+_AS_PATTERN = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "resize_as_"})
+_SCALED = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm", "sspaddmm"})
 _DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia", "ipu", "mps", "meta")
 
 
@@ -64,16 +71,8 @@ def _mixed(words: Tensor, first: int) -> Tensor:
 
 def sampled_digests(mesh: DeviceMesh, values: list[Tensor]) -> tuple[int, ...]:
     """Digests of what tensors hold; empty where nobody looks at this point of the program."""
-    log = log_of(mesh)
-    if log is None or not _is_looked_at(log):
-        return ()
-    return tuple(map(_value, values))
-
-
-def _is_looked_at(log: ExecutionLog) -> bool:
-    # Where nothing is compared, the events are not counted either.
-    sampled = log.enabled and (log.count < _FIRST or log.count % _EVERY < _SOME)
-    return sampled and not silent.get()
+    looking = sampling_of(mesh).samples and not silent.get()
+    return tuple(map(_value, values)) if looking else ()
 
 
 def _value(tensor: Tensor) -> int:
@@ -90,33 +89,6 @@ def _item(tensor: Tensor) -> Any:
         return 0
     with torch.no_grad(), no_torch_function():
         return tensor.item()
-
-
-def _items(values: Any) -> list[Any]:
-    """`_item` of each, at the cost of one; empty where they are not all plain tensors without dims.
-
-    Optimizers pass the count of the steps of each parameter.
-    """
-    for one in values:
-        if type(one) not in _PLAIN or one.ndim or one.layout is not torch.strided or one.is_meta:
-            return []
-    if not values or dispatch_modes():
-        return []
-    if any([one.is_cuda for one in values]):
-        return _at_once(list(values))
-    with torch.no_grad(), no_torch_function():
-        return [one.item() for one in values]
-
-
-def _at_once(values: list[Tensor]) -> list[Any]:
-    """The numbers of tensors on one device by one copy to the host; empty where that cannot be."""
-    first = values[0]
-    alike = all(one.device == first.device and one.dtype == first.dtype for one in values)
-    if not alike or any(map(_is_hidden, values)):
-        return []
-    with torch.no_grad(), no_torch_function():
-        found: list[Any] = torch.stack(values).tolist()
-        return found
 
 
 def _has_item(tensor: Tensor) -> bool:
@@ -151,12 +123,36 @@ def numbers_within(values: Iterable[Any], named: Mapping[str, Any]) -> list[Any]
         elif kind is slice:
             found.append(numbers_within((value.start, value.stop, value.step), {}))
         elif kind in _SEQUENCES:
-            inside = _items(value) or numbers_within(value, {})
+            inside = numbers_within(value, {})
             if inside:
                 found.append(inside)
         elif kind in _PLAIN and not value.ndim and not unread and _has_item(value):
             found.append(_item(value))
     return found
+
+
+def unread_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the operands on whose values no result of a call depends.
+
+    Args:
+        name: of the torch function.
+        args: by position.
+        kwargs: by name.
+    """
+    if name in _AS_PATTERN:
+        return tensors_within((args, *kwargs.values()))[-1:]
+    scaled_by_zero = name.rstrip("_") in _SCALED and kwargs.get("beta", 1) == 0
+    return tensors_within(args[0]) if args and (scaled_by_zero or name in _OVERWRITING) else []
+
+
+def values_within(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return a digest of the plain tensors with dims that a call reads; empty without any."""
+    given = tensors_within((args, *kwargs.values()))
+    plain = [one for one in given if type(one) in _PLAIN and one.ndim and _has_item(one)]
+    if not plain:
+        return ()
+    unread = set(map(id, unread_operands(name, args, kwargs)))
+    return (sum(_value(one) for one in plain if id(one) not in unread),)
 
 
 def number_token(numbers: Iterable[Any]) -> int:
