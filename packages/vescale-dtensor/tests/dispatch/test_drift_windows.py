@@ -5,6 +5,7 @@ first eight steps and in one of 31: a difference that lasts is named within 31 s
 single step may not be.
 """
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from vescale_comm import CommMismatchError, simulate
-from vescale_dtensor import Replicate, Shard, distribute_tensor
+from vescale_dtensor import Replicate, Shard, distribute_tensor, explain
 
 PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
 BEGINS, WAIT = (3, 50, 500), 66
@@ -97,6 +98,29 @@ def documented():
 def test_the_table_of_the_guide(kind, begins):
     at = 2 * BEGINS.index(begins)
     assert documented()[KINDS[kind]][at : at + 2] == cells(kind, begins)
+
+
+def copied_alone(rank, world_size):
+    """Between sampled steps one rank copies what it keeps, by a call or for its strides."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    w = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    kept = [distribute_tensor(torch.ones(2, 4).t(), mesh, [Shard(0)]) for _ in range(3)]
+    for step in range(40):
+        if step == 20:
+            one, other, third = kept
+            kept = [one.clone() if rank else one, other.contiguous(), third.to(torch.float64)]
+            with explain() if rank else contextlib.nullcontext():
+                kept.append(third.contiguous())
+        total = sum((one.to(torch.float32) @ w[: one.shape[1]]).sum() for one in kept)
+        total.backward()
+        (w.grad * 1).sum().item()
+        w.grad = None
+    return True
+
+
+def test_a_copy_between_sampled_steps_is_no_other_tensor():
+    # Of 4 rows over 3 ranks: the last has none, and of one row all strides are contiguous.
+    assert simulate(3).run(copied_alone) == [True] * 3
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ class WorldLogs:
     def __init__(self, scheduler: Scheduler) -> None:
         self.trouble: str | None = None
         self.is_given_up = False
+        # Ranks that had returned when that became known.
+        self._gone: list[int] = []
         self._scheduler = scheduler
         self._of_rank = [_RankLogs(self) for _ in scheduler.ranks]
         # By log and number of an event: its digest, and how many ranks have not come there yet.
@@ -56,21 +58,25 @@ class WorldLogs:
             self._met[place] = digest, missing - 1
         if digest != log.digest:
             self.trouble = self._report((log.ranks, log.name))
+            self._gone = [rank.index for rank in self._scheduler.ranks if rank.done]
             # What others wait for does not come any more.
             self._scheduler.interrupt_others(CommMismatchError, self.trouble)
             raise CommMismatchError(self.trouble)
 
-    def difference_at_end(self) -> str | None:
-        """Return how ranks differ that have all returned, if no error has said so."""
+    def untold(self) -> dict[int, str]:
+        """Return by rank how ranks differ, once all have returned, where no error has said so."""
+        if self.trouble is not None:
+            return dict.fromkeys(self._gone, self.trouble)
         # A collective that failed has said what was wrong, and is in the logs of some ranks only.
-        has_failed = self.trouble is not None or self.is_given_up or self._scheduler.was_stuck
+        has_failed = self.is_given_up or self._scheduler.was_stuck
         for rank in () if has_failed else self._of_rank:
             for ranks, name in rank.logs:
                 ends = {self._end(other, (ranks, name)) for other in ranks}
                 # A log with a name may be of another thread, which ends anywhere.
                 if len(ends) > 1 and not name:
-                    return self._report((ranks, name))
-        return None
+                    everybody = range(len(self._of_rank))
+                    return dict.fromkeys(everybody, self._report((ranks, name)))
+        return {}
 
     def _end(self, rank: int, key: tuple[tuple[int, ...], str]) -> tuple[int, int]:
         log = self._of_rank[rank].logs.get(key)

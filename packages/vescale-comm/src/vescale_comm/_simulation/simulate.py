@@ -181,9 +181,8 @@ class _World:
         for rank in self.scheduler.ranks:  # what failed outside of fn
             if rank.failure is not None:
                 errors.setdefault(rank.index, rank.failure)
-        found = None if errors else self.logs.difference_at_end()
-        if found is not None:
-            errors = {rank.index: CommMismatchError(found) for rank in self.scheduler.ranks}
+        for index, words in self.logs.untold().items():
+            errors.setdefault(index, CommMismatchError(words))
         return values, errors
 
     def group(self, options: Any) -> SimulatedGroup:

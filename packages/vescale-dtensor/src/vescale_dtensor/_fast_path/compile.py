@@ -38,7 +38,7 @@ from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OperandUse, OpPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import marked
+from vescale_dtensor._tensor.lineage import is_copy, marked
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.scalars import asks_numbers
 
@@ -192,6 +192,7 @@ def _compiled(
         "moves": moves,
         "views": views,
         "strided": views and not copies and len(call.operands) == 1,
+        "copies": is_copy(call.func),
         "checked": not _keeps_dtype(call, specs[0].tensor_meta.dtype),
     }
     form = Form(*arguments, bool(call.kwargs), frozenset(step for step in steps if steps[step]))

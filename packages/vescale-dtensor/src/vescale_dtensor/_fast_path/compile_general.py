@@ -21,7 +21,7 @@ from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
-from vescale_dtensor._tensor.lineage import note_write, noted
+from vescale_dtensor._tensor.lineage import is_copy, note_write, noted
 
 
 def unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
@@ -61,7 +61,7 @@ def compile_general(
     """
     writes = plan.rule.writes is not None
     single = type(result) is DTensor
-    log = sampling_of(specs[0].layout.mesh)
+    log, copies = sampling_of(specs[0].layout.mesh), is_copy(original)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         operands: list[Any] = []
@@ -94,7 +94,7 @@ def compile_general(
             fresh = [i.view_as(i) if any(i is one for one in own) else i for i in found]
             items = [_typed(item, spec) for item, spec in zip(fresh, specs, strict=True)]
             made = items if type(found) is list else _rebuilt(found, items)
-        return noted(original, made, args, kwargs) if log.samples else made
+        return noted(original, made, args, kwargs) if log.samples or copies else made
 
     return run
 

@@ -83,13 +83,14 @@ def bind(func, original, spec, hidden, uses):
         # Autocast, or another default dtype.
         if result.dtype is not dtype:                                   #: makes checked
             wrapper = wrap_other_dtype(result, spec)                    #: makes checked
+            wrapper._lineage = {lineage}                                #: makes checked
             if log.samples:                                             #: makes checked
                 noted(original, wrapper, {arguments}, {named})          #: makes checked
             return wrapper                                              #: makes checked
         wrapper = new_wrapper(*(DTensor, result, spec, {requires_grad}))  #: makes
         close_memory(wrapper)                                           #: makes
         wrapper._may_have_hidden_node = hidden                          #: makes
-        wrapper._lineage = 0                                            #: makes
+        wrapper._lineage = {lineage}                                    #: makes
         # The local op copies where its strides allow no view, though one device views. The branch
         # depends on the rank; nothing but the mark follows from it.
         if not (local.is_contiguous() or same_memory(result, local)):   #: strided
@@ -118,7 +119,8 @@ class Form(NamedTuple):
             its first operand, or `makes` a result; autograd records it, so that each use is
             `typed`; the result may require `grad`; it `moves` operands to other layouts; it gives
             `views` of the first operand, `strided` if the strides of this rank may make one a copy;
-            the result's dtype is `checked`, for it may be another one than the spec's.
+            the result's dtype is `checked`, for it may be another one than the spec's; it `copies`
+            the first operand, of which it is no other tensor to those who compare lineages.
     """
 
     kinds: str
@@ -204,6 +206,7 @@ def _words(form: Form) -> dict[str, str]:
         "moved": "; ".join(
             f"moved{n} = redistributed_cached({each}, u{n})" for n, each in enumerate(operands)
         ),
+        "lineage": f"{first}._lineage" if "copies" in form.steps else "0",
         "requires_grad": "result.requires_grad" if "grad" in form.steps else "False",
     }
 

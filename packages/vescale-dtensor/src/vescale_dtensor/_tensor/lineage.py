@@ -76,8 +76,8 @@ pause = _Pause()
 def noted(func: Callable[..., Any], result: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Give the results of a call their lineage, and return them.
 
-    Only while the log of their mesh `samples`. Operands that are returned keep theirs; results of
-    an optimizer's lists have none.
+    Only while the log of their mesh `samples`, but for copies. Operands that are returned keep
+    theirs; results of an optimizer's lists have none.
 
     Args:
         func: the torch function, as the caller wrote it.
@@ -93,7 +93,7 @@ def noted(func: Callable[..., Any], result: Any, args: Any, kwargs: Mapping[str,
     for index, one in enumerate(results):
         if type(one) is not DTensor or id(one) in given:
             continue
-        if _name(func) in _TRANSPARENT:
+        if is_copy(func):
             one._lineage = operands[0]._lineage if operands else 0
             continue
         found = _passed(func, args, kwargs) if found is None else found
@@ -103,6 +103,14 @@ def noted(func: Callable[..., Any], result: Any, args: Any, kwargs: Mapping[str,
         one._lineage = hash((*lineages, token, *place, *found[1]))
         sampling_of(one._spec.layout.mesh).say(f"{_name(func)}{found[0]} → {words}")
     return result
+
+
+def is_copy(func: Callable[..., Any]) -> bool:
+    """Whether the result of a call is its operand, or has the lineage of that at any time.
+
+    Which of the two it is may depend on the strides of this rank.
+    """
+    return _name(func) in _TRANSPARENT
 
 
 def _passed(
@@ -261,7 +269,11 @@ def note_assigned(tensor: DTensor, name: str, value: DTensor | None = None) -> N
 
 
 def _is_noted(tensor: DTensor) -> bool:
-    return sampling_of(tensor._spec.layout.mesh).samples and not pause.depth
+    return _is_sampled(tensor) and not pause.depth
+
+
+def _is_sampled(tensor: DTensor) -> bool:
+    return sampling_of(tensor._spec.layout.mesh).samples
 
 
 def _toggle(tensor: DTensor, token: int) -> None:
@@ -286,7 +298,7 @@ def marked(
     result = run(*args, **kwargs)
     several = result if isinstance(result, list | tuple) else (result,)  # named ones, too
     made = next((one for one in several if type(one) is DTensor), None)
-    if made is not None and target is None and sampling_of(made._spec.layout.mesh).samples:
+    if made is not None and target is None and (is_copy(func) or _is_sampled(made)):
         noted(func, result, args, kwargs)
     return result
 
