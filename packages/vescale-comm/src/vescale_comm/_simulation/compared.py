@@ -5,7 +5,7 @@ others have not come to yet has nothing of theirs: what differs is found before 
 no rank waits for it.
 """
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 from vescale_comm._errors import CommMismatchError
 from vescale_comm._simulation.scheduler import Scheduler
@@ -63,12 +63,16 @@ class WorldLogs:
             self._scheduler.interrupt_others(CommMismatchError, self.trouble)
             raise CommMismatchError(self.trouble)
 
-    def untold(self) -> dict[int, str]:
-        """Return by rank how ranks differ, once all have returned, where no error has said so."""
+    def untold(self, raised: Collection[int]) -> dict[int, str]:
+        """Return by rank how ranks differ that have come to an end, where no error has said so.
+
+        Args:
+            raised: the ranks that ended by an error.
+        """
         if self.trouble is not None:
             return dict.fromkeys(self._gone, self.trouble)
         # A collective that failed has said what was wrong, and is in the logs of some ranks only.
-        has_failed = self.is_given_up or self._scheduler.was_stuck
+        has_failed = raised or self.is_given_up or self._scheduler.was_stuck
         for rank in () if has_failed else self._of_rank:
             for ranks, name in rank.logs:
                 ends = {self._end(other, (ranks, name)) for other in ranks}

@@ -181,7 +181,7 @@ class _World:
         for rank in self.scheduler.ranks:  # what failed outside of fn
             if rank.failure is not None:
                 errors.setdefault(rank.index, rank.failure)
-        for index, words in self.logs.untold().items():
+        for index, words in self.logs.untold(errors).items():
             errors.setdefault(index, CommMismatchError(words))
         return values, errors
 
