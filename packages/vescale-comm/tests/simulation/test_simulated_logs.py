@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from vescale_comm import CommMismatchError, execution_log, simulate
+from vescale_comm import CommMismatchError, bound_waits, execution_log, simulate
 from vescale_comm._watchdog.current import forget_executed
 from vescale_comm.testing import Failed
 
@@ -54,6 +54,16 @@ def test_an_event_that_others_never_come_to_is_named_at_the_end():
     message = drifted(simulate(3).outcomes(lacking))
     assert "rank 1: goes on" in message
     assert "ranks 0, 2: has ended without it" in message
+
+
+def uncompared(rank, world_size):
+    bound_waits(compare=False)
+    execution_log(range(world_size)).record(f"of rank {rank}")
+    return rank
+
+
+def test_what_is_not_to_be_compared_is_not():
+    assert simulate(3).run(uncompared) == [0, 1, 2]
 
 
 def alike(rank, world_size):

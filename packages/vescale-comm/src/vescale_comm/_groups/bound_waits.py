@@ -5,7 +5,7 @@ from datetime import timedelta
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.new_group import use_timeout
 from vescale_comm._torch.compat import process_groups, set_group_timeout
-from vescale_comm._watchdog.current import current, start
+from vescale_comm._watchdog.current import current, own_logs, start
 from vescale_comm._watchdog.watcher import REPORT_AFTER
 
 DEFAULT_TIMEOUT = 600.0
@@ -61,6 +61,9 @@ def bound_waits(
     for process_group in process_groups():
         set_group_timeout(process_group, timedelta(seconds=timeout))
     start()
+    own = own_logs()
+    if own is not None:
+        own.enable(compare)
     watcher = current()
     # None in a simulation and in a world of one rank, where no rank waits.
     if watcher is not None:

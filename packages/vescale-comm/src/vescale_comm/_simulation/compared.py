@@ -46,6 +46,11 @@ class WorldLogs:
         """Begin anew on the rank that runs now, as every rank does at this point."""
         self._of_rank[self._scheduler.current].reset()
 
+    def enable(self, compare: bool) -> None:
+        """Compare what the rank that runs now adds, or nothing more."""
+        self._of_rank[self._scheduler.current].enabled = compare
+        self.is_given_up |= not compare
+
     def compare(self, log: ExecutionLog, epoch: int) -> None:
         """Compare an event that the rank which runs now has added.
 
@@ -133,4 +138,5 @@ class _ComparedLog(ExecutionLog):
 
     def record(self, what: Hashable, detail: int = 0, *, together: bool = False) -> None:
         super().record(what, detail, together=together)
-        self._own.world.compare(self, self._own.epoch)
+        if self._own.enabled:
+            self._own.world.compare(self, self._own.epoch)

@@ -103,7 +103,7 @@ def execution_log(ranks: Sequence[int], name: str = "") -> ExecutionLog | None:
     Returns:
         None where nothing is compared: one rank, or a world without a shared store.
     """
-    own = _own_logs()
+    own = own_logs()
     if own is not None:
         return own.log(tuple(ranks), name) if len(ranks) > 1 else None
     start()
@@ -117,7 +117,7 @@ def forget_executed() -> None:
     """Begin to compare anew: for tests that share a world, each from the same point on."""
     # Also on a rank that has executed nothing so far: ranks count how often they began anew, and
     # those that have not begun alike would wait in vain for each other's words.
-    own = _own_logs()
+    own = own_logs()
     if own is not None:
         own.forget()
         return
@@ -127,8 +127,8 @@ def forget_executed() -> None:
         watcher.comparison.reset()
 
 
-def _own_logs() -> WorldLogs | None:
-    """What compares logs where the world does so itself, as a simulation does."""
+def own_logs() -> WorldLogs | None:
+    """Return what compares logs where the world does so itself, as a simulation does."""
     world: object = dist.group.WORLD if dist.is_initialized() else None
     return world.logs if isinstance(world, WatchedGroup) else None
 

@@ -264,6 +264,9 @@ class WorldLogs(Protocol):
     def forget(self) -> None:
         """Begin anew."""
 
+    def enable(self, compare: bool) -> None:
+        """Compare from here on, or nothing more."""
+
 
 class WatchedGroup:
     """Base of process groups whose world compares its logs itself.

@@ -31,6 +31,7 @@ from vescale_dtensor._layout.placements import Replicate
 from vescale_dtensor._layout.spec import spec_of
 from vescale_dtensor._redistribute.execute import run_redistribution
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.lineage import is_trained
 from vescale_dtensor._tensor.observers import notify_redistribution, observers
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.compat import any_requires_grad, materialized
@@ -87,7 +88,10 @@ def redistributed(
     # The base spec: its twin with a known total has the same data, and needs no plan of its own.
     move = prepared_redistribution(tensor._spec.base, target)
     if move.words is not None:
-        record(source.mesh, move.words, tensor._lineage)
+        # What was written to a parameter, or its gradient, shows where it is used: with stages,
+        # ranks of other ones do not drop, or step, what they have nothing of.
+        by_hand = tensor._part_of is not None or is_trained(tensor)
+        record(source.mesh, move.words, 0 if by_hand else tensor._lineage)
     if observers:
         notify_redistribution(move.plan)
     if not (local.requires_grad and is_grad_enabled()):

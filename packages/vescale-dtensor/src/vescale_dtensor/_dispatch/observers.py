@@ -15,14 +15,7 @@ from vescale_dtensor._tensor.observers import Observer, observers
 
 
 class CallObserver(Observer):
-    """Base class of observers; its methods are called in the order in which things happen.
-
-    Attributes:
-        compares_plain: whether to compare plain operands over ranks at every call; False: at none;
-            None: as without this observer.
-    """
-
-    compares_plain: bool | None = None
+    """Base class of observers; its methods are called in the order in which things happen."""
 
     def on_call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Called when a call arrives, with its arguments. `on_return` follows, also on an error."""

@@ -38,6 +38,7 @@ from vescale_comm.nested import tensors_within
 from vescale_dtensor._layout.executed import note_numbers, sampling_of, silent
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.observers import compares_plain, observers
 from vescale_dtensor._tensor.value_digest import number_token, numbers_within, values_within
 from vescale_dtensor._torch.bounded_cache import BoundedCache
 from vescale_dtensor._torch.worlds import cached
@@ -117,6 +118,8 @@ def _passed(
     func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[str, tuple[int, ...]]:
     """What a call is given besides DTensors, in words and as numbers."""
+    if not kwargs and all([type(one) is DTensor for one in args]):
+        return "", ()  # most often
     if silent.get() or _name(func) in _MOVES:
         return "", ()
     numbers = numbers_within(args, kwargs)
@@ -124,6 +127,8 @@ def _passed(
     if func in _MODES:
         tokens = (*tokens, int(bool(kwargs.get(_MODES[func]))))
     words = f" of {', '.join(map(_told, numbers))}" if numbers else ""
+    if observers and compares_plain() is False:  # ranks may run different ops on purpose
+        return words, tokens
     return words, (*tokens, *values_within(_name(func), args, kwargs))
 
 
@@ -159,7 +164,9 @@ def note_write(func: Callable[..., Any], target: Any, args: Any, kwargs: Mapping
     """Note that a call has written to a tensor; only while the log of its mesh `samples`."""
     if type(target) is DTensor and not pause.depth:
         token = _written(func, target, args, kwargs)
-        for tensor in (target, *_owners(target)):
+        # Of a list only the call is compared: with stages each rank has a list of its own, and the
+        # first gradient is that of another parameter.
+        for tensor in (target, *([] if _is_list(args) else _owners(target))):
             _toggle(tensor, token)
 
 
@@ -188,8 +195,8 @@ def _written(
         if len(operands) <= _MOST_RESULTS:
             told |= {f"lineage {place}": each._lineage for place, each in enumerate(operands)}
         # A write without either (`p.zero_()`) is noted by its being one, but not one to a gradient:
-        # that matters where a step is made by it, which has operands.
-        if told or target._grad_of is None:
+        # that matters where a step is made by it, which has operands; but for lists.
+        if told or target._grad_of is None or _is_list(values):
             note_numbers(target._spec.layout.mesh, _name(func), told)
         return token
     return hash((token, number_token(numbers))) if numbers else token
@@ -317,6 +324,10 @@ def _first(args: Any) -> DTensor | None:
     while type(args) in (list, tuple) and args:
         args = args[0]
     return args if type(args) is DTensor else None
+
+
+def _is_list(args: Any) -> bool:
+    return bool(args) and type(args[0]) in (list, tuple)
 
 
 def _operands(*values: Any) -> list[DTensor]:

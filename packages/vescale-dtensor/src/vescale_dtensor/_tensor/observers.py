@@ -14,7 +14,14 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 
 class Observer:
-    """Base class of observers: told of events, does nothing by default."""
+    """Base class of observers: told of events, does nothing by default.
+
+    Attributes:
+        compares_plain: whether to compare plain operands over ranks at every call; False: at none;
+            None: as without this observer.
+    """
+
+    compares_plain: bool | None = None
 
     def on_redistribute(self, plan: RedistributionPlan, backward: bool) -> None:
         """Called before a tensor is redistributed, in forward or `backward`."""
@@ -36,6 +43,12 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         observers.remove(observer)
+
+
+def compares_plain() -> bool | None:
+    """What the innermost observer says that decides whether plain operands are compared."""
+    said = (one.compares_plain for one in reversed(observers))
+    return next((one for one in said if one is not None), None)
 
 
 def notify_redistribution(plan: RedistributionPlan, *, backward: bool = False) -> None:
