@@ -139,7 +139,8 @@ def prepare(folder: Path, parts: Sequence[str] = AS_IT_STANDS) -> Path:
 def version_in(clone: Path) -> str:
     """The version of the package in a clone."""
     text = (clone / PACKAGE.version_file.relative_to(ROOT)).read_text()
-    return re.findall(r'__version__ = "([^"]+)"', text)[0]
+    version: str = re.findall(r'__version__ = "([^"]+)"', text)[0]
+    return version
 
 
 def tag(version: str) -> str:
