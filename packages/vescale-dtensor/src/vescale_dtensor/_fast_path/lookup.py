@@ -106,7 +106,7 @@ def torch_function(
             known = table.get((func, first._spec, second._spec))
             return _general_call(func, args, {}) if known is None else known(first, second)
         # Spread, since C wants a tuple: one that is there already is not made again.
-        if is_grad_enabled() and any_requires_grad(*args):
+        if any_requires_grad(*args) and is_grad_enabled():
             return _general_call(func, args, {})  # a custom Function has returned one of them
         try:
             known = idle_pairs[func][first._spec][second._spec]
@@ -121,7 +121,7 @@ def torch_function(
             table = NO_GRAD if stepped else table_for_operand(first)
             known = table.get((func, first._spec))
             return _general_call(func, args, {}) if known is None else known(first)
-        if is_grad_enabled() and any_requires_grad(*args):
+        if any_requires_grad(*args) and is_grad_enabled():
             return _general_call(func, args, {})
         by_spec = idle_ones.get(func)
         known = None if by_spec is None else by_spec.get(first._spec)
@@ -269,7 +269,7 @@ def call_with_values(
         usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
         table = GRAD_RECORDED if usual else table_for_operand(first)
     else:
-        table = NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
+        table = NO_TABLE if any_requires_grad(first) and is_grad_enabled() else GRAD_IDLE
     try:
         compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash

@@ -156,7 +156,7 @@ def _with_values(name: str) -> Callable[..., Any]:
         if self._local_tensor.requires_grad:
             usual = is_grad_enabled() and not self._may_have_hidden_node and forward_grad_enabled()
             table = GRAD_RECORDED if usual else table_for_operand(self)
-        elif is_grad_enabled() and any_requires_grad(self):
+        elif any_requires_grad(self) and is_grad_enabled():
             table = table_for_operand(self)
         else:
             table = GRAD_IDLE
