@@ -189,17 +189,20 @@ def _compiled(
         return unless_copy_or_gradient(call.func, general) if views else general
     # By what the caller wrote, and not by what runs in its place.
     mark = call_mark(call.func, specs[0])
-    copies = strategy.copy_on_one_device or is_conversion(call.func)
+    # Whether a rank copies where one device does, by whatever strides.
+    never = bound is None and call.func in _NEVER_COPY
+    alike = never or strategy.copy_on_one_device or is_conversion(call.func)
     steps = {
         "writes": writes,
         "makes": not writes,
         "typed": recorded and not writes,
         # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
-        "grad": recorded or rule.views,
+        "grad": recorded or (rule.views and table is NO_GRAD),
         "moves": moves,
         "views": views,
-        "strided": views and not copies and len(call.operands) == 1,
-        "checked": not _keeps_dtype(call, specs[0].tensor_meta.dtype),
+        "strided": views and not alike and len(call.operands) == 1,
+        # Neither autocast nor the default dtype is asked by what gives views.
+        "checked": not views and not _keeps_dtype(call, specs[0].tensor_meta.dtype),
         "lineage": bool(mark.token),
         "kept": keeps_lineages(specs[0].layout.mesh),
     }
@@ -233,13 +236,16 @@ def _uses(call: OpCall, plan: OpPlan) -> list[OperandUse]:
     return [use for use, operand in pairs if type(operand) is DTensor]
 
 
+def _functions(names: str) -> frozenset[Any]:
+    owners = (torch, torch.Tensor)
+    return frozenset(getattr(o, name) for name in names.split() for o in owners if hasattr(o, name))
+
+
 # Autocast knows lists of functions whose operands it casts. These are on none, so that their result
 # has the dtype of their operands, if that is one and floating.
-_KEEP_DTYPE = frozenset(
-    getattr(owner, name)
-    for name in ("add", "sub", "mul", "div", "maximum", "minimum", "relu", "neg", "abs")
-    for owner in (torch, torch.Tensor)
-)
+_KEEP_DTYPE = _functions("add sub mul div maximum minimum relu neg abs")
+# They give views of a local tensor of any strides.
+_NEVER_COPY = _functions("__getitem__ narrow select transpose permute t squeeze unsqueeze expand")
 
 
 def _keeps_dtype(call: OpCall, dtype: torch.dtype) -> bool:

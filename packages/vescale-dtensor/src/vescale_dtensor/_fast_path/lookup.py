@@ -91,6 +91,15 @@ def torch_function(
     if len(args) == 2:
         first, second = args
         if type(first) is not DTensor or type(second) is not DTensor:
+            kind = type(second)
+            # Without a look at all else that a call may be: `x[1:3]`, `softmax(x, -1)`.
+            if type(first) is DTensor and len(types) == 1:
+                if kind is slice and func is GETITEM:
+                    key = index_key(first._spec, second)
+                    return call_with_values(func, key, first, (second,), {})
+                if kind is int and func not in scalar_agnostic and func not in handlers:
+                    key = (func, first._spec, int, second)
+                    return call_with_values(func, key, first, (second,), {})
             return _call_with_other(func, types, args, {})
         local, other = first._local_tensor, second._local_tensor
         if local.requires_grad or other.requires_grad:
