@@ -67,7 +67,7 @@ def compile_call(
     if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)
     # A view that writes to its base is a matter of this tensor, and not of its spec.
-    if args and type(args[0]) is DTensor and args[0]._way_back is not None:
+    if args and type(args[0]) is DTensor and args[0]._rare.way_back is not None:
         return dispatch(func, args, kwargs)
     rule = rule_for(func, args, kwargs)
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)

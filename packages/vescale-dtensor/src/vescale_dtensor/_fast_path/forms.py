@@ -61,7 +61,7 @@ def bind(func, original, spec, hidden, mark, uses):
             return dispatch(original, {arguments}, {named})             #: views
         # Copied views come and go between calls, so this is asked every time.
         if live_copies or unwritable or {first}._view_copy_of is not None:  #: writes
-            if {first}._way_back is not None:                           #: writes
+            if {first}._rare.way_back is not None:                           #: writes
                 return dispatch(original, {arguments}, {named})         #: writes
             check_writable({first}, function_name(original))            #: writes
         # Reducing a gradient for one use changes the layout of other operands that are the same
