@@ -55,7 +55,6 @@ from vescale_dtensor._fast_path.keys import (
     index_key,
 )
 from vescale_dtensor._fast_path.tables import (
-    NO_TABLE,
     table_for_operand,
     table_for_operands,
     table_of_three,
@@ -273,12 +272,7 @@ def call_with_values(
         values: the other positional arguments.
         named: the named ones.
     """
-    # `table_for_operand` written out.
-    if first._local_tensor.requires_grad:
-        usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
-        table = GRAD_RECORDED if usual else table_for_operand(first)
-    else:
-        table = NO_TABLE if any_requires_grad(first) and is_grad_enabled() else GRAD_IDLE
+    table = table_for_operand(first)
     try:
         compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash
