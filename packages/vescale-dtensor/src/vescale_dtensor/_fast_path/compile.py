@@ -190,8 +190,8 @@ def _compiled(
     # By what the caller wrote, and not by what runs in its place.
     mark = call_mark(call.func, specs[0])
     # Whether a rank copies where one device does, by whatever strides.
-    never = bound is None and call.func in _NEVER_COPY
-    alike = never or strategy.copy_on_one_device or is_conversion(call.func)
+    never_copies = bound is None and call.func in _NEVER_COPY
+    alike = never_copies or strategy.copy_on_one_device or is_conversion(call.func)
     steps = {
         "writes": writes,
         "makes": not writes,
@@ -201,8 +201,7 @@ def _compiled(
         "moves": moves,
         "views": views,
         "strided": views and not alike and len(call.operands) == 1,
-        # Neither autocast nor the default dtype is asked by what gives views.
-        "checked": not views and not _keeps_dtype(call, specs[0].tensor_meta.dtype),
+        "checked": not never_copies and not _keeps_dtype(call, specs[0].tensor_meta.dtype),
         "lineage": bool(mark.token),
         "kept": keeps_lineages(specs[0].layout.mesh),
     }
@@ -244,7 +243,7 @@ def _functions(names: str) -> frozenset[Any]:
 # Autocast knows lists of functions whose operands it casts. These are on none, so that their result
 # has the dtype of their operands, if that is one and floating.
 _KEEP_DTYPE = _functions("add sub mul div maximum minimum relu neg abs")
-# They give views of a local tensor of any strides.
+# They give views of a local tensor of any strides, in its dtype.
 _NEVER_COPY = _functions("__getitem__ narrow select transpose permute t squeeze unsqueeze expand")
 
 
