@@ -31,7 +31,7 @@ def _assign(target: Tensor, index: Any, value: Any) -> None:
     if isinstance(target, DTensor):
         if all(map(basic, items)) and is_part_at(value, target, index):
             return
-        if target._way_back is not None and write_through(
+        if target._rare.way_back is not None and write_through(
             torch.Tensor.__setitem__, (target, index, value), {}
         ):
             return
