@@ -97,11 +97,17 @@ def _on_a_rank(rank, world_size, program):
     return refused
 
 
+def _is_expanded(line, problem):
+    """Whether it is one of the writes to expanded tensors that limits.md says are refused."""
+    names = ("tril_", "triu_", "index_fill_", "index_put_")
+    return any(name in line for name in names) and "has expanded dims" in str(problem)
+
+
 def _one_line(line, plain, ours):
     """Run a line on both sides; what was refused with words is done on neither."""
     problem = run_line(line, ours)
     state = torch.get_rng_state()
-    if isinstance(problem, UnsupportedError):
+    if isinstance(problem, UnsupportedError) or _is_expanded(line, problem):
         return [f"{line}: {str(problem)[:200]}"]
     if isinstance(problem, DeadlockError):
         raise problem

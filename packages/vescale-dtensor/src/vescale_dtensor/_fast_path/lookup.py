@@ -44,7 +44,6 @@ from vescale_dtensor._fast_path.cache import (
     CallTable,
 )
 from vescale_dtensor._fast_path.compile import compile_call, compile_constant
-from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
 from vescale_dtensor._fast_path.keys import (
     GETITEM,
     NAMED,
@@ -62,7 +61,6 @@ from vescale_dtensor._fast_path.tables import (
     table_of_three,
     table_of_two,
 )
-from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._planning.attention_way import attention_way
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import SeveralSpellingsError
@@ -71,15 +69,12 @@ from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     any_requires_grad,
-    close_memory,
     dispatch_modes,
     forward_grad_enabled,
-    new_wrapper,
 )
 from vescale_dtensor._torch.untraced import breaks_graph, is_compiling
 
 is_grad_enabled = torch.is_grad_enabled
-note_call = calls.append
 idle_ones, idle_pairs = IDLE_CALLS.ones, IDLE_CALLS.pairs
 
 
@@ -114,18 +109,11 @@ def torch_function(
         if is_grad_enabled() and any_requires_grad(*args):
             return _general_call(func, args, {})  # a custom Function has returned one of them
         try:
-            spec, dtype, token, call = idle_pairs[func][first._spec][second._spec]
+            known = idle_pairs[func][first._spec][second._spec]
         except KeyError:
             return _idle_call(func, args)
-        if spec is None:
-            return call(first, second)
-        # Spread here too: of arguments one by one Python makes the tuple at a greater cost.
-        result = func(*(local, other))
-        lineage = first._lineage
-        if token:  # 0: it changes no values, as `to`, or nothing is compared: see `lineage.Mark`
-            note_call(call)
-            lineage = hash((lineage, second._lineage, token))
-    elif len(args) == 1 and type(first := args[0]) is DTensor:
+        return known(first, second)
+    if len(args) == 1 and type(first := args[0]) is DTensor:
         local = first._local_tensor
         if local.requires_grad:
             # `table_for_operand` written out, where optimizers ask each parameter for its dtype.
@@ -139,29 +127,10 @@ def torch_function(
         known = None if by_spec is None else by_spec.get(first._spec)
         if known is None:
             return _idle_call(func, args)
-        spec, dtype, token, call = known
-        if spec is None:
-            return call(first)
-        result = func(local)
-        if result is local:  # one local tensor keeps one wrapper
-            return first
-        lineage = first._lineage
-        if token:
-            note_call(call)
-            lineage = hash((lineage, token))
-    elif len(args) == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
+        return known(first)
+    if len(args) == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
         return _call_of_three(func, args, {})
-    else:
-        return _call_with_other(func, types, args, {})
-    # A compiled call written out: none are more common. Autocast may give another dtype than the
-    # spec's, but for the functions of `checked_dtype`.
-    if dtype is not None and result.dtype is not dtype:
-        return wrap_other_dtype(result, spec, lineage)
-    wrapper: DTensor = new_wrapper(*(DTensor, result, spec, False))
-    close_memory(wrapper)
-    wrapper._may_have_hidden_node = False
-    wrapper._lineage = lineage
-    return wrapper
+    return _call_with_other(func, types, args, {})
 
 
 # For `map`, which calls no Python.
@@ -174,7 +143,7 @@ def _idle_call(func: Callable[..., Any], operands: Any) -> Any:
     compiled = GRAD_IDLE.get((func, *specs))
     if compiled is None:
         return _general_call(func, operands, {})
-    IDLE_CALLS.store(func, specs, (None, None, 0, compiled))
+    IDLE_CALLS.store(func, specs, compiled)
     return compiled(*operands)
 
 

@@ -127,9 +127,12 @@ def check_writable(target: Tensor, what: str) -> None:
     if not isinstance(target, DTensor):
         return
     if target._view_copy_of is not None:
+        address = _address(target._view_copy_of)
+        others = _still(lambda: len(live_copies.get(address, ())) > 1)
+        cure = ", or every other view of it that lives" if others else ""
         raise UnsupportedError(
             f"{what}: in place on {target!r}, a view whose layout forced a copy: the original "
-            "would not change. Write to the original, or clone() the view first."
+            f"would not change. Write to the original, or clone() the view first{cure}."
         )
     check_unshared(target._local_tensor, lambda: f"{what}: in place on {target!r}")
 
