@@ -324,19 +324,6 @@ _mesh_environment: Any = getattr(
 )
 
 
-def _numbers_fill() -> bool:
-    try:
-        torch.zeros(1).expand(2)[:] = 1.0
-    except RuntimeError:
-        return False
-    return True
-
-
-# Whether `x[0] = 1` is a fill, also of elements that share memory: from torch 2.15 on. Before, it
-# is a copy, which torch refuses there.
-numbers_fill = _numbers_fill()
-
-
 def keeps_rank_order(mesh: Any) -> bool:
     """Whether the groups of a mesh have its order of ranks (`preserve_rank_order=`, torch 2.15)."""
     return getattr(mesh, "_preserve_rank_order", False)
