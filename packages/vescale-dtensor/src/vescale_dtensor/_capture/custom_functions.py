@@ -38,6 +38,10 @@ from vescale_dtensor._torch.overridable import implementation_of
 
 Function: Any = torch.autograd.Function
 _STEPS = frozenset({"call_function", "call_method"})
+_ITS_ARGUMENT = (
+    "returns one of its arguments (mark_dirty, or as it is). Let it return new tensors: "
+    "x.clone(), say"
+)
 _NONE: Any = object()  # as nothing that a forward returns
 
 
@@ -107,8 +111,9 @@ class CustomCalls(HandsOn):
             record(call, call.outputs, self._recorder)
 
     def stop(self) -> None:
-        """Note nothing any more."""
-        self._call = None
+        """Let go of the frames of the function: it has ended, or nothing is recorded any more."""
+        if self._call is not None:
+            self._call.forget()
         if sys.getprofile() == self._event:
             sys.setprofile(self._waiting)
 
@@ -142,9 +147,18 @@ def _outermost_forward(frames: list[FrameType]) -> FrameType | None:
         found = running_forwards()
     else:
         # Not of torch's own, for backward hooks of modules, say: their history is refused.
-        found = [inner for inner, outer in pairwise(frames) if outer.f_code is apply_code]
+        pairs = [pair for pair in pairwise([None, *frames]) if pair[1].f_code is apply_code]
+        if any(_is_view_of_argument(*pair) for pair in pairs[-1:]):
+            raise _refused(pairs[-1][1].f_locals["cls"], _ITS_ARGUMENT)
+        found = [inner for inner, _ in pairs if inner is not None]
     found = [one for one in found if not is_library_class(_function_of(one))]
     return found[-1] if found else None
+
+
+def _is_view_of_argument(inner: FrameType | None, outer: FrameType) -> bool:
+    """Whether C++ makes a view of an argument that comes out as it is, and forward did nothing."""
+    ours = inner is None or str(inner.f_globals.get("__name__")).startswith("vescale_")
+    return ours and not is_library_class(outer.f_locals["cls"])
 
 
 def _function_of(forward: FrameType) -> Any:
@@ -173,7 +187,8 @@ class CustomCall:
     """
 
     def __init__(self, forward: FrameType, recorder: Steps) -> None:
-        self.cls, self.line, self.frame = _function_of(forward), user_line(), forward
+        self.cls, self.line = _function_of(forward), user_line()
+        self.frame: FrameType | None = forward
         self._caller = forward.f_back
         self._at = None if self._caller is None else self._caller.f_lasti
         self.lagging = recorder.modes()
@@ -181,7 +196,7 @@ class CustomCall:
         self.modes: GlobalState | None = None
         trace = recorder.trace
         self.start: fx.Node | None = next(iter(reversed(trace.graph.nodes)), None)
-        self.arguments = self.nodes = self._given()
+        self.arguments = self.nodes = self._given(forward)
         inside = tensors_within([v for v in self.arguments if not isinstance(v, Tensor)])
         if any(isinstance(value, DTensor) for value in inside):
             raise _refused(self.cls, "is given DTensors in a list. Give it each by itself")
@@ -190,12 +205,12 @@ class CustomCall:
             self.nodes = given_nodes(self.arguments, trace)
         self.before: fx.Node | None = next(iter(reversed(trace.graph.nodes)), None)
 
-    def _given(self) -> list[Any]:
+    def _given(self, forward: FrameType) -> list[Any]:
         """The arguments of the call."""
-        caller = self._caller
+        caller = forward.f_back
         if caller is not None and caller.f_code is apply_code:
             return list(caller.f_locals["args"])
-        code, given = self.frame.f_code, self.frame.f_locals
+        code, given = forward.f_code, forward.f_locals
         arguments = [given[name] for name in code.co_varnames[: code.co_argcount]]
         if code.co_flags & 0x04:  # *args
             arguments += given[code.co_varnames[code.co_argcount + code.co_kwonlyargcount]]
@@ -213,6 +228,10 @@ class CustomCall:
     def is_wrapped(self) -> bool:
         """Whether it was given DTensors."""
         return any(isinstance(value, DTensor) for value in self.arguments)
+
+    def forget(self) -> None:
+        """Let go of the frames."""
+        self.frame = self._caller = None
 
     def ends(self, outputs: Any) -> None:
         """Note what the forward returns, and the modes, which are the caller's but for grad."""
@@ -303,10 +322,7 @@ def _why_not(call: CustomCall, made: list[Tensor], tensors: bool, recorder: Step
     if not tensors or not made:
         return "returns something else than tensors. Let it return tensors alone"
     if any(one is two for one in made for two in call.arguments):
-        return (
-            "returns one of its arguments (mark_dirty, or as it is). Let it return new tensors: "
-            "x.clone(), say"
-        )
+        return _ITS_ARGUMENT
     if call.is_wrapped and not all(isinstance(one, DTensor) for one in made):
         return "is given DTensors and returns plain tensors. Call it by local_map(F.apply, …)"
     locals_ = [one._local_tensor for one in made if isinstance(one, DTensor)]

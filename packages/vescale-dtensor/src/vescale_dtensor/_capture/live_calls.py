@@ -100,9 +100,9 @@ class LiveCalls:
         self._now = None
 
     def forget(self) -> None:
-        """Let go of the frames, which hold all that the function made."""
+        """Let go of the frames, which hold all that the function made: it has ended."""
+        self.end()
         self._judged.clear()
-        self._now = None
 
 
 def _optimizer_step(frame: FrameType) -> LiveCall | None:

@@ -483,9 +483,9 @@ class Recorder(TorchFunctionMode):
 
 
 def _frames(root: CodeType) -> list[FrameType]:
-    """The frames that run in this thread up to one of this code, the innermost first."""
+    """The frames below the mode, up to one of this code, the innermost first."""
     found = []
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(4)  # who called what the mode sees
     while frame is not None and frame.f_code is not root:
         found.append(frame)
         frame = frame.f_back
