@@ -32,6 +32,12 @@ def reads_modules(code: CodeType) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def is_installed(file: str | None) -> bool:
+    """Whether a file is of an installed package: what that defines for itself is not guarded."""
+    return file is not None and any(f"/{part}/" in file.replace("\\", "/") for part in _SITE)
+
+
+@lru_cache(maxsize=4096)
 def _is_users_file(name: str) -> bool:
     name = name.replace("\\", "/")
     if name.startswith((_TORCH, "<frozen", *_folders())):

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from vescale_dtensor._capture.code_files import (
+    is_installed,
     is_library_class,
     is_library_module,
     is_users,
@@ -209,10 +210,15 @@ class NamedState:
             self._globals[id(space)] = held
             self.spaces.append(held)
         assert held.names is not None
+        installed = is_installed(code.co_filename)
         for name in names.globals - held.names - self.unguarded:
             held.names.add(name)
             if name in held.was:
-                self._follow(held, name)
+                held.followed.add(name)
+                # Of installed packages functions are followed, for what they ask of a model. Their
+                # classes, and the tables that they keep for themselves, count by identity.
+                if not installed or isinstance(held.was[name], FunctionType):
+                    self._follow(held, name)
         package = str(space.get("__package__") or "")
         for name in names.modules:
             for full in (name, name.partition(".")[0], f"{package}.{name}".rstrip(".")):
@@ -226,18 +232,19 @@ class NamedState:
         users = is_users(code)
         if users or reads_modules(code):
             self._read_code(code, value.__globals__)
-        if users:
+        if users and not is_installed(code.co_filename):
             place = Origin(None, f"default of {value.__name__}", "__defaults__")
             self.looks.append(Look(partial(function_state, value), function_state(value), place))
             self._meet_all(value.__defaults__ or (), place)
             self._meet_all((value.__kwdefaults__ or {}).values(), place)
+        if users:
             for name, cell in zip(code.co_freevars, cells, strict=True):
                 if name not in self.unguarded:
                     self._take_variable(cell, Origin(None, name, name))
         else:  # decorators and wrappers of libraries: what they call is the user's
             found = (in_cell(cell) for cell in cells)
             self._meet_all([one for one in found if callable(one)], origin)
-        if value.__dict__:
+        if users or value.__dict__:
             self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
             self._queue.append((value.__dict__.get("__wrapped__"), origin))
 
@@ -251,9 +258,9 @@ class NamedState:
     def _take_tensor(self, value: Any, origin: Origin | None) -> None:
         self.tensors.add(value)
         # What this package keeps on wrappers changes in each call, and has guards of its own.
-        was = {k: v for k, v in (namespace_of(value) or {}).items() if k not in OF_TENSORS}
-        if was:
-            self._add_namespace(Namespace(value.__dict__, was, origin, excluded=OF_TENSORS))
+        space = namespace_of(value) or {}
+        was = {k: v for k, v in space.items() if k not in OF_TENSORS}
+        self._add_namespace(Namespace(space, was, origin, excluded=OF_TENSORS))
         self._take_class_of(value)
 
     def _take_module(self, value: nn.Module, origin: Origin | None) -> None:
@@ -293,7 +300,8 @@ class NamedState:
         self._take_bases(type(value), making=False)
 
     def _take_class(self, value: type, origin: Origin | None) -> None:
-        self._take_bases(value, making=True)
+        if not is_installed(getattr(imported.get(value.__module__), "__file__", None)):
+            self._take_bases(value, making=True)
 
     def _take_bases(self, value: type, *, making: bool) -> None:
         """Take in the namespaces of a class and of its bases.
@@ -392,7 +400,8 @@ class NamedState:
         self._queue.append((in_cell(value), origin))
 
     def _take_python_module(self, value: ModuleType, origin: Origin | None) -> None:
-        if not is_library_module(value.__name__):
+        file = getattr(value, "__file__", None)
+        if not is_library_module(value.__name__) and not is_installed(file):
             title = Origin(None, f"module {value.__name__}", value.__name__)
             self._add_namespace(Namespace(vars(value), dict(vars(value)), title))
 

@@ -40,9 +40,10 @@ def own_changes(state: NamedState) -> list[Origin]:
 
 def _names(space: Namespace, state: NamedState) -> set[str]:
     """The names of a namespace that the function must not change."""
+    there = (space.was.keys() | space.mapping.keys()) - state.unguarded
     if space.whole:
-        return (space.was.keys() | space.mapping.keys()) - state.unguarded
-    return space.followed | ((space.names or set()) - state.unguarded)
+        return there
+    return there & (state.attributes - space.excluded if space.names is None else space.names)
 
 
 def _has_same(place: Contents) -> bool:
