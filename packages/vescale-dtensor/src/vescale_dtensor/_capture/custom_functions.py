@@ -13,7 +13,6 @@ import operator
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
 from types import FrameType
 from typing import Any, Protocol
 
@@ -147,7 +146,9 @@ def _outermost_forward(frames: list[FrameType]) -> FrameType | None:
         found = running_forwards()
     else:
         # Not of torch's own, for backward hooks of modules, say: their history is refused.
-        pairs = [pair for pair in pairwise([None, *frames]) if pair[1].f_code is apply_code]
+        pairs = [
+            (i, o) for i, o in zip([None, *frames], frames, strict=False) if o.f_code is apply_code
+        ]
         if any(_is_view_of_argument(*pair) for pair in pairs[-1:]):
             raise _refused(pairs[-1][1].f_locals["cls"], _ITS_ARGUMENT)
         found = [inner for inner, _ in pairs if inner is not None]

@@ -42,7 +42,7 @@ from vescale_dtensor._capture.code_files import is_library_class
 # What these hold is in C, and changes as they run.
 _RUNNING = (AsyncGeneratorType, CoroutineType, FrameType, TracebackType, Random, weakref.ref)
 _LRU: type = type(functools.lru_cache(lambda: None))
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 # In this order: the first class that fits decides.
 _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((Tensor,), "tensor"),

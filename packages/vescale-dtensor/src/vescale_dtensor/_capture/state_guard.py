@@ -20,6 +20,8 @@ from vescale_dtensor._capture.named_state import (
 )
 from vescale_dtensor._capture.places import MISSING, Origin
 
+_backwards: Any = reversed
+
 
 class StateGuard:
     """What a program's places hold. Asked at every call.
@@ -51,8 +53,8 @@ class StateGuard:
                                            if c.values is not None)]  # fmt: skip
         self._counted = [*spaces, *containers]
         self._lengths = list(map(len, self._counted))
-        self._ended = [space for space in spaces if space]
-        self._ends = [next(reversed(space)) for space in self._ended]
+        self._ended: list[Any] = [space for space in spaces if space]
+        self._ends = [next(_backwards(space)) for space in self._ended]
         self._absent = [(row.mapping.keys(), row.absent) for row in self._rows if row.absent]
         self._getters = [(row.getter, row.mapping) for row in self._rows if row.names]
         looks: list[Any] = [place.look for place in self._looks]
@@ -90,7 +92,7 @@ class StateGuard:
         try:
             return (
                 list(map(len, self._counted)) == self._lengths
-                and list(map(next, map(reversed, self._ended))) == self._ends
+                and list(map(next, map(_backwards, self._ended))) == self._ends
                 and all(map(is_, map(type, self._owners), self._types))
                 and all([keys.isdisjoint(names) for keys, names in self._absent])
                 and all(map(is_, self._now(), self._values))
