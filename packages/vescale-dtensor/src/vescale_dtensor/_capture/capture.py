@@ -26,7 +26,7 @@ from vescale_dtensor._capture.named_state import NamedState
 from vescale_dtensor._capture.nesting import is_alone, is_inside, run_uncompared, running_inside
 from vescale_dtensor._capture.outputs import drop_lineage, plan_outputs
 from vescale_dtensor._capture.outsiders import Given, Outsiders
-from vescale_dtensor._capture.own_changes import changed_error, own_changes
+from vescale_dtensor._capture.own_changes import changed_error, check_seeds, own_changes
 from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.program import Parts, Program, Transform
 from vescale_dtensor._capture.recorder import Recorder
@@ -384,6 +384,7 @@ class Captured:
         # swallowed.
         modes = recorder.finish()
         drop_lineage(outputs, call.flat)
+        check_seeds(state)
         # The caller gets what the run gave; the next call of this kind is recorded again.
         if self._has_changes(call, state):
             return

@@ -258,7 +258,7 @@ class NamedState:
     def _take_tensor(self, value: Any, origin: Origin | None) -> None:
         self.tensors.add(value)
         # What this package keeps on wrappers changes in each call, and has guards of its own.
-        space = namespace_of(value) or {}
+        space = vars(value)
         was = {k: v for k, v in space.items() if k not in OF_TENSORS}
         self._add_namespace(Namespace(space, was, origin, excluded=OF_TENSORS))
         self._take_class_of(value)
