@@ -65,7 +65,7 @@ def compile_call(
     if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)
     # A view that writes to its base is a matter of this tensor, and not of its spec.
-    if args and type(args[0]) is DTensor and args[0]._way_back is not None:
+    if args and type(args[0]) is DTensor and args[0]._rare.way_back is not None:
         return dispatch(func, args, kwargs)
     rule = rule_for(func, args, kwargs)
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
@@ -182,18 +182,20 @@ def _compiled(
         masks = [use.varying for use in _uses(call, plan)] if recorded else None
         general = compile_general(func, call.func, own, plan, result, specs, masks)
         return unless_copy_or_gradient(call.func, general) if views else general
-    copies = strategy.copy_on_one_device or is_conversion(call.func)
+    # Whether a rank copies where one device does, by whatever strides.
+    never_copies = bound is None and call.func in _NEVER_COPY
+    alike = never_copies or strategy.copy_on_one_device or is_conversion(call.func)
     steps = {
         "writes": writes,
         "makes": not writes,
         "typed": recorded and not writes,
         # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
-        "grad": recorded or rule.views,
+        "grad": recorded or (rule.views and table is NO_GRAD),
         "moves": moves,
         "views": views,
-        "strided": views and not copies and len(call.operands) == 1,
+        "strided": views and not alike and len(call.operands) == 1,
         "copies": is_copy(call.func),
-        "checked": not _keeps_dtype(call, specs[0].tensor_meta.dtype),
+        "checked": not never_copies and not _keeps_dtype(call, specs[0].tensor_meta.dtype),
     }
     form = Form(*arguments, bool(call.kwargs), frozenset(step for step in steps if steps[step]))
     # A result made without grad may be the output of a custom Function's forward.
@@ -225,13 +227,16 @@ def _uses(call: OpCall, plan: OpPlan) -> list[OperandUse]:
     return [use for use, operand in pairs if type(operand) is DTensor]
 
 
+def _functions(names: str) -> frozenset[Any]:
+    owners = (torch, torch.Tensor)
+    return frozenset(getattr(o, name) for name in names.split() for o in owners if hasattr(o, name))
+
+
 # Autocast knows lists of functions whose operands it casts. These are on none, so that their result
 # has the dtype of their operands, if that is one and floating.
-_KEEP_DTYPE = frozenset(
-    getattr(owner, name)
-    for name in ("add", "sub", "mul", "div", "maximum", "minimum", "relu", "neg", "abs")
-    for owner in (torch, torch.Tensor)
-)
+_KEEP_DTYPE = _functions("add sub mul div maximum minimum relu neg abs")
+# They give views of a local tensor of any strides, in its dtype.
+_NEVER_COPY = _functions("__getitem__ narrow select transpose permute t squeeze unsqueeze expand")
 
 
 def _keeps_dtype(call: OpCall, dtype: torch.dtype) -> bool:

@@ -69,7 +69,7 @@ def compile_general(
         values = [_local_arguments(value, operands, feed) for value in args]
         named = {name: _local_arguments(value, operands, feed) for name, value in kwargs.items()}
         if writes:
-            if getattr(operands[0], "_way_back", None) is not None:
+            if type(operands[0]) is DTensor and operands[0]._rare.way_back is not None:
                 return dispatch(func, args, kwargs)
             check_writable(operands[0], function_name(func))
         if local is None:

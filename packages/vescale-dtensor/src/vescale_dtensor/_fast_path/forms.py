@@ -37,7 +37,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import note_write, noted
 from vescale_dtensor._torch.compat import close_memory, new_wrapper
 
-# A line with conditions behind `#:` is in the sources of the forms that have all of them.
+# A line with steps behind `#:` is in the sources of the forms that have all of them.
 _TEMPLATE = """
 def bind(func, original, spec, hidden, uses):
     log = sampling_of(spec.layout.mesh)
@@ -52,7 +52,7 @@ def bind(func, original, spec, hidden, uses):
             return dispatch(original, {arguments}, {named})             #: views
         # Copied views come and go between calls, so this is asked every time.
         if live_copies or unwritable or {first}._view_copy_of is not None:  #: writes
-            if {first}._way_back is not None:                           #: writes
+            if {first}._rare.way_back is not None:                           #: writes
                 return dispatch(original, {arguments}, {named})         #: writes
             check_writable({first}, function_name(original))            #: writes
         # Reducing a gradient for one use changes the layout of other operands that are the same
@@ -157,7 +157,7 @@ def compiled_call(form: Form, bound: Bound) -> CompiledCall:
 def _factory(form: Form) -> Callable[..., CompiledCall]:
     """The function that binds compiled calls of a form."""
     given, source = form.steps | _follows(form), _words(form)
-    lines = [line for line, conditions in _LINES if given.issuperset(conditions.split())]
+    lines = [line.rstrip() for line, steps in _LINES if given.issuperset(steps.split())]
     text = "\n".join(lines).format_map(source)
     # In this file's folder, for whoever tells the user's frames from others by that.
     name = f"{__file__}: {form.kinds}, {' '.join(sorted(given))}"
@@ -169,14 +169,14 @@ def _factory(form: Form) -> Callable[..., CompiledCall]:
 
 
 def _follows(form: Form) -> set[str]:
-    """The conditions of the template that follow from the arguments."""
+    """The steps that follow from the arguments."""
     # What is made of several tensors and nothing else is none of them.
     several = len(form.kinds) > 1 and set(form.kinds) <= {"t", "n"}
     found = {
         "names": form.names,
         "returns": not several and not form.steps & {"writes", "moves"},
     }
-    return {condition for condition, holds in found.items() if holds}
+    return {step for step, holds in found.items() if holds}
 
 
 def _words(form: Form) -> dict[str, str]:

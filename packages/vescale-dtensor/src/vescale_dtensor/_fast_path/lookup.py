@@ -55,7 +55,6 @@ from vescale_dtensor._fast_path.keys import (
     index_key,
 )
 from vescale_dtensor._fast_path.tables import (
-    NO_TABLE,
     table_for_operand,
     table_for_operands,
     table_of_three,
@@ -91,6 +90,15 @@ def torch_function(
     if len(args) == 2:
         first, second = args
         if type(first) is not DTensor or type(second) is not DTensor:
+            kind = type(second)
+            # Without a look at all else that a call may be: `x[1:3]`, `softmax(x, -1)`.
+            if type(first) is DTensor and len(types) == 1:
+                if kind is slice and func is GETITEM:
+                    key = index_key(first._spec, second)
+                    return call_with_values(func, key, first, (second,), {})
+                if kind is int and func not in scalar_agnostic and func not in handlers:
+                    key = (func, first._spec, int, second)
+                    return call_with_values(func, key, first, (second,), {})
             return _call_with_other(func, types, args, {})
         local, other = first._local_tensor, second._local_tensor
         if local.requires_grad or other.requires_grad:
@@ -106,7 +114,7 @@ def torch_function(
             known = table.get((func, first._spec, second._spec))
             return _general_call(func, args, {}) if known is None else known(first, second)
         # Spread, since C wants a tuple: one that is there already is not made again.
-        if is_grad_enabled() and any_requires_grad(*args):
+        if any_requires_grad(*args) and is_grad_enabled():
             return _general_call(func, args, {})  # a custom Function has returned one of them
         try:
             known = idle_pairs[func][first._spec][second._spec]
@@ -121,7 +129,7 @@ def torch_function(
             table = NO_GRAD if stepped else table_for_operand(first)
             known = table.get((func, first._spec))
             return _general_call(func, args, {}) if known is None else known(first)
-        if is_grad_enabled() and any_requires_grad(*args):
+        if any_requires_grad(*args) and is_grad_enabled():
             return _general_call(func, args, {})
         by_spec = idle_ones.get(func)
         known = None if by_spec is None else by_spec.get(first._spec)
@@ -264,12 +272,7 @@ def call_with_values(
         values: the other positional arguments.
         named: the named ones.
     """
-    # `table_for_operand` written out.
-    if first._local_tensor.requires_grad:
-        usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
-        table = GRAD_RECORDED if usual else table_for_operand(first)
-    else:
-        table = NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
+    table = table_for_operand(first)
     try:
         compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash
