@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -63,6 +63,12 @@ class _Result:
     inputs: tuple[Any, ...]
     outputs: Any
     versions: tuple[int, ...]
+    # Of the same memory, with versions of their own.
+    views: tuple[tuple[Tensor, int], ...] = ()
+
+
+# From torch 2.15 on a product of rows is one of its results, and no view that autograd knows.
+_UNSAFE_VIEW: Final = torch.ops.aten._unsafe_view.default
 
 
 class Results:
@@ -99,6 +105,15 @@ class Results:
         versions = tuple(one._version for one in tensors_within(kept))
         self._found.append(_Result(operator, _looks(args), kept, versions))
 
+    def follow(self, view: Tensor) -> None:
+        """Note what shares the memory of the last result and is written to by itself."""
+        if not self._found:
+            return
+        last, memory = self._found[-1], view.untyped_storage().data_ptr()
+        if any(one.untyped_storage().data_ptr() == memory for one in tensors_within(last.outputs)):
+            alias = alias_below_autograd(view)
+            self._found[-1] = replace(last, views=(*last.views, (alias, alias._version)))
+
     def at(self, index: int, operator: Any, args: Any) -> Any | None:
         """The results of a call; None where they were written to and have to be computed again.
 
@@ -115,6 +130,8 @@ class Results:
             )
         if tuple(one._version for one in tensors_within(found.outputs)) != found.versions:
             return None
+        if any(view._version != version for view, version in found.views):
+            return None
         # Anew each time: autograd gives what is returned a history.
         return map_tensors(Tensor.detach, found.outputs)
 
@@ -129,6 +146,8 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = func(*args, **kwargs)
         if self._results.keeps(func, args, kwargs):
             self._results.add(func, args, outputs)
+        elif func is _UNSAFE_VIEW:
+            self._results.follow(outputs)
         return outputs
 
 
