@@ -5,8 +5,8 @@ How it works, in the order in which it happens:
 - `call_key` makes the key of a call, from arguments that `records` takes apart and `global_state`.
   `misses` decides whether a call that no program stands for is recorded or only run.
 - `named_state` finds what the code of the function names, before anything runs: `code_names` says
-  what code names, `code_files` whose code counts, `kinds` what sort of thing an object is, `outside`
-  which tensors were there before.
+  what code names, `code_files` whose code counts, `kinds` what sort of thing an object is, and
+  `outside` which tensors were there before.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
   cannot record, `constants` which tensors Python may read. `live_calls` and `custom_functions` are
   calls that replays make again as they are, `regions` those that backward makes again. `running_on`
