@@ -4,12 +4,9 @@ How it works, in the order in which it happens:
 
 - `call_key` makes the key of a call, from arguments that `records` takes apart and `global_state`.
   `misses` decides whether a call that no program stands for is recorded or only run.
-- `noting` watches which Python functions run while the call is recorded. Of each, `reads` takes in
-  the state that its code can read, before it runs: `code_names` says what code names, `code_files`
-  whose code counts, `kinds` what sort of thing an object is, `places` what is remembered,
-  `outside` which tensors were there before, `libraries` what code names there. `garbage` leaves out
-  what runs while Python collects garbage. `process_state` and `library_calls` know which calls
-  give state that has no place. `own_state` refuses what cannot be compared, or done again.
+- `named_state` finds what the code of the function names, before anything runs: `code_names` says
+  what code names, `code_files` whose code counts, `kinds` what sort of thing an object is, and
+  `outside` which tensors were there before.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
   cannot record, `constants` which tensors Python may read. `live_calls` and `custom_functions` are
   calls that replays make again as they are, `regions` those that backward makes again. `running_on`
@@ -21,9 +18,9 @@ How it works, in the order in which it happens:
   `leaf_uses`) and its replay. `listing` prints it, `replay_check` compares its results with those
   of the function itself.
 
-Why the guards are sound: a place outside that watched code can read or write was remembered before
-that code ran (`reads`), so what a recording saw is what the guard compares; what the recording
-itself changed is found by comparing again at its end, and such a recording is not kept.
+What the guards promise: what code names is compared at each call, and all else counts as constant.
+What the recording itself changed (`own_changes`) is found by comparing with what was there before,
+and such a recording is not kept.
 """
 
 from vescale_dtensor._capture.capture import Captured, capture

@@ -447,10 +447,9 @@ def capture(
 
     A call is of the same kind if these are the same: form, types and values of Python arguments;
     layout, shape, strides, dtype, device, `requires_grad` and aliasing of tensors; grad, inference
-    and autocast mode, default dtype and device, the policy of random numbers; train flags, hooks,
-    parameters, buffers and submodules of modules; and all other Python state outside that code
-    which ran could read: closures, defaults, globals, attributes, contents of containers. The code
-    of torch, numpy, the standard library and these packages counts as constant.
+    and autocast mode, default dtype and device, the policy of random numbers; and what the code of
+    the function names: globals, closures, defaults, train flags, hooks, parameters, buffers and
+    submodules of modules, attributes, to any depth. All else counts as constant (docs/capture.md).
 
     Where the function itself changes such state, a first call is run and not recorded, since it may
     make what later calls find (a cache, the state of an optimizer). Of many shapes, a second one is
@@ -479,8 +478,8 @@ def capture(
     Raises:
         ValueError: `refused` is something else.
         CaptureError: when recording, with the line of code, if values of tensors reach Python or
-            decide shapes, if state is read that cannot be compared (an iterator), or if the
-            function changes Python state in call after call; with `check`, if a replay differs.
+            decide shapes, or if the function changes Python state in call after call; with `check`,
+            if a replay differs.
 
     Under `explain()` and `strict()`, which want to see every op, the function itself runs.
     """

@@ -28,17 +28,6 @@ PARTS = ("_parameters", "_buffers", "_modules")
 _TABLES = (*PARTS, *HOOKS)
 
 
-def module_flags(module: nn.Module) -> tuple[Any, ...]:
-    """The mode of a module, and how many hooks it has."""
-    state = vars(module)
-    return state.get("training"), [len(state.get(name, ())) for name in HOOKS]
-
-
-def module_tables(module: nn.Module) -> tuple[Any, ...]:
-    """The dicts in which a module keeps its parts and hooks; None for those that it lacks."""
-    return _tables_in(vars(module))
-
-
 def _tables_in(state: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(map(state.get, _TABLES))
 
