@@ -84,6 +84,7 @@ def test_every_rank_raises_where_one_differs():
     number, words = called(captured, 3, change)
     assert number == 4
     assert "the output, DTensor(f32[5@dp, 4])" in words
+    assert ("(on rank 1)" in words) is (rank == 0)
 
 
 @on_ranks(2, simulated=True)

@@ -126,8 +126,13 @@ def _told(layouts: Iterable[Layout] | None, mine: str) -> str:
         group = group_of(mesh, tuple(range(mesh.ndim)))
         with no_torch_function():  # no part of a program that a mode records
             said = gather_texts(mine, group)
-        mine = mine or next((text for text in said if text), "")
+        others = zip(said, group.ranks, strict=True)
+        mine = mine or next((_of_rank(text, rank) for text, rank in others if text), "")
     return mine
+
+
+def _of_rank(text: str, rank: int) -> str:
+    return text if text.endswith(")") and "(on rank " in text else f"{text} (on rank {rank})"
 
 
 def why_once(program: Program, call: KeyedCall) -> str | None:
