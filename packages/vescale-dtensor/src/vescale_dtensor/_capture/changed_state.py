@@ -31,7 +31,7 @@ class ChangedState:
         self.generators = generator_states()
         leaves = _leaves(program, flat)
         self.states = [leaf_gradient_of(w) if isinstance(w, DTensor) else None for w in leaves]
-        self.kinds = [s and (s.is_reduced, s.assigned) for s in self.states]
+        self.kinds = [None if s is None else (s.is_reduced, s.assigned) for s in self.states]
         self.leaves = [local_of(leaf) for leaf in leaves]
         self.gradients = [leaf.grad for leaf in self.leaves]
         # Nothing else adds to gradients: without a backward they are no memory of this check's.

@@ -86,9 +86,7 @@ class CompileEntry(Unpickled):
         if not self.captures or isinstance(self.forward, StaticForward):
             return
         how = self.check
-        self.forward = static_forward(
-            self.name, self.module, self.forward, self._units, check=how
-        )
+        self.forward = static_forward(self.name, self.module, self.forward, self._units, check=how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompileEntry:
         """That of a copied module."""
