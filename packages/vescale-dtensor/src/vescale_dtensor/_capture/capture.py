@@ -277,10 +277,7 @@ class Captured:
 
     @contextmanager
     def _noting_layouts(self) -> Iterator[None]:
-        """Note on which meshes the first call works, if it matters."""
-        if self._check is None:
-            yield
-            return
+        """Note on which meshes the first call works."""
         with SeenLayouts() as seen:
             yield
         self._layouts = in_order(seen.found)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.program import Program
+from vescale_dtensor._capture.regions import every_node
 from vescale_dtensor._capture.replay_check import (
     Comparison,
     ReplayCheck,
@@ -21,6 +22,7 @@ from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._torch.compat import in_backward
 
 NEVER = sys.maxsize
+_UNKNOWN_RANKS = "no DTensor of its first call says which ranks have to agree on comparing it"
 
 
 class Comparisons:
@@ -75,7 +77,10 @@ class Comparisons:
                 compare it was asked for.
         """
         assert self._check is not None
-        why = program.uncompared = why_once(program, call)
+        why = why_once(program, call)
+        if not layouts and not self._check.required and _communicates(program):
+            why = _UNKNOWN_RANKS
+        program.uncompared = why
         # Ranks may differ in whether they have a program, and the function communicates.
         if not agreed(layouts, why is None or self._check.required):
             return program.replay(call.flat, locals_)
@@ -88,3 +93,7 @@ class Comparisons:
 
     def _is_unsteady(self, words: str) -> None:
         self._unsteady = words
+
+
+def _communicates(program: Program) -> bool:
+    return any([node.meta.get("records") for node in every_node(program.graph)])
