@@ -76,7 +76,7 @@ def costs(depth):
     collector while recording."""
     step, x = step_of(depth), spread(rows())
     step(x), step(x)
-    captured = vd.capture(step)
+    captured = vd.capture(step, check=None)
     searches = Counted(reads.get_referrers), Counted(gc.get_objects)
     reads.get_referrers, gc.get_objects = searches
     try:
@@ -92,7 +92,7 @@ def costs(depth):
 def test_what_is_not_recorded_costs_little():
     """A call that is not recorded costs as much after many kinds as after two."""
     step, lengths = (lambda x: x.square().sum()), range(2, 102, 2)
-    captured, given = vd.capture(step), [spread(rows(count)) for count in lengths]
+    captured, given = vd.capture(step, check=None), [spread(rows(count)) for count in lengths]
     for x in given:
         step(x), step(x)
     extra = []
@@ -137,7 +137,7 @@ def test_lengths_of_long_tables_and_what_aliases_refer_to_are_compared_in_c():
     def step(x):
         return x * len(Pair.__args__) if "torch" in sys.modules else x
 
-    captured, x = vd.capture(step), spread(rows())
+    captured, x = vd.capture(step, check=None), spread(rows())
     captured(x)
     captured(x)  # takes in what is equal and another object
     (program,) = captured.programs

@@ -29,7 +29,8 @@ class ChangedState:
         self.values = [t.detach().clone() for t in self.tensors]
         self.kept = Kept(program.live)
         self.generators = generator_states()
-        leaves = _leaves(program, flat)
+        self.own = [(one, one.get_state()) for one in program.generators]
+        leaves = leaves_of(program, flat)
         self.states = [leaf_gradient_of(w) if isinstance(w, DTensor) else None for w in leaves]
         self.kinds = [None if s is None else (s.is_reduced, s.assigned) for s in self.states]
         self.leaves = [local_of(leaf) for leaf in leaves]
@@ -46,6 +47,8 @@ class ChangedState:
             _write(tensor, value)
         self.kept.put_back()
         set_generator_states(self.generators)
+        for generator, state in self.own:
+            generator.set_state(state)
         rows = zip(self.leaves, self.gradients, self.totals, strict=True)
         for leaf, gradient, total in rows:
             if gradient is not None and total is not None and total is not gradient:
@@ -71,7 +74,9 @@ class ChangedState:
         for index, (mine, its) in enumerate(zip(self.totals, other.totals, strict=True)):
             if mine is not its and (mine is None or its is None or not same_values(mine, its)):
                 return f"the gradient of leaf {index}, {list(self.leaves[index].shape)}"
-        if self.generators != other.generators:
+        own = zip(self.own, other.own, strict=True)
+        unlike = any(not torch.equal(one, two) for (_, one), (_, two) in own)
+        if unlike or self.generators != other.generators:
             return "where the random generators stand afterwards"
         return None
 
@@ -79,6 +84,12 @@ class ChangedState:
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor in which this rank's values are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether functions of the user's run when a gradient comes to a tensor."""
+    local: Any = local_of(tensor)
+    return bool(local._backward_hooks or getattr(local, "_post_accumulate_grad_hooks", None))
 
 
 def same_values(one: Tensor, two: Tensor) -> bool:
@@ -95,7 +106,7 @@ def _write(tensor: Tensor, value: Tensor) -> None:
         (tensor if tensor.is_inference() else tensor.data).copy_(value)
 
 
-def _leaves(program: Program, flat: list[Any]) -> list[Tensor]:
+def leaves_of(program: Program, flat: list[Any]) -> list[Tensor]:
     """The leaves whose gradients a call may add to: from outside, and among the arguments."""
     # Twice is one: the gradient is put back once.
     found = {id(t): t for t in program.free.leaves}

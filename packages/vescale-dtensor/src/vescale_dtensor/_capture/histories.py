@@ -1,10 +1,10 @@
 """The autograd graphs of two runs of one call: whether they are alike, and what backward gives.
 
 A graph is followed from the outputs to what the call was given, its ends: arguments with a history,
-and leaves. Two graphs are alike if their nodes have the same names, in order, and reach the same
-ends: what a stale flag detaches, or computes in another way, shows. What differs in backward alone
-shows in gradients: those of the graph that is used are seen by hooks, as they come to the ends;
-the other graph is run for the same cotangents.
+and leaves from outside. Two graphs are alike if their nodes have the same names, in order, and
+reach the same ends: what a stale flag detaches, or computes in another way, shows. What differs in
+backward alone shows in gradients: those of the graph that is used are seen by hooks, as they come
+to the ends; the other graph is run for the same cotangents.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ _COPIES = frozenset({"CloneBackward0"})
 
 
 class Ends:
-    """Where the graph of a call ends: its arguments, and what was made of them before.
+    """Where the graph of a call ends: leaves, arguments, and what was made of these before.
 
     Args:
         flat: the arguments of the call, before any run.
+        leaves: those from outside that the program knows.
     """
 
-    def __init__(self, flat: Sequence[Any]) -> None:
+    def __init__(self, flat: Sequence[Any], leaves: Sequence[Tensor]) -> None:
         self.names: dict[_Key, str] = {}
         # Ids are those of nodes that live.
         self._nodes: list[Any] = []
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
                 self._add(value, f"argument {index}, {_words(value)}")
+        for leaf in leaves:
+            self._add(leaf, f"a leaf, {_words(leaf)}")
 
     def _add(self, tensor: Tensor, name: str) -> None:
         local = local_of(tensor)
@@ -113,7 +116,7 @@ def history_of(outputs: Any, ends: Ends) -> History:
     stack: list[tuple[Any, int]] = []
     for root in roots:
         edge = get_gradient_edge(root)
-        if _end(edge.node, edge.output_nr, ends) is None:  # else an argument, or a leaf, itself
+        if (id(edge.node), edge.output_nr) not in ends.names:  # else an argument, or a leaf, itself
             found.roots.append(root)
             stack.append((edge.node, edge.output_nr))
     seen: set[int] = set()
@@ -131,11 +134,11 @@ def history_of(outputs: Any, ends: Ends) -> History:
         for place, (after, number) in enumerate(node.next_functions):
             if after is None:
                 continue
-            name = _end(after, number, ends)
+            key = id(after), number
+            name = ends.names.get(key)
             if name is None:
                 following.append((after, number))
                 continue
-            key = id(after), number
             before.append((place, key))
             found.ends.setdefault(key, name)
             found.edges.setdefault(key, GradientEdge(after, number))
@@ -143,15 +146,6 @@ def history_of(outputs: Any, ends: Ends) -> History:
             found.before.append((node, before))
         stack += reversed(following)
     return found
-
-
-def _end(node: Any, number: int, ends: Ends) -> str | None:
-    """What an edge leads to, if the call was given it; None if a node of the call made it."""
-    name = ends.names.get((id(node), number))
-    if name is None:
-        variable = getattr(node, "variable", None)
-        return None if variable is None else f"a leaf, {_words(variable)}"
-    return name
 
 
 def _is_transparent(node: Any) -> bool:

@@ -209,6 +209,12 @@ class Program:
         """Whether a backward runs inside."""
         return any(map(differentiates, self.graph.nodes))
 
+    @cached_property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that steps draw from, but for the default ones."""
+        held = [value for module in self._module.modules() for value in vars(module).values()]
+        return [value for value in held if isinstance(value, torch.Generator)]
+
     def written(self, flat: list[Any]) -> list[Any]:
         """The tensors from outside that the program writes to."""
         return [s.holder if s.index is None else flat[s.index] for s in self._written]

@@ -24,7 +24,13 @@ from vescale_comm.agreement import gather_texts
 from vescale_comm.nested import tensors_within
 
 from vescale_dtensor._capture.call_key import KeyedCall
-from vescale_dtensor._capture.changed_state import ChangedState, local_of, same_values
+from vescale_dtensor._capture.changed_state import (
+    ChangedState,
+    has_hooks,
+    leaves_of,
+    local_of,
+    same_values,
+)
 from vescale_dtensor._capture.equality import same
 from vescale_dtensor._capture.histories import Ends, GradientCheck, History, history_of
 from vescale_dtensor._capture.nesting import run_uncompared, running_inside
@@ -144,6 +150,12 @@ def why_once(program: Program, call: KeyedCall) -> str | None:
             "which can be done only once, so it cannot run beside the replay. Pass the argument "
             "detached, call backward() outside, or capture it with check=None"
         )
+    if program.differentiates and any(map(has_hooks, leaves_of(program, call.flat))):
+        return (
+            "the function calls backward(), and gradients of parameters have hooks, which would "
+            "run twice where the function runs beside the replay. Remove the hooks, call "
+            "backward() outside, or capture it with check=None"
+        )
     if program.carries_history:
         return (
             "the function writes to an argument and gives it an autograd history, which would be "
@@ -202,8 +214,10 @@ class Comparison:
                 on every rank.
         """
         flat, program = self.call.flat, self.program
-        gradients = self._compares_gradients()
-        ends = Ends(flat)
+        # Hooks of gradients may differ from rank to rank.
+        asked = self.check.gradients is not None
+        gradients = asked and agreed(self.layouts, self._compares_gradients())
+        ends = Ends(flat, program.free.leaves)
         before = ChangedState(program, flat)
         # The program first: if the function ran first, it might repair the state that the guards
         # missed.
@@ -241,6 +255,7 @@ class Comparison:
             asked is not None
             and torch.is_grad_enabled()
             and not self.program.differentiates
+            and not any(map(has_hooks, leaves_of(self.program, self.call.flat)))
             and asked()
         )
 
