@@ -133,7 +133,7 @@ def test_a_flag_that_detaches_a_branch_is_noticed():
 
         number, words = called(vd.capture(step), 3, change)
         assert number == 4
-        assert f"a leaf, [4] gets none from {who}" in words, words
+        assert f"a leaf, f32[4] gets none from {who}" in words, words
 
 
 @on_ranks(2, simulated=True)
@@ -188,7 +188,7 @@ def test_what_changes_in_backward_alone_is_noticed(how):
 
     number, words = called(vd.capture(step, check=WITH_GRADIENTS), 10, change, backward=True)
     assert number == 16
-    assert "the gradient of a leaf, [4, 4]" in words
+    assert "the gradient of a leaf, f32[4, 4]" in words
     # A captured function of a user's own is compared without a backward.
     box.scale = 1.0
     assert called(vd.capture(step), 10, change, backward=True) == (None, "")

@@ -42,6 +42,8 @@ class Ends:
         self.names: dict[_Key, str] = {}
         # Ids are those of nodes that live.
         self._nodes: list[Any] = []
+        if torch.is_inference_mode_enabled():  # in which there are no nodes
+            return
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
                 self._add(value, f"argument {index}, {_words(value)}")
