@@ -59,9 +59,9 @@ class ChangedState:
             if leaf.grad is not gradient:
                 # The very tensor that was there: others may hold it.
                 leaf.grad = gradient
-        for state, kind in zip(self.states, self.kinds, strict=True):
-            if state is not None and kind is not None:
-                state.restore(*kind)
+        for accumulated, kind in zip(self.states, self.kinds, strict=True):
+            if accumulated is not None and kind is not None:
+                accumulated.restore(*kind)
 
     def difference(self, other: ChangedState) -> str | None:
         """What differs from another state, in words."""
