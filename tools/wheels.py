@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from email.message import Message
 from email.parser import Parser
@@ -141,6 +142,10 @@ def sdist_faults(package: Package) -> Iterator[str]:
     tests = {name for name in ours if name.startswith("tests/")}
     if not tests:
         yield "holds no tests: the package has none"
+    # Whoever runs them without this workspace's settings imports them as `test_name`.
+    counted = Counter(Path(name).name for name in tests if Path(name).name.startswith("test_"))
+    for name in sorted(name for name, times in counted.items() if times > 1):
+        yield f"has several files of tests that are called {name}"
     documents = {name for name in ours if name.endswith(".md") and "/" not in name}
     for name in sorted(tests | documents | SDIST_FILES):
         if name not in names:

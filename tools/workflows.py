@@ -1,9 +1,10 @@
 """Run every command of the workflows here, with what only a hosted runner has stood in for.
 
 Each step's script runs under bash, as its runner would run it, in a clone of this checkout in which
-one package has just been tagged. Commands of tools/ run for real. `python -m nox` is written down,
-and each session that it names must exist; pip, gh and nvidia-smi do nothing. So a renamed session,
-an option that a tool does not have, an unset variable or a slip of quoting is found before a push.
+one package has just been tagged; those of the release workflow in one more for each way to a tag.
+Commands of tools/ run for real. `python -m nox` is written down, and each session that it names
+must exist; pip, gh and nvidia-smi do nothing. So a renamed session, an option that a tool does not
+have, an unset variable or a slip of quoting is found before a push.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,20 @@ VALUES = {
     "github.event.pull_request.base.sha": "HEAD~1",
     "github.repository": "owner/repository",
     "github.token": "a-token",
-    "needs.build.outputs.kind == 'prerelease' && 'yes' || ''": "yes",
     "needs.plan.result": "success",
     "needs.session.result": "success",
     "needs.build.outputs.package": PACKAGE.short,
     "steps.tag.outputs.package": PACKAGE.short,
 }
+# Bumps that lead to a tag; or the checkout as it stands, which may be before a release, at a
+# candidate, or at the release itself, tagged or not.
+AS_IT_STANDS: tuple[str, ...] = ()
+WAYS = (
+    ("rc",),
+    ("rc", "rc", "release"),
+    ("release", "minor", "rc"),
+    ("release", "patch", "release"),
+)
 # `build` and `venv` leave files, which later commands of a script use.
 STAND_IN = """#!/usr/bin/env bash
 printf '%q ' "$(basename "$0")" "$@" >> "$DRY_RUN_LOG"; echo >> "$DRY_RUN_LOG"
@@ -74,13 +84,17 @@ def filled(text: object, values: Mapping[str, str]) -> str:
 
 
 def scripts(
-    name: str, workflow: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+    name: str,
+    workflow: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    version: str = "0.1.0",
 ) -> list[Script]:
     """The scripts of a workflow, once for each row of the matrix where a job has one."""
-    found = []
+    found, candidate = [], "" if version == final(version) else "yes"
+    known = {**VALUES, "needs.build.outputs.kind == 'prerelease' && 'yes' || ''": candidate}
     for job, told in workflow["jobs"].items():
         for row in rows if "strategy" in told else [{}]:
-            values = {**VALUES, **{f"matrix.{key}": str(value) for key, value in row.items()}}
+            values = {**known, **{f"matrix.{key}": str(value) for key, value in row.items()}}
             for step in told.get("steps", []):
                 if "run" not in step:
                     continue
@@ -91,33 +105,47 @@ def scripts(
     return found
 
 
-def prepare(folder: Path) -> Path:
-    """Clone this checkout into the folder, and release and tag a package there.
+def prepare(folder: Path, parts: Sequence[str] = AS_IT_STANDS) -> Path:
+    """Clone this checkout into the folder, and bump, commit and tag a package there, on main.
 
-    The checkout may be anywhere on the way of a release: before it, at a candidate, at the release
-    itself, tagged or not. And whoever runs this may sign what they commit, which nobody can here.
+    Whoever runs this may sign what they commit, which nobody can here.
     """
     clone = folder / "clone"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     for path in (ROOT / "tools").glob("*.py"):  # as it stands here, committed or not
         (clone / "tools" / path.name).write_text(path.read_text())
-    if "(unreleased)" in (clone / CHANGELOG).read_text():
-        bump = [sys.executable, "-m", "tools.bump", PACKAGE.short, "release"]
-        subprocess.run(bump, cwd=clone, check=True, stdout=subprocess.DEVNULL)
     settings = {"user.name": "dry", "user.email": "run@example.org"}
     settings |= {"commit.gpgSign": "false", "tag.gpgSign": "false"}
     options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
     git = ["git", "-C", str(clone), *options]
-    subprocess.run([*git, "commit", "-qam", "Release", "--allow-empty"], check=True)
-    subprocess.run([*git, "tag", "--force", tag()], check=True, stdout=subprocess.DEVNULL)
+    is_open = "(unreleased)" in (clone / CHANGELOG).read_text()
+    if parts:
+        bumps = parts if is_open else ("minor", *parts)
+    else:
+        bumps = ("release",) if is_open else ("",)
+    for part in bumps:
+        if part:
+            bump = [sys.executable, "-m", "tools.bump", PACKAGE.short, part]
+            subprocess.run(bump, cwd=clone, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*git, "commit", "-qam", "Release", "--allow-empty"], check=True)
+        if part in ("rc", "release", ""):
+            tagged = [*git, "tag", "--force", tag(version_in(clone))]
+            subprocess.run(tagged, check=True, stdout=subprocess.DEVNULL)
     # As after a push: a release is of main.
     subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
     return clone
 
 
-def tag() -> str:
-    """The tag that the release workflow is run for: of the release that this checkout leads to."""
-    return f"{PACKAGE.name}-v{final(PACKAGE.version)}"
+def version_in(clone: Path) -> str:
+    """The version of the package in a clone."""
+    text = (clone / PACKAGE.version_file.relative_to(ROOT)).read_text()
+    version: str = re.findall(r'__version__ = "([^"]+)"', text)[0]
+    return version
+
+
+def tag(version: str) -> str:
+    """The tag that the release workflow is run for."""
+    return f"{PACKAGE.name}-v{version}"
 
 
 def stand_ins(folder: Path) -> Path:
@@ -137,7 +165,7 @@ def run(script: Script, clone: Path, shims: Path, log: Path) -> str:
         "HOME": os.environ.get("HOME", "/"),
         "DRY_RUN_LOG": str(log),
         "GITHUB_OUTPUT": os.devnull,
-        "GITHUB_REF_NAME": tag(),
+        "GITHUB_REF_NAME": tag(version_in(clone)),
         "GITHUB_REPOSITORY": VALUES["github.repository"],
         "GITHUB_SERVER_URL": "https://github.com",
         "RUNNER_TEMP": str(log.parent),
@@ -158,6 +186,7 @@ def sessions_of(line: str) -> list[str]:
     return named[: named.index("--")] if "--" in named else named
 
 
+@cache
 def known_sessions() -> set[str]:
     """Every session of the noxfile."""
     command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-l"]
@@ -165,6 +194,7 @@ def known_sessions() -> set[str]:
     return {match[1] for match in re.finditer(r"^[*-] (\S+)", listed, re.MULTILINE)}
 
 
+@cache
 def rows_of(*arguments: str) -> list[Mapping[str, Any]]:
     """The rows that the plan job would give to the others."""
     command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", "matrix"]
@@ -175,28 +205,38 @@ def rows_of(*arguments: str) -> list[Mapping[str, Any]]:
 
 def faults() -> Iterator[str]:
     """What does not work, in words."""
+    paths = sorted(WORKFLOWS.glob("*.yml"))
+    yield from faults_in(AS_IT_STANDS, paths)
+    for parts in WAYS:
+        yield from faults_in(parts, [path for path in paths if path.stem == "release"])
+
+
+def faults_in(parts: Sequence[str], paths: Sequence[Path]) -> Iterator[str]:
+    """What does not work in these workflows, where these bumps lead to the tag."""
     import yaml  # only the session that runs this installs it, and tests import what is above
 
     sessions = known_sessions()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        clone, shims, log = prepare(folder), stand_ins(folder / "bin"), folder / "log"
-        for path in sorted(WORKFLOWS.glob("*.yml")):
+        clone, shims, log = prepare(folder, parts), stand_ins(folder / "bin"), folder / "log"
+        version = version_in(clone)
+        for path in paths:
             rows = rows_of(*(["--nightly"] if path.stem == "nightly" else []))
             before = ""
-            for script in scripts(path.stem, yaml.safe_load(path.read_text()), rows):
+            for script in scripts(path.stem, yaml.safe_load(path.read_text()), rows, version):
                 if script.where != before:  # a job has a checkout of its own
                     subprocess.run(["git", "-C", str(clone), "checkout", "-q", "."], check=True)
                     before = script.where
                 log.write_text("")
                 failed = run(script, clone, shims, log)
                 lines = log.read_text().splitlines()
-                print(f"{script.where}: {'; '.join(lines) or script.run.strip()}")
+                where = f"{script.where} at {version}"
+                print(f"{where}: {'; '.join(lines) or script.run.strip()}")
                 if failed:
-                    yield f"{script.where}: {failed}"
+                    yield f"{where}: {failed}"
                 named = {one for line in lines for one in sessions_of(line)}
                 for gone in sorted(named - sessions):
-                    yield f"{script.where}: there is no session {gone!r}"
+                    yield f"{where}: there is no session {gone!r}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

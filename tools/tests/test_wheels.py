@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import subprocess
+import sys
 import tarfile
 import zipfile
 
@@ -64,6 +66,24 @@ def test_an_sdist_that_lacks_something(package, name):
 
 def test_an_sdist_with_something_foreign(package):
     assert "holds notes" in sdist_faults(package, SDIST | {"notes/x"})[0]
+
+
+def test_tests_of_one_name_are_told(package):
+    (package.tests / "room").mkdir()
+    (package.tests / "room" / "test_a.py").write_text("")
+    (fault,) = sdist_faults(package, SDIST | {"tests/room/test_a.py"})
+    assert fault.endswith("test_a.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", packages.PACKAGES, ids=lambda package: package.short)
+def test_whoever_unpacks_an_sdist_can_collect_its_tests(package, tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=package.folder, check=True, capture_output=True)
+    tests = wheels.unpack_tests(tmp_path / package.sdist.name, tmp_path / "unpacked")
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "tests"]
+    done = subprocess.run(collect, cwd=tests.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_the_digest_sees_names_and_bytes(package):

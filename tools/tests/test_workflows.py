@@ -31,6 +31,13 @@ def test_an_expression_that_nobody_knows_is_an_error():
         filled("${{ x.z }}", {"x.y": "1"})
 
 
+def test_only_a_candidate_is_announced_as_a_prerelease():
+    asked = "${{ needs.build.outputs.kind == 'prerelease' && 'yes' || '' }}"
+    told = {"jobs": {"announce": {"steps": [{"run": "true", "env": {"PRERELEASE": asked}}]}}}
+    found = [scripts("release", told, [], version)[0].env for version in ("0.1.0", "0.2.0rc1")]
+    assert found == [{"PRERELEASE": ""}, {"PRERELEASE": "yes"}]
+
+
 def test_the_sessions_of_a_command():
     assert sessions_of("python -m nox --reuse-venv never -s gpu") == ["gpu"]
     assert sessions_of("python -m nox -s build isolated\\(rng\\) -- -x") == [

@@ -10,8 +10,8 @@ PUBLIC = {
     "CheckpointError", "CheckpointManager", "CoordinationError", "CorruptError", "Differences",
     "ExistsError", "Exported", "FormatError", "Inspected", "MismatchError", "NotFoundError",
     "PerRank", "RankLocal", "Replicated", "SaveHandle", "SavedChunk", "SavedTensor", "Staging",
-    "StateError", "Statistics", "StorageError", "UncommittedError", "Verified", "WHOLE",
-    "__version__", "async_save", "compare", "export_safetensors", "import_dcp",
+    "StateError", "Statistics", "StorageError", "UncommittedError", "UnsupportedError", "Verified",
+    "WHOLE", "__version__", "async_save", "compare", "export_safetensors", "import_dcp",
     "import_safetensors", "init_optimizer_state", "inspect", "load", "progress_line", "read",
     "save", "verify",
 }  # fmt: skip

@@ -15,6 +15,7 @@ from vescale_ckpt._errors import (
     StateError,
     StorageError,
     UncommittedError,
+    UnsupportedError,
 )
 from vescale_ckpt._inspect.inspect import Inspected, SavedChunk, SavedTensor, Statistics, inspect
 from vescale_ckpt._inspect.verify import Verified, verify
@@ -52,6 +53,7 @@ __all__ = [
     "Statistics",
     "StorageError",
     "UncommittedError",
+    "UnsupportedError",
     "Verified",
     "__version__",
     "async_save",

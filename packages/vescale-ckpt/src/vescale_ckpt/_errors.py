@@ -39,6 +39,10 @@ class FormatError(CheckpointError):
     """The manifest or a header breaks the rules of the format, or is of an unknown version."""
 
 
+class UnsupportedError(FormatError):
+    """The checkpoint may be sound, but needs a newer vescale-ckpt, or a package that is missing."""
+
+
 class MismatchError(CheckpointError):
     """The checkpoint does not fit what it is loaded into: other keys, shapes or dtypes.
 
@@ -78,6 +82,7 @@ _KINDS: tuple[type[CheckpointError], ...] = (
     ExistsError,
     CorruptError,
     FormatError,
+    UnsupportedError,
     MismatchError,
     StateError,
     StorageError,

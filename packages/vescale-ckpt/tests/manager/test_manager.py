@@ -13,7 +13,7 @@ import vescale_ckpt as ckpt
 from faulty_storage import AtCall, FaultyStorage, disk_full_once
 from object_store import ObjectStore
 from vescale_ckpt import save
-from vescale_ckpt._manager.manager import _by_age
+from vescale_ckpt._manager.provenance import by_age
 from vescale_ckpt._storage import hold
 from vescale_ckpt._storage.local import LocalStorage, lock_directory
 
@@ -230,7 +230,7 @@ def test_the_order_counts_more_than_the_clock():
         # Damaged: where its step is.
         90: None,
     }
-    assert _by_age(known) == [50, 100, 60, 90, 120, 125, 130, 110]
+    assert by_age(known) == [50, 100, 60, 90, 120, 125, 130, 110]
 
 
 class WithBadManifests(LocalStorage):

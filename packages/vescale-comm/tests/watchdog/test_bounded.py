@@ -8,16 +8,20 @@ from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
+from vescale_comm._watchdog import bounded
 from vescale_comm._watchdog.bounded import BoundedStore, StoreLostError, in_time
+from vescale_comm._watchdog.channel import Channel
+from vescale_comm._watchdog.comparison import Comparison
+from vescale_comm._watchdog.watcher import Watcher
 
 
 class Cable:
-    """Between a store and those that connect to `port`, until it is `cut`: then it is silent."""
+    """Between a store and those that connect to `port`; silent from `cut` to `mend`."""
 
     def __init__(self, server):
         self.whole = threading.Event()
         self.whole.set()
-        self._server, self._ends = server, []
+        self.server, self._ends = server, []
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -25,24 +29,31 @@ class Cable:
     def cut(self):
         self.whole.clear()
 
+    def mend(self):
+        self.whole.set()
+
     def close(self):
+        self.mend()
         for each in (self._listening, *self._ends):
+            with suppress(OSError):  # it may be closed at the other end
+                each.shutdown(socket.SHUT_RDWR)  # who waits for it in another thread is woken
             each.close()
 
     def _accept(self):
         with suppress(OSError):
             while True:
                 near = self._listening.accept()[0]
-                far = socket.create_connection(("127.0.0.1", self._server))
-                self._ends += near, far
+                self._ends.append(near)
+                far = socket.create_connection(("127.0.0.1", self.server))
+                self._ends.append(far)
                 for pair in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=pair, daemon=True).start()
 
     def _carry(self, source, target):
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                if self.whole.is_set():
-                    target.sendall(data)
+                self.whole.wait()
+                target.sendall(data)
 
 
 @pytest.fixture
@@ -53,9 +64,25 @@ def cable():
     made.close()
 
 
+def client(port):
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
 def connected(cable, seconds):
-    store = dist.TCPStore("127.0.0.1", cable.port, is_master=False)
-    return BoundedStore(store, "a", seconds)
+    return BoundedStore(client(cable.port), "a", seconds)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(bounded, "ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(bounded, "_WAY_SECONDS", 0.4)
+
+
+def until(holds):
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_a_store_says(cable):
@@ -80,6 +107,50 @@ def test_a_call_on_a_dead_connection_ends(cable, monkeypatch):
     with pytest.raises(StoreLostError, match="did not answer before"):
         store.within("b").add("n", 1)
     assert time.monotonic() - began < 20  # and not for ever
+    # What was asked before is answered first.
+    assert store.is_silent
+    cable.mend()
+    until(lambda: not store.is_silent)
+    assert (store.get("x"), store.within("b").add("n", 1)) == (b"1", 1)
+
+
+def test_a_rank_answers_again_after_a_silence(cable, impatient):
+    near, far = Channel(client(cable.port), 0, 2), Channel(client(cable.server), 1, 2)
+    watcher = Watcher(near, server=None)
+    watcher.look(0.0)
+    assert far.ask() == 1
+    cable.cut()
+    with pytest.raises(StoreLostError):
+        watcher.look(1.0)
+    watcher.look(2.0)
+    assert watcher.lost
+    assert not watcher.gone
+    cable.mend()
+    until(lambda: not watcher.lost)
+    watcher.look(3.0)
+    assert [*far.answers(1)] == [0]
+
+
+def test_ranks_are_compared_again_after_a_silence(cable, impatient):
+    ports = cable.port, cable.server
+    ranks = [Comparison(client(port), rank, 2, lambda: True) for rank, port in enumerate(ports)]
+    logs = [each.log((0, 1), "") for each in ranks]
+    cable.cut()
+    until(lambda: ranks[0]._lost)
+    for rank, log in enumerate(logs):
+        log.record(("step", rank))
+    cable.mend()
+    until(lambda: all(each.trouble for each in ranks))
+    assert "step 1" in ranks[0].trouble
+    for each in ranks:
+        each.stop()
+
+
+def test_a_connection_that_is_not_made_is_not_waited_for(cable, impatient):
+    store = client(cable.port)
+    cable.cut()
+    with pytest.raises(StoreLostError, match="has not answered for"):
+        Channel(store, 0, 2)
 
 
 def test_a_server_that_accepts_and_is_silent_is_left():

@@ -191,7 +191,7 @@ def test_the_crash_of_a_forked_process_is_its_own():
 
 def test_without_a_store_a_wait_for_a_group_still_ends(channels, monkeypatch):
     watcher, ended = Watcher(channels[0], server=None), []
-    watcher.timeout, watcher.lost = 10.0, True
+    watcher.timeout, watcher.gone = 10.0, True
     monkeypatch.setattr(watcher._tracker, "update", lambda now: {main_thread(): 0.0})
     monkeypatch.setattr("vescale_comm._watchdog.watcher.makes_a_group", lambda frame: True)
     monkeypatch.setattr("vescale_comm._watchdog.watcher.end_process", ended.append)

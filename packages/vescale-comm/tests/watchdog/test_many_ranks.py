@@ -18,6 +18,8 @@ class Store:
     def __init__(self):
         self.values, self.used, self.given = {}, Counter(), 0
 
+    is_silent = False
+
     def clone(self):
         return self
 

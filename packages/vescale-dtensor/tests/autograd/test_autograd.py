@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from named_cases import named_cases
 from one_device import check, full_tensors
-from vescale_comm.testing import on_ranks
-from vescale_dtensor import Replicate, Shard
+from vescale_comm.testing import device_mesh, on_ranks
+from vescale_dtensor import Replicate, Shard, StridedShard, distribute_tensor
 
 PROGRAMS, program = named_cases()
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -101,3 +101,17 @@ def of_each_order(place, places):
 def test_second_and_third_derivatives():
     for places in PLACED:
         check(lambda place: of_each_order(place, places), rtol=1e-9, atol=1e-9)  # noqa: B023
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), StridedShard(0, split_factor=3)])
+@on_ranks(2, simulated=True)
+def test_copying_where_a_rank_has_nothing_is_derived_twice(rank, world_size, placement):
+    mesh = device_mesh((world_size,))
+    x = distribute_tensor(torch.full((1, 1), -2.0), mesh, [Shard(1)]).requires_grad_()
+    y = distribute_tensor(torch.arange(4.0).reshape(1, 4), mesh, [Replicate()])
+    y = y.redistribute(placements=[placement])
+    y.copy_(x)
+    (first,) = torch.autograd.grad((y**3).sum(), [x], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), [x])
+    assert first.item() == 4 * 12
+    assert second.item() == 4 * -12

@@ -18,7 +18,6 @@ from vescale_dtensor._fast_path import cache as _cache
 from vescale_dtensor._fast_path import compile as _compile
 from vescale_dtensor._fast_path import compile_general as _general
 from vescale_dtensor._fast_path import forms as _forms
-from vescale_dtensor._fast_path import lookup as _lookup
 from vescale_dtensor._ops.optim import foreach as _foreach
 from vescale_dtensor._ops.optim import fused as _fused
 from vescale_dtensor._planning import op_call as _call
@@ -185,7 +184,7 @@ def constructions(rank, world):
         for _ in range(3):
             call()
         patch = pytest.MonkeyPatch()
-        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _forms, _lookup)]
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _forms)]
         slow_path = slow_path_counts(patch)
         try:
             call()
@@ -214,7 +213,7 @@ def optimizer_wrappers(rank, world):
         for _ in range(3):
             optimizer.step()
         patch = pytest.MonkeyPatch()
-        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _forms, _lookup)]
+        built = [Counted(patch, module, "new_wrapper") for module in (_tensor, _forms)]
         try:
             optimizer.step()
         finally:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale_comm import execution_log, simulate, testing
 from vescale_dtensor import Replicate, Shard, distribute_tensor
 from vescale_dtensor._fast_path import cache, compile_general, forms
-from vescale_dtensor._fast_path import compile as compile_calls
 from vescale_dtensor._layout.executed import nothing
 from vescale_dtensor._tensor import lineage
 
@@ -166,7 +165,7 @@ def counted(rank, world_size):
         return look
 
     patch = pytest.MonkeyPatch()
-    for module in (forms, compile_general, compile_calls, lineage):
+    for module in (forms, compile_general, lineage):
         patch.setattr(module, "with_numbers", looked(lineage.with_numbers))
     try:
         while log.count < 300:

@@ -188,6 +188,8 @@ OVERLAPPING = {
     "normal_": lambda x: x.normal_(),
     "bernoulli_": lambda x: x.bernoulli_(0.5),
     "x[0] =": lambda x: x.__setitem__(0, 7.0),
+    "x[0] = a tensor": lambda x: x.__setitem__(0, torch.tensor(7.0)),
+    "x[1:] =": lambda x: x.__setitem__(slice(1, None), 7.0),
     "x[:, 0] =": lambda x: x.__setitem__((slice(None), 0), 7.0),
     "x[mask] =": lambda x: x.__setitem__(ONES > 0, 7.0),
     "masked_fill_": lambda x: x.masked_fill_(ONES > 0, 1.0),

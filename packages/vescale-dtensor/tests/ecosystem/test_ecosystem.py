@@ -2,12 +2,15 @@
 makes, and tensors convert both ways without a copy. Names and signatures: `test_parity`.
 """
 
+from inspect import signature
+
 import pytest
 import torch
 import torch.distributed.tensor as stock
 import vescale_dtensor as vd
 from named_cases import named_cases
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace
 from vescale_comm.testing import device_mesh, on_ranks
 from vescale_dtensor import LayoutError, Partial, RaggedShard, Replicate, Shard, UnsupportedError
@@ -23,6 +26,7 @@ def test_placements_have_what_is_asked_of_them(kind):
 
 
 CASES, case = named_cases()
+ASKED = {"preserve_rank_order": True}
 
 
 LAYOUTS = [
@@ -187,6 +191,27 @@ def torch_tensors_convert_without_a_copy(mesh):
         ours = vd.DTensor.from_local(torch.full((2,), 3.0), mesh, [Partial(op), Replicate()])
         assert torch.equal(ours.to_torch().full_tensor(), ours.full_tensor())
         assert vd.DTensor.from_torch(ours.to_torch()).placements == ours.placements
+
+
+@case
+def shards_keep_the_order_of_the_mesh(mesh):
+    """torch sorts the ranks of its groups, unless (from 2.15 on) the mesh asks it not to."""
+    whole, options = torch.arange(12.0).reshape(4, 3), [{}]
+    options += [ASKED] if ASKED.keys() <= signature(DeviceMesh.__init__).parameters.keys() else []
+    for asked in options:
+        turned = DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("u", "v"), **asked)
+        for placements in ([Shard(0), Replicate()], [Replicate(), Shard(0)]):
+            ours = vd.distribute_tensor(whole, turned, placements)
+            assert torch.equal(ours.full_tensor(), whole)
+            if asked or placements[0].is_shard():
+                theirs = ours.to_torch()
+                assert torch.equal(theirs.full_tensor(), whole)
+                assert torch.equal(vd.DTensor.from_torch(theirs).full_tensor(), whole)
+                continue
+            theirs = stock.distribute_tensor(whole, turned, placements)
+            for call in (ours.to_torch, lambda found=theirs: vd.DTensor.from_torch(found)):
+                with pytest.raises(UnsupportedError, match="'v' the ranks do not ascend"):
+                    call()
 
 
 @case

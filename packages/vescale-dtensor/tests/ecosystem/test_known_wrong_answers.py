@@ -6,7 +6,7 @@ layouts and on all meshes, are compared with one device by `ops/test_fuzz`.
 
 | what goes wrong there                                     | test                                 |
 |-----------------------------------------------------------|--------------------------------------|
-| item, float, int: the local value (144054, 166638)        | test_semantics                       |
+| item, float, int: the local value (144054, 166638)        | tensor/test_one_tensor               |
 | max, min, amax over empty shards: a hang                  | ops/test_fuzz                        |
 | uneven mean (162692); losses with a mean over uneven rows | ops/test_fuzz                        |
 | uneven view, unflatten (143372, 179502, 186282)           | ops/test_fuzz                        |
@@ -23,9 +23,9 @@ layouts and on all meshes, are compared with one device by `ops/test_fuzz`.
 | the wrong layout in a convolution's backward (191926)     | ops/test_fuzz                        |
 | random numbers of uneven shards (168058, 138329, 189546)  | test_layouts, test_attention_rows    |
 | clipping over several meshes (180346)                     | here                                 |
-| a placement's subclass equals its base                    | test_semantics                       |
+| a placement's subclass equals its base                    | tensor/test_one_tensor               |
 | caches that grow with every new number (178276)           | test_soak                            |
-| gradients that owe a sum are not visible as such          | test_gradients                       |
+| gradients that owe a sum are not visible as such          | test_gradients_of_programs           |
 | padding on the wire                                       | redistribute/test_plans              |
 """
 

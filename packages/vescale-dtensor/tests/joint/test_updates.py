@@ -133,6 +133,12 @@ def refusals(rank, world_size):
     sgd = optim.SGD(of, 0.1, momentum=0.5)
     step = whole.with_optimizer(sgd)
     refused("comes first", step.with_optimizer, sgd)
+    for fused in (False, True):
+        adam = optim.Adam(of, fused=fused)
+        whole.with_optimizer(adam)(x)
+        adam.param_groups[0]["amsgrad"] = True  # eager mode raises, too: what was kept stays
+        refused("has no 'max_exp_avg_sq'", whole.with_optimizer, adam)
+        assert all(int(one["step"]) == 1 and one["exp_avg"].any() for one in adam.state.values())
     step(x)
     sgd.param_groups[0]["weight_decay"] = 0.1  # from none
     refused("have changed", step, x)

@@ -201,7 +201,7 @@ REDUCED = ["sum", "mean", "var", "std", "prod", "cumsum", "cumprod", "cummax", "
 def told(name, x):
     try:
         found = getattr(torch, name)(x, dim=x.ndim - 1)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return type(error).__name__
     first = found if isinstance(found, torch.Tensor) else found[0]
     whole = first.full_tensor() if isinstance(first, vd.DTensor) else first

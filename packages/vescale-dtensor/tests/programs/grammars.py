@@ -313,7 +313,7 @@ KINDS_ROUNDED = table("""
 = {x}.float().mean({d}).round()
 = {x}.softmax({d}).sum()
 = {x}.double().std({d}).floor()
-= {x}.float().norm(dim={d}).long()
+= {x}.float().norm(torch.inf, dim={d}).long()
 = {x}.double().logsumexp({d}).to({dtype})
 """)
 

@@ -65,6 +65,18 @@ def test_what_is_sent_lives_until_it_was_copied_or_waited_for():
     assert run(reads_until_waited, 2) == [(3, 1)] * 2
 
 
+def test_what_several_gathers_of_one_call_read_lives_until_the_first_wait():
+    ops: Any = torch.ops._c10d_functional
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        gathered = ops.all_gather_into_tensor_coalesced([x * 2, y * 3], 2, "0")
+        return sum(ops.wait_tensor(one).sum() for one in gathered)
+
+    of = traced(make_fx(function, tracing_mode="fake")(torch.ones(4), torch.ones(3)), None)
+    lives = {one.name: {of.nodes[at].name for at in one.users} for one in of.program.storages}
+    assert all({"wait_tensor", "wait_tensor_1"} <= lives[name] for name in ("mul", "mul_1"))
+
+
 def taken(rank: int, world_size: int) -> list[tuple[int, int, int]]:
     """Planned and counted bytes of steps that gather and scatter, and what the tensors have."""
     group = mesh(dp=world_size).get_group("dp")

@@ -281,6 +281,41 @@ def test_an_arena_is_memory_of_its_own():
     assert same(plan.run(inside, w, arena=block[apart:]), halved(x, w))
     with pytest.raises(ParallelError, match="not a list"):
         plan.run(x, w, arena=[])
+    graph = make_fx(lambda x: halved(x, w))(x)
+    names = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    plan, block = memory.plan(graph), torch.ones(1 << 16, dtype=torch.uint8)
+    for name in names:
+        setattr(graph, name, block[:256].view(torch.float32).view(8, 8))
+    with pytest.raises(ParallelError, match="lies in the arena"):
+        plan.run(x, arena=block)
+
+
+class Fixed(nn.Module):
+    """Writes to what it is given, behind a large copy of a constant that a plan makes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        many = self.w.repeat(1000)
+        x.add_(1)
+        return many.sum() + (x * 2).sin().cos()
+
+
+def test_constants_are_those_of_the_plan():
+    graph = fx.symbolic_trace(Fixed())
+    plan = memory.plan(graph, inputs=[torch.zeros(4)])
+    assert same(plan.run(torch.zeros(4)), graph(torch.zeros(4)))
+    with pytest.raises(ParallelError, match="'w' shares memory"):  # it would be written too early
+        plan.run(graph.w)
+    assert same(graph.w, torch.ones(4))
+    graph.w.mul_(3)
+    assert same(plan.run(torch.zeros(4)), graph(torch.zeros(4)))
+    for other in (torch.ones(4, dtype=torch.float64), torch.ones(2, 4)):
+        graph.w = nn.Parameter(other, requires_grad=False)
+        with pytest.raises(ParallelError, match="constant 'w' has"):
+            plan.run(torch.zeros(4))
 
 
 def test_control_flow_is_named():

@@ -174,6 +174,12 @@ def test_what_torch_writes_is_read(cls: type, is_lowered: bool):
     assert [[str(action) for action in row] for row in read.ranks] == theirs
 
 
+def test_waits_that_a_later_torch_writes_are_left_out():
+    text = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    read = schedules.from_csv(text + "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
+    assert read.to_csv() == "0F0,0B0\n1F0,1B0\n"
+
+
 def test_split_backwards_are_no_slower_than_torchs():
     for ranks, microbatches in ((2, 4), (4, 8), (4, 16), (8, 16)):
         theirs = actions_of_torch(of_torch.ScheduleInterleavedZeroBubble, ranks, microbatches, 2)

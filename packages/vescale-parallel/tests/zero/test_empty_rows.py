@@ -15,7 +15,33 @@ from vescale_parallel import Plan, mesh, parallelize
 from vescale_parallel._zero.schedule import SCHEDULE
 
 WIDTH = 4
+
+
+class Attention(nn.Module):
+    """What rows say to each other; the weights are asked for, as fused kernels are once derived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=True)[0]
+
+
+class Looked(nn.Module):
+    """Adds rows of a table, by what the argument is; a rank may look nothing up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 3)
+
+    def forward(self, x):
+        return x + self.table((x.sum(-1) > 0).long())
+
+
 MODULES = {
+    "attention": Attention,
+    "embedding": Looked,
     "group norm": lambda: nn.GroupNorm(2, WIDTH),
     "group norm of one": lambda: nn.GroupNorm(1, WIDTH, affine=False),
     "instance norm": lambda: nn.InstanceNorm1d(WIDTH, affine=True),
@@ -111,6 +137,13 @@ def compare(name, rows, losses, **how):
 
 def test_penalties():
     compare("group norm", 3, ["penalty", "critic"], zero=3)
+
+
+@pytest.mark.parametrize(
+    "name", ["group norm", "layer norm", "batch norm", "convolution", "embedding", "attention"]
+)
+def test_penalties_of_modules_that_are_computed_again(name):
+    compare(name, 3, ["penalty"], zero=3, checkpoint={"blocks.*": "full"})
 
 
 class Images(nn.Module):

@@ -74,6 +74,12 @@ class Trainer:
             if one.grad is not None:
                 one.grad.sum()
 
+    def freeze(self) -> None:
+        """A unit, and one parameter of another; or, the next time, let them train again."""
+        inner = self.model.blocks
+        for one in (*inner[0].parameters(), inner[1].mlp.up.bias):
+            one.requires_grad_(not one.requires_grad)
+
     def clip(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
 
@@ -93,6 +99,7 @@ WORDS: list[Callable[[Trainer], None]] = [
     Trainer.replace,
     Trainer.keep,
     Trainer.read,
+    Trainer.freeze,
     Trainer.clip,
     Trainer.step,
 ]
@@ -103,6 +110,10 @@ PROGRAMS: dict[str, list[Callable[[Trainer], None]]] = {
         Trainer.outside, Trainer.inside, Trainer.write_zeros, Trainer.inside, Trainer.outside,
     ],
     "stepped": [Trainer.inside, Trainer.inside, Trainer.clip, Trainer.step, Trainer.outside],
+    "frozen meanwhile": [
+        Trainer.outside, Trainer.clip, Trainer.inside, Trainer.freeze, Trainer.outside,
+        Trainer.step, Trainer.freeze, Trainer.inside, Trainer.freeze, Trainer.step,
+    ],
     "one of them": [
         Trainer.inside, Trainer.drop_inside, Trainer.inside, Trainer.drop_one, Trainer.outside,
     ],

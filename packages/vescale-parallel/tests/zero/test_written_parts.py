@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from vescale_comm import simulate
-from vescale_dtensor import DTensor
+from vescale_dtensor import DTensor, UnsupportedError
 from vescale_parallel import Plan, mesh, parallelize
 
 # Of a weight of 5 x 6 and its gradient, which the second ones write to.
@@ -71,3 +71,20 @@ def test_parts():
 def test_every_part(write, layout):
     for level in (3, 1):
         compare([write], layout, level)
+
+
+def test_other_views_that_live_are_named():
+    """They would not change; a write that reads or writes several views at once is refused."""
+    refused = {
+        "w[:2].copy_(w[2:4])": True,
+        "torch._foreach_mul_([w[0], w[2]], 2.0)": True,
+        "w.as_strided((3,), (1,)).mul_(2)": False,
+    }
+
+    def body(rank, world_size):
+        for write, others in refused.items():
+            with pytest.raises(UnsupportedError, match="a view whose layout forced a copy") as told:
+                written([write], "dp")
+            assert ("or every other view of it that lives" in str(told.value)) == others
+
+    simulate(4).run(body)

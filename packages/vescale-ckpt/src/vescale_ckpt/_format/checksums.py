@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from vescale_ckpt._errors import FormatError
+from vescale_ckpt._errors import FormatError, UnsupportedError
 
 Bytes = bytes | bytearray | memoryview
 # Small enough that a partial read verifies little more than it needs, large enough that the
@@ -57,14 +57,14 @@ def agreed(names: Iterable[str]) -> Checksum:
 
 
 def named(name: object) -> Checksum:
-    """Return the one that a manifest names; `FormatError` if it cannot be computed here."""
+    """Return the one that a manifest names; `UnsupportedError` if it cannot be computed here."""
     if name == CRC32.name:
         return CRC32
     if name != XXH3:
         raise FormatError(f"unknown checksum {name!r:.40}; this reader knows {', '.join(NAMES)}")
     found = _xxh3()
     if found is None:
-        raise FormatError(
+        raise UnsupportedError(
             "this checkpoint was saved with xxh3_64 checksums, and nothing is read unverified: "
             "pip install xxhash"
         )

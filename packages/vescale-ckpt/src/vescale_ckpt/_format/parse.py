@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any, NamedTuple, TypeVar
 
-from vescale_ckpt._errors import FormatError
+from vescale_ckpt._errors import FormatError, UnsupportedError
 from vescale_ckpt._format import checksums, strict_json
 from vescale_ckpt._format.checksums import Checksum
 from vescale_ckpt._format.manifest import (
@@ -103,7 +103,10 @@ def _version_of(fields: Any, where: str) -> int:
     version = fields.get("version")
     if version not in VERSIONS or type(version) is not int:
         known = " and ".join(map(str, VERSIONS))
-        raise FormatError(f"{where}: format version {version!r:.40}; this reader knows {known}")
+        said = f"{where}: format version {version!r:.40}; this reader knows {known}"
+        if type(version) is int and version > max(VERSIONS):
+            raise UnsupportedError(f"{said}: install a newer vescale-ckpt")
+        raise FormatError(said)
     return version
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -24,12 +24,25 @@ from vescale_ckpt._errors import (
     MismatchError,
     NotFoundError,
     StorageError,
+    UnsupportedError,
 )
 from vescale_ckpt._format import strict_json
 from vescale_ckpt._format.manifest import COMMIT
 from vescale_ckpt._format.parse import is_generation
 from vescale_ckpt._load.load import LoadOptions, StateT, load_with
 from vescale_ckpt._load.open import read_manifest
+from vescale_ckpt._manager.provenance import (
+    METRIC,
+    ORDER,
+    Provenance,
+    by_age,
+    damaged_in,
+    is_healthy,
+    metrics_of,
+    newest_of,
+    order_of,
+    unhealthy_in,
+)
 from vescale_ckpt._manager.retention import Policy
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.async_save import SaveHandle, Staging, async_save_with
@@ -46,13 +59,6 @@ _DAMAGED = (CorruptError, FormatError)
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 # Leftovers of a save that never ended, or of a removal that was interrupted.
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(saving|removing)(-g-[0-9a-f]{16})?", re.ASCII)
-
-# Keys in a manifest's provenance: the metric, and the how manyth save into the root it was.
-_METRIC, _ORDER = "metric", "order"
-# And the time, which every save writes there.
-_CREATED = "created"
-# What the manifest of a checkpoint says about its origin; None where it is damaged.
-_Provenance = dict[str, Any] | None
 
 
 class CheckpointManager:
@@ -77,7 +83,9 @@ class CheckpointManager:
     `save` was told so or given a metric that is nan or infinite, pushes out no other and replaces
     none; it goes with the next save, and `restore` passes it over. One whose manifest is damaged
     pushes out none either, and is never removed. What this manager has passed over as damaged is
-    replaced by a save of its step, also without `overwrite`.
+    replaced by a save of its step, also without `overwrite`. One that needs a newer release of this
+    package, or xxhash where that is missing, is an `UnsupportedError` in all but `steps` and
+    `restore(step=)`: it is not damaged, and may be the newest.
 
     The newest is the one that was saved last: after `restore(step=50)` the next save is newer than
     the steps 100 and 110 of before.
@@ -140,21 +148,21 @@ class CheckpointManager:
         manifest is damaged is passed over, with a warning.
         """
         known = self._known()
-        newest = _newest(known)
+        newest = newest_of(known)
         self._warn_of_damaged(known, newest)
         return newest
 
     def latest_healthy(self) -> int | None:
         """Return the last saved step that is sound and not known to be unhealthy, or None."""
-        return _newest(self._known(), _is_healthy)
+        return newest_of(self._known(), is_healthy)
 
     def metrics(self) -> dict[int, float]:
         """Return the metric of every committed step that was saved with one."""
-        return _metrics(self._known())
+        return metrics_of(self._known())
 
-    def _known(self) -> dict[int, _Provenance]:
+    def _known(self) -> dict[int, Provenance]:
         """Return what all committed steps say of themselves, in ascending order."""
-        known: dict[int, _Provenance] = {}
+        known: dict[int, Provenance] = {}
         for step in self.steps():
             try:
                 known[step] = self._provenance(step)
@@ -164,7 +172,7 @@ class CheckpointManager:
                     raise
         return known
 
-    def _provenance(self, step: int) -> _Provenance:
+    def _provenance(self, step: int) -> Provenance:
         """Return what the manifest of a step says about its origin: read once for a generation."""
         path = self.path(step)
         try:
@@ -176,6 +184,11 @@ class CheckpointManager:
                 self._read[step] = commit.generation, provenance
         except StorageError:
             raise
+        except UnsupportedError as error:  # it may be the newest, and sound
+            raise UnsupportedError(
+                f"{path}: {error}. No other is taken for the newest: restore one by `step`, or "
+                "move this one out of the way"
+            ) from error
         except CheckpointError:
             return None
         return provenance
@@ -285,16 +298,16 @@ class CheckpointManager:
     ) -> SaveOptions:
         if step < 0:
             raise ValueError(f"a step is at least 0, not {step}")
-        notes = {} if metric is None else {_METRIC: strict_json.number(metric)}
+        notes = {} if metric is None else {METRIC: strict_json.number(metric)}
         notes |= {} if healthy is None else {HEALTHY: healthy}
-        fit = _is_healthy(notes)
+        fit = is_healthy(notes)
         if overwrite and not fit:
             self._refuse_to_replace(step)
         overwrite |= step in self._passed_over
         if rank == 0:  # whose notes are written
             if self._storage.renames and self._storage.is_directory(self.root):
                 self._hold = hold(self.root)
-            notes[_ORDER] = self._next_order()
+            notes[ORDER] = self._next_order()
         else:
             # It may be rank 0 in a later world, as another one is now.
             self._saves = self._hold = None
@@ -302,13 +315,13 @@ class CheckpointManager:
 
     def _next_order(self) -> int:
         if self._saves is None:
-            self._saves = max(map(_order, self._known().values()), default=0)
+            self._saves = max(map(order_of, self._known().values()), default=0)
         self._saves += 1
         return self._saves
 
     def _refuse_to_replace(self, step: int) -> None:
         """Raise if there is a healthy checkpoint of this step: what is unhealthy replaces none."""
-        if is_committed(self._storage, self.path(step)) and _is_healthy(self._provenance(step)):
+        if is_committed(self._storage, self.path(step)) and is_healthy(self._provenance(step)):
             raise ExistsError(
                 f"{self.path(step)} is a healthy checkpoint, and the one to replace it is not: "
                 "save it as another step, or pass healthy=True"
@@ -342,7 +355,7 @@ class CheckpointManager:
             try:
                 restored: StateT = load_with(self._storage, coordinator, path, into, options)
             except _DAMAGED as error:  # on all ranks, or on none
-                if step is not None:
+                if step is not None or isinstance(error, UnsupportedError):
                     raise
                 damaged.add(chosen)
                 self._passed_over.add(chosen)
@@ -375,15 +388,15 @@ class CheckpointManager:
         if step is not None or rank != 0:
             return [step, step, [], []]
         known = self._known() | dict.fromkeys(damaged)
-        chosen = _newest(known, _is_healthy)
+        chosen = newest_of(known, is_healthy)
         if chosen is None:
-            return [None, None, sorted(_unhealthy(known)), _damaged(known)]
+            return [None, None, sorted(unhealthy_in(known)), damaged_in(known)]
         self._warn_of_damaged(known, chosen)
         return [None, chosen, [], []]
 
-    def _warn_of_damaged(self, known: Mapping[int, _Provenance], newest: int | None) -> None:
+    def _warn_of_damaged(self, known: Mapping[int, Provenance], newest: int | None) -> None:
         """Name those that would be newer, each once."""
-        ages = _by_age(known)
+        ages = by_age(known)
         newer = ages if newest is None else ages[ages.index(newest) + 1 :]
         for step in newer:
             if known[step] is None and step not in self._passed_over:
@@ -412,7 +425,7 @@ class CheckpointManager:
             return []
         # What is damaged counts for nothing; but that is no reason to remove it.
         sound = {step: one for step, one in self._known().items() if one is not None}
-        kept = self._policy.kept(_by_age(sound), just_saved, _metrics(sound), _unhealthy(sound))
+        kept = self._policy.kept(by_age(sound), just_saved, metrics_of(sound), unhealthy_in(sound))
         return [step for step in sound if step not in kept]
 
     def _remove_uncommitted(self, just_saved: int) -> None:
@@ -445,53 +458,3 @@ class CheckpointManager:
         if self._storage.exists(removing):
             remove_tree(self._storage, removing)
         self._storage.rename(self.path(step), removing)
-
-
-def _is_healthy(provenance: _Provenance) -> bool:
-    """Return what a checkpoint says of itself, or else whether its metric is a finite number."""
-    known = provenance or {}
-    return bool(known.get(HEALTHY, not isinstance(known.get(_METRIC), str)))
-
-
-def _unhealthy(known: Mapping[int, _Provenance]) -> set[int]:
-    return {step for step, one in known.items() if not _is_healthy(one)}
-
-
-def _metrics(known: Mapping[int, _Provenance]) -> dict[int, float]:
-    found = {step: (one or {}).get(_METRIC) for step, one in known.items()}
-    return {step: float(m) for step, m in found.items() if isinstance(m, (int, float))}
-
-
-def _order(provenance: _Provenance) -> int:
-    """Return the how manyth save it was; 0 if it does not say."""
-    found = (provenance or {}).get(_ORDER)
-    return found if type(found) is int else 0
-
-
-def _by_age(known: Mapping[int, _Provenance]) -> list[int]:
-    """Sort steps by when they were saved: by their order, which clocks do not disturb."""
-    orders: dict[int, int] = {}
-    newest = last = 0
-    # One without an order, which something else than a manager has saved, is as new as the newest
-    # that its clock says was there.
-    sound = [(str(one.get(_CREATED)), step) for step, one in known.items() if one is not None]
-    for _, step in sorted(sound):
-        order = _order(known[step])
-        newest = max(newest, order)
-        orders[step] = order or newest
-    for step in sorted(known):
-        # A damaged one stands where its step is among the others.
-        last = orders.setdefault(step, last)
-    return sorted(orders, key=lambda step: (orders[step], step))
-
-
-def _damaged(known: Mapping[int, _Provenance]) -> list[int]:
-    return sorted(step for step, one in known.items() if one is None)
-
-
-def _newest(
-    known: Mapping[int, _Provenance], fits: Callable[[_Provenance], bool] = lambda one: True
-) -> int | None:
-    """Return the step that was saved last, of those that are not damaged and fit."""
-    sound = (step for step in reversed(_by_age(known)) if known[step] is not None)
-    return next((step for step in sound if fits(known[step])), None)

@@ -18,7 +18,13 @@ from vescale_comm._errors import CommTimeoutError
 from vescale_comm._groups.bound_waits import DEFAULT_TIMEOUT
 from vescale_comm._torch.launcher import keeps_its_store
 from vescale_comm._torch.ranks import named
-from vescale_comm._watchdog.bounded import ANSWER_SECONDS, BoundedStore, StoreLostError, in_time
+from vescale_comm._watchdog.bounded import (
+    ANSWER_SECONDS,
+    BoundedStore,
+    StoreLostError,
+    connected,
+    in_time,
+)
 
 # Between two looks at who has come, at first and in the long run, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -58,11 +64,11 @@ def init_process_group(
 
 
 def _launchers_store(address: tuple[str, int], rank: int, size: int, seconds: float) -> Store:
-    def connected() -> TCPStore:
+    def joined() -> TCPStore:
         return TCPStore(*address, is_master=False, timeout=timedelta(seconds=seconds))
 
     try:
-        return world_store(in_time(connected, seconds + ANSWER_SECONDS), rank, size, seconds)
+        return world_store(in_time(joined, seconds + ANSWER_SECONDS), rank, size, seconds)
     except StoreLostError as error:
         raise CommTimeoutError(
             f"init_process_group: rank {rank} of {size} does not reach the store: {error}"
@@ -79,8 +85,7 @@ def world_store(store: Store, rank: int, size: int, seconds: float) -> Store:
         CommTimeoutError: some rank does not come within `seconds`.
         StoreLostError: the store does not answer.
     """
-    shared: Any = store
-    words = BoundedStore(shared.clone(), "vescale_comm/worlds")
+    words = connected(store, "vescale_comm/worlds")
     patience = _Patience(rank, size, seconds)
     drawn = words.add("drawn", 1)
     ask = _answer_all if rank == 0 else _asked

@@ -1,7 +1,8 @@
 """A store whose every call ends, also where a network has cut it off and nobody answers.
 
 torch leaves timeouts to the server, so that a call on a dead connection waits for ever, and with it
-whoever waits for the lock that its caller holds.
+whoever waits for the lock that its caller holds. A store that was silent and answers at last, as
+after a moment's trouble of the network, is used again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ _T = TypeVar("_T")
 
 
 class StoreLostError(RuntimeError):
-    """The store does not answer."""
+    """The store does not answer: it may do so later."""
+
+
+def connected(store: Any, prefix: str) -> BoundedStore:
+    """Return the keys of a store under a prefix, by a connection of its own.
+
+    Raises:
+        StoreLostError: the store does not answer.
+    """
+    own = in_time(store.clone, ANSWER_SECONDS + _WAY_SECONDS)
+    return BoundedStore(own, prefix, ANSWER_SECONDS)
 
 
 class BoundedStore:
@@ -49,6 +60,11 @@ class BoundedStore:
         found = object.__new__(BoundedStore)
         found._line, found._prefix = self._line, f"{self._prefix}/{prefix}"
         return found
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a call was not answered in time, and has not been since."""
+        return self._line.is_silent
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins at 0; return what it is then."""
@@ -77,23 +93,30 @@ class BoundedStore:
 
 
 class _Line:
-    """Asks a store in a thread of its own, and gives both up where an answer does not come."""
+    """Asks a store in a thread of its own, and asks no more until it has answered, late or not."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self._seconds, self._lost = seconds, False
+        self._seconds = seconds
+        # Where the answer comes to that nobody waits for any longer.
+        self._late: _Answers | None = None
         self._calls: _Calls = SimpleQueue()
         Thread(target=_serve, args=(store, self._calls), name="vescale-store", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
+    @property
+    def is_silent(self) -> bool:
+        late = self._late
+        return late is not None and late.empty()
+
     def ask(self, method: str, *arguments: Any) -> Any:
-        if self._lost:
+        if self.is_silent:
             raise StoreLostError("the store did not answer before")
         answers: _Answers = SimpleQueue()
         self._calls.put((method, arguments, answers))
         try:
             found, error = answers.get(timeout=self._seconds)
         except Empty:
-            self._lost = True
+            self._late = answers
             raise StoreLostError(f"the store has not answered for {self._seconds:g} s") from None
         if error is not None:
             raise error

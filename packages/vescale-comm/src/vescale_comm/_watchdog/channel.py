@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
 from vescale_comm._torch.ranks import ranks_of_runs, runs
-from vescale_comm._watchdog.bounded import BoundedStore
+from vescale_comm._watchdog.bounded import connected
 from vescale_comm._watchdog.crash import crash_of
 from vescale_comm._watchdog.words import heard, ranks_of, text_of
 
@@ -81,10 +81,14 @@ class Channel:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        own: Any = store
-        self._store = BoundedStore(own.clone(), f"vescale_comm/watchdog/{which_start()}")
+        self._store = connected(store, f"vescale_comm/watchdog/{which_start()}")
         # Process, and where it writes when it crashes, by rank of this host.
         self._processes: dict[int, tuple[int, str | None]] = {}
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store does not answer at present."""
+        return self._store.is_silent
 
     def introduce(self, note: Path | None = None) -> None:
         """Say which process this rank is, and where it writes when it crashes."""

@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._errors import CommMismatchError
+from vescale_comm._watchdog.bounded import StoreLostError
 from vescale_comm._watchdog.drift_report import crossing, drift_report
 from vescale_comm._watchdog.execution_log import ExecutionLog, token
 from vescale_comm._watchdog.last_comparison import LastComparison
@@ -92,7 +93,7 @@ class Comparison:
         self._thread: threading.Thread | None = None
         self._meet_seconds = _MOST_MEET_SECONDS
         self._pause = max(_FIRST_SECONDS, size / _RANKS_PER_SECOND)
-        self._lost = self._finished = False
+        self._gone = self._finished = False
 
     def _open(self) -> None:
         self._alarms = 0
@@ -111,6 +112,14 @@ class Comparison:
                 )
                 self._thread.start()
             return self._logs[ranks, name]
+
+    @property
+    def _lost(self) -> bool:
+        """Whether the store cannot be asked: it is gone, or does not answer at present."""
+        return self._gone or self._store.is_silent
+
+    def _lose(self, error: RuntimeError) -> None:
+        self._gone |= not isinstance(error, StoreLostError)
 
     def reset(self) -> None:
         """Begin anew, as every rank has to at the same point of the program."""
@@ -197,8 +206,8 @@ class Comparison:
         exchange_at = time.monotonic() + self._pause
         counts: dict[str, int] = {}
         idle = 0
-        while not self._stopped.wait(_LOOK_SECONDS) and not self._lost:
-            if not self._active() or not self.enabled:
+        while not self._stopped.wait(_LOOK_SECONDS) and not self._gone:
+            if not self._active() or not self.enabled or self._lost:
                 continue
             now, before = time.monotonic(), counts
             counts = {log.key: log.count for log in self._of_now()}
@@ -217,8 +226,8 @@ class Comparison:
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except RuntimeError:  # the store does not answer any more
-            self._lost = True
+        except RuntimeError as error:
+            self._lose(error)
 
     def _hear(self) -> None:
         with self._lock:
@@ -249,8 +258,8 @@ class Comparison:
             # an order that never was, and look like ranks that wait for each other.
             if [log.count for log in logs] != before:
                 return
-            self._told = dict(zip(said, before, strict=True))
             self._store.set(f"at/{self._rank}", json.dumps(said).encode())
+            self._told = dict(zip(said, before, strict=True))
 
     def _left_of(self, log: ExecutionLog) -> int:
         return log.ranks[log.ranks.index(self._rank) - 1]
@@ -263,10 +272,10 @@ class Comparison:
         shared = max(ours.keys() & theirs.keys(), default=None)
         if shared is None:
             return
-        self._seen[log.key] = shared
         # Digests hold all that came before: equal ones need no further look.
         if ours[shared] != theirs[shared]:
             self._raise_alarm(log, other)
+        self._seen[log.key] = shared
 
     # What is new.
 
@@ -287,8 +296,8 @@ class Comparison:
                 if not self._meets(log, other, count, value, deadline):
                     self._raise_alarm(log, other)
                     break
-        except RuntimeError:
-            self._lost = True
+        except RuntimeError as error:
+            self._lose(error)
         if self.trouble is not None:
             raise self.error()
 
@@ -298,8 +307,8 @@ class Comparison:
             return False
         try:
             return self._agrees(f"said/{log.key}/{token(word):x}", len(log.ranks), seconds)
-        except RuntimeError:
-            self._lost = True
+        except RuntimeError as error:
+            self._lose(error)
             return False
 
     def _agrees(self, key: str, ranks: int, seconds: float) -> bool:
@@ -380,9 +389,9 @@ class Comparison:
         while self.trouble is None and self._alarms < self._store.add("alarms", 0):
             number = self._alarms + 1
             alarm = self._awaited([f"alarm/{number}"]).get(f"alarm/{number}")
-            self._alarms = number
             said = heard(alarm, alarm_of)
             if said is None:
+                self._alarms = number
                 continue
             if "report" in said:
                 self._end(said["report"])

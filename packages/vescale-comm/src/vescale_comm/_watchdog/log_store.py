@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
-from vescale_comm._watchdog.bounded import BoundedStore
+from vescale_comm._watchdog.bounded import connected
 from vescale_comm._watchdog.drift_report import Entry, Position
 from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
 from vescale_comm._watchdog.words import heard, ranks_of, text_of
@@ -28,8 +28,7 @@ class LogStore:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.operations = 0
         self.rank, self.size = rank, size
-        own: Any = store
-        base = BoundedStore(own.clone(), f"vescale_comm/logs/{which_start()}")
+        base = connected(store, f"vescale_comm/logs/{which_start()}")
         # The store may outlive a world of these ranks: what an earlier one has written stays there.
         # Worlds of one size are counted by themselves, as ranks that join tell no more.
         joined = base.add(f"joined/{size}", 1)
@@ -41,6 +40,11 @@ class LogStore:
         """Begin anew, as every rank has to at the same point of the program."""
         self._epoch += 1
         self._store = self._base.within(f"{self._world}.{self._epoch}")
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store does not answer at present."""
+        return self._base.is_silent
 
     def publish(self, log: ExecutionLog) -> int:
         """Say how far a log of this rank is; return the number of its last event."""

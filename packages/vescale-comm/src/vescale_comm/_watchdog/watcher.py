@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from vescale_comm._torch.ranks import compact
+from vescale_comm._watchdog.bounded import StoreLostError
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.crash import CrashNote
@@ -81,8 +82,16 @@ class Watcher:
         self._failed: Answer | None = None
         # How this rank ends if nothing else is known: its last failure, which it may have caught.
         self._failure: tuple[Ending, float] | None = None
-        # Whether the store is gone, or about to go.
-        self.lost = False
+        # Whether the store is gone for good, or about to go.
+        self.gone = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store cannot be asked: it is gone, or does not answer at present."""
+        return self.gone or self._channel.is_silent
+
+    def _lose(self, error: RuntimeError) -> None:
+        self.gone |= not isinstance(error, StoreLostError)
 
     @property
     def interval(self) -> float:
@@ -122,8 +131,8 @@ class Watcher:
                 continue
             try:
                 self.look(time.monotonic())
-            except RuntimeError:  # the store does not answer any more
-                self.lost = True
+            except RuntimeError as error:
+                self._lose(error)
 
     def look(self, now: float) -> None:
         """Do what is due.
@@ -145,17 +154,18 @@ class Watcher:
         new = {(thread, at) for thread, at in self._stuck.items()} - self._asked_about
         if new:
             # Each wait is asked about once; one question serves all that wait at the same time.
-            self._asked_about = {(thread, at) for thread, at in self._stuck.items()}
             if self._report_at is None:
                 self._channel.ask(self._question)
                 self._answer(now)
+            self._asked_about = {(thread, at) for thread, at in self._stuck.items()}
         if self._report_at is not None and now >= self._report_at:
             state = self._gathered(self._question, now)
             # Once more, for the rank that gathers; what that takes is not waited for here.
             if state is None and now < self._report_at + self.interval:
                 return
+            state = state or shortened(self._state(self._question))
             self._report_at = None
-            self._say(state or shortened(self._state(self._question)))
+            self._say(state)
 
     def _end_hopeless_wait(self, now: float, since: float) -> None:
         """End this process if it waits for others to make a group, for longer than any collective.
@@ -190,8 +200,8 @@ class Watcher:
         self._failed = failed
         try:
             state = self._asked(ended=ended)
-        except RuntimeError:
-            self.lost = True
+        except RuntimeError as error:
+            self._lose(error)
             state = self._known()
         ending = Ending(failed.text, True, state.explains(), failed.op, failed.ranks)
         self._failure = ending, time.monotonic()
@@ -218,8 +228,8 @@ class Watcher:
             self._channel.end(ending)
             if self._server == self._channel.rank:
                 self._stay(2 * self.interval + 1 if ending.raised else _END_SECONDS)
-        except RuntimeError:
-            self.lost = True
+        except RuntimeError as error:
+            self._lose(error)
 
     def untold(self) -> str | None:
         """Return how the ranks have drifted apart, if no exception has said so."""
@@ -267,17 +277,18 @@ class Watcher:
             return False
         found = self._channel.raised()
         new = {rank: each for rank, each in found.items() if rank not in self._endings}
-        self._ended, self._endings = ended, found
         last = None if self._server is None else self._channel.ending(self._server)
         if self._server is not None and last is not None:
-            self._endings[self._server] = last
+            found[self._server] = last
             # It stays until all have said so. From then on the store may be gone at any time.
             self._channel.hear()
-            self.lost = True
+            self.gone = True
+        # Only now: what a store that is silent has not told is asked for again.
+        self._ended, self._endings = ended, found
         for rank, each in new.items():
             if each.raised and not each.consequence:
                 _LOG.warning("rank %d: %s", rank, each.text)
-        return self.lost
+        return self.gone
 
     def _say(self, state: WorldState) -> None:
         # A question about a failure is answered to who asked; no other rank waits.

@@ -28,6 +28,7 @@ from vescale_dtensor._tensor.copied_views import mark_alias
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_part, pause
 from vescale_dtensor._tensor.observers import notify_to_local, observers
+from vescale_dtensor._tensor.rare_state import rare_state
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.call_site import call_site, integration
 from vescale_dtensor._torch.compat import (
@@ -103,7 +104,7 @@ def _copied(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> DTen
     elif func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         return None
     # torch.tensor(x, requires_grad=True) sets only the flag in C++, which is read at the first use.
-    copy._may_have_hidden_node = copy._from_checkpoint = True
+    copy._may_have_hidden_node = rare_state(copy).from_checkpoint = True
     return copy
 
 

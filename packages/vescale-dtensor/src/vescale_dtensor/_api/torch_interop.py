@@ -18,6 +18,7 @@ from vescale_dtensor._autograd.grad_property import share_gradient
 from vescale_dtensor._errors import LayoutError, UnsupportedError
 from vescale_dtensor._layout.derived_placements import as_placement
 from vescale_dtensor._layout.layout import Layout
+from vescale_dtensor._layout.mesh import axis_names, is_ascending
 from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import TORCH_NAMES, Partial, Replicate, Shard, StridedShard
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -30,6 +31,7 @@ def to_torch(tensor: DTensor) -> torch_dtensor.DTensor:
         share_gradient(tensor)  # may reduce it, which changes its layout
     layout = tensor._spec.layout
     placements = [_torch_placement(p, layout) for p in layout.placements]
+    _check_order(layout, "to_torch")
     local = to_local(tensor, None)
     _check_gradient(local, layout, "to_torch")
     shape = tensor._spec.shape
@@ -54,13 +56,15 @@ def from_torch(tensor: Tensor) -> DTensor:
         )
     mesh = tensor.device_mesh
     placements = [as_placement(p) for p in tensor.placements]
+    layout = Layout.of(mesh, placements)
+    _check_order(layout, "from_torch")
     expected = [_of_gradient(p) for p in tensor.placements]
     # Stated, not left to torch's default: the gradient's layout is what both sides have to agree
     # on.
     local: Any = tensor.to_local(grad_placements=expected)
     if hasattr(local, "wait"):  # torch's redistribute(async_op=True) has not been waited for
         local = local.wait()
-    _check_gradient(local, Layout.of(mesh, placements), "from_torch")
+    _check_gradient(local, layout, "from_torch")
     # torch's DTensor has the global shape and strides, so no rank has to ask another.
     return from_agreed_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
@@ -90,6 +94,18 @@ def _torch_placement(placement: Placement, layout: Layout) -> torch_dtensor.Plac
 def _of_gradient(placement: torch_dtensor.Placement) -> torch_dtensor.Placement:
     """Return the placement of the gradient: replicated where the tensor is partial."""
     return torch_dtensor.Replicate() if placement.is_partial() else placement
+
+
+def _check_order(layout: Layout, what: str) -> None:
+    """Refuse shards where torch's collectives take them in another order than the mesh has."""
+    for axis, placement in enumerate(layout.placements):
+        if placement.is_sharded() and not is_ascending(layout.mesh, axis):
+            raise UnsupportedError(
+                f"{what} of {layout}: along axis {axis_names(layout.mesh)[axis]!r} the ranks do "
+                "not ascend, and torch's DTensor takes shards in the order of its groups, which "
+                "are sorted. Make the mesh of ascending ranks, or with preserve_rank_order=True "
+                "(torch 2.15)"
+            )
 
 
 def _check_gradient(local: Tensor, layout: Layout, what: str) -> None:

@@ -133,7 +133,7 @@ def backward(
     # Of an activation, torch leaves a `.grad` on each alias, in the alias's own layout: those are
     # turned into one gradient of the wrapper. A leaf's `.grad` is where it belongs already.
     activations = [
-        (source, aliases, source._retained_grad)
+        (source, aliases, source._rare.retained_grad)
         for source, aliases in input_aliases
         if isinstance(source, DTensor) and not source._local_tensor.is_leaf
     ]
@@ -159,7 +159,7 @@ def _retain_from(
         local.grad = None  # or the next backward would add to it
     # A hook of `retain_grad` on the local tensor has run and stored the gradient. One on the node
     # of the aliases has not: the engine stops at its outputs, and does not run the node.
-    if source._retained_grad is before:
+    if source._rare.retained_grad is before:
         total = complete_gradient(source, tuple(mask for mask, _ in aliases), tuple(found))
         if total is not None:
             _add_retained(source, total)

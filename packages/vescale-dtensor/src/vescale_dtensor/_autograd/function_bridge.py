@@ -35,6 +35,7 @@ from vescale_dtensor._autograd.user_gradients import as_cotangent, as_gradient
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor, may_have_hidden_node, wrap
+from vescale_dtensor._tensor.rare_state import rare_state
 from vescale_dtensor._tensor.state import history_replaced
 from vescale_dtensor._torch.compat import (
     apply_code,
@@ -88,9 +89,9 @@ def node_of(tensor: DTensor) -> Any:
             if all(known() is not tensor for known in filed):
                 filed.append(weakref.ref(tensor))
             return node
-    if tensor._function_node is not None:
-        tensor._function_node.metadata[SHOWN] = True
-        return tensor._function_node
+    if tensor._rare.function_node is not None:
+        tensor._rare.function_node.metadata[SHOWN] = True
+        return tensor._rare.function_node
     local = tensor._local_tensor.grad_fn
     return None if local is None else LocalNode(local)
 
@@ -105,7 +106,7 @@ def wants_gradient(tensor: DTensor) -> bool:
     """See `DTensor.requires_grad`, for a tensor that a custom Function may have made."""
     if tensor._local_tensor.requires_grad or hidden_node(tensor) is not None:
         return True
-    return tensor._from_checkpoint and marked_to_want_gradients(tensor)
+    return tensor._rare.from_checkpoint and marked_to_want_gradients(tensor)
 
 
 def bridge(tensor: DTensor) -> None:
@@ -122,7 +123,7 @@ def bridge(tensor: DTensor) -> None:
     if node is None:
         # In a forward that enables grad, the Function may still return it and give it a node.
         tensor._may_have_hidden_node = not forward_grad_enabled()
-        if tensor._from_checkpoint and marked_to_want_gradients(tensor):
+        if tensor._rare.from_checkpoint and marked_to_want_gradients(tensor):
             tensor._local_tensor.requires_grad_()
         return
     joined_local(tensor)
@@ -187,7 +188,7 @@ def join_results(node: Any, results: Sequence[Tensor], plain: Sequence[Tensor] =
 def _take_local(output: DTensor, local: Tensor, node: Any) -> None:
     # From here on autograd works on the new local, and the wrapper's node is shown only.
     output._local_tensor = local
-    output._function_node = node
+    rare_state(output).function_node = node
     output._may_have_hidden_node = False
     history_replaced(output)
     # C++ sees a tensor without a node now. With this flag the next Function notices it.
@@ -211,14 +212,15 @@ def _released(output: Tensor) -> Tensor:
     Where C++ had saved the output, it hands out the holder from then on (a checkpoint that runs its
     part again), and that may be used, too. It keeps its node, which two bridges then lead to.
     """
-    if getattr(output, "_holds_node", False):
+    is_holder = isinstance(output, DTensor) and output._rare.holds_node
+    if is_holder:
         return output
     with torch.no_grad():
         if isinstance(output, DTensor):
             holder: Any = wrap(output._local_tensor.detach(), output._spec)
             # While `apply` has not returned, it is the holder that the caller gets of a tensor that
             # the Function has written to.
-            holder._may_have_hidden_node = holder._holds_node = True
+            holder._may_have_hidden_node = rare_state(holder).holds_node = True
         else:
             holder = output.detach()
     # Where C++ refuses the swap (it holds one of the two), a cycle is the lesser evil: the garbage
@@ -303,7 +305,8 @@ def answer_below_overrides(func: Any, args: Any) -> DTensor | None:
         # C++ gives an output that its Function saved the Function's node.
         alias._may_have_hidden_node = True
         if recomputed:
-            alias._from_checkpoint = True  # C++ marks it, if gradients were wanted of the original
+            # C++ marks it, if gradients were wanted of the original.
+            rare_state(alias).from_checkpoint = True
         return alias
     # The engine adds the cotangents of a wrapper that was used twice in the hidden graph.
     if func is torch.ops.aten.add.Tensor and _running and len(args) == 2:

@@ -26,6 +26,7 @@ from vescale_dtensor._layout.placements import Partial
 from vescale_dtensor._tensor.copied_views import same_memory
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_assigned, note_dropped, pause
+from vescale_dtensor._tensor.rare_state import rare_state
 from vescale_dtensor._tensor.state import local_replaced
 from vescale_dtensor._torch.compat import (
     close_memory,
@@ -56,7 +57,7 @@ def gradient(tensor: DTensor) -> DTensor | None:
     if leaf is not None and leaf.kept is not None and leaf.local is local:
         return leaf.kept.gradient(leaf)
     if not local.is_leaf:
-        retained: DTensor | None = tensor._retained_grad
+        retained: DTensor | None = tensor._rare.retained_grad
         return retained
     # That of the local tensor first, which is an attribute: `zero_grad` comes here for each.
     if local.requires_grad or tensor.requires_grad:
@@ -138,7 +139,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
         join_hidden_node(tensor)  # a Function's output is no leaf
     local = tensor._local_tensor
     if value is None and not local.is_leaf:
-        tensor._retained_grad = None
+        rare_state(tensor).retained_grad = None
         return
     leaf: Any = tensor._leaf_gradient
     if leaf is None or leaf.local is not local:
@@ -165,7 +166,7 @@ def set_gradient(tensor: DTensor, value: Any) -> None:
             "give one of the same global shape"
         )
     if not local.is_leaf:
-        tensor._retained_grad = value
+        rare_state(tensor).retained_grad = value
         return
     if leaf.kept is not None and value is leaf.kept.wrapper:
         return

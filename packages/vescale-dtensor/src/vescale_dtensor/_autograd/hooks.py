@@ -21,6 +21,7 @@ from vescale_dtensor._autograd.uses import (
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.rare_state import rare_state
 from vescale_dtensor._torch.overridable import overridable
 
 Hook = Callable[[Any], Any]
@@ -33,11 +34,11 @@ def register_hook(tensor: DTensor, hook: Hook) -> Any:
         RuntimeError: the tensor does not require a gradient.
     """
     handle = _registered(tensor, hook)
-    if tensor._retain_grad_hook is not None:
+    if tensor._rare.retain_grad_hook is not None:
         # torch retains what all hooks have made of the gradient, also those registered later, so
         # the retaining hook has to stay the last one.
-        tensor._retain_grad_hook.remove()
-        tensor._retain_grad_hook = _registered(tensor, _retain_hook(tensor))
+        tensor._rare.retain_grad_hook.remove()
+        rare_state(tensor).retain_grad_hook = _registered(tensor, _retain_hook(tensor))
     return handle
 
 
@@ -164,9 +165,9 @@ def retain_grad(tensor: DTensor) -> None:
     join_hidden_node(tensor)
     if not tensor._local_tensor.requires_grad:
         raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
-    if tensor._local_tensor.is_leaf or tensor._retain_grad_hook is not None:
+    if tensor._local_tensor.is_leaf or tensor._rare.retain_grad_hook is not None:
         return
-    tensor._retain_grad_hook = _registered(tensor, _retain_hook(tensor))
+    rare_state(tensor).retain_grad_hook = _registered(tensor, _retain_hook(tensor))
 
 
 def _retain_hook(tensor: DTensor) -> Hook:
@@ -185,5 +186,5 @@ def _retain_hook(tensor: DTensor) -> Hook:
 def _add_retained(tensor: DTensor, gradient: DTensor) -> None:
     """Add to the retained gradient, as torch does."""
     # A clone: autograd may hand the same memory to other nodes, and users may write to this.
-    before = tensor._retained_grad
-    tensor._retained_grad = gradient.clone() if before is None else before + gradient
+    before = tensor._rare.retained_grad
+    rare_state(tensor).retained_grad = gradient.clone() if before is None else before + gradient

@@ -66,7 +66,8 @@ def set_data(tensor: DTensor, value: Any) -> None:
         else:
             set_gathered_data(tensor._local_tensor, value._local_tensor.detach())
             tensor._data_uses.append((id(tensor), None))
-        tensor._memory = None
+        if tensor._rare.memory is not None:
+            tensor._rare.memory = None
     _take_spec(tensor, value._spec)
     data_written(tensor)
     note_assigned(tensor, "data", given)
@@ -163,7 +164,8 @@ def set_(tensor: DTensor, other: DTensor) -> DTensor:
     with torch.no_grad():
         taker: Any = tensor._local_tensor
         taker.set_(other._local_tensor)
-        tensor._memory = None
+        if tensor._rare.memory is not None:
+            tensor._rare.memory = None
     _take_spec(tensor, other._spec)
     local_replaced(tensor)
     if kept is not None:

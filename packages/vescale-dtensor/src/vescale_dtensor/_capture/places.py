@@ -13,17 +13,13 @@ from operator import attrgetter
 from types import CellType
 from typing import Any, NamedTuple
 
+from vescale_dtensor._tensor.dtensor import DTensor
+
 # An object of its own: None may be what a place holds.
 MISSING: Any = object()
 # Some are written at each use: if they counted as the user's state, no program would stand for a
 # second call.
-_OF_DTENSORS = """
-_use_aliases _leaf_gradient _leaf_holds _grad_of _part_of _retained_grad _cached_redistribution
-_local_escaped _retain_grad_hook _view_copy_of _way_back _memory _stray_grad_guard _function_node
-_from_checkpoint _holds_node _is_trained_part _data_uses
-_is_param _local_tensor _spec _may_have_hidden_node
-"""
-OF_TENSORS = frozenset(_OF_DTENSORS.split())
+OF_TENSORS = frozenset({*DTensor.__annotations__, "_is_param"})
 """Attributes of tensors that are none of the user's."""
 
 

@@ -21,6 +21,7 @@ from vescale_dtensor._planning.op_call import OpCall
 from vescale_dtensor._planning.plan import function_name
 from vescale_dtensor._tensor.copied_views import Scatter, way_back
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
+from vescale_dtensor._tensor.rare_state import rare_state
 
 # Functions whose result has the dims of their operand in another order, whatever the extents.
 _PERMUTE = frozenset(
@@ -39,7 +40,7 @@ def give_way_back(view: Any, base: Any, find: Callable[[], Scatter | None]) -> N
         find: returns what makes the base with other values of the view in it; None if nothing does.
     """
     if isinstance(view, DTensor) and view._view_copy_of is not None and isinstance(base, DTensor):
-        view._way_back = way_back(base, find)
+        rare_state(view).way_back = way_back(base, find)
 
 
 def note_ways_back(call: OpCall, results: Any) -> None:
@@ -49,7 +50,7 @@ def note_ways_back(call: OpCall, results: Any) -> None:
         return
     views = results if isinstance(results, list | tuple) else (results,)
     for index, view in enumerate(views):
-        if isinstance(view, DTensor) and view._way_back is None and view is not base:
+        if isinstance(view, DTensor) and view._rare.way_back is None and view is not base:
             give_way_back(view, base, partial(_inverse, call, index, view.shape, view.dtype))
 
 
@@ -64,9 +65,9 @@ def is_part_at(value: Any, base: DTensor, index: Any) -> bool:
         base: what it is assigned to.
         index: where, in numbers and slices.
     """
-    if not isinstance(value, DTensor) or value._way_back is None:
+    if not isinstance(value, DTensor) or value._rare.way_back is None:
         return False
-    way = value._way_back
+    way = value._rare.way_back
     if way.base is not base or getattr(way.find, "func", None) is not _inverse:
         return False
     if way.scatter() is None:  # what was written to it went nowhere

@@ -51,7 +51,7 @@ def write_through(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
         return None
     listed = isinstance(args[0], list | tuple)
     written = list(args[0]) if listed else [args[0]]
-    copies = [t for t in written if isinstance(t, DTensor) and t._way_back is not None]
+    copies = [t for t in written if isinstance(t, DTensor) and t._rare.way_back is not None]
     if not copies or len({id(t._view_copy_of) for t in copies}) < len(copies):
         return None
     if func.__name__ == "__setitem__" and any(expanded_dims(t) for t in copies):
@@ -90,11 +90,11 @@ def _way_of(view: DTensor, operands: list[Tensor]) -> list[tuple[Scatter, DTenso
     """What makes each tensor on the way to the base, with that tensor; empty if there is no way."""
     way: list[tuple[Scatter, DTensor]] = []
     last = view
-    while last._way_back is not None:
-        scatter = last._way_back.scatter()
+    while last._rare.way_back is not None:
+        scatter = last._rare.way_back.scatter()
         if scatter is None:
             return []
-        last = last._way_back.base
+        last = last._rare.way_back.base
         way.append((scatter, last))
     family = [view, *(base for _, base in way)]
     if last._view_copy_of is not None or not is_copied_only_as(family, last):

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
-import torch
-
 from vescale_dtensor._dispatch.plain_operands import on_reset
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._layout.spec import Spec
@@ -42,15 +40,6 @@ class CallTable(BoundedCache[Key, CompiledCall]):
         self.exact_keys.clear()
 
 
-# What a call of one or two DTensors is made of, where `lookup` runs it inline: spec and dtype of
-# the result (None: it can be no other, see `forms.checked_dtype`), the call's token (see
-# `_tensor/lineage.py`), and function and spec as they are noted in `executed.calls`: making that
-# tuple at each call would be a quarter of what a lineage costs. Without a spec, the last is a
-# compiled call, and the others mean nothing: one form for both, since to ask for the type of what
-# was found costs a third of finding it.
-InlineCall = tuple[Spec | None, torch.dtype | None, int, Any]
-
-
 class IdleCalls:
     """Calls of one or two DTensors and nothing else, of those that `GRAD_IDLE` holds.
 
@@ -64,10 +53,10 @@ class IdleCalls:
 
     def __init__(self) -> None:
         self._count = 0
-        self.ones: dict[Any, dict[Spec, InlineCall]] = {}
-        self.pairs: dict[Any, dict[Spec, dict[Spec, InlineCall]]] = {}
+        self.ones: dict[Any, dict[Spec, CompiledCall]] = {}
+        self.pairs: dict[Any, dict[Spec, dict[Spec, CompiledCall]]] = {}
 
-    def store(self, func: Callable[..., Any], specs: Sequence[Spec], call: InlineCall) -> None:
+    def store(self, func: Callable[..., Any], specs: Sequence[Spec], call: CompiledCall) -> None:
         """Store the call of DTensors with these specs, after making room for it."""
         if self._count >= _MOST_CALLS:
             self.clear()

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vescale_dtensor._autograd.local_use import recorded_local
-from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import execute, is_conversion
 from vescale_dtensor._dispatch.plain_operands import needs_no_comparison
@@ -27,40 +26,21 @@ from vescale_dtensor._dispatch.registry import rule_for
 from vescale_dtensor._fast_path.cache import (
     GRAD_IDLE,
     GRAD_RECORDED,
-    IDLE_CALLS,
     NO_GRAD,
     CallTable,
     CompiledCall,
 )
-from vescale_dtensor._fast_path.compile_general import (
-    compile_general,
-    compile_list,
-    takes_one_list,
-)
-from vescale_dtensor._fast_path.forms import (
-    checked_dtype,
-    compile_binary,
-    compile_first_dtensor,
-    compile_in_place,
-    compile_linear_without_bias,
-    compile_positional,
-    compile_ternary,
-    compile_unary_no_grad,
-    compile_unary_recorded,
-    compile_view,
-    compile_with_value,
-    compile_with_values,
-    result_wrapper,
-    unless_copy_or_gradient,
-)
+from vescale_dtensor._fast_path.compile_general import compile_general, unless_copy_or_gradient
+from vescale_dtensor._fast_path.forms import Bound, Form, compiled_call
 from vescale_dtensor._fast_path.sampled_values import with_sampled_values
+from vescale_dtensor._layout.executed import keeps_lineages
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import OpPlan
+from vescale_dtensor._planning.plan import OperandUse, OpPlan
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._tensor.lineage import call_mark, marked, with_numbers
+from vescale_dtensor._tensor.lineage import call_mark, marked
 from vescale_dtensor._torch.compat import is_traced
 from vescale_dtensor._torch.scalars import asks_numbers
 
@@ -87,7 +67,7 @@ def compile_call(
     if is_traced() or kwargs.get("out") is not None or asks_numbers(func, args, kwargs):
         return dispatch(func, args, kwargs)
     # A view that writes to its base is a matter of this tensor, and not of its spec.
-    if args and type(args[0]) is DTensor and args[0]._way_back is not None:
+    if args and type(args[0]) is DTensor and args[0]._rare.way_back is not None:
         return dispatch(func, args, kwargs)
     rule = rule_for(func, args, kwargs)
     call = None if rule is None else OpCall(func, args, kwargs, rule.reads)
@@ -110,10 +90,8 @@ def compile_call(
     # "Take the slow path" is stored too, so that such a call is analyzed once only.
     if call is None or plan is None or specs is None or several:
         compiled: CompiledCall = partial(slow_path, func)
-    elif redistributes:
-        compiled = _compile_redistributing(call, plan, specs, table)
     else:
-        compiled = _specialize(call, plan, result, specs, table, len(plain))
+        compiled = _compiled(call, plan, result, specs, table, redistributes)
     # Only of plain operands are values looked at.
     if plain and call is not None:
         compiled = with_sampled_values(compiled, call)
@@ -155,8 +133,10 @@ def _compilable_plan(call: OpCall, plan: OpPlan | None) -> tuple[OpPlan | None, 
     else:
         return plan, False
     # A redistributed operand is new memory: neither a write nor a view would reach the original.
+    places = _places_of(call)
+    apart = places is not None and not {"l", "s"} & {*places[0]}
     plain = all(type(value) is DTensor for value in call.operands) and plan.rule.writes is None
-    fits = plain and not plan.rule.views and _dtensor_names(call) is not None
+    fits = plain and not plan.rule.views and apart
     return (plan, True) if fits else (None, False)
 
 
@@ -178,15 +158,10 @@ def _result_specs(result: Any) -> tuple[Spec, ...] | None:
     return tuple([item._spec for item in items])
 
 
-def _specialize(
-    call: OpCall,
-    plan: OpPlan,
-    result: Any,
-    specs: tuple[Spec, ...],
-    table: CallTable,
-    plain: int,
+def _compiled(
+    call: OpCall, plan: OpPlan, result: Any, specs: tuple[Spec, ...], table: CallTable, moves: bool
 ) -> CompiledCall:
-    """Compile a call without redistributions: the cheapest of the forms below that fits.
+    """Compile a planned call: by the template, if it has a form for the arguments.
 
     Args:
         call: the parsed call.
@@ -194,131 +169,86 @@ def _specialize(
         result: what the first such call gave.
         specs: of the results.
         table: the one of the call's autograd state.
-        plain: how many of the operands are plain tensors.
+        moves: whether operands are redistributed.
     """
     strategy, rule = plan.strategy, plan.rule
     # The key holds all shapes and numbers that `specialize` may read.
     bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
-    func = call.func if bound is None else bound
+    func, own = bound or call.func, strategy.local if bound is None else None
     # Outside of recorded calls no use has a type, and the local tensors are taken as they are.
-    masks = _varying(call, plan) if table is GRAD_RECORDED else None
-    own = strategy.local is not None and bound is None
+    recorded, writes = table is GRAD_RECORDED, rule.writes is not None
+    # `plain[dtensor]` picks from a plain tensor: a copy, and no view of a DTensor.
+    of_first = type(call.operands[0]) is DTensor
+    arguments, views = _places_of(call), rule.views and of_first
+    others = own is not None or type(result) is not DTensor or (writes and not of_first)
+    if arguments is None or others:
+        if moves:
+            return partial(slow_path, call.func)
+        masks = [use.varying for use in _uses(call, plan)] if recorded else None
+        general = compile_general(func, call.func, own, plan, result, specs, masks)
+        return unless_copy_or_gradient(call.func, general) if views else general
     # By what the caller wrote, and not by what runs in its place.
     mark = call_mark(call.func, specs[0])
-    token = mark.token
-    places = _dtensor_positions(call, plain)
-    if places is None and not own and masks is None and takes_one_list(call, result, rule):
-        compiled = compile_list(func, result_wrapper(call.func, specs[0], table), mark)
-    elif own or type(result) is not DTensor or places is None:
-        compiled = compile_general(
-            func, call.func, strategy.local if own else None, plan, result, specs, masks
-        )
-    elif rule.writes is not None:
-        return compile_in_place(func, places, specs[0].layout.mesh)
-    elif len(call.args) == 2 == len(places) and not call.kwargs:
-        wrap_result = result_wrapper(call.func, specs[0], table, rule.views)
-        compiled = compile_binary(func, wrap_result, masks, token)
-        # `lookup` runs these inline: only calls that need nothing but the result's spec.
-        if table is GRAD_IDLE and bound is None and not rule.views:
-            first, second = call.args
-            inline = (specs[0], checked_dtype(call, specs[0]), token, mark.call)
-            IDLE_CALLS.store(func, (first._spec, second._spec), inline)
-    elif places == (0,) and rule.views:
-        wrap_result = result_wrapper(call.func, specs[0], table, views=True)
-        copies = strategy.copy_on_one_device or is_conversion(call.func)
-        return compile_view(func, wrap_result, masks, call.func, copies, mark, bool(call.kwargs))
-    elif places == (0,) and masks is None and len(call.args) == 1 and not call.kwargs:
-        dtype = checked_dtype(call, specs[0])
-        compiled = compile_unary_no_grad(func, specs[0], table is NO_GRAD, mark, dtype)
-        if table is GRAD_IDLE and bound is None:
-            inline = (specs[0], dtype, token, mark.call)
-            IDLE_CALLS.store(func, (call.args[0]._spec,), inline)
-    elif places == (0,) and masks is None and len(call.args) == 2 and not call.kwargs:
-        compiled = compile_with_value(func, specs[0], table is NO_GRAD, mark)
-    elif places == (0,) and masks is None:
-        compiled = compile_with_values(func, specs[0], table is NO_GRAD, mark)
-    elif places == (0,) and masks is not None:
-        wrap_result = result_wrapper(call.func, specs[0], table)
-        if len(call.args) == 1 and not call.kwargs:
-            compiled = compile_unary_recorded(func, wrap_result, masks, mark)
-        else:
-            compiled = compile_first_dtensor(func, wrap_result, masks[0], mark)
-    elif places == (0, 1) and len(call.args) == 3 and call.args[2] is None and not call.kwargs:
-        wrap_result = result_wrapper(call.func, specs[0], table)
-        compiled = compile_linear_without_bias(func, wrap_result, masks, token)
-    elif len(call.args) == 3 == len(places) and not call.kwargs and not rule.views:
-        wrap_result = result_wrapper(call.func, specs[0], table)
-        compiled = compile_ternary(func, wrap_result, masks, token)
-    else:
-        compiled = compile_positional(
-            func,
-            places,
-            result_wrapper(call.func, specs[0], table, rule.views),
-            masks,
-            mark,
-        )
-    # `plain[dtensor]` picks from a plain tensor: a copy, and no view of a DTensor.
-    views = rule.views and type(call.operands[0]) is DTensor
-    return unless_copy_or_gradient(call.func, compiled) if views else compiled
+    # Whether a rank copies where one device does, by whatever strides.
+    never_copies = bound is None and call.func in _NEVER_COPY
+    alike = never_copies or strategy.copy_on_one_device or is_conversion(call.func)
+    steps = {
+        "writes": writes,
+        "makes": not writes,
+        "typed": recorded and not writes,
+        # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
+        "grad": recorded or (rule.views and table is NO_GRAD),
+        "moves": moves,
+        "views": views,
+        "strided": views and not alike and len(call.operands) == 1,
+        "checked": not never_copies and not _keeps_dtype(call, specs[0].tensor_meta.dtype),
+        "lineage": bool(mark.token),
+        "kept": keeps_lineages(specs[0].layout.mesh),
+    }
+    form = Form(*arguments, bool(call.kwargs), frozenset(step for step in steps if steps[step]))
+    # A result made without grad may be the output of a custom Function's forward.
+    hidden = table is NO_GRAD
+    return compiled_call(form, Bound(func, call.func, specs[0], hidden, mark, _uses(call, plan)))
 
 
-def _varying(call: OpCall, plan: OpPlan) -> tuple[int, ...]:
-    """The axes on which the use of each DTensor varies, as masks."""
-    pairs = zip(plan.uses, call.operands, strict=True)
-    return tuple([use.varying for use, operand in pairs if type(operand) is DTensor])
-
-
-def _compile_redistributing(
-    call: OpCall, plan: OpPlan, specs: tuple[Spec, ...], table: CallTable
-) -> CompiledCall:
-    """Compile a call that redistributes operands first; none of them is in a list."""
-    func, strategy = call.func, plan.strategy
-    bound = None if strategy.specialize is None else strategy.specialize(LocalContext(call, plan))
-    if len(specs) != 1 or (strategy.local is not None and bound is None):
-        return partial(slow_path, func)
-    wrap_result, typed = result_wrapper(func, specs[0], table), table is GRAD_RECORDED
-    mark = call_mark(func, specs[0])
-    places, names = _dtensor_names(call) or ((), ())
-    uses = plan.uses
-
-    def run(*args: Any, **named: Any) -> DTensor:
-        operands = [args[place] for place in places]
-        operands += [named[name] for name in names]
-        if any(operand._grad_of is not None for operand in operands):
-            # Reducing a gradient for one argument changes the layout of another that is the same
-            # gradient: the slow path looks again after all were redistributed.
-            return dispatch(func, args, named)  # type: ignore[no-any-return]
-        lineages = [operand._lineage for operand in operands]
-        # All are redistributed before any is used, in the order of the slow path, which another
-        # rank may take. Backward runs nodes in the reverse order of their making, and those that
-        # communicate have to do so in one order on all ranks.
-        moved = [redistributed_cached(o, use.layout) for o, use in zip(operands, uses, strict=True)]
-        if typed:
-            used = [recorded_local(o, use.varying) for o, use in zip(moved, uses, strict=True)]
-        else:
-            used = [operand._local_tensor for operand in moved]
-        lineage = hash((*lineages, mark.token))
-        if mark.log.samples:
-            lineage = with_numbers(lineage, mark, args, named)
-        values = list(args)
-        for place, local in zip(places, used, strict=False):
-            values[place] = local
-        for name, local in zip(names, used[len(places) :], strict=True):
-            named[name] = local
-        return wrap_result((bound or func)(*values, **named), lineage)
-
-    return run
-
-
-def _dtensor_names(call: OpCall) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
-    """Positions and names of the DTensors among the arguments; None if one is in a list."""
-    places = tuple([i for i, value in enumerate(call.args) if type(value) is DTensor])
+def _places_of(call: OpCall) -> tuple[str, tuple[str, ...]] | None:
+    """Where the DTensors are among the arguments, as `Form` has it; None if no form has that."""
+    kinds = "".join(map(_kind, call.args))
     names = tuple([name for name, value in call.kwargs.items() if type(value) is DTensor])
+    lists = [value for kind, value in zip(kinds, call.args, strict=True) if kind in "ls"]
     wrappers = sum([type(operand) is DTensor for operand in call.operands])
-    return (places, names) if len(places) + len(names) == wrappers else None
+    found = kinds.count("t") + len(names) + sum(map(len, lists))
+    return (kinds, names) if len(lists) < 2 and found == wrappers else None
 
 
-def _dtensor_positions(call: OpCall, plain: int) -> tuple[int, ...] | None:
-    """Positions of the DTensors among the arguments; None if one is passed by name or in a list."""
-    places = tuple([i for i, value in enumerate(call.args) if type(value) is DTensor])
-    return places if len(places) == len(call.operands) - plain else None
+def _kind(value: Any) -> str:
+    if type(value) is DTensor:
+        return "t"
+    if type(value) in (list, tuple) and value and all(type(item) is DTensor for item in value):
+        return "l" if type(value) is list else "s"
+    return "n" if value is None else "v"
+
+
+def _uses(call: OpCall, plan: OpPlan) -> list[OperandUse]:
+    """The use of each DTensor."""
+    pairs = zip(plan.uses, call.operands, strict=True)
+    return [use for use, operand in pairs if type(operand) is DTensor]
+
+
+def _functions(names: str) -> frozenset[Any]:
+    owners = (torch, torch.Tensor)
+    return frozenset(getattr(o, name) for name in names.split() for o in owners if hasattr(o, name))
+
+
+# Autocast knows lists of functions whose operands it casts. These are on none, so that their result
+# has the dtype of their operands, if that is one and floating.
+_KEEP_DTYPE = _functions("add sub mul div maximum minimum relu neg abs")
+# They give views of a local tensor of any strides, in its dtype.
+_NEVER_COPY = _functions("__getitem__ narrow select transpose permute t squeeze unsqueeze expand")
+
+
+def _keeps_dtype(call: OpCall, dtype: torch.dtype) -> bool:
+    """Whether every call like this one gives this dtype, also under autocast."""
+    if call.func not in _KEEP_DTYPE or not dtype.is_floating_point:
+        return False
+    return all(operand.dtype is dtype for operand in call.operands)

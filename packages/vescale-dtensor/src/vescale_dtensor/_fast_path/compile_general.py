@@ -1,11 +1,11 @@
 """Compiled calls of any form: DTensors in lists and by name, any number of results.
 
-The forms that `compile` writes out are quicker; this one serves what fits none of them.
+What the template has a form for is quicker; this serves all else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,11 +18,10 @@ from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec, spec_of
 from vescale_dtensor._planning.local_context import LocalContext
 from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import OpPlan, Rule, function_name
+from vescale_dtensor._planning.plan import OpPlan, function_name
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import (
-    Mark,
     call_mark,
     mark_results,
     toggle,
@@ -34,27 +33,17 @@ from vescale_dtensor._tensor.lineage import (
 note_call = calls.append
 
 
-def takes_one_list(call: OpCall, result: Any, rule: Rule) -> bool:
-    """Whether a call has one list of DTensors, first, and no other operand: `cat`, `stack`."""
-    if type(result) is not DTensor or rule.writes is not None or rule.views:
-        return False
-    items: Any = call.args[0] if call.args else None
-    if type(items) not in (list, tuple) or len(items) != len(call.operands):
-        return False
-    return all(type(item) is DTensor for item in items)
+def unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
+    """Send views of copied views and of gradients to the slow path.
 
+    It marks the one as a copy too, and tracks the other, so that its layout changes with the
+    gradient's.
+    """
 
-def compile_list(
-    func: Callable[..., Any], wrap_result: Callable[[Tensor, int], DTensor], mark: Mark
-) -> CompiledCall:
-    """The call of a list of DTensors, not recorded."""
-    token, log, _ = mark
-
-    def run(items: Any, *rest: Any, **named: Any) -> DTensor:
-        lineage = hash((*[item._lineage for item in items], token))
-        if log.samples:
-            lineage = with_numbers(lineage, mark, rest, named)
-        return wrap_result(func([item._local_tensor for item in items], *rest, **named), lineage)
+    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
+        if first._view_copy_of is not None or first._grad_of is not None:
+            return dispatch(func, (first, *rest), named)
+        return compiled(first, *rest, **named)
 
     return run
 
@@ -66,7 +55,7 @@ def compile_general(
     plan: OpPlan,
     result: Any,
     specs: tuple[Spec, ...],
-    masks: tuple[int, ...] | None,
+    masks: Sequence[int] | None,
 ) -> CompiledCall:
     """The call of DTensors anywhere among the arguments, in lists too; any number of results.
 
@@ -77,7 +66,7 @@ def compile_general(
         plan: the plan.
         result: of the first such call: one DTensor or several.
         specs: of the results.
-        masks: see `Masks`.
+        masks: the axes on which the use of each DTensor varies; None where nothing is recorded.
     """
     writes = plan.rule.writes is not None
     single = type(result) is DTensor
@@ -90,7 +79,7 @@ def compile_general(
         values = [_local_arguments(value, operands, feed) for value in args]
         named = {name: _local_arguments(value, operands, feed) for name, value in kwargs.items()}
         if writes:
-            if getattr(operands[0], "_way_back", None) is not None:
+            if type(operands[0]) is DTensor and operands[0]._rare.way_back is not None:
                 return dispatch(func, args, kwargs)
             check_writable(operands[0], function_name(func))
         if local is None:

@@ -1,30 +1,31 @@
-"""The forms of a compiled call that have code of their own, one for each pattern of arguments.
+"""The template of compiled calls: a form describes one, and its source is written from that.
 
-Each returns a closure that does for its pattern only what is left to do: take the local tensors,
-call torch, wrap the result. What two forms have in common is written out in both where a Python
-call for it would be a good part of what the closure costs. `compile` chooses among them;
-`compile_general` serves what fits none.
+A form says what is where among the arguments, and what a call has to do besides calling torch on
+the local tensors and wrapping the result. Every step stands once in the template, and is left out
+of a source that has no need of it: what runs at each call asks nothing that was known before. A
+source is compiled once, and bound to the function and the specs of each call of its form.
+
+`compile` describes calls; `compile_general` serves what no form describes.
 """
 
+# ruff: noqa: F401 - the template uses what is imported here, and is looked up in these globals
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+import linecache
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from vescale_dtensor._autograd.local_use import recorded_local
+from vescale_dtensor._autograd.redistribution_cache import redistributed_cached
 from vescale_dtensor._dispatch.dispatch import dispatch
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._dispatch.overlapping import is_overlap
-from vescale_dtensor._fast_path.cache import GRAD_RECORDED, NO_GRAD, CallTable, CompiledCall
+from vescale_dtensor._fast_path.cache import CompiledCall
 from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
-from vescale_dtensor._layout.executed import calls, keeps_lineages, sampling_of
+from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._layout.spec import Spec
-from vescale_dtensor._planning.op_call import OpCall
-from vescale_dtensor._planning.plan import function_name
+from vescale_dtensor._planning.plan import OperandUse, function_name
 from vescale_dtensor._tensor.copied_views import (
     check_writable,
     live_copies,
@@ -44,386 +45,200 @@ from vescale_dtensor._torch.compat import close_memory, new_wrapper
 
 note_call = calls.append
 
-WrapResult = Callable[[Tensor, int], DTensor]
-# The axes on which each DTensor's use varies; None where autograd records nothing.
-Masks = tuple[int, ...] | None
-
-
-# Autocast knows lists of functions whose operands it casts. These are on none, so that their result
-# has the dtype of their operands, if that is one and floating.
-_KEEP_DTYPE = frozenset(
-    getattr(owner, name)
-    for name in ("add", "sub", "mul", "div", "maximum", "minimum", "relu", "neg", "abs")
-    for owner in (torch, torch.Tensor)
-)
-
-
-def checked_dtype(call: OpCall, spec: Spec) -> torch.dtype | None:
-    """The dtype that a compiled call compares its result's with.
-
-    Returns:
-        None if every call like this one gives that dtype, also under autocast.
-    """
-    dtype = spec.tensor_meta.dtype
-    if call.func not in _KEEP_DTYPE or not dtype.is_floating_point:
-        return dtype
-    for operand in call.operands:
-        if operand.dtype is not dtype:
-            return dtype
-    return None
-
-
-def result_wrapper(
-    func: Callable[..., Any], spec: Spec, table: CallTable, views: bool = False
-) -> WrapResult:
-    """A function that wraps the local result of a call, of a lineage; `views`: of a view.
-
-    `wrap` written out twice, without what is known beforehand: it runs at every call.
-    """
-    # A result made without grad may be the output of a custom Function's forward.
-    dtype, may_have_hidden_node = spec.tensor_meta.dtype, table is NO_GRAD
-    call, kept = (func, spec), keeps_lineages(spec.layout.mesh)
-
-    def finish_recorded(result: Tensor, lineage: int) -> DTensor:
-        if kept:
-            note_call(call)
-        if result.dtype is not dtype:
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, result.requires_grad)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    # A view of a tensor that requires grad does so in torch, also if it is made under no_grad.
-    if table is GRAD_RECORDED or views:
-        return finish_recorded
-
-    def wrap_result(result: Tensor, lineage: int) -> DTensor:
-        if kept:
-            note_call(call)
-        if result.dtype is not dtype:  # autocast, or another default dtype
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    return wrap_result
-
-
-def compile_binary(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
-) -> CompiledCall:
-    """The call of two DTensors and nothing else."""
-    if masks is None:
-        return lambda one, other: wrap_result(
-            func(one._local_tensor, other._local_tensor),
-            hash((one._lineage, other._lineage, token)) if token else one._lineage,
-        )
-    mask, another = masks
-    return lambda one, other: wrap_result(
-        func(recorded_local(one, mask), recorded_local(other, another)),
-        hash((one._lineage, other._lineage, token)) if token else one._lineage,
-    )
-
-
-def compile_ternary(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
-) -> CompiledCall:
-    """The call of three DTensors and nothing else: a linear layer with its bias."""
-    if masks is None:
-        return lambda one, other, third: wrap_result(
-            func(one._local_tensor, other._local_tensor, third._local_tensor),
-            hash((one._lineage, other._lineage, third._lineage, token)) if token else 0,
-        )
-    mask, another, last = masks
-    return lambda one, other, third: wrap_result(
-        func(
-            recorded_local(one, mask), recorded_local(other, another), recorded_local(third, last)
-        ),
-        hash((one._lineage, other._lineage, third._lineage, token)) if token else 0,
-    )
-
-
-def compile_linear_without_bias(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: Masks, token: int
-) -> CompiledCall:
-    """The call of two DTensors and a None: a linear layer without bias."""
-    if masks is None:
-        return lambda one, other, _: wrap_result(
-            func(one._local_tensor, other._local_tensor, None),
-            hash((one._lineage, other._lineage, token)) if token else 0,
-        )
-    mask, another = masks
-    return lambda one, other, _: wrap_result(
-        func(recorded_local(one, mask), recorded_local(other, another), None),
-        hash((one._lineage, other._lineage, token)) if token else 0,
-    )
-
-
-def compile_unary_no_grad(
-    func: Callable[..., Any],
-    spec: Spec,
-    may_have_hidden_node: bool,
-    mark: Mark,
-    dtype: torch.dtype | None,
-) -> CompiledCall:
-    """The call of one DTensor and nothing else, not recorded: `result_wrapper` written out.
-
-    `dtype`: of the result; None if it can be no other (see `checked_dtype`).
-    """
-    token, _, call = mark
-
-    def still(first: DTensor) -> DTensor:
-        local = first._local_tensor
-        result = func(local)
-        if result is local:  # x.contiguous(), x.detach_(): one local tensor keeps one wrapper
-            return first
-        lineage = first._lineage
-        if token:
-            note_call(call)
-            lineage = hash((lineage, token))
-        if dtype is not None and result.dtype is not dtype:
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    return still
-
-
-def compile_unary_recorded(
-    func: Callable[..., Any], wrap_result: WrapResult, masks: tuple[int, ...], mark: Mark
-) -> CompiledCall:
-    """The recorded call of one DTensor and nothing else."""
-    token, (one,) = mark.token, masks
-
-    def differentiable(first: DTensor) -> DTensor:
-        result = func(recorded_local(first, one))
-        if result is first._local_tensor:
-            return first
-        return wrap_result(result, hash((first._lineage, token)) if token else first._lineage)
-
-    return differentiable
-
-
-def compile_with_value(
-    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, mark: Mark
-) -> CompiledCall:
-    """The call of one DTensor and one value, not recorded: `result_wrapper` written out."""
+# A line with steps behind `#:` is in the sources of the forms that have all of them.
+_TEMPLATE = """
+def bind(func, original, spec, hidden, mark, uses):
     token, log, call = mark
+    token = write_token(original)                                       #: writes
     dtype = spec.tensor_meta.dtype
+    {masks} = [use.varying for use in uses]                             #: typed
+    {layouts} = [use.layout for use in uses]                            #: moves
 
-    def still(first: DTensor, value: Any) -> DTensor:
-        local = first._local_tensor
-        result = func(local, value)
-        if result is local:
-            # x.contiguous(), x.to(…) may return their argument: one local tensor keeps one wrapper.
-            return first
-        lineage = first._lineage
-        if token:
-            note_call(call)
-            lineage = hash((lineage, token))
-        if log.samples:
-            lineage = with_numbers(lineage, mark, (value,), {})
-        if result.dtype is not dtype:
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    return still
-
-
-def compile_with_values(
-    func: Callable[..., Any], spec: Spec, may_have_hidden_node: bool, mark: Mark
-) -> CompiledCall:
-    """The call of one DTensor and any values, not recorded: `result_wrapper` written out."""
-    token, log, call = mark
-    dtype = spec.tensor_meta.dtype
-
-    def still(first: DTensor, *rest: Any, **named: Any) -> DTensor:
-        local = first._local_tensor
-        result = func(local, *rest, **named)
-        if result is local:
-            return first
-        lineage = first._lineage
-        if token:
-            note_call(call)
-            lineage = hash((lineage, token))
-            if log.samples:
-                lineage = with_numbers(lineage, mark, rest, named)
-        if result.dtype is not dtype:
-            return wrap_other_dtype(result, spec, lineage)
-        wrapper: DTensor = new_wrapper(DTensor, result, spec, False)
-        close_memory(wrapper)
-        wrapper._may_have_hidden_node = may_have_hidden_node
-        wrapper._lineage = lineage
-        return wrapper
-
-    return still
-
-
-def compile_first_dtensor(
-    func: Callable[..., Any], wrap_result: WrapResult, mask: int, mark: Mark
-) -> CompiledCall:
-    """The recorded call of one DTensor in the first place, and of any other arguments."""
-    token, log, _ = mark
-
-    def run(first: DTensor, *rest: Any, **named: Any) -> DTensor:
-        result = func(recorded_local(first, mask), *rest, **named)
-        if result is first._local_tensor:
-            return first
-        lineage = first._lineage
-        if token:
-            lineage = hash((lineage, token))
-            if log.samples:
-                lineage = with_numbers(lineage, mark, rest, named)
-        return wrap_result(result, lineage)
-
-    return run
-
-
-def compile_view(
-    func: Callable[..., Any],
-    wrap_result: WrapResult,
-    masks: Masks,
-    original: Callable[..., Any],
-    copies: bool,
-    mark: Mark,
-    named: bool,
-) -> CompiledCall:
-    """`compile_first_dtensor` for a view, with the checks of `unless_copy_or_gradient`.
-
-    Args:
-        func: called on the local tensor.
-        wrap_result: wraps the local result.
-        masks: see `Masks`.
-        original: the torch function of the call, for the slow path.
-        copies: whether the result is a copy on one device too.
-        mark: of the call.
-        named: whether there are arguments by name: to spread none costs as much as a look-up.
-    """
-    token, log, _ = mark
-    one = None if masks is None else masks[0]
-
-    def run(first: DTensor, *rest: Any) -> Any:
-        if first._view_copy_of is not None or first._grad_of is not None:
-            return dispatch(original, (first, *rest), {})
-        local = first._local_tensor
-        result = func(local if one is None else recorded_local(first, one), *rest)
-        if result is local:
-            return first
-        lineage = hash((first._lineage, token)) if token else first._lineage
-        if log.samples:
-            lineage = with_numbers(lineage, mark, rest, {})
-        wrapper = wrap_result(result, lineage)
+    def run({parameters}):
+        {by_name}                                                       #: names
+        # A view of a copy is a copy too, and one of a gradient changes its layout with that.
+        if {first}._view_copy_of is not None or {first}._grad_of is not None:  #: views
+            return dispatch(original, {arguments}, {named})             #: views
+        # Copied views come and go between calls, so this is asked every time.
+        if live_copies or unwritable or {first}._view_copy_of is not None:  #: writes
+            if {first}._rare.way_back is not None:                           #: writes
+                return dispatch(original, {arguments}, {named})         #: writes
+            check_writable({first}, function_name(original))            #: writes
+        # Reducing a gradient for one use changes the layout of other operands that are the same
+        # gradient: the slow path looks again after all were redistributed.
+        if {gradients}:                                                 #: moves
+            return dispatch(original, {arguments}, {named})             #: moves
+        # All are redistributed before any is used, in the order of the slow path, which another
+        # rank may take. Backward runs nodes in the reverse order of their making, and those that
+        # communicate have to do so in one order on all ranks.
+        {moved}                                                         #: moves
+        local = {local}                                                 #: strided
+        try:                                                            #: writes
+            func(*{locals}{spread})                                     #: writes
+        except RuntimeError as error:                                   #: writes
+            if not is_overlap(error):                                   #: writes
+                raise                                                   #: writes
+            # It knows where one device has gaps.
+            return dispatch(original, {arguments}, {named})             #: writes
+        after_mutation({first})                                         #: writes
+        written = token                                                 #: writes
+        if log.samples:                                                 #: writes
+            written = token_with_numbers({first}, token, original, {arguments}, {named})  #: writes
+        toggle({first}, written)                                        #: writes
+        return {first}                                                  #: writes
+        # Spread, since C wants a tuple: one that is there already is not made again.
+        result = func(*{locals}{spread})                                #: makes
+        # x.contiguous(), x.to(...): one local tensor keeps one wrapper.
+        if result is {first}._local_tensor:                             #: returns
+            return {first}                                              #: returns
+        note_call(call)                                                 #: makes lineage
+        lineage = hash(({lineages}token))                               #: makes lineage
+        if log.samples:                                                 #: makes lineage values
+            lineage = with_numbers(lineage, mark, {values}, {named})    #: makes lineage values
+        # Autocast, or another default dtype.
+        if result.dtype is not dtype:                                   #: makes checked
+            return wrap_other_dtype(result, spec, {lineage})            #: makes checked
+        wrapper = new_wrapper(*(DTensor, result, spec, {requires_grad}))  #: makes
+        close_memory(wrapper)                                           #: makes
+        wrapper._may_have_hidden_node = hidden                          #: makes
+        wrapper._lineage = {lineage}                                    #: makes
         # The local op copies where its strides allow no view, though one device views. The branch
         # depends on the rank; nothing but the mark follows from it.
-        if not (copies or local.is_contiguous() or same_memory(result, local)):
-            mark_copy(wrapper, first)
-        return wrapper
-
-    def run_named(first: DTensor, *rest: Any, **options: Any) -> Any:
-        if first._view_copy_of is not None or first._grad_of is not None:
-            return dispatch(original, (first, *rest), options)
-        local = first._local_tensor
-        result = func(local if one is None else recorded_local(first, one), *rest, **options)
-        if result is local:
-            return first
-        lineage = hash((first._lineage, token)) if token else first._lineage
-        if log.samples:
-            lineage = with_numbers(lineage, mark, rest, options)
-        wrapper = wrap_result(result, lineage)
-        if not (copies or local.is_contiguous() or same_memory(result, local)):
-            mark_copy(wrapper, first)
-        return wrapper
-
-    return run_named if named else run
-
-
-def compile_positional(
-    func: Callable[..., Any],
-    places: tuple[int, ...],
-    wrap_result: WrapResult,
-    masks: Masks,
-    mark: Mark,
-) -> CompiledCall:
-    """The call of DTensors at these positions, and of any other arguments."""
-    token, log, _ = mark
-    typed = None if masks is None else tuple(zip(places, masks, strict=True))
-
-    def run(*args: Any, **named: Any) -> DTensor:
-        values = list(args)
-        if typed is None:
-            for place in places:
-                values[place] = values[place]._local_tensor
-        else:
-            for place, mask in typed:
-                values[place] = recorded_local(values[place], mask)
-        result = func(*values, **named)
-        # The first operand may come back as it is: one local tensor keeps one wrapper.
-        first: DTensor = args[places[0]]
-        if result is first._local_tensor:
-            return first
-        lineage = hash((*[args[place]._lineage for place in places], token))
-        if log.samples:
-            lineage = with_numbers(lineage, mark, args, named)
-        return wrap_result(result, lineage)
-
+        if not (local.is_contiguous() or same_memory(result, local)):   #: strided
+            mark_copy(wrapper, {first})                                 #: strided
+        return wrapper                                                  #: makes
     return run
+"""
+_LINES = [
+    line.partition("#:")[::2]
+    for line in _TEMPLATE.splitlines()
+    if not line.lstrip().startswith("#")
+]
 
 
-def compile_in_place(
-    func: Callable[..., Any], places: tuple[int, ...], mesh: DeviceMesh
-) -> CompiledCall:
-    """The call of an op in place on its first argument, which is on the mesh, not recorded."""
-    token, log = write_token(func), sampling_of(mesh)
+class Form(NamedTuple):
+    """What the compiled calls of one source have in common.
 
-    def run(*args: Any, **named: Any) -> DTensor:
-        target: DTensor = args[0]
-        # Copied views come and go between calls, so this is checked every time.
-        if live_copies or unwritable or target._view_copy_of is not None:
-            if target._way_back is not None:
-                written: DTensor = dispatch(func, args, named)
-                return written
-            check_writable(target, function_name(func))
-        values = list(args)
-        for place in places:
-            values[place] = values[place]._local_tensor
-        try:
-            func(*values, **named)
-        except RuntimeError as error:
-            if not is_overlap(error):
-                raise
-            again: DTensor = dispatch(func, args, named)  # which knows of gaps on one device
-            return again
-        after_mutation(target)
-        if log.samples:
-            toggle(target, token_with_numbers(target, token, func, args, named))
-            return target
-        toggle(target, token)
-        return target
-
-    return run
-
-
-def unless_copy_or_gradient(func: Callable[..., Any], compiled: CompiledCall) -> CompiledCall:
-    """Send views of copied views and of gradients to the slow path.
-
-    It marks the one as a copy too, and tracks the other, so that its layout changes with the
-    gradient's.
+    Attributes:
+        kinds: a letter for each argument by position: `t` for a DTensor, `l` for a list and `s` for
+            a tuple of them, `n` for None, and `v` for any other value.
+        names: of the DTensors among the arguments by name.
+        named: whether there are arguments by name.
+        steps: which steps there are, of those that do not follow from the arguments: it `writes` to
+            its first operand, or `makes` a result; autograd records it, so that each use is
+            `typed`; the result may require `grad`; it `moves` operands to other layouts; it gives
+            `views` of the first operand, `strided` if the strides of this rank may make one a copy;
+            the result's dtype is `checked`, for it may be another one than the spec's; its
+            `lineage` follows from the call, or is `kept` from the first operand, or there is none.
     """
 
-    def run(first: DTensor, *rest: Any, **named: Any) -> Any:
-        if first._view_copy_of is not None or first._grad_of is not None:
-            return dispatch(func, (first, *rest), named)
-        return compiled(first, *rest, **named)
+    kinds: str
+    names: tuple[str, ...]
+    named: bool
+    steps: frozenset[str]
 
-    return run
+
+class Bound(NamedTuple):
+    """What the source of a form is bound to, for the calls of one key.
+
+    Attributes:
+        func: called on the local tensors.
+        original: the torch function of the call.
+        spec: of the result.
+        hidden: whether a custom Function may give the result a node.
+        mark: what the call adds to the lineage of its result.
+        uses: of each DTensor.
+    """
+
+    func: Callable[..., Any]
+    original: Callable[..., Any]
+    spec: Spec
+    hidden: bool
+    mark: Mark
+    uses: Sequence[OperandUse]
+
+
+def compiled_call(form: Form, bound: Bound) -> CompiledCall:
+    """The compiled call of this form for one function and its specs."""
+    call: CompiledCall = _factory(form)(*bound)
+    return call
+
+
+@lru_cache(maxsize=4096)
+def _factory(form: Form) -> Callable[..., CompiledCall]:
+    """The function that binds compiled calls of a form."""
+    given, source = form.steps | _follows(form), _words(form)
+    lines = [line.rstrip() for line, steps in _LINES if given.issuperset(steps.split())]
+    text = "\n".join(lines).format_map(source)
+    # In this file's folder, for whoever tells the user's frames from others by that.
+    name = f"{__file__}: {form.kinds}, {' '.join(sorted(given))}"
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    made: dict[str, Any] = {}
+    exec(compile(text, name, "exec"), globals(), made)
+    factory: Callable[..., CompiledCall] = made["bind"]
+    return factory
+
+
+def _follows(form: Form) -> set[str]:
+    """The steps that follow from the arguments."""
+    # What is made of several tensors and nothing else is none of them.
+    several = len(form.kinds) > 1 and set(form.kinds) <= {"t", "n"}
+    found = {
+        "names": form.names,
+        "values": form.named or "v" in form.kinds,
+        "returns": not several and not form.steps & {"writes", "moves"},
+    }
+    return {step for step, holds in found.items() if holds}
+
+
+def _words(form: Form) -> dict[str, str]:
+    """What the places of the template hold."""
+    given = [f"{kind}{place}" for place, kind in enumerate(form.kinds)]
+    by_name = {f"t{place}": name for place, name in enumerate(form.names, len(given))}
+    operands = [*(each for each in given if each[0] in "tls"), *by_name]
+    local = {each: _local(each, n, form.steps) for n, each in enumerate(operands)}
+    words = {"local": local[operands[0]]}
+    if "strided" in form.steps:
+        local[operands[0]] = "local"
+    replaced = "".join(f", {name!r}: {local[each]}" for each, name in by_name.items())
+    first = operands[0] if operands[0][0] == "t" else f"{operands[0]}[0]"
+    held = "lineage" if "lineage" in form.steps else f"{first}._lineage"
+    lineages = [
+        f"{each}._lineage, " if each[0] == "t" else f"*[each._lineage for each in {each}], "
+        for each in operands
+    ]
+    return words | {
+        "parameters": ", ".join([*given, "/"][: len(given) and None] + ["**named"][: form.named]),
+        "first": first,
+        "arguments": _tuple(given),
+        "named": "named" if form.named else "{}",
+        "values": _tuple([each for each in given if each[0] == "v"]),
+        "by_name": "; ".join(f"{each} = named[{name!r}]" for each, name in by_name.items()),
+        "locals": _tuple([local.get(each, each) for each in given]),
+        "spread": f", **{{**named{replaced}}}" if replaced else ", **named" if form.named else "",
+        "masks": _tuple(
+            [f"m{n}" if each[0] == "t" else f"*m{n}" for n, each in enumerate(operands)]
+        ),
+        "layouts": _tuple([f"u{n}" for n, _ in enumerate(operands)]),
+        "gradients": " or ".join(f"{each}._grad_of is not None" for each in operands),
+        "moved": "; ".join(
+            f"moved{n} = redistributed_cached({each}, u{n})" for n, each in enumerate(operands)
+        ),
+        "lineages": "".join(lineages),
+        "lineage": held if form.steps & {"lineage", "kept"} else "0",
+        "requires_grad": "result.requires_grad" if "grad" in form.steps else "False",
+    }
+
+
+def _local(operand: str, place: int, steps: frozenset[str]) -> str:
+    """The local tensor, or tensors, of an operand."""
+    if operand[0] in "ls":
+        typed = f"recorded_local(each, mask) for each, mask in zip({operand}, m{place})"
+        found = typed if "typed" in steps else f"each._local_tensor for each in {operand}"
+        return f"[{found}]" if operand[0] == "l" else f"tuple([{found}])"
+    held = f"moved{place}" if "moves" in steps else operand
+    return f"recorded_local({held}, m{place})" if "typed" in steps else f"{held}._local_tensor"
+
+
+def _tuple(items: list[str]) -> str:
+    return f"({''.join(f'{item}, ' for item in items)})"

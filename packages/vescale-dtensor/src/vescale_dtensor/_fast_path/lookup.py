@@ -44,7 +44,6 @@ from vescale_dtensor._fast_path.cache import (
     CallTable,
 )
 from vescale_dtensor._fast_path.compile import compile_call, compile_constant
-from vescale_dtensor._fast_path.compile_general import wrap_other_dtype
 from vescale_dtensor._fast_path.keys import (
     GETITEM,
     NAMED,
@@ -56,13 +55,11 @@ from vescale_dtensor._fast_path.keys import (
     index_key,
 )
 from vescale_dtensor._fast_path.tables import (
-    NO_TABLE,
     table_for_operand,
     table_for_operands,
     table_of_three,
     table_of_two,
 )
-from vescale_dtensor._layout.executed import calls
 from vescale_dtensor._planning.attention_way import attention_way
 from vescale_dtensor._planning.op_call import OpCall, Reads
 from vescale_dtensor._planning.plan import SeveralSpellingsError
@@ -71,15 +68,12 @@ from vescale_dtensor._tensor.lineage import marked
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import (
     any_requires_grad,
-    close_memory,
     dispatch_modes,
     forward_grad_enabled,
-    new_wrapper,
 )
 from vescale_dtensor._torch.untraced import breaks_graph, is_compiling
 
 is_grad_enabled = torch.is_grad_enabled
-note_call = calls.append
 idle_ones, idle_pairs = IDLE_CALLS.ones, IDLE_CALLS.pairs
 
 
@@ -96,6 +90,15 @@ def torch_function(
     if len(args) == 2:
         first, second = args
         if type(first) is not DTensor or type(second) is not DTensor:
+            kind = type(second)
+            # Without a look at all else that a call may be: `x[1:3]`, `softmax(x, -1)`.
+            if type(first) is DTensor and len(types) == 1:
+                if kind is slice and func is GETITEM:
+                    key = index_key(first._spec, second)
+                    return call_with_values(func, key, first, (second,), {})
+                if kind is int and func not in scalar_agnostic and func not in handlers:
+                    key = (func, first._spec, int, second)
+                    return call_with_values(func, key, first, (second,), {})
             return _call_with_other(func, types, args, {})
         local, other = first._local_tensor, second._local_tensor
         if local.requires_grad or other.requires_grad:
@@ -111,21 +114,14 @@ def torch_function(
             known = table.get((func, first._spec, second._spec))
             return _general_call(func, args, {}) if known is None else known(first, second)
         # Spread, since C wants a tuple: one that is there already is not made again.
-        if is_grad_enabled() and any_requires_grad(*args):
+        if any_requires_grad(*args) and is_grad_enabled():
             return _general_call(func, args, {})  # a custom Function has returned one of them
         try:
-            spec, dtype, token, call = idle_pairs[func][first._spec][second._spec]
+            known = idle_pairs[func][first._spec][second._spec]
         except KeyError:
             return _idle_call(func, args)
-        if spec is None:
-            return call(first, second)
-        # Spread here too: of arguments one by one Python makes the tuple at a greater cost.
-        result = func(*(local, other))
-        lineage = first._lineage
-        if token:  # 0: it changes no values, as `to`, or nothing is compared: see `lineage.Mark`
-            note_call(call)
-            lineage = hash((lineage, second._lineage, token))
-    elif len(args) == 1 and type(first := args[0]) is DTensor:
+        return known(first, second)
+    if len(args) == 1 and type(first := args[0]) is DTensor:
         local = first._local_tensor
         if local.requires_grad:
             # `table_for_operand` written out, where optimizers ask each parameter for its dtype.
@@ -133,35 +129,16 @@ def torch_function(
             table = NO_GRAD if stepped else table_for_operand(first)
             known = table.get((func, first._spec))
             return _general_call(func, args, {}) if known is None else known(first)
-        if is_grad_enabled() and any_requires_grad(*args):
+        if any_requires_grad(*args) and is_grad_enabled():
             return _general_call(func, args, {})
         by_spec = idle_ones.get(func)
         known = None if by_spec is None else by_spec.get(first._spec)
         if known is None:
             return _idle_call(func, args)
-        spec, dtype, token, call = known
-        if spec is None:
-            return call(first)
-        result = func(local)
-        if result is local:  # one local tensor keeps one wrapper
-            return first
-        lineage = first._lineage
-        if token:
-            note_call(call)
-            lineage = hash((lineage, token))
-    elif len(args) == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
+        return known(first)
+    if len(args) == 3 and len(types) == 1 and type(args[1]) is DTensor is type(args[0]):
         return _call_of_three(func, args, {})
-    else:
-        return _call_with_other(func, types, args, {})
-    # A compiled call written out: none are more common. Autocast may give another dtype than the
-    # spec's, but for the functions of `checked_dtype`.
-    if dtype is not None and result.dtype is not dtype:
-        return wrap_other_dtype(result, spec, lineage)
-    wrapper: DTensor = new_wrapper(*(DTensor, result, spec, False))
-    close_memory(wrapper)
-    wrapper._may_have_hidden_node = False
-    wrapper._lineage = lineage
-    return wrapper
+    return _call_with_other(func, types, args, {})
 
 
 # For `map`, which calls no Python.
@@ -174,7 +151,7 @@ def _idle_call(func: Callable[..., Any], operands: Any) -> Any:
     compiled = GRAD_IDLE.get((func, *specs))
     if compiled is None:
         return _general_call(func, operands, {})
-    IDLE_CALLS.store(func, specs, (None, None, 0, compiled))
+    IDLE_CALLS.store(func, specs, compiled)
     return compiled(*operands)
 
 
@@ -295,12 +272,7 @@ def call_with_values(
         values: the other positional arguments.
         named: the named ones.
     """
-    # `table_for_operand` written out.
-    if first._local_tensor.requires_grad:
-        usual = is_grad_enabled() and not first._may_have_hidden_node and forward_grad_enabled()
-        table = GRAD_RECORDED if usual else table_for_operand(first)
-    else:
-        table = NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
+    table = table_for_operand(first)
     try:
         compiled = table.exact_keys.get(key)
     except TypeError:  # a list among the values: it does not hash

@@ -22,18 +22,13 @@ from torch.overrides import has_torch_function_unary
 from vescale_dtensor._autograd.backward import tensor_backward
 from vescale_dtensor._dispatch.registry import scalar_agnostic
 from vescale_dtensor._errors import MeshError
-from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
 from vescale_dtensor._fast_path.keys import NUMBERS, exact_key
-from vescale_dtensor._fast_path.lookup import is_grad_enabled, torch_function
+from vescale_dtensor._fast_path.lookup import torch_function
 from vescale_dtensor._fast_path.tables import table_for_operand
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._tensor.lineage import note_part
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import (
-    any_requires_grad,
-    dispatch_modes,
-    forward_grad_enabled,
-)
+from vescale_dtensor._torch.compat import dispatch_modes
 from vescale_dtensor._torch.untraced import is_compiling
 
 # Method -> the function that torch passes to `__torch_function__` for it, which is in the keys.
@@ -152,14 +147,7 @@ def _with_values(name: str) -> Callable[..., Any]:
             or type(self) is not DTensor
         ):
             return func(self, *values, **named)
-        # `table_for_operand` written out.
-        if self._local_tensor.requires_grad:
-            usual = is_grad_enabled() and not self._may_have_hidden_node and forward_grad_enabled()
-            table = GRAD_RECORDED if usual else table_for_operand(self)
-        elif is_grad_enabled() and any_requires_grad(self):
-            table = table_for_operand(self)
-        else:
-            table = GRAD_IDLE
+        table = table_for_operand(self)
         if not (values or named):
             compiled = table.get((func, self._spec))
             if compiled is not None:

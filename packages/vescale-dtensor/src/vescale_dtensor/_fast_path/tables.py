@@ -25,7 +25,7 @@ def table_for_operand(first: DTensor) -> CallTable:
     if not first._local_tensor.requires_grad:
         # What autograd does not record gives what it knows nothing of. A custom Function may return
         # any tensor, also one that was never touched in its forward: C++ has marked it then.
-        return NO_TABLE if is_grad_enabled() and any_requires_grad(first) else GRAD_IDLE
+        return NO_TABLE if any_requires_grad(first) and is_grad_enabled() else GRAD_IDLE
     if is_grad_enabled():
         usual = not first._may_have_hidden_node and forward_grad_enabled()
         return GRAD_RECORDED if usual else NO_TABLE

@@ -42,7 +42,8 @@ class OptimizerRule(ABC):
         """Make the state of a parameter that was never stepped.
 
         Raises:
-            CaptureError: the first step is another one than those that follow.
+            CaptureError: the first step is another one than those that follow, or the state is of
+                steps with other options.
         """
 
     @abstractmethod
@@ -115,6 +116,12 @@ class _Adam(OptimizerRule):
         return (*found, "max_exp_avg_sq") if group["amsgrad"] else found
 
     def begin(self, state: dict[str, Any], parameter: Tensor, group: Group) -> None:
+        if state:  # torch ends in a KeyError there
+            missing = [name for name in self.moments(group) if state.get(name) is None]
+            raise CaptureError(
+                f"joint: the state of steps that Adam has made has no '{missing[0]}': set amsgrad "
+                "before the first step, or load a state that was made with it"
+            )
         wide = torch.get_default_dtype() is torch.float64
         state["step"] = torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32)
         for name in self.moments(group):

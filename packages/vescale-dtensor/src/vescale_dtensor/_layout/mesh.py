@@ -8,7 +8,7 @@ from itertools import product
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._errors import MeshError
-from vescale_dtensor._torch.compat import entered_mesh
+from vescale_dtensor._torch.compat import entered_mesh, keeps_rank_order
 from vescale_dtensor._torch.worlds import cached
 
 Coordinate = tuple[int, ...]
@@ -31,6 +31,16 @@ def own_coordinate(mesh: DeviceMesh) -> Coordinate:
     if coordinate is None:
         raise MeshError(f"this rank is not part of {mesh}; only its members may use its tensors")
     return tuple(coordinate)
+
+
+@cached(64)
+def is_ascending(mesh: DeviceMesh, axis: int) -> bool:
+    """Whether all groups along an axis have the mesh's order of ranks: torch sorts those it makes.
+
+    The same on every rank, also on one whose own group is sorted.
+    """
+    lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+    return keeps_rank_order(mesh) or all(line == sorted(line) for line in lines)
 
 
 def coordinates(sizes: tuple[int, ...]) -> Iterator[Coordinate]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._layout.spec import TensorMeta
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.rare_state import rare_state
 from vescale_dtensor._torch.compat import storage_identity
 
 Scatter = Callable[[DTensor], Any]
@@ -100,7 +101,7 @@ def way_back(base: DTensor, find: Callable[[], Scatter | None]) -> WayBack:
 
 def way_back_through(copy: DTensor, view: DTensor) -> WayBack | None:
     """The way back of a copied view that becomes its own view; None if it has none."""
-    way, own = copy._way_back, view._way_back
+    way, own = copy._rare.way_back, view._rare.way_back
     back = None if own is None else own.scatter()
     if way is None or back is None:
         return None
@@ -115,7 +116,7 @@ def way_back_through(copy: DTensor, view: DTensor) -> WayBack | None:
 def mark_alias(alias: DTensor, copy: DTensor) -> None:
     """Record that `alias` shares all of the memory of a copied view: its `.data`."""
     mark_copy(alias, copy)
-    alias._way_back = way_back(copy, lambda: lambda values: values)
+    rare_state(alias).way_back = way_back(copy, lambda: lambda values: values)
 
 
 def check_writable(target: Tensor, what: str) -> None:
@@ -127,9 +128,12 @@ def check_writable(target: Tensor, what: str) -> None:
     if not isinstance(target, DTensor):
         return
     if target._view_copy_of is not None:
+        address = _address(target._view_copy_of)
+        others = _still(lambda: len(live_copies.get(address, ())) > 1)
+        cure = ", or every other view of it that lives" if others else ""
         raise UnsupportedError(
             f"{what}: in place on {target!r}, a view whose layout forced a copy: the original "
-            "would not change. Write to the original, or clone() the view first."
+            f"would not change. Write to the original, or clone() the view first{cure}."
         )
     check_unshared(target._local_tensor, lambda: f"{what}: in place on {target!r}")
 

@@ -23,6 +23,7 @@ from vescale_dtensor._layout.notation import short
 from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.protocol import ShardLayout, shard_layout
 from vescale_dtensor._layout.spec import Spec, spec_of
+from vescale_dtensor._tensor.rare_state import NOTHING, RareState
 from vescale_dtensor._torch.compat import (
     any_requires_grad,
     close_memory,
@@ -48,7 +49,9 @@ class DTensor(torch.Tensor):
     _lineage: int
     # State that higher rooms keep on a wrapper; untyped, since their classes import this one. The
     # defaults are on the class, so that constructing a wrapper sets none of them.
-    # `_tensor/state.py` says when which of them is dropped.
+    # `_tensor/state.py` says when which of them is dropped. What few wrappers have is in `_rare`,
+    # which `rare_state` gives a wrapper of its own.
+    _rare: RareState = NOTHING
     # Aliases for varying uses, outputs of one autograd node: `_autograd.uses.UseAliases`.
     _use_aliases: Any = None
     # Gradient state, once this was used as a leaf: `_autograd.leaf_gradient.LeafGradient`.
@@ -63,8 +66,6 @@ class DTensor(torch.Tensor):
     _part_of: weakref.ref[DTensor] | None = None
     # Whether that was a leaf that wants gradients, or part of one: it may be gone, on this rank.
     _is_trained_part: bool = False
-    # The gradient of an activation that `retain_grad` was called on.
-    _retained_grad: Any = None
     # The last layout it was redistributed to, a
     # `_autograd.redistribution_cache.CachedRedistribution`.
     _cached_redistribution: Any = None
@@ -74,27 +75,12 @@ class DTensor(torch.Tensor):
     # On gathered values: what `.data` has handed out of them, and where it was assigned, noted for
     # whoever takes writes back to what is stored. See `_autograd/gathered.py`.
     _data_uses: list[tuple[int, Tensor | None]] | None = None
-    # The hook that stores the gradient of an activation, once `retain_grad` was called.
-    _retain_grad_hook: Any = None
     # Set where a view had to be a copy: the local tensor of its base. See
     # `_tensor/copied_views.py`.
     _view_copy_of: Tensor | None = None
-    # Of such a copy that may be written: its base, and what puts values back. See
-    # `_dispatch/written_views.py`.
-    _way_back: Any = None
-    # What stands for its memory where a rank has no address to compare: a
-    # `_ops.tensor.memory_identity.Memory`.
-    _memory: Any = None
     # Raises if a gradient arrives at the wrapper itself: a
     # `_autograd.local_use.StrayGradientGuard`.
     _stray_grad_guard: Any = None
-    # The node of the custom autograd.Function that made this; see `_autograd/function_bridge.py`.
-    _function_node: Any = None
-    # Whether a checkpoint stored this as its input and has handed it out again; see
-    # `answer_below_overrides` in `_autograd/function_bridge.py`.
-    _from_checkpoint: bool = False
-    # Whether a bridge keeps this for its hidden node; see `_released` there.
-    _holds_node: bool = False
     # Whether this was made or changed in the forward of a custom autograd.Function, after which C++
     # may have given the wrapper a node that the local tensor lacks. Not the only such tensors: see
     # `may_have_hidden_node`.

@@ -324,6 +324,11 @@ _mesh_environment: Any = getattr(
 )
 
 
+def keeps_rank_order(mesh: Any) -> bool:
+    """Whether the groups of a mesh have its order of ranks (`preserve_rank_order=`, torch 2.15)."""
+    return getattr(mesh, "_preserve_rank_order", False)
+
+
 def entered_mesh() -> Any:
     """Return the innermost mesh entered by `with mesh:`; None if there is none."""
     stack = getattr(_mesh_environment, "mesh_stack", None)

@@ -53,13 +53,19 @@ class Arena:
         last: dict[fx.Node, int] = {}
         for step, at in enumerate(order):
             last.update(dict.fromkeys([of.nodes[at], *of.nodes[at].all_input_nodes], step))
-        result = of.module.graph.output_node()
-        for node in result.all_input_nodes:
+        graph = of.module.graph
+        # Fetched anew at each run: a module's tensors may be replaced at any time.
+        self._constants = [node for node in graph.nodes if node.op == "get_attr"]
+        self._planned = dict(zip(placeholders(of.module), of.inputs, strict=True))
+        for node in self._constants:
+            if isinstance(constant(of.module, str(node.target)), Tensor):
+                (self._planned[node],) = of.results[node]
+        for node in graph.output_node().all_input_nodes:
             # What is returned is dropped by nobody.
             last.pop(node, None)
         drops: dict[int, list[fx.Node]] = {}
         for node, step in last.items():
-            # Constants belong to the module, and are fetched anew at each use.
+            # Constants belong to the module.
             if node.op != "get_attr":
                 drops.setdefault(step, []).append(node)
         self.steps = []
@@ -90,11 +96,14 @@ class Arena:
         """
         own = self.block() if block is None else self._fitting(block)
         values = self._inputs(inputs)
+        for node in self._constants:
+            values[node] = constant(self.of.module, str(node.target))
+        self._require_planned(values)
         # A block of our own is new memory, in which nothing can lie.
         if block is not None:
             _apart(block, values)
         # Once: operators choose strides by shapes and devices, which every later run has as well,
-        # as inputs are compared each time.
+        # as inputs and constants are compared each time.
         check = None if self.checked else _Check(self.of, values)
         with torch.no_grad(), _without_autocast(self.device.type):
             for step in self.steps:
@@ -107,13 +116,13 @@ class Arena:
                     # What is not in the arena is freed here; what is, by being written over.
                     values.pop(node, None)
             result = self.of.module.graph.output_node()
-            found = fx.node.map_arg(result.args[0], lambda one: self._given(one, values))
+            found = fx.node.map_arg(result.args[0], values.__getitem__)
         self.checked = True
         return found
 
     def _value(self, step: _Step, values: dict[fx.Node, Any], block: Tensor) -> Any:
         node = step.node
-        args, kwargs = fx.node.map_arg(step.given, lambda one: self._given(one, values))
+        args, kwargs = fx.node.map_arg(step.given, values.__getitem__)
         if step.place is not None:
             outs = tuple(_view(block, one, at) for one, at in step.outs)
             # By `out=`: the operator must not allocate at all, or the peak would be that of the
@@ -125,11 +134,6 @@ class Arena:
         if node.op == "call_method":
             return getattr(args[0], str(step.target))(*args[1:], **kwargs)
         return self.of.module.get_submodule(str(step.target))(*args, **kwargs)
-
-    def _given(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        if node.op == "get_attr":
-            return constant(self.of.module, str(node.target))
-        return values[node]
 
     def _fitting(self, block: Tensor) -> Tensor:
         if not isinstance(block, Tensor):
@@ -158,21 +162,29 @@ class Arena:
             flat = tree_leaves(flat)
         if len(flat) != len(nodes):
             raise MemoryPlanError(f"{len(flat)} inputs were given to a graph of {len(nodes)}.")
+        return dict(zip(nodes, flat, strict=True))
+
+    def _require_planned(self, values: Mapping[fx.Node, Any]) -> None:
+        """Refuse other inputs and constants than those of the plan, and other ties of them."""
         storages: dict[int, int] = {}
-        for node, value, planned in zip(nodes, flat, self.of.inputs, strict=True):
+        for node, planned in self._planned.items():
+            value = values[node]
             # A learning rate may change: whoever made the graph says that it decides no shape.
             free = "number" in node.meta and isinstance(value, float)
             fault = "" if free else _fault(value, planned)
             if fault:
-                raise MemoryPlanError(f"input '{node.name}' {fault}; plan again for such inputs.")
+                raise MemoryPlanError(f"{_called(node)} {fault}; plan again for such tensors.")
             if self.of.writes and isinstance(value, Tensor):
                 where = value.untyped_storage().data_ptr()
                 if where and storages.setdefault(where, planned.key) != planned.key:
                     raise MemoryPlanError(
-                        f"input '{node.name}' shares memory with another one, which it did not "
-                        "when the graph, which writes to its inputs, was planned."
+                        f"{_called(node)} shares memory with another one, which it did not when "
+                        "the graph, which writes to what it is given, was planned."
                     )
-        return dict(zip(nodes, flat, strict=True))
+
+
+def _called(node: fx.Node) -> str:
+    return f"{'constant' if node.op == 'get_attr' else 'input'} '{node.name}'"
 
 
 def _waiting(of: Traced, order: Sequence[int], offsets: Mapping[int, int]) -> set[int]:
@@ -210,7 +222,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _apart(block: Tensor, values: Mapping[fx.Node, Any]) -> None:
-    """Refuse an arena in which an input lies: it would be written over.
+    """Refuse an arena in which an input or a constant lies: it would be written over.
 
     Raises:
         MemoryPlanError: one does.
@@ -222,7 +234,7 @@ def _apart(block: Tensor, values: Mapping[fx.Node, Any]) -> None:
         sizes = zip(value.shape, value.stride(), strict=True)
         end = value.data_ptr() + value.itemsize * (1 + sum((n - 1) * step for n, step in sizes))
         if value.data_ptr() < first + block.numel() and first < end:
-            raise MemoryPlanError(f"input '{node.name}' lies in the arena that was given.")
+            raise MemoryPlanError(f"{_called(node)} lies in the arena that was given.")
 
 
 def constant(module: Any, target: str) -> Any:
@@ -271,9 +283,6 @@ class _Check:
     def __init__(self, of: Traced, values: Mapping[fx.Node, Any]) -> None:
         self.of = of
         self.where: dict[int, int] = {}  # the address of each planned storage
-        for node in of.module.graph.nodes:
-            if node.op == "get_attr":
-                self.ran(node, constant(of.module, str(node.target)))
         for node, value in values.items():
             self.ran(node, value)
 

@@ -439,17 +439,17 @@ class _Reader:
         Not what is copied before anything is sent: an all-reduce works on a copy that it makes.
         """
         seen = [self.ran.seen[node] for node in self.nodes]
+        # By the result that is waited for: of several tensors a collective makes a list.
+        sent: dict[int, int] = {}
         for at, node in enumerate(self.nodes):
+            if seen[at].communicates and node.target not in _COPIED:
+                sent |= dict.fromkeys(seen[at].made, at)
             if "wait_tensor" not in str(node.target):
                 continue
-            for given in node.all_input_nodes:
-                start = self.step.get(given)
-                if given.target in _COPIED:
-                    continue
-                if start is not None and seen[start].communicates:
-                    for key in seen[start].touched:
-                        self.users[key].add(at)
-                        seen[at].touched.add(key)
+            for start in {sent[key] for key in seen[at].touched & sent.keys()}:
+                for key in seen[start].touched:
+                    self.users[key].add(at)
+                    seen[at].touched.add(key)
 
     def _before(self) -> list[set[int]]:
         """What each operation waits for: arguments, writers, and the chains of the graph."""

@@ -24,7 +24,7 @@ _WRITTEN: Final = re.compile(r"(\d{1,99})([FBIW])(\d{1,99})", re.ASCII)
 # What torch's runtime writes beside computations: what passes, and what FSDP does. Here it follows
 # from the computations.
 _NOT_COMPUTED: Final = re.compile(
-    r"\d+(?:(?:UNSHARD|RESHARD|REDUCE_GRAD)\d*|(?:SEND|RECV)_[FB]\d+)", re.ASCII
+    r"\d+(?:(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)\d*|(?:SEND|WAIT_SEND|RECV)_[FB]\d+)", re.ASCII
 )
 # Two computations that torch runs side by side.
 _OVERLAPPED: Final = re.compile(r"\((.*)\)OVERLAP_F_B")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -35,6 +36,8 @@ from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.stored_shard import StoredShard
 from vescale_parallel._zero.told import Told
 from vescale_parallel._zero.unrecorded import unrecorded
+
+_wants = attrgetter("requires_grad")
 
 _HANDED_OUT: Final = (
     " (at each use, since p.to_local() or p.data was taken; on one rank alone take p.detach())"
@@ -450,16 +453,19 @@ class FlatBuffer:
         # In one call. What it returns is no view for autograd, which need not know: no two of them
         # share an element, and nobody else has the total.
         shards = torch.unsafe_split_with_sizes(total, sizes)
-        if len(arrived) == len(at):
-            return [shards[index] for index in at]
-        return [shards[place] if slot in arrived else None for slot, place in enumerate(at)]
+        found: list[Tensor | None] = [shards[index] for index in at]
+        if len(arrived) < len(at):
+            found = [one if slot in arrived else None for slot, one in enumerate(found)]
+        leaves = local_leaves(self.parameters)
+        if not all(map(_wants, leaves)):
+            _store_of_frozen(leaves, found)
+        return found
 
     def flush(self) -> None:
         """Reduce what `no_sync` has kept in `unreduced`, and accumulate it. Collective."""
         for parameter, total in zip(self.parameters, self.reduced(), strict=True):
             if total is not None:
-                # By a backward of its own, which runs the hooks of the parameter.
-                local_leaf(parameter).backward(total)  # type: ignore[no-untyped-call]
+                _accumulate(local_leaf(parameter), total)
 
     def shards_of(self, shard: Tensor) -> list[Tensor]:
         """For each slot what this rank owns of it, as views of a shard-sized tensor."""
@@ -474,3 +480,20 @@ class FlatBuffer:
         """The shard is other memory: nothing that was gathered is there."""
         self.full, self._gathered_at = None, None
         self.handed, self.counted = [], []
+
+
+def _store_of_frozen(leaves: Sequence[Tensor], found: list[Tensor | None]) -> None:
+    """Let leaves have what arrived before they were frozen: the backward of now leads to none."""
+    for slot, (leaf, total) in enumerate(zip(leaves, found, strict=True)):
+        if total is not None and not leaf.requires_grad:
+            found[slot] = None
+            _accumulate(leaf, total)
+
+
+def _accumulate(leaf: Tensor, total: Tensor) -> None:
+    """Add to the gradient of a leaf, by a backward of its own, which runs its hooks."""
+    is_trained = leaf.requires_grad
+    try:
+        leaf.requires_grad_(True).backward(total)  # type: ignore[no-untyped-call]
+    finally:
+        leaf.requires_grad_(is_trained)

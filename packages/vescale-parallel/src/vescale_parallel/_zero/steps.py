@@ -9,9 +9,10 @@ from typing import Any, Final, Protocol
 from torch.optim import Optimizer
 from vescale_dtensor import reduce_gradients
 
+from vescale_parallel._common.helped_steps import HelpedSteps
 from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._zero.flat_buffer import FlatBuffer
-from vescale_parallel._zero.flat_steps import FlatSteps
+from vescale_parallel._zero.flat_steps import FlatGroups
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
 from vescale_parallel._zero.unit import Unit
 
@@ -37,7 +38,7 @@ class Steps:
         # Weakly: what steps refer to is freed with the model, and not by a collection of garbage.
         self._schedule = weakref.ref(schedule)
         self._taken: dict[int, Taken] = {}
-        self._flat = FlatSteps()
+        self._flat = HelpedSteps(FlatGroups)
         # For each optimizer its parameters, and what was found for them.
         self._known: _Known = weakref.WeakKeyDictionary()
 

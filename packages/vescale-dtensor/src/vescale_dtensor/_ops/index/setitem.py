@@ -26,12 +26,25 @@ from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
+def _numbers_fill() -> bool:
+    try:
+        torch.zeros(1).expand(2)[:] = 1.0
+    except RuntimeError:
+        return False
+    return True
+
+
+# Whether `x[0] = 1` is a fill, also of elements that share memory: from torch 2.15 on. Before, it
+# is a copy, which torch refuses there.
+_NUMBERS_FILL = _numbers_fill()
+
+
 def _assign(target: Tensor, index: Any, value: Any) -> None:
     items = index if isinstance(index, tuple) else (index,)
     if isinstance(target, DTensor):
         if all(map(basic, items)) and is_part_at(value, target, index):
             return
-        if target._way_back is not None and write_through(
+        if target._rare.way_back is not None and write_through(
             torch.Tensor.__setitem__, (target, index, value), {}
         ):
             return
@@ -50,7 +63,7 @@ def _assign_view(target: DTensor, index: Any, value: Any) -> bool:
     # Views of the shards: a rank that owns none of the elements has an empty one to write.
     view = target[index]
     refuse_view_of_leaf(view)
-    if isinstance(view, DTensor):
+    if isinstance(view, DTensor) and (isinstance(value, Tensor) or not _NUMBERS_FILL):
         refuse_overlapping_copy(view)
     # A view that had to be a copy: writing to it would not reach the target.
     if not isinstance(view, DTensor) or view._view_copy_of is not None:

@@ -23,6 +23,7 @@ from vescale_dtensor._layout.placements import Shard
 from vescale_dtensor._layout.shard_geometry import owned
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.rare_state import rare_state
 from vescale_dtensor._tensor.state import local_escaped
 from vescale_dtensor._torch.compat import storage_identity
 from vescale_dtensor._torch.worlds import cached
@@ -104,7 +105,7 @@ def separate_memory(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         if isinstance(parameter, DTensor):
-            parameter._memory = Memory(is_separate=True)
+            rare_state(parameter).memory = Memory(is_separate=True)
 
 
 def memories_of(parameters: Iterable[Tensor]) -> list[object]:
@@ -113,7 +114,7 @@ def memories_of(parameters: Iterable[Tensor]) -> list[object]:
     The same on every rank, also on those that hold nothing of it. Of what `separate_memory` was
     told nothing there is None.
     """
-    return [one._memory if isinstance(one, DTensor) else None for one in parameters]
+    return [one._rare.memory if isinstance(one, DTensor) else None for one in parameters]
 
 
 def _data_ptr(name: str) -> Callable[[DTensor], Any]:
@@ -126,9 +127,9 @@ def _data_ptr(name: str) -> Callable[[DTensor], Any]:
             return getattr(self._local_tensor, name)()
         # Asked of all coordinates and not of this rank's shard, so that all ranks go by the same.
         if _some_rank_is_empty(spec.layout, tuple(spec.shape)):
-            if self._memory is None:
-                self._memory = Memory(is_separate=False)
-            return MemoryIdentity(self._memory, spec.base)
+            if self._rare.memory is None:
+                rare_state(self).memory = Memory(is_separate=False)
+            return MemoryIdentity(self._rare.memory, spec.base)
         local = self._local_tensor
         # With the spec: two shards at one address may still be parts of different global tensors.
         return MemoryIdentity((storage_identity(local), int(local.storage_offset())), spec.base)

@@ -54,15 +54,6 @@ def _is_same_size(self: Tensor, other: Tensor) -> bool:
     return self.shape == other.shape
 
 
-# State of this very tensor: its data, its graph, and whose view it is. A deep copy starts afresh.
-_OWN = """
-_local_tensor _spec _may_have_hidden_node _use_aliases _leaf_gradient _leaf_holds _grad_of _part_of
-_cached_redistribution _local_escaped _stray_grad_guard _function_node _retain_grad_hook
-_retained_grad _view_copy_of _way_back _memory _from_checkpoint _holds_node _is_trained_part
-_data_uses
-"""
-
-
 def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
     """A deep copy: data, requires_grad and being a Parameter, and the gradient if it is none."""
     known = memo.get(id(self))
@@ -73,7 +64,9 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
     result = wrap(_copied_local(self, memo), self._spec.base)
     memo[id(self)] = result
     for name, value in self.__dict__.items():
-        if name not in _OWN.split():
+        if (
+            name not in DTensor.__annotations__
+        ):  # its graph, and whose view it is: of this one alone
             setattr(result, name, copy.deepcopy(value, memo))
     if isinstance(self, torch.nn.Parameter):
         return result
@@ -101,7 +94,8 @@ def _detach_(self: DTensor) -> DTensor:
     self._local_tensor.detach_()
     # A custom Function's node is on the wrapper, if the tensor was not used yet, or shown for it.
     detach_own(self)
-    self._function_node = None
+    if self._rare.function_node is not None:
+        self._rare.function_node = None
     history_replaced(self)
     return self
 
@@ -176,7 +170,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **entries("is_same_size", _is_same_size, (torch.Tensor, torch)),
     getter("is_leaf"): lambda self: self.is_leaf,
     getter("requires_grad"): lambda self: self.requires_grad,
-    getter("retains_grad"): lambda self: self._retain_grad_hook is not None,
+    getter("retains_grad"): lambda self: self._rare.retain_grad_hook is not None,
     getter("grad_fn"): lambda self: self.grad_fn,
     # C++ drops the hooks of what a custom Function wrote to (`mark_dirty`), before `apply` returns.
     setter("_backward_hooks"): _of_wrapper(setter("_backward_hooks")),

@@ -12,6 +12,7 @@ from vescale_dtensor._dispatch.execute import refuse_view_of_leaf
 from vescale_dtensor._errors import UnsupportedError
 from vescale_dtensor._tensor.copied_views import way_back_through
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.rare_state import rare_state
 
 _VIEWS = "t transpose swapaxes swapdims squeeze unsqueeze"
 
@@ -26,7 +27,7 @@ def _in_place_view(name: str) -> Callable[..., Any]:
                 f"a leaf that requires grad is being used in an in-place operation: {name}_"
             )
         refuse_view_of_leaf(self)
-        if self._retain_grad_hook is not None:
+        if self._rare.retain_grad_hook is not None:
             raise UnsupportedError(
                 f"Tensor.{name}_ of {self!r}, which retains its gradient in the shape that it had; "
                 f"use {name}, which returns a new tensor"
@@ -36,7 +37,7 @@ def _in_place_view(name: str) -> Callable[..., Any]:
             return found
         way = way_back_through(self, found)
         _become.become_view_in_place(self, found)
-        self._way_back = way
+        rare_state(self).way_back = way
         return self
 
     return run

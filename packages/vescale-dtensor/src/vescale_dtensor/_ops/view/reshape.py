@@ -179,7 +179,7 @@ def _reshape(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
     local: Tensor = args[0]
     # The local shape: what the user asked for are extents of the global tensor.
     shape = context.local_output_shape()
-    return local.reshape(shape) if context.call.func in _MAY_COPY else _viewed(local, shape)
+    return local.reshape(shape) if context.call.func in _MAY_COPY else _viewing(shape)(local)
 
 
 def _specialized(context: LocalContext) -> Callable[..., Tensor]:
@@ -187,7 +187,7 @@ def _specialized(context: LocalContext) -> Callable[..., Tensor]:
     shape = context.local_output_shape()
     if context.call.func in _MAY_COPY:
         return lambda local, *_, **__: local.reshape(shape)
-    return lambda local, *_, **__: _viewed(local, shape)
+    return _viewing(shape)
 
 
 def _copied(context: LocalContext, args: Any, kwargs: Any) -> Tensor:
@@ -208,12 +208,16 @@ def _copy_of(local: Tensor, shape: Shape) -> Tensor:
     return result.clone(memory_format=contiguous) if same_memory(result, local) else result
 
 
-def _viewed(local: Tensor, shape: Shape) -> Tensor:
-    """A view as on one device; a copy if the local tensor has other strides, which allow none."""
-    try:
-        return local.view(shape)
-    except RuntimeError:
-        return local.reshape(shape)
+def _viewing(shape: Shape) -> Callable[..., Tensor]:
+    """Views as on one device; copies if the local tensor has other strides, which allow none."""
+
+    def viewed(local: Tensor, *_: Any, **__: Any) -> Tensor:
+        try:
+            return local.view(shape)
+        except RuntimeError:
+            return local.reshape(shape)
+
+    return viewed
 
 
 def _inferable(shape: Shape) -> bool:
