@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, kind_of, met_in
-from vescale_dtensor._capture.comparisons import Comparisons
+from vescale_dtensor._capture.comparisons import Comparisons, why_left_out
 from vescale_dtensor._capture.global_state import GlobalState
 from vescale_dtensor._capture.handed_on import check_handed_on
 from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
@@ -140,7 +140,7 @@ class Captured:
         self._resting = 0
         self._waking: frozenset[Hashable] = frozenset()
         self._made = 0
-        left_out = _left_out(self._unguarded, self._transform)
+        left_out = why_left_out(bool(self._unguarded), self._transform is not None)
         self._compared = Comparisons(self._check, self._name, self._function, left_out)
         # Whether there was a call that is not `_alone`: all ranks make the first one together,
         # whatever they make of it.
@@ -452,13 +452,6 @@ class Captured:
             raise changed_error(found, reads)
         self._changing = call.key
         return True
-
-
-def _left_out(unguarded: frozenset[str], transform: Transform | None) -> str | None:
-    """Why a function is not compared unless that is asked for, in words."""
-    if unguarded:
-        return "replays may ignore what is `unguarded`, and the function does not"
-    return None if transform is None else "a `transform` may round otherwise"
 
 
 def capture(

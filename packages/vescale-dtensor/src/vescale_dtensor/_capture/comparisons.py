@@ -25,6 +25,13 @@ NEVER = sys.maxsize
 _UNKNOWN_RANKS = "no DTensor of its first call says which ranks have to agree on comparing it"
 
 
+def why_left_out(unguarded: bool, transformed: bool) -> str | None:
+    """Why a function is not compared unless that is asked for, in words."""
+    if unguarded:
+        return "replays may ignore what is `unguarded`, and the function does not"
+    return "a `transform` may round otherwise" if transformed else None
+
+
 class Comparisons:
     """The comparisons of one captured function.
 
