@@ -1,16 +1,6 @@
 """What capture refuses: for each row of the guide's table the functions that show it."""
 
-import codecs
-import datetime
-import os
-import random
-import sys
-import threading
-import time
-import uuid
-import weakref
 from functools import partial
-from pathlib import Path
 
 import numpy
 import torch
@@ -19,12 +9,9 @@ import vescale_dtensor as vd
 import vescale_dtensor._capture
 from capture_guards import spread
 from function_cases import Gathered, Listed, Returned, one_after_the_other
-from state_keepers import KEEPERS, Keeper, keep_buffer, keep_global, keep_nonlocal, keeping
+from state_keepers import KEEPERS, keep_buffer, keep_global, keep_nonlocal, keeping
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from vescale_dtensor import Replicate
-
-codecs.register_error("refused", lambda error: ("?", error.end))
 
 
 def with_backward_hook():
@@ -48,10 +35,6 @@ class Built:
         self.make = make
 
 
-def reading(iterator):
-    return lambda x: x * next(iterator)
-
-
 def given(x, more):
     return x
 
@@ -71,16 +54,6 @@ def stepping():
     return step
 
 
-def weakly_held():
-    keeper = Keeper()
-    reference = weakref.ref(keeper)
-    KEPT.append(keeper)
-    return lambda x: x if reference() is None else x * 2
-
-
-KEPT = []
-
-
 def with_another_method(x):
     original = torch.Tensor.relu
     torch.Tensor.relu = lambda self: original(self) * 2
@@ -88,20 +61,6 @@ def with_another_method(x):
         return x.relu()
     finally:
         del torch.Tensor.relu
-
-
-def scaling():
-    weights = [nn.Parameter(spread(torch.ones(4), Replicate())) for _ in range(2)]
-    optimizers = [torch.optim.Adam([w], fused=bool(i)) for i, w in enumerate(weights)]
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step(x):
-        scaler.scale((x * weights[0] * weights[1]).sum()).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-
-    return step
 
 
 def hooked(x):
@@ -167,28 +126,17 @@ def leaving(change, new, old):
     return function
 
 
-def in_a_thread(x):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(2.0))
-    thread.start()
-    thread.join()
-    return x * found[0]
-
-
 def tagged(x):
     y = x * 2
     y.tag = 3
     return y
 
 
-CLOCK = partial(time.time)
-GENERATOR = random.Random(0)
 # In the order of the guide: the words of the error, and functions that are refused with them.
 ROWS = [
     ("reads the value of a tensor", lambda x: x.sum().item(), lambda x: x if x.sum() > 3 else -x),
     ("the text of a tensor has its values", lambda x: x * len(str(x.to_local()))),
     ("reads the value of a tensor", Built(stepping)),
-    ("some read values", Built(scaling)),
     ("replays would keep the first", hooked),
     ("registered and removed inside", unhooked),
     ("depends on values", lambda x: x[x > 0], lambda x: x.unique()),
@@ -199,31 +147,7 @@ ROWS = [
         Built(keep_buffer),
         keep_global,
     ),
-    (
-        "whose state a replay would not see",
-        reading(iter(range(9))),
-        reading(number for number in range(9)),
-        lambda x: x * len(str(GENERATOR)),
-        lambda x: x * CLOCK(),
-    ),
-    ("called by code in C", lambda x: x * len("ä".encode("ascii", "refused"))),
     ("an argument is a", partial(given, more=numpy.ones(3)), partial(given, more=iter([1]))),
-    (
-        "gives another value each time",
-        lambda x: x * time.time(),
-        lambda x: x * random.random(),
-        lambda x: x * random.randint(1, 3),
-        lambda x: x * (uuid.uuid4().int % 7),
-        lambda x: x * datetime.datetime.today().second,
-        lambda x: x * float(numpy.random.rand()),
-        lambda x: x * float(numpy.random.default_rng().random()),
-        lambda x: x * len(Path(__file__).read_text()),
-        lambda x: x * len(os.listdir(".")),
-        lambda x: x * os.system("true"),
-        lambda x: x * len(sys._getframe(1).f_locals),
-        lambda x: x * sys.getrefcount(CLOCK),
-        lambda x: x * next(iter(time.time, None)),
-    ),
     (
         "custom autograd.Function",
         lambda x: Returned.apply(x) * 2,
@@ -264,15 +188,12 @@ ROWS = [
         leaving(torch.use_deterministic_algorithms, True, False),
         leaving(torch.set_num_threads, 2, 1),
     ),
-    ("a thread is started inside", in_a_thread),
-    ("a profiler is switched on or off inside", lambda x: (sys.setprofile(None), x * 2)[1]),
     (
         "that a replay would not renew",
         lambda x: x * x.to_local()._version,
         lambda x: x * x.to_local().is_shared(),
     ),
     ("before it is initialized", Built(lambda: nn.LazyLinear(4))),
-    ("only the weak reference", Built(weakly_held)),
     ("has been replaced", with_another_method),
     ("on which the function sets", tagged),
     ("a replay makes no such tensor", retained),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import vescale_dtensor as vd
 from torch import nn
-from vescale_comm.testing import device_mesh, on_ranks, run
+from vescale_comm.testing import device_mesh, run
 from vescale_dtensor import Replicate, Shard
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -125,21 +125,3 @@ def test_a_step_that_is_decided_in_python_is_called_again(kind):
     for (eager, parameters, _), (seen, whole, _) in run(both, 4, kind, False):
         assert seen == eager
         assert all(map(torch.equal, whole, parameters))
-
-
-@on_ranks(4)
-def test_a_scaler_of_optimizers_of_both_kinds_is_refused():
-    mesh = device_mesh((2, 2), ("dp", "tp"))
-    training = Training(mesh)
-    other = nn.Parameter(torch.ones(5))
-    loop = torch.optim.Adam([other], foreach=False)
-
-    def step(x):
-        training.scaler.scale(training.plain(x)[0] * other.sum()).backward()
-        training.scaler.step(training.optimizer)
-        training.scaler.step(loop)
-        training.scaler.update()
-
-    captured = vd.capture(step)
-    with pytest.raises(vd.CaptureError, match="some read values"):
-        [captured(batch(0, mesh)) for _ in range(2)]

@@ -5,7 +5,6 @@ of its row.
 """
 
 import ast
-import time
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def test_the_guide_has_these_rows():
 
 def refusals():
     """What the code of capture says where it refuses, as it is written there."""
-    for path in sorted(Path(vescale_dtensor._capture.__file__).parent.glob("*.py")):
+    for path in sorted(Path(vescale_dtensor._capture.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             called = isinstance(node, ast.Call) and getattr(node.func, "id", "")
             words = ast.unparse(node.args[0]) if called in ("refused", "CaptureError") else ""
@@ -72,9 +71,7 @@ def test_each_row_is_refused(number):
 def test_unguarded_names_are_allowed():
     keeper = Keeper()
     captured = vd.capture(lambda x: keep_count(x, keeper), unguarded=["calls"])
-    clocked = vd.capture(lambda x: x * (time.perf_counter() > 0), unguarded=["perf_counter"])
     for _ in range(3):
         assert torch.equal(captured(spread(rows())).full_tensor(), rows() * 2)
-        assert torch.equal(clocked(spread(rows())).full_tensor(), rows())
     assert keeper.calls == 1
-    assert len(captured.programs) == len(clocked.programs) == 1
+    assert len(captured.programs) == 1

@@ -239,26 +239,6 @@ HELD = [2.0]
 
 
 @on_ranks(2)
-def test_lists_among_the_arguments_are_told_apart_where_code_asks():
-    def function(x, one, two):
-        return x * (1 + (one is two) + 2 * (one is HELD))
-
-    captured = vd.capture(function)
-    shared = [2.0]
-    for _ in range(2):
-        for one, two, factor in (
-            (shared, shared, 2),
-            ([2.0], [2.0], 1),
-            (HELD, [2.0], 3),
-            (HELD, HELD, 4),
-            (shared, shared, 2),
-        ):
-            found = captured(spread(rows()), one, two).full_tensor()
-            assert torch.equal(found, rows() * factor)
-    assert len(captured.programs) == 4
-
-
-@on_ranks(2)
 def test_lists_count_by_contents_where_no_code_asks():
     captured = vd.capture(lambda x, items: x * items[0] + HELD[0])
     for items in (HELD, [2.0], HELD, [2.0]):

@@ -154,14 +154,15 @@ def test_ranks_do_not_drift_apart():
     require_alike(one, two)
 
 
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("name", ["SGD", "AdamW, fused"])
 @on_ranks(2)
-def test_a_step_that_a_rank_leaves_out_is_told(rank: int, world_size: int, name: str):
-    for pair in twins(PP, name):
-        for seed in range(3):
-            step(pair, seed)
-        backward(pair, 3)
-        if rank:
-            pair[1].step()
-        with pytest.raises(DisagreementError, match=r"step of an optimizer.*False on rank 0; True"):
-            backward(pair, 4)
+def test_a_step_that_a_rank_leaves_out_is_told(rank: int, world_size: int, name: str, which: int):
+    pair = twins(PP, name)[which]
+    for seed in range(3):
+        step(pair, seed)
+    backward(pair, 3)
+    if rank:
+        pair[1].step()
+    with pytest.raises(DisagreementError, match=r"step of an optimizer.*False on rank 0; True"):
+        backward(pair, 4)

@@ -19,30 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, kind_of, met_in
-from vescale_dtensor._capture.comparisons import Comparisons, why_left_out
+from vescale_dtensor._capture.comparisons import Comparisons, check_of, why_left_out
 from vescale_dtensor._capture.global_state import GlobalState
-from vescale_dtensor._capture.handed_on import check_handed_on
 from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
 from vescale_dtensor._capture.module_guards import ModuleGuard
+from vescale_dtensor._capture.named_state import NamedState
 from vescale_dtensor._capture.nesting import is_alone, is_inside, run_uncompared, running_inside
-from vescale_dtensor._capture.noting import Watch, can_watch
 from vescale_dtensor._capture.outputs import drop_lineage, plan_outputs
 from vescale_dtensor._capture.outsiders import Given, Outsiders
-from vescale_dtensor._capture.own_state import changed_error, check_visible
+from vescale_dtensor._capture.own_changes import changed_error, check_seeds, own_changes
 from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.program import Parts, Program, Transform
-from vescale_dtensor._capture.reads import StateReads
 from vescale_dtensor._capture.recorder import Recorder
 from vescale_dtensor._capture.refused_alone import place_of, tell_others
-from vescale_dtensor._capture.replay_check import (
-    Check,
-    ReplayCheck,
-    SeenLayouts,
-    agreed,
-    check_of,
-    in_order,
-)
-from vescale_dtensor._capture.state_guard import StateGuard, own_changes
+from vescale_dtensor._capture.replay_check import Check, ReplayCheck, SeenLayouts, agreed, in_order
+from vescale_dtensor._capture.state_guard import StateGuard
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
@@ -50,12 +41,7 @@ from vescale_dtensor._layout.executed import all_say
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
-from vescale_dtensor._torch.compat import (
-    dispatch_modes,
-    function_modes,
-    jit_traces,
-    set_late_globals,
-)
+from vescale_dtensor._torch.compat import dispatch_modes, function_modes, jit_traces
 from vescale_dtensor._torch.transforms import in_transform
 from vescale_dtensor._torch.worlds import on_world_change
 
@@ -219,10 +205,7 @@ class Captured:
 
     @property
     def uncompared(self) -> str | None:
-        """Why replays, or a part of what they give, are not compared with the function.
-
-        None while they are, or where `check` asks for nothing.
-        """
+        """Why replays, or a part of what they give, are not compared with the function, if so."""
         own = self._of_this_rank() if self._twins else self
         return own._compared.why_not(own._programs)
 
@@ -234,11 +217,7 @@ class Captured:
             return own(*args, **kwargs)
         alone = is_alone()
         self._made += not alone
-        due = (
-            self._made >= self._compared.following
-            and not alone
-            and self._compared.is_due(self._made, self._layouts)
-        )
+        due = not alone and self._made >= self._compared.following and self._is_due()
         if self._resting and not (
             args and type(args[0]) is DTensor and args[0]._spec in self._waking
         ):
@@ -275,6 +254,9 @@ class Captured:
             return self._compared.run(program, call, locals_, self._layouts or ())
         return program.replay(call.flat, locals_)
 
+    def _is_due(self) -> bool:
+        return self._compared.is_due(self._made, self._layouts)
+
     @contextmanager
     def _noting_layouts(self) -> Iterator[None]:
         """Note on which meshes the first call works."""
@@ -306,7 +288,7 @@ class Captured:
         with self._lock:
             if self._programs and self._misses.wants_reason():
                 self._misses.explain(self._programs[0].why_not(call))
-            if can_watch() and self._misses.may_record(call.kind()):
+            if self._misses.may_record(call.kind()):
                 return self._record(call)
             self._resting, self._waking = self._misses.rest(call.kind(), self._of_kind)
         return self._run(call.args, call.kwargs)
@@ -327,8 +309,7 @@ class Captured:
 
     def _record(self, call: KeyedCall) -> Any:
         """Run the function for one call, and keep a program of it if that is sound."""
-        set_late_globals()
-        reads, given = StateReads(self._unguarded), Given(call)
+        given = Given(call)
         try:
             # Before anything runs, so that a refusal leaves no side effects.
             check_arguments(call.flat)
@@ -337,10 +318,7 @@ class Captured:
                 tell_others(error, self._place, call.flat, {})
             self._refuse(str(error))
             return self._run(call.args, call.kwargs, inside=False)
-        # All that the call begins with is remembered before the function can change any of it.
-        argument = Origin(None, "an argument", "")
-        reads.start([(self._function, None), *((value, argument) for value in met_in(call.flat))])
-        watch = Watch(reads, self._unguarded)
+        state = self._named_state(call)
         # Ranks may differ in when they record again, and comparing plain operands is collective.
         first = self._begins()
         quiet = nullcontext() if first else uncompared()
@@ -349,29 +327,26 @@ class Captured:
         try:
             with traced() as collectives, quiet, running_inside():
                 start = GlobalState(*call.key[-1])
-                recorder = Recorder(reads, watch, start, collectives, runs_on=self._runs_on)
+                recorder = Recorder(state, start, collectives, runs_on=self._runs_on)
                 for index, value in enumerate(call.flat):
                     if isinstance(value, Tensor):
                         # Before any step: `TracedGraph.node_of` asks for known nodes first, so an
                         # argument that is a tensor from outside as well is read from each call.
                         recorder.trace.add_argument(value, index)
-                # The watch is innermost, so it sees the function alone; the snapshot outermost, so
-                # that wrappers are restored whatever happens.
-                with (
-                    recorder.trace.snapshot,
-                    recorder,
-                    recorder.regions.recording(),
-                    watch.running(),
-                ):
+                # The snapshot is outermost: wrappers are restored whatever happens.
+                with recorder.trace.snapshot, recorder, recorder.regions.recording():
                     outputs = self._function(*call.args, **call.kwargs)
         except CaptureError as error:
             if self._runs_on or recorder is None:
                 raise  # one of the function's own
             tell_others(error, self._place, call.flat, recorder.layouts)
+        finally:
+            if recorder is not None:
+                recorder.stop()
         try:
             if first:  # also where it is refused: other ranks may go on comparing
                 self._layouts = in_order(recorder.layouts)
-            self._keep(call, reads, recorder, given, outputs)
+            self._keep(call, state, recorder, given, outputs)
         except CaptureError as error:
             # The function has run: its outputs are those of this call.
             if not self._runs_on:
@@ -379,6 +354,14 @@ class Captured:
             self._refuse(str(error))
             drop_lineage(outputs, call.flat)
         return outputs
+
+    def _named_state(self, call: KeyedCall) -> NamedState:
+        """What the function, and what it is given, name, as it is now."""
+        argument = Origin(None, "an argument", "")
+        given = [(value, argument) for value in met_in(call.flat)]
+        return NamedState(
+            [(self._function, Origin(None, "the function", "")), *given], self._unguarded
+        )
 
     def _refuse(self, words: str) -> None:
         """Record nothing from now on, and run the function.
@@ -394,7 +377,7 @@ class Captured:
             )
 
     def _keep(
-        self, call: KeyedCall, reads: StateReads, recorder: Recorder, given: Given, outputs: Any
+        self, call: KeyedCall, state: NamedState, recorder: Recorder, given: Given, outputs: Any
     ) -> None:
         """Make a program of a call that was recorded, if that is sound.
 
@@ -405,33 +388,30 @@ class Captured:
         # swallowed.
         modes = recorder.finish()
         drop_lineage(outputs, call.flat)
-        # After the run: what cannot be guarded matters only if code could read it.
-        check_visible(reads)
-        check_handed_on(reads)
+        check_seeds(state)
         # The caller gets what the run gave; the next call of this kind is recorded again.
-        if self._has_changes(call, reads):
+        if self._has_changes(call, state):
             return
         # May refuse, though the function has run: only now is it known what it returns.
         made, results = plan_outputs(outputs, call.flat, recorder.trace)
         recorder.trace.graph.output(tuple(results))
-        # Those that are replaced later would be called in place of these.
-        reads.name_methods({n.target for n in recorder.trace.graph.nodes if n.op == "call_method"})
+        # As it is now: what was rebuilt, and is equal, is in another place.
+        now = self._named_state(call)
         parts = Parts(
             call.key,
             recorder.trace,
             made,
-            ModuleGuard(reads.modules),
+            ModuleGuard(now.modules),
             recorder.gradients,
             modes,
-            Outsiders(reads, recorder, given),
-            # Made last: it takes what all places hold now, which is what they held before.
-            StateGuard(reads),
+            Outsiders(state.tensors, recorder.gradients, given),
+            StateGuard(now),
         )
         program = Program(parts, self._transform)
         program.uncompared = self._compared.left_out
         self._keep_programs([program, *self._programs][:MOST_PROGRAMS])
 
-    def _has_changes(self, call: KeyedCall, reads: StateReads) -> bool:
+    def _has_changes(self, call: KeyedCall, state: NamedState) -> bool:
         """Whether the function changed Python state, which a replay would not do again.
 
         What is made once (the state of an optimizer, a cache) is there before the next recording.
@@ -439,7 +419,7 @@ class Captured:
         Raises:
             CaptureError: it changed some in two recordings of the same kind of call.
         """
-        found = own_changes(reads)
+        found = own_changes(state)
         # Arguments are no places: the key has them, as they were before the call.
         if not call.is_as_it_was() or call.has_new_attributes():
             found.append(Origin(None, "an argument", ""))
@@ -449,7 +429,7 @@ class Captured:
         # Once may be an initialization; the second time in a row it is what each call does.
         if self._changing == call.key:
             self._changing = None
-            raise changed_error(found, reads)
+            raise changed_error(found, state)
         self._changing = call.key
         return True
 

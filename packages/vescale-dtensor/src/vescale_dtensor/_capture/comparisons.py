@@ -12,6 +12,7 @@ from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.program import Program
 from vescale_dtensor._capture.regions import every_node
 from vescale_dtensor._capture.replay_check import (
+    Check,
     Comparison,
     ReplayCheck,
     agreed,
@@ -23,6 +24,21 @@ from vescale_dtensor._torch.compat import in_backward
 
 NEVER = sys.maxsize
 _UNKNOWN_RANKS = "no DTensor of its first call says which ranks have to agree on comparing it"
+
+
+def check_of(said: Check | ReplayCheck) -> ReplayCheck | None:
+    """What a user has asked for.
+
+    Raises:
+        ValueError: it is none of the words.
+    """
+    if isinstance(said, ReplayCheck):
+        return said
+    if said is None or said is False:
+        return None
+    if said is True or said == "sampled":
+        return ReplayCheck(every=said is True, required=True)
+    raise ValueError(f"capture: check is True, 'sampled' or None, not {said!r}")
 
 
 def why_left_out(unguarded: bool, transformed: bool) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,9 +13,6 @@ from vescale_dtensor._capture.kinds import kind_of_class, namespace_of, slots_of
 # Immutable, and compared by value without code of the user's: exact types, no subclasses.
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Whose functions torch's compiler puts before `nn.Module.__init__` and `__setstate__` the first
-# time that it runs in a process: they call what was there, and note the module for the compiler.
-_TAGGING = "/torch/_dynamo/mutation_guard.py"
 
 
 def same(one: Any, two: Any) -> bool:
@@ -95,19 +92,7 @@ def _same_parts(kind: type, one: Any, two: Any) -> bool:
         named = tuple(one.keywords.items()), tuple(two.keywords.items())
         alike = one.func is two.func and same(one.args, two.args) and same(*named)
         return alike and _same_attributes(one, two)
-    if kind is FunctionType:
-        return _calls_before(one, two) or _calls_before(two, one)
     return kind is frozenset and bool(exactly(one) == exactly(two))
-
-
-def _calls_before(one: Any, two: Any) -> bool:
-    """Whether a function is torch's compiler's, and does what the other one does."""
-    if one.__dict__.get("_torchdynamo_disable") is True:
-        # Functions that it is not to look into, as it calls them itself.
-        return one.__dict__.get("_torchdynamo_orig_callable") is two
-    if not one.__code__.co_filename.replace("\\", "/").endswith(_TAGGING):
-        return False
-    return any(cell.cell_contents is two for cell in one.__closure__ or ())
 
 
 def _same_scalar(one: Any, two: Any) -> bool:

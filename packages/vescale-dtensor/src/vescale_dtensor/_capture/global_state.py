@@ -42,6 +42,8 @@ class GlobalState(NamedTuple):
         mesh: the one that was entered by `with mesh:`.
         half_sums: how ranks add half-precision tensors.
         attention: how ranks share attention of sharded sequences.
+        deterministic: whether only deterministic algorithms run.
+        precision: of float32 products; None where backends have been given one each.
     """
 
     grad: bool
@@ -53,6 +55,8 @@ class GlobalState(NamedTuple):
     mesh: Any
     half_sums: str
     attention: str
+    deterministic: bool
+    precision: str | None
 
 
 def global_state() -> tuple[Any, ...]:
@@ -74,6 +78,8 @@ def global_state() -> tuple[Any, ...]:
         entered_mesh(),
         half_sums_mode(),
         attention_way(),
+        torch.are_deterministic_algorithms_enabled(),
+        _matmul_precision(),
     )
 
 

@@ -1,18 +1,16 @@
-"""Methods of torch that read values into Python, and that a program calls again as they are.
+"""Methods of torch that a program calls again as they are: steps of optimizers and scalers.
 
-An optimizer that counts its steps in Python, a `GradScaler` that decides whether to step, an
-average that starts with a copy: their results follow from values, so no list of local calls stands
-for them. All that they change is theirs, so calling them again at each replay is right. It costs
-what it costs in eager mode, which is why optimizers that read nothing are recorded.
+They count in Python, read values to decide what to do, and take numbers that change (a learning
+rate): no list of local calls stands for them. All that they change is theirs, so calling them again
+at each replay is right, at what it costs in eager mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import unwrap
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,17 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from vescale_dtensor._capture.code_files import is_library_class
-from vescale_dtensor._capture.code_names import code_names
+from vescale_dtensor._capture.global_state import GlobalState, global_state
+from vescale_dtensor._capture.unsupported import user_line
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.lineage import pause
 
 Scaler: Any = torch.amp.GradScaler
-_NAMES = "Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam"
-# They compute with the number of the step in Python, in double precision.
-_COUNTING = tuple(cls for n in _NAMES.split() if (cls := getattr(torch.optim, n, None)))
-_READING = frozenset({"item", "tolist", "_get_value"})
 
 
 @dataclass(frozen=True)
@@ -59,26 +53,56 @@ def call_again(function: Callable[..., Any], *arguments: Any) -> None:
         pause.depth -= 1
 
 
-def live_call(frame: FrameType, met: Callable[[Any], bool]) -> LiveCall | None:
-    """The call that begins with this frame, if programs make it again.
+class LiveCalls:
+    """The calls of a recording that programs make again.
+
+    No mode sees a method begin. A call on tensors inside shows it: by the frames that run.
 
     Args:
-        frame: of a function that has not done anything yet.
         met: whether an object is from outside; one that the function makes is another in each call.
+
+    Attributes:
+        ended: those that have ended, with the lines of code that made them and the modes in which
+            they began.
     """
-    function = _methods()[id(frame.f_code)]
-    found = _optimizer_step(frame) if function is None else _method(frame, function)
-    return found if found is not None and all(map(met, (found.owner, *found.more))) else None
 
+    def __init__(self, met: Callable[[Any], bool]) -> None:
+        self._met = met
+        self.ended: list[tuple[LiveCall, str, GlobalState]] = []
+        # Held, so that no other frame gets the id of one. Whether it is of a live call.
+        self._judged: dict[FrameType, bool] = {}
+        self._now: tuple[FrameType, tuple[LiveCall, str, GlobalState]] | None = None
 
-def may_be_live(code: CodeType) -> bool:
-    """Whether code is that of a method which programs may make again."""
-    return id(code) in _methods()
+    def are_running(self, frames: Sequence[FrameType]) -> bool:
+        """Whether one of these frames, the innermost first, is of a live call."""
+        methods = _methods()
+        for frame in reversed(frames):
+            if id(frame.f_code) in methods and self._is_live(frame, methods):
+                return True
+        self.end()
+        return False
 
+    def _is_live(self, frame: FrameType, methods: dict[int, Any]) -> bool:
+        if frame not in self._judged:
+            function = methods[id(frame.f_code)]
+            call = _optimizer_step(frame) if function is None else _method(frame, function)
+            live = call is not None and all(map(self._met, (call.owner, *call.more)))
+            self._judged[frame] = live
+            if live and call is not None:
+                self.end()
+                self._now = frame, (call, user_line(), GlobalState(*global_state()))
+        return self._judged[frame]
 
-def is_of_scaler(code: CodeType) -> bool:
-    """Whether code is a method of a `GradScaler`, whose calls all have to be live, or none."""
-    return _methods().get(id(code)) in (Scaler.unscale_, Scaler.step, Scaler.update)
+    def end(self) -> None:
+        """No live call runs."""
+        if self._now is not None:
+            self.ended.append(self._now[1])
+        self._now = None
+
+    def forget(self) -> None:
+        """Let go of the frames, which hold all that the function made: it has ended."""
+        self.end()
+        self._judged.clear()
 
 
 def _optimizer_step(frame: FrameType) -> LiveCall | None:
@@ -89,9 +113,11 @@ def _optimizer_step(frame: FrameType) -> LiveCall | None:
         return None
     step: Any = type(owner).step
     # Not the `step` of a base class, which is called inside of this one.
-    if getattr(step, "__code__", None) is not frame.f_code or not reads_values(owner):
+    if getattr(step, "__code__", None) is not frame.f_code:
         return None
-    return LiveCall(step, owner)
+    # Gradients flow through such a step: it is one of the function's own.
+    differentiable = any(group.get("differentiable") for group in owner.param_groups)
+    return None if differentiable else LiveCall(step, owner)
 
 
 @lru_cache(maxsize=1)
@@ -111,41 +137,9 @@ def _method(frame: FrameType, function: Any) -> LiveCall | None:
         return LiveCall(function, space["self"], (space["model"],))
     if function is Scaler.update:
         return None if space["new_scale"] is not None else LiveCall(function, space["self"])
-    optimizer = space["optimizer"]
-    if space.get("args") or space.get("kwargs") or not reads_values(optimizer):
+    if space.get("args") or space.get("kwargs"):
         return None
-    return LiveCall(function, space["self"], (optimizer,))
-
-
-def reads_values(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer reads values of tensors into Python."""
-    groups = optimizer.param_groups
-    if any(group.get("differentiable") for group in groups):
-        return False  # its gradients flow through the step
-    if isinstance(optimizer, _COUNTING):
-        return not all(group.get("fused") or group.get("capturable") for group in groups)
-    cls: Any = type(optimizer)
-    return not is_library_class(cls) and _mentions_values(cls)
-
-
-@lru_cache(maxsize=256)
-def _mentions_values(cls: type) -> bool:
-    """Whether the code of a class, and what it calls in its own file, names what reads values."""
-    queue: list[Any] = [v for base in cls.__mro__ if not is_library_class(base)
-                        for v in vars(base).values()]  # fmt: skip
-    seen: set[CodeType] = set()
-    while queue:
-        function = queue.pop()
-        # Decorated functions, `step` itself among them, stand for what they call.
-        function = unwrap(function) if callable(function) else None
-        if not isinstance(function, FunctionType) or function.__code__ in seen:
-            continue
-        seen.add(function.__code__)
-        names = code_names(function.__code__)
-        if _READING & (names.globals | names.attributes):
-            return True
-        queue += [function.__globals__.get(name) for name in names.globals]
-    return False
+    return LiveCall(function, space["self"], (space["optimizer"],))
 
 
 class Kept:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.call_key import LEAVES
-from vescale_dtensor._capture.code_files import USER, is_library_class, kind_of_code
+from vescale_dtensor._capture.code_files import is_library_class, is_users
 from vescale_dtensor._capture.equality import has_attributes
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.kinds import kind_of_class
@@ -204,7 +204,7 @@ def _belongs_to_one_call(value: Any, trace: TracedGraph) -> bool:
     if kind in _CHANGING or getattr(value, "__closure__", None):
         return True
     if kind == "function":  # whose attributes and defaults can be set
-        return kind_of_code(value.__code__) == USER
+        return is_users(value.__code__)
     if kind == "builtin":  # a method of a list, say; functions are bound to their modules
         return not isinstance(value.__self__, ModuleType | type)
     if kind == "class":

@@ -9,8 +9,9 @@ and becomes a node. Collectives, shared-use nodes and random fills appear as sin
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from vescale_dtensor._autograd.function_bridge import joined_local
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._autograd.leaf_use import leaf_for_use
 from vescale_dtensor._capture.constants import Constants, is_readable
-from vescale_dtensor._capture.custom_functions import record_join
+from vescale_dtensor._capture.custom_functions import CustomCalls, record_join
 from vescale_dtensor._capture.global_state import (
     GlobalState,
     global_state,
@@ -32,10 +33,9 @@ from vescale_dtensor._capture.global_state import (
     set_autocast,
 )
 from vescale_dtensor._capture.graph import TracedGraph
-from vescale_dtensor._capture.live_calls import Kept, call_again
+from vescale_dtensor._capture.live_calls import Kept, LiveCalls, call_again
 from vescale_dtensor._capture.module_names import ModuleNames
-from vescale_dtensor._capture.noting import Watch
-from vescale_dtensor._capture.reads import StateReads
+from vescale_dtensor._capture.named_state import NamedState
 from vescale_dtensor._capture.regions import Regions
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
 from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
@@ -79,8 +79,7 @@ class Recorder(TorchFunctionMode):
     """Records what runs under it.
 
     Args:
-        reads: what code could read so far.
-        watch: of the functions that run.
+        state: what the code of the function names.
         start: the modes in which the call begins.
         collectives: those that the call has made so far.
         runs_on: whether what follows a refusal runs unrecorded; else the refusal is raised.
@@ -88,7 +87,6 @@ class Recorder(TorchFunctionMode):
     Attributes:
         trace: the graph.
         gradients: whether gradients are read, set or accumulated.
-        offsets: whether code asks where in memory tensors begin.
         failure: the words of the first refusal, in case that user code caught it. Not the error,
             whose traceback leads back here: such a cycle keeps all tensors of a refused call, and
             hooks of a checkpoint that it left, until garbage is collected.
@@ -98,8 +96,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(
         self,
-        reads: StateReads,
-        watch: Watch,
+        state: NamedState,
         start: GlobalState,
         collectives: Collectives,
         *,
@@ -107,11 +104,12 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._runs_on = runs_on
-        self.trace = TracedGraph(reads.tensors, reads.has_met)
-        self._watch = watch
-        watch.recorder = self
+        self.trace = TracedGraph(state.tensors, state.has_met)
+        # The code of the caller, by which the frames of the recording end.
+        self._root = sys._getframe(1).f_code
+        self._live = LiveCalls(state.has_met)
+        self._custom = CustomCalls(self)
         self.gradients = False
-        self.offsets = False
         self.failure: str | None = None
         self.layouts: dict[int, Layout] = {}
         self._start = start
@@ -143,11 +141,7 @@ class Recorder(TorchFunctionMode):
             return run_plainly(func, types, args, kwargs)  # nothing is recorded any more
         done = Done()
         try:
-            before = self._watch.pause()  # gradient hooks inside run at every replay, too
-            try:
-                return self._recorded(func, types, args, kwargs, done)
-            finally:
-                self._watch.resume(before)
+            return self._recorded(func, types, args, kwargs, done)
         except CaptureError as error:
             # One that the call itself raises is the function's own.
             if done.started and not done.results:
@@ -158,30 +152,35 @@ class Recorder(TorchFunctionMode):
             self.failure = self.failure or str(error)
             if not self._runs_on:
                 raise
-            self._watch.stop()
+            self._custom.stop()
         return done.results[0] if done.results else run_plainly(func, types, args, kwargs)
 
     def _recorded(
         self, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any], done: Done
     ) -> Any:
         """Run a call and record it."""
-        if self._watch.failure is not None:
-            raise CaptureError(self._watch.failure)
         if _is_looked_into() or dispatch_modes() > self.regions.modes:
             raise refused(
                 "a transform (torch.func, vmap, forward_ad), a tracer or a dispatch mode (make_fx, "
                 "FakeTensorMode) is active inside, which a replay would leave out. Call it "
                 "outside, and pass what it gives"
             )
-        if self._watch.live is not None or self._watch.finishes:
-            return done.run(func, *args, **kwargs)  # a part of one step
-        if self._watch.ended:
-            self._note_live_calls()
+        if self._is_of_one_step():
+            return done.run(func, *args, **kwargs)
         if isinstance(func, FunctionType):
             check_not_replaced(func)
         if any(map(_is_wrapper, types)):
             return self._through(func, types, args, kwargs, done)
         return self._local(func, args, kwargs, done)
+
+    def _is_of_one_step(self) -> bool:
+        """Whether a call is a part of one that programs make again; notes those that have ended."""
+        frames = _frames(self._root)
+        if self._live.are_running(frames):
+            return True
+        if self._live.ended:
+            self._note_live_calls()
+        return self._custom.see(frames)
 
     # --- calls with DTensors
 
@@ -193,7 +192,6 @@ class Recorder(TorchFunctionMode):
         # A public op may call others (a composition): only the one that the user wrote is checked.
         outermost = self._call is None
         if outermost:
-            self.offsets |= name == "storage_offset"
             check_recordable(name, args, kwargs)  # before any communication
             if name == "retain_grad" and not args[0].is_leaf:
                 raise refused(
@@ -240,13 +238,12 @@ class Recorder(TorchFunctionMode):
             return record_join(args[0], self, done.run)
         name = name_of(func)
         # Modes are sampled at each step instead; metadata is fixed by guards.
-        self.offsets |= name == "storage_offset" and not called_by_us()
         if name in _MODES or name in METADATA or (name in ASKED and called_by_us()):
             return done.run(func, *args, **kwargs)
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := done.run(func, *args, **kwargs), Tensor):
             return self._python_value(func, name, value)
-        check_text(name, self._watch.printing > 0)
+        check_text(name)
         given = tensors_within((args, kwargs))
         _require_strided(name, given)
         constant = self._constants.holds(given)
@@ -344,7 +341,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_live_calls(self) -> None:
         """Make a step of each call since the last one that replays make again."""
-        ended, self._watch.ended = self._watch.ended, []
+        ended, self._live.ended = self._live.ended, []
         for call, line, state in ended:
             # It reads gradients, whatever it does with them.
             self.gradients = True
@@ -401,6 +398,19 @@ class Recorder(TorchFunctionMode):
         node.meta["op"], node.meta["line"] = call
         node.meta["module"] = self._modules.now()
 
+    def modes(self) -> tuple[bool, Any]:
+        """The modes in which the program is at its last step: grad, and autocast."""
+        return self._grad, self._autocast
+
+    def go_back(self, modes: tuple[bool, Any]) -> None:
+        """Let the program be in these modes: the steps that have changed them are gone."""
+        self._grad, self._autocast = modes
+
+    def stop(self) -> None:
+        """Let go of the frames of the function, which has ended."""
+        self._custom.stop()
+        self._live.forget()
+
     def function_ended(self, node: fx.Node, outputs: Any, modes: GlobalState) -> None:
         """Note what a step gives that is a custom Function."""
         self._grad, self._autocast = modes.grad, modes.autocast  # its forward's own are gone
@@ -449,9 +459,10 @@ class Recorder(TorchFunctionMode):
             CaptureError: something was refused, or undone behind the recording's back.
         """
         # First, since a function that swallowed the error may have left anything behind.
-        failure = self.failure or self._watch.failure
-        if failure is not None:
-            raise CaptureError(failure)
+        if self.failure is not None:
+            raise CaptureError(self.failure)
+        self._live.end()
+        self._custom.finish()
         self._note_live_calls()
         # What changed after the last step shows here: eager would leave it so, a replay does not.
         self._surroundings.check(None, "")
@@ -469,6 +480,16 @@ class Recorder(TorchFunctionMode):
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
         return any([n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes])
+
+
+def _frames(root: CodeType) -> list[FrameType]:
+    """The frames below the mode, up to one of this code, the innermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(4)  # who called what the mode sees
+    while frame is not None and frame.f_code is not root:
+        found.append(frame)
+        frame = frame.f_back
+    return found
 
 
 def _is_looked_into() -> bool:

@@ -84,21 +84,6 @@ class ReplayCheck:
         return start + turn
 
 
-def check_of(said: Check | ReplayCheck) -> ReplayCheck | None:
-    """What a user has asked for.
-
-    Raises:
-        ValueError: it is none of the words.
-    """
-    if isinstance(said, ReplayCheck):
-        return said
-    if said is None or said is False:
-        return None
-    if said is True or said == "sampled":
-        return ReplayCheck(every=said is True, required=True)
-    raise ValueError(f"capture: check is True, 'sampled' or None, not {said!r}")
-
-
 class SeenLayouts(TorchFunctionMode):
     """Notes the meshes of the DTensors that torch functions are called with in a block."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._capture.code_files import USER, kind_of_code
+from vescale_dtensor._capture.code_files import is_users
 from vescale_dtensor._capture.unsupported import refused
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -44,7 +44,7 @@ class Done:
 
 def _replaced_in(func: Callable[..., Any], owners: Sequence[Any]) -> str | None:
     """The name of what a function of the user's has replaced in one of these, if it did."""
-    if not isinstance(func, FunctionType) or kind_of_code(func.__code__) != USER:
+    if not isinstance(func, FunctionType) or not is_users(func.__code__):
         return None
     names = (name for owner in owners for name, one in vars(owner).items() if one is func)
     return next(names, None)

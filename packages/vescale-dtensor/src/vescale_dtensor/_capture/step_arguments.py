@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from vescale_comm.nested import tensors_within
 
-from vescale_dtensor._capture.code_files import USER, kind_of_code
+from vescale_dtensor._capture.code_files import is_users
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.records import attributes_of
 from vescale_dtensor._capture.unsupported import name_of
@@ -141,7 +141,7 @@ def made_inside(
 def _rebinds(function: FunctionType) -> bool:
     """Whether a function of the user's assigns variables of the function around it."""
     code = function.__code__
-    if not code.co_freevars or kind_of_code(code) != USER:
+    if not code.co_freevars or not is_users(code):
         return False
     stored = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF"}
     return bool(stored & set(code.co_freevars))
@@ -151,7 +151,7 @@ def _parts(value: Any, kind: str) -> Iterator[Any]:
     """What an object leads to."""
     if isinstance(value, FunctionType):
         held = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
-        if kind_of_code(value.__code__) != USER:
+        if not is_users(value.__code__):
             # Decorators and wrappers of libraries: what they call is the user's.
             yield from filter(callable, held)
             return

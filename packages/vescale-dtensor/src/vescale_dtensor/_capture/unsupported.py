@@ -7,6 +7,7 @@ import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ bincount _pack_padded_sequence pack_padded_sequence histogramdd
 _METADATA = """
 size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex
 is_signed get_device is_same_size has_names dim_order
-is_set_to storage_offset dense_dim sparse_dim __len__ __hash__ result_type can_cast
+is_set_to dense_dim sparse_dim __len__ __hash__ result_type can_cast
 promote_types type broadcast_shapes is_tensor is_storage
 __dir__ is_distributed _record_function_enter_new _record_function_exit
 _cuda_isCurrentStreamCapturing
@@ -113,37 +114,29 @@ def called_by_us() -> bool:
 
 
 def called_to_print() -> bool:
-    """Whether a logger formats a message; nobody sees what a tensor's text is to be part of."""
+    """Whether `print` is given a tensor, or a logger formats a message: nobody reads the text."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith("logging")
+    if frame is None or str(frame.f_globals.get("__name__")).startswith("logging"):
+        return frame is not None
+    positions = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    line, _, column, _ = next(positions, (None, None, None, None))
+    text = linecache.getline(frame.f_code.co_filename, line or 0)
+    return text.encode()[column or 0 :].startswith(b"print(")
 
 
-def check_text(name: str, printing: bool) -> None:
+def check_text(name: str) -> None:
     """Refuse the text of a tensor, but for what is printed.
-
-    Args:
-        name: of the function that is called.
-        printing: whether `print` is known to run.
 
     Raises:
         CaptureError: the call makes a text of values, where a replay would go on with old ones.
     """
-    if name == "__repr__" and not (printing or called_to_print()):
+    if name == "__repr__" and not called_to_print():
         raise refused(
             "the text of a tensor has its values in it, where a replay would go on with old "
             "ones. Keep to tensors, print() or log the tensor itself, or do it outside"
         )
-
-
-def unsteady(title: str, name: str) -> str:
-    """Why a function that gives another value each time is refused, and what to do."""
-    return (
-        f"{title} gives another value each time, where a replay would go "
-        "on with the old one. Call it outside and pass what it gives as a tensor; or pass "
-        f"unguarded=[{name!r}] to capture, if no result depends on it"
-    )
 
 
 def refused(why: str) -> CaptureError:

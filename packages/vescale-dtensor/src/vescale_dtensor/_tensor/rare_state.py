@@ -44,7 +44,7 @@ NOTHING = RareState()
 
 
 def rare_state(tensor: Any) -> RareState:
-    """The state of a wrapper's own, to be written to; `tensor._rare` is read."""
+    """The state of this wrapper alone, to be written to; to be read it is the attribute `_rare`."""
     state: RareState = tensor._rare
     if state is NOTHING:
         state = tensor._rare = RareState()

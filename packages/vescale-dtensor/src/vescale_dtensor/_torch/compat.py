@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import placement_types
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _foreach_utils, _python_dispatch
@@ -145,14 +143,6 @@ def is_traced() -> bool:
     Cheap while no dispatch mode is active.
     """
     return bool(jit_traces()) or (dispatch_modes() > 0 and get_proxy_mode() is not None)
-
-
-def set_late_globals() -> None:
-    """Let torch set what it sets when first asked, before a recording remembers it as unset.
-
-    The class check of meshes and groups imports a class into a global at its first answer of no.
-    """
-    isinstance(None, DeviceMesh | ProcessGroup)
 
 
 def traced_graph() -> Any:

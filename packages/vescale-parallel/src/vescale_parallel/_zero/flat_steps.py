@@ -164,18 +164,12 @@ def _are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
     """Whether states have the same names, of tensors of one kind each, and equal counts."""
     if any(list(one) != list(states[0]) for one in states):
         return False
-    for name, first in states[0].items():
-        values = [one[name] for one in states]
-        if any(type(one) is not type(first) or one.dtype is not first.dtype for one in values):
-            return False
-        if not isinstance(first, DTensor):
-            if any(one.device != first.device for one in values):
-                return False
-            # In one piece: on a device each comparison would wait for it.
-            together = torch.stack(values)
-            if not bool((together == together[0]).all()):
-                return False
-    return True
+    columns = [[one[name] for one in states] for name in states[0]]
+    if any(len({(type(one), one.dtype, one.device) for one in each}) > 1 for each in columns):
+        return False
+    # In one piece: on a device each comparison would wait for it.
+    counts = [torch.stack(each) for each in columns if not isinstance(each[0], DTensor)]
+    return all(bool((one == one[0]).all()) for one in counts)
 
 
 def _flat_gradient(

@@ -1,0 +1,256 @@
+"""What the code of a captured function names is guarded, to any depth; what it does not is not.
+
+A case makes a function, a change of what it reads, and one of what it does not. Each call is
+compared with eager mode: after the first change it is recorded anew, after the second replayed.
+"""
+
+import dataclasses
+import enum
+import functools
+import types
+
+import pytest
+import torch
+import vescale_dtensor as vd
+from torch import nn
+
+FACTOR, UNREAD, NESTED, LISTED = 2.0, 0, {"deep": [{"factor": 2.0}]}, [1.0, 2.0]
+
+
+class Mode(enum.Enum):
+    DOUBLE = 2.0
+    TREBLE = 3.0
+
+
+@dataclasses.dataclass
+class Config:
+    factor: float = 2.0
+    mode: Mode = Mode.DOUBLE
+    dtype: torch.dtype = torch.float32
+    parts: list = dataclasses.field(default_factory=lambda: [2.0, {"more": {3.0}}])
+    other: int = 0
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self):
+        self.factor = 2.0
+
+
+class Model(nn.Module):
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.settings = Config(), types.SimpleNamespace(inner=Slotted())
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.0)
+        self.register_buffer("offset", torch.ones(4))
+        self.factor, self.unread = 2.0, 0
+
+    def forward(self, x):
+        x = self.drop(self.linear(x)) * self.factor * self.scale + self.offset
+        x = x * self.config.factor * self.config.mode.value * self.config.parts[0]
+        return x.to(self.config.dtype) * self.settings.inner.factor * len(self.config.parts[1])
+
+
+def helper(x):
+    return x * FACTOR
+
+
+def through_helper(x):
+    return helper(x) + NESTED["deep"][0]["factor"] * sum(LISTED)
+
+
+def with_default(x, factors=(2.0,), *, more=LISTED):
+    return x * factors[0] + more[0]
+
+
+def counted(x):
+    return x * len(LISTED)
+
+
+def doubled(model, given, output):
+    return output * 2
+
+
+def replaced(name, value):
+    return lambda model: setattr(model, name, value())
+
+
+def assign(name, value):
+    return lambda function: globals().update({name: value})
+
+
+CHANGES = {
+    "an attribute": replaced("factor", lambda: 3.0),
+    "an attribute of a class": lambda model: setattr(Model, "scale", 3.0),
+    "an attribute that hides one": replaced("scale", lambda: 5.0),
+    "a nested config": lambda model: setattr(model.config, "factor", 3.0),
+    "an enum": lambda model: setattr(model.config, "mode", Mode.TREBLE),
+    "a dtype": lambda model: setattr(model.config, "dtype", torch.float64),
+    "a list": lambda model: model.config.parts.__setitem__(0, 3.0),
+    "a set in a dict in a list": lambda model: model.config.parts[1].update(other=1),
+    "a slot": lambda model: setattr(model.settings.inner, "factor", 3.0),
+    "a whole config": replaced("config", lambda: Config(factor=7.0)),
+    "a submodule": replaced("linear", lambda: nn.Linear(4, 4)),
+    "a parameter": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 4))),
+    "a buffer": replaced("offset", lambda: torch.zeros(4)),
+    "a hook": lambda model: model.linear.register_forward_hook(doubled),
+    "a train flag": lambda model: model.drop.eval(),
+    "what a module of torch reads": lambda model: setattr(model.drop, "p", 1.0),
+    "a method": replaced("forward", lambda: lambda x: x * 2),
+}
+FUNCTIONS = {
+    "a global of a helper": (through_helper, assign("FACTOR", 3.0)),
+    "a global that is deep": (
+        through_helper,
+        lambda function: NESTED["deep"][0].update(factor=3.0),
+    ),
+    "a helper": (through_helper, assign("helper", lambda x: x * 7)),
+    "a list that grows": (counted, lambda function: LISTED.append(1.0)),
+    "a default": (with_default, lambda function: setattr(function, "__defaults__", ((5.0,),))),
+    "a default that is a list": (with_default, lambda function: LISTED.__setitem__(0, 9.0)),
+    "code": (counted, lambda function: setattr(function, "__code__", helper.__code__)),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    space = {k: globals()[k] for k in ("FACTOR", "helper")}
+    yield
+    globals().update(space)
+    Model.scale = 2.0
+    NESTED["deep"][0]["factor"], LISTED[:] = 2.0, [1.0, 2.0]
+
+
+def copied(function):
+    """A function of its own, so that changes of it are of one case."""
+    made = types.FunctionType(function.__code__, globals(), argdefs=function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def check(function, change, target, unread=lambda target: None):
+    captured, x = vd.capture(function), torch.ones(2, 4)
+
+    def same():
+        assert torch.equal(captured(x), function(x))
+
+    same(), same()
+    assert (len(captured.programs), captured.replays) == (1, 1)
+    unread(target), same()
+    assert (len(captured.programs), captured.replays) == (1, 2)
+    change(target), same()
+    assert (len(captured.programs), captured.replays) == (2, 2)
+    same()
+    assert captured.replays == 3
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_a_model_names(name):
+    def unread(model):
+        model.unread = model.step = 1
+
+    torch.manual_seed(0)
+    model = Model()
+    check(model, CHANGES[name], model, unread)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_change_of_what_a_function_names(name):
+    function, change = FUNCTIONS[name]
+    function = copied(function)
+    check(function, change, function, assign("UNREAD", UNREAD + 1))
+
+
+def test_closures_partials_and_objects():
+    factor, config = 2.0, Config()
+
+    def function(x):
+        return x * factor * config.factor
+
+    def other(_):
+        nonlocal factor
+        factor = 3.0
+
+    check(function, other, None)
+    check(functools.partial(function), lambda _: setattr(config, "factor", 5.0), None)
+
+
+def test_what_is_equal_is_no_change():
+    model = Model()
+
+    def equal(model):
+        model.factor = float("2.0")
+        model.config.mode = Mode(2.0)
+
+    check(model, CHANGES["an attribute"], model, equal)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_learning_rate_is_read_at_each_replay(kind):
+    found = []
+    for wrap in (lambda step: step, vd.capture):
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = kind([weight], lr=0.1)
+
+        def step(x, weight=weight, optimizer=optimizer):
+            optimizer.zero_grad()
+            (x * weight).square().sum().backward()
+            optimizer.step()
+
+        function = wrap(step)
+        for number in range(8):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            function(torch.ones(4))
+            found.append(weight.detach().clone())
+    assert all(map(torch.equal, found[:8], found[8:]))
+    assert function.replays >= 4
+
+
+class Writing(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.log, self.aux, self.write = [], None, write
+
+    def forward(self, x):
+        y = x * 2
+        self.write(self, y)
+        return y
+
+
+def to_attribute(model, y):
+    model.aux = y
+
+
+def to_list(model, y):
+    model.log.append(y)
+
+
+def to_global(model, y):
+    global UNREAD
+    UNREAD += 1
+
+
+@pytest.mark.parametrize("write", [to_attribute, to_list, to_global], ids=lambda one: one.__name__)
+def test_a_write_is_refused_with_its_line(write):
+    captured = vd.capture(Writing(write))
+    captured(torch.ones(4))
+    with pytest.raises(vd.CaptureError, match=rf"in call after call[\s\S]*{__file__}:\d+"):
+        captured(torch.ones(4))
+
+
+def test_what_is_outside_of_the_contract_is_recorded():
+    import random
+    import time
+
+    numbers, generator = iter(range(9)), random.Random(0)
+
+    def function(x):
+        return x * (next(numbers) + 1) * (time.time() > 0) + 0 * generator.random()
+
+    captured = vd.capture(function)
+    assert torch.equal(captured(torch.ones(4)), torch.ones(4))
+    assert torch.equal(captured(torch.ones(4)), torch.ones(4))
+    assert captured.replays == 1
