@@ -32,7 +32,7 @@ from vescale_dtensor._autograd.kept_gradient import (
     release_kept_gradient,
 )
 from vescale_dtensor._autograd.leaf_gradient import PendingGradient
-from vescale_dtensor._capture import Captured, Program, capture, checkpoint
+from vescale_dtensor._capture import Captured, Program, ReplayCheck, capture, checkpoint
 from vescale_dtensor._errors import (
     CaptureError,
     DisagreementError,
@@ -96,6 +96,7 @@ __all__ = [
     "Placement",
     "Program",
     "RaggedShard",
+    "ReplayCheck",
     "Replicate",
     "Shard",
     "StoredSlice",

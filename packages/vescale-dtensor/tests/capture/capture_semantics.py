@@ -9,7 +9,7 @@ from vescale_comm.testing import device_mesh
 from vescale_dtensor import Replicate, Shard
 
 
-def eager(function):
+def eager(function, **how):
     return function
 
 
@@ -72,8 +72,8 @@ def check(rank, world_size, case):
     torch.manual_seed(0)
     made = []
 
-    def captured(function):
-        made.append(vd.capture(function))
+    def captured(function, **how):
+        made.append(vd.capture(function, **how))
         return made[-1]
 
     found = case(captured)

@@ -121,7 +121,8 @@ def explained(model: nn.Module, units: dict[str, CapturedUnit]) -> None:
     (refused,) = [line for line in lines if line[:2] == ["(the", "model)"] and len(line) > 6]
     assert " ".join(refused).endswith(" ".join((units[""].refusal or "").split()))
     (replayed,) = [line for line in lines if line[:1] == ["blocks.0"]]
-    assert replayed == ["blocks.0", str(units["blocks.0"].programs), str(units["blocks.0"].replays)]
+    one = units["blocks.0"]
+    assert replayed == ["blocks.0", *map(str, (one.programs, one.replays, one.compared))]
 
 
 @pytest.mark.parametrize("how", ["item", "checkpoint", "hook"])

@@ -356,6 +356,12 @@ class LeafGradient:
         self._retype()
         self.hook_accumulation()
 
+    def restore(self, is_reduced: bool, assigned: tuple[int, ...] | None) -> None:
+        """Note that `.grad` is again what it was at an earlier moment."""
+        self.is_reduced, self.assigned = is_reduced, assigned
+        self._retype()
+        self.hook_accumulation()  # what ran in between may have used it up
+
     def hook_accumulation(self) -> None:
         """Register what has to happen to a total before torch adds to it."""
         local = self.local

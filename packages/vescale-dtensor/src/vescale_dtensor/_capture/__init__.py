@@ -15,8 +15,9 @@ How it works, in the order in which it happens:
 - `graph` is the graph as it grows, and where its arguments come from; `outputs` how to return;
   `passes` removes what is not needed, `fx_compile` makes Python of it.
 - `program` is the finished program: its guards (`free_tensors`, `module_guards`, `state_guard`,
-  `leaf_uses`) and its replay. `listing` prints it, `replay_check` compares its results with those
-  of the function itself.
+  `leaf_uses`) and its replay. `listing` prints it.
+- `comparisons` decides which replays are compared with the function; `replay_check` compares one:
+  `changed_state` is what both write to, `histories` are their autograd graphs and gradients.
 
 What the guards promise: what code names is compared at each call, and all else counts as constant.
 What the recording itself changed (`own_changes`) is found by comparing with what was there before,
@@ -26,5 +27,6 @@ and such a recording is not kept.
 from vescale_dtensor._capture.capture import Captured, capture
 from vescale_dtensor._capture.program import Program
 from vescale_dtensor._capture.regions import checkpoint
+from vescale_dtensor._capture.replay_check import ReplayCheck
 
-__all__ = ["Captured", "Program", "capture", "checkpoint"]
+__all__ = ["Captured", "Program", "ReplayCheck", "capture", "checkpoint"]

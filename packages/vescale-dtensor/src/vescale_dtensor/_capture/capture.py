@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
 from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, kind_of, met_in
+from vescale_dtensor._capture.comparisons import Comparisons, check_of, why_left_out
 from vescale_dtensor._capture.global_state import GlobalState
-from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses, is_sampled
+from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
 from vescale_dtensor._capture.module_guards import ModuleGuard
 from vescale_dtensor._capture.named_state import NamedState
 from vescale_dtensor._capture.nesting import is_alone, is_inside, run_uncompared, running_inside
@@ -31,7 +32,7 @@ from vescale_dtensor._capture.places import Origin
 from vescale_dtensor._capture.program import Parts, Program, Transform
 from vescale_dtensor._capture.recorder import Recorder
 from vescale_dtensor._capture.refused_alone import place_of, tell_others
-from vescale_dtensor._capture.replay_check import SeenLayouts, agreed, compared, in_order
+from vescale_dtensor._capture.replay_check import Check, ReplayCheck, SeenLayouts, agreed, in_order
 from vescale_dtensor._capture.state_guard import StateGuard
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
@@ -44,7 +45,6 @@ from vescale_dtensor._torch.compat import dispatch_modes, function_modes, jit_tr
 from vescale_dtensor._torch.transforms import in_transform
 from vescale_dtensor._torch.worlds import on_world_change
 
-Check = bool | Literal["sampled"]
 Refused = Literal["raise", "run"]
 is_compiling = torch.compiler.is_compiling
 
@@ -52,6 +52,8 @@ _making = Lock()
 _MAIN = main_thread().ident
 # As many programs are asked one after the other; of more, those for a call are looked up.
 _FEW = 4
+# What `capture` does unless told otherwise.
+_SAMPLED = ReplayCheck()
 
 # Every captured function: what was recorded by rules that have changed since is recorded anew.
 # Weak: a captured function lives as long as its user wants it.
@@ -87,7 +89,7 @@ class Captured:
     def __init__(
         self,
         function: Callable[..., Any],
-        check: Check,
+        check: ReplayCheck | None,
         transform: Transform | None,
         unguarded: frozenset[str],
         refused: Refused,
@@ -96,8 +98,7 @@ class Captured:
         self._function, self._mesh = function, mesh
         self._refusal: str | None = None
         self._runs_on = refused == "run"
-        self._check = check
-        self._transform = transform
+        self._check, self._transform, self._unguarded = check, transform, unguarded
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._place = place_of(function, self._name)
         _numbers[self._place] += 1
@@ -107,7 +108,6 @@ class Captured:
         # For ranks of a simulation, which are threads of one process and may share this function:
         # each has one of its own. Else one rank would hold the lock that another one waits for.
         self._twins: WeakKeyDictionary[Any, Captured] = WeakKeyDictionary()
-        self._unguarded = unguarded
         # The key of the last call in whose recording the function changed Python state.
         self._changing: tuple[Any, ...] | None = None
         # Re-entrant: a function that runs unrecorded may call its captured self.
@@ -125,7 +125,9 @@ class Captured:
         # one of these layouts of the first argument.
         self._resting = 0
         self._waking: frozenset[Hashable] = frozenset()
-        self._made = self._calls = 0
+        self._made = 0
+        left_out = why_left_out(bool(self._unguarded), self._transform is not None)
+        self._compared = Comparisons(self._check, self._name, self._function, left_out)
         # Whether there was a call that is not `_alone`: all ranks make the first one together,
         # whatever they make of it.
         self._started = False
@@ -196,21 +198,33 @@ class Captured:
         """How many calls were replayed."""
         return (self._of_this_rank() if self._twins else self)._misses.replays
 
+    @property
+    def comparisons(self) -> int:
+        """How many of these were compared with the function, which ran as well."""
+        return (self._of_this_rank() if self._twins else self)._compared.count
+
+    @property
+    def uncompared(self) -> str | None:
+        """Why replays, or a part of what they give, are not compared with the function, if so."""
+        own = self._of_this_rank() if self._twins else self
+        return own._compared.why_not(own._programs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the program for this call; record it first if there is none."""
         if is_inside() or is_compiling() or self._is_eager:
             return self._function(*args, **kwargs)
+        if self._check is not None and (own := self._of_this_rank()) is not self:
+            return own(*args, **kwargs)
+        alone = is_alone()
+        self._made += not alone
+        due = not alone and self._made >= self._compared.following and self._is_due()
         if self._resting and not (
             args and type(args[0]) is DTensor and args[0]._spec in self._waking
         ):
             self._resting -= 1
-            self._made += not is_alone()
+            if due:
+                agreed(self._layouts, False)
             return self._run(args, kwargs)
-        if self._check and (own := self._of_this_rank()) is not self:
-            return own(*args, **kwargs)
-        alone = is_alone()
-        self._made += not alone
-        due = self._check and not alone and self._is_due()
         if observers or dispatch_modes() or jit_traces() or function_modes() or in_transform():
             if due:
                 agreed(self._layouts, False)
@@ -236,25 +250,16 @@ class Captured:
         self._misses.replays += 1
         if program is not self._programs[0]:
             self._use_first(program)
-        # Ranks may differ in whether they have a program, and the function communicates.
-        if due and agreed(self._layouts, True):
-            with running_inside():
-                return compared(self._function, program, call, self._layouts or ())
+        if due:
+            return self._compared.run(program, call, locals_, self._layouts or ())
         return program.replay(call.flat, locals_)
 
     def _is_due(self) -> bool:
-        """Count a call; whether replays of it are compared. All ranks count the same calls."""
-        self._calls += 1
-        if self._layouts is None:  # the first call, which is recorded or run
-            return False
-        return self._check is True or is_sampled(self._calls)
+        return self._compared.is_due(self._made, self._layouts)
 
     @contextmanager
     def _noting_layouts(self) -> Iterator[None]:
-        """Note on which meshes the first call works, if it matters."""
-        if not self._check:
-            yield
-            return
+        """Note on which meshes the first call works."""
         with SeenLayouts() as seen:
             yield
         self._layouts = in_order(seen.found)
@@ -285,8 +290,7 @@ class Captured:
                 self._misses.explain(self._programs[0].why_not(call))
             if self._misses.may_record(call.kind()):
                 return self._record(call)
-            if not self._check:  # where ranks vote at calls that all of them count
-                self._resting, self._waking = self._misses.rest(call.kind(), self._of_kind)
+            self._resting, self._waking = self._misses.rest(call.kind(), self._of_kind)
         return self._run(call.args, call.kwargs)
 
     def _begins(self) -> bool:
@@ -404,6 +408,7 @@ class Captured:
             StateGuard(now),
         )
         program = Program(parts, self._transform)
+        program.uncompared = self._compared.left_out
         self._keep_programs([program, *self._programs][:MOST_PROGRAMS])
 
     def _has_changes(self, call: KeyedCall, state: NamedState) -> bool:
@@ -432,7 +437,7 @@ class Captured:
 def capture(
     function: Callable[..., Any],
     *,
-    check: Check = False,
+    check: Check | ReplayCheck = _SAMPLED,
     transform: Transform | None = None,
     unguarded: Iterable[str] = (),
     refused: Refused = "raise",
@@ -457,9 +462,12 @@ def capture(
 
     Args:
         function: a function, or an `nn.Module` (its hooks are recorded with it).
-        check: run the function beside each replay and compare everything: slow, for finding state
-            that guards do not see. "sampled" does so in the second, third, fourth, eighth, … call,
-            and from the 1,024th on in every 1,024th: less than 0.2 % of the time of a long run.
+        check: which replays are compared with the function, which then runs as well: state that
+            guards do not see is constant, and what changes is noticed there. By default calls 2, 4,
+            8, … 1,024, and then every 1,024th: outputs, their autograd graph, what was written,
+            generators. What cannot run twice is left uncompared, as `Captured.uncompared` and
+            `Program.explain` say; with "sampled" it is an error. True compares every call, None
+            none.
         transform: called with the `torch.fx.GraphModule` of each new program; what it returns runs
             in its place (`torch.compile`, say).
         unguarded: names of attributes, globals, closure variables and functions that replays may
@@ -476,14 +484,14 @@ def capture(
         A callable of the same arguments and results; see `Captured`.
 
     Raises:
-        ValueError: `refused` is something else.
+        ValueError: `refused` or `check` is something else.
         CaptureError: when recording, with the line of code, if values of tensors reach Python or
-            decide shapes, or if the function changes Python state in call after call; with `check`,
-            if a replay differs.
+            decide shapes, or if the function changes Python state in call after call; on every
+            rank, if a replay that is compared differs from the function.
 
     Under `explain()` and `strict()`, which want to see every op, the function itself runs.
     """
     if refused not in ("raise", "run"):
         raise ValueError(f"capture: refused is 'raise' or 'run', not {refused!r}")
     names = frozenset(unguarded)
-    return Captured(function, check, transform, names, refused, mesh)
+    return Captured(function, check_of(check), transform, names, refused, mesh)

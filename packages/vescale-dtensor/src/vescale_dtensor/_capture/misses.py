@@ -37,13 +37,6 @@ _MOST_REASONS = 256
 # many of these in a row it takes at most until calls rest.
 _WORTH, _MOST_WORTH = 1, 32
 _SHORTEST_REST, _RESTS = 8, 17
-# When "sampled" compares: early calls, since mistakes of the guards show at once, then rarely.
-_EARLY, _RARELY = 3, 1024
-
-
-def is_sampled(calls: int) -> bool:
-    """Whether a call of this number is one of those that `check="sampled"` compares."""
-    return calls == _EARLY or calls & (min(calls, _RARELY) - 1) == 0
 
 
 class Misses:

@@ -68,6 +68,9 @@ class Program:
         free: the tensors from outside.
         live: the calls that it makes again as they are, see `live_calls`.
         applies: whether it gives DTensors to custom autograd.Functions.
+        carries_history: whether it gives an argument that it writes to an autograd history.
+        uncompared: why its replays are not compared with the function, in words; None if they are,
+            or nobody has asked for it.
     """
 
     def __init__(self, parts: Parts, transform: Transform | None) -> None:
@@ -86,6 +89,8 @@ class Program:
         self.free = FreeTensors(free, parts.gradients, trace.dropped_gradients)
         # Asked now, while the trace knows the tensors: by version, so whatever wrote to them.
         self._written = [trace.sources[n] for n in inputs if trace.was_written(n)]
+        self.carries_history = any([trace.has_new_history(n) for n in inputs])
+        self.uncompared: str | None = None
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._state = parts.modes, parts.state
         self.live = [n.meta["live"] for n in self.graph.nodes if "live" in n.meta]
@@ -101,7 +106,9 @@ class Program:
 
     def explain(self) -> str:
         """A listing: each step, its result's layout, the op it came from, bytes sent."""
-        return listing(self.graph)
+        why = self.uncompared
+        note = "" if why is None else f"\nnot compared with the function: {why}"
+        return listing(self.graph) + note
 
     def __repr__(self) -> str:
         return f"Program({len(self.graph.nodes)} nodes, {len(self.sources)} arguments)"
@@ -201,6 +208,12 @@ class Program:
     def differentiates(self) -> bool:
         """Whether a backward runs inside."""
         return any(map(differentiates, self.graph.nodes))
+
+    @cached_property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that steps draw from, but for the default ones."""
+        held = [value for module in self._module.modules() for value in vars(module).values()]
+        return [value for value in held if isinstance(value, torch.Generator)]
 
     def written(self, flat: list[Any]) -> list[Any]:
         """The tensors from outside that the program writes to."""

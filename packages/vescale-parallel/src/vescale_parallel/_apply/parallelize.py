@@ -1,7 +1,7 @@
 """`parallelize(model, mesh, plan)`: the same model object, distributed over a mesh."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +56,7 @@ def parallelize(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     static: bool = False,
+    check: bool | Literal["sampled"] | None = "sampled",
     inputs: Any = None,
 ) -> nn.Module:
     """Distribute a model over a mesh, in place, and return it.
@@ -82,6 +83,10 @@ def parallelize(
             of eager mode bit for bit: of each unit of `zero`, or of the model; where that cannot be
             recorded, of its repeated blocks; in stages, of the blocks of each. What cannot be
             recorded runs eagerly; `captured_units` says what does, and why.
+        check: which replays of `static` (or `torch.compile`) are compared with the forward, run as
+            well: outputs, and the gradients that backward gives. "sampled": of each unit calls 2,
+            4, 8, ... 1,024, and then every 1,024th, one unit after the other; True: all; None:
+            none. A difference is a `CaptureError` on every rank.
         inputs: for stages, what a call of the model is given: arguments by name, a tuple, or a
             tensor. It is called without values, and what lies around its blocks is placed in the
             order of use. None: its `dummy_inputs`; without those, the order of registration.
@@ -98,7 +103,7 @@ def parallelize(
         plan = Plan.data_parallel(model, mesh, memory=device_memory(mesh.device_type))
     # First of all: they are found by the parameter objects that are about to be replaced.
     optimizers = optimizers_of(model)
-    options = {"bucket_bytes": bucket_bytes, "static": static}
+    options = {"bucket_bytes": bucket_bytes, "static": static, "check": check}
     report = preflight(model, mesh, plan, options, optimizers, inputs)
     where = _placements(mesh, report)
     _distribute_parameters(model, where, report, optimizers)
@@ -115,12 +120,12 @@ def parallelize(
     if isinstance(where, StagePlacements):
         scene = install_stages(model, here, mesh, where, plan.prefetch)
     if scene is None:
-        _install_whole_forwards(model, static)
+        _install_whole_forwards(model, static, check)
     # Around what is captured: a recomputation then replays it, too.
     _install_checkpoint(model, where.mesh, here)
     if static and scene is not None:
         # And here within: of results that are kept, no program is replayed while they are noted.
-        capture_stages(scene)
+        capture_stages(scene, check)
     install_steps(model, here, mesh, scene)
     _install_ends(model, within)
     set_gradient_reducer(list(model.parameters()), BucketedReducer(bucket_bytes), owned=True)
@@ -129,12 +134,12 @@ def parallelize(
     return model
 
 
-def _install_whole_forwards(model: nn.Module, static: bool) -> None:
+def _install_whole_forwards(model: nn.Module, static: bool, check: bool | str | None) -> None:
     """Let forwards be captured, or found by `torch.compile`."""
     if static:
-        install_static(model)
+        install_static(model, check)
     else:
-        install_compile_entries(model)
+        install_compile_entries(model, check)
 
 
 def _placements(mesh: DeviceMesh, report: Report) -> StoredPlacements | StagePlacements:

@@ -158,13 +158,18 @@ def _absent(split: Split, rank: int) -> set[str]:
     return held_elsewhere & set(split.stem)
 
 
-def capture_stages(scene: Scene) -> None:
-    """Let the blocks of this rank's stages be captured once and replayed."""
+def capture_stages(scene: Scene, check: bool | str | None) -> None:
+    """Let the blocks of this rank's stages be captured once and replayed.
+
+    Args:
+        scene: of the model.
+        check: which replays are compared with the blocks, see `parallelize`.
+    """
     held: Any = scene.held
     # With `zero` nothing is held beside its units, which swap by hooks.
     holder = held if isinstance(held, HeldParameters) else getattr(scene.model, SCHEDULE)
     units: list[Unit] = holder.units
-    install_static_blocks(scene.model, scene.own_blocks, units, scene.mesh)
+    install_static_blocks(scene.model, scene.own_blocks, units, scene.mesh, check)
 
 
 def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene | None) -> None:

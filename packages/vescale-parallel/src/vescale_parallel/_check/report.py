@@ -273,17 +273,19 @@ def _boundaries(rows: Sequence[BoundaryRow]) -> str:
 
 
 def _captured(units: Sequence[CapturedUnit]) -> str:
-    header = ["captured unit", "programs", "replays", "runs eagerly, because"]
+    why = "runs eagerly, or is not compared, because"
+    header = ["captured unit", "programs", "replays", "compared", why]
     rows = [
         (
             one.name or "(the model)",
             one.programs,
             one.replays,
-            " ".join((one.refusal or "").split()),
+            one.compared,
+            " ".join((one.refusal or one.uncompared or "").split()),
         )
         for one in units
     ]
-    return table(header, rows, right=["programs", "replays"])
+    return table(header, rows, right=["programs", "replays", "compared"])
 
 
 def _buffers(rows: Sequence[tuple[str, torch.dtype]]) -> str:

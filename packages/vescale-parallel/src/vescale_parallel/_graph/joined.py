@@ -63,7 +63,7 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
     # The root's comes first, though it may have nothing.
     stored = [StoredUnit(unit) for unit in units if unit.held]
     try:
-        whole = joint_stored(capture(function), args, kwargs, stored)
+        whole = joint_stored(capture(function, check=None), args, kwargs, stored)
     finally:
         for one in stored:
             one.let_go()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from vescale_dtensor import untraced
+from vescale_dtensor import ReplayCheck, untraced
 
 from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._static.forward import StaticForward, static_forward
@@ -44,6 +44,7 @@ class CompileEntry(Unpickled):
         module: it.
         forward: what it computes by: the module's own, or a `StaticForward`.
         captures: whether this module's forward may be captured; else it just runs.
+        check: which replays are compared with the forward, once it is captured; None: none.
         together: entries that are captured when this one is: those of the model's blocks.
     """
 
@@ -54,11 +55,13 @@ class CompileEntry(Unpickled):
         forward: Callable[..., Any],
         units: Sequence[Unit],
         captures: bool,
+        check: ReplayCheck | None,
     ) -> None:
         # First, as it brings attributes along. So that who looks at its signature sees the model's.
         update_wrapper(self, forward)
         self.name, self.module, self.forward = name, module, forward
         self.captures, self.together = captures, tuple[CompileEntry, ...]()
+        self.check = check
         self._units, self._told = tuple(units), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +85,8 @@ class CompileEntry(Unpickled):
         """Capture the forward, if it may be and has not been yet."""
         if not self.captures or isinstance(self.forward, StaticForward):
             return
-        self.forward = static_forward(self.name, self.module, self.forward, self._units)
+        how = self.check
+        self.forward = static_forward(self.name, self.module, self.forward, self._units, check=how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompileEntry:
         """That of a copied module."""
@@ -90,6 +94,6 @@ class CompileEntry(Unpickled):
         memo[id(self)] = made  # first: its module and its units lead back here
         module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
-        CompileEntry.__init__(made, self.name, module, forward, units, self.captures)
+        CompileEntry.__init__(made, self.name, module, forward, units, self.captures, self.check)
         made.together = deepcopy(self.together, memo)
         return made

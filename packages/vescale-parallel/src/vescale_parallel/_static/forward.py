@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import Captured, capture, untraced
+from vescale_dtensor import Captured, ReplayCheck, capture, untraced
 
 from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._zero.saved import is_checkpointed_now
 from vescale_parallel._zero.unit import Held, Places, Unit
 from vescale_parallel._zero.unit import put_all as _put_all
 
@@ -28,6 +29,7 @@ class StaticForward(Unpickled):
         module: it.
         forward: what it computes by.
         mesh: whose ranks call it; None: all ranks do.
+        check: which replays are compared with the forward itself; None: none.
         paused: why it runs as it is for now, as where hooks within it have to be called; "" where
             it does not.
     """
@@ -40,11 +42,13 @@ class StaticForward(Unpickled):
         units: Sequence[Unit],
         mesh: DeviceMesh | None = None,
         *,
+        check: ReplayCheck | None = None,
         hooks: int | None = None,
     ) -> None:
         # First, as it brings attributes along. So that who looks at its signature sees the model's.
         update_wrapper(self, forward)
         self.name, self.module, self.forward, self.mesh = name, module, forward, mesh
+        self.check = check
         self.paused: Callable[[], str] = _never
         self._units = tuple(units)
         self._hooks = _count_hooks(module) if hooks is None else hooks
@@ -95,7 +99,7 @@ class StaticForward(Unpickled):
     def captured(self) -> Captured:
         """The forward, captured; what cannot be recorded runs as in eager mode."""
         function = _with_parameters(self.name, self.module, self.forward, self._parts)
-        return capture(function, refused="run", mesh=self.mesh)
+        return capture(function, refused="run", mesh=self.mesh, check=self.check)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticForward:
         """The forward of a copied module, with no programs yet."""
@@ -104,7 +108,7 @@ class StaticForward(Unpickled):
         module, units = deepcopy(self.module, memo), deepcopy(self._units, memo)
         forward = deepcopy(self.forward, memo)  # a method is bound to the copy
         # The copied module may have no hooks yet, nor an attribute for them.
-        how: Any = {"hooks": self._hooks}
+        how: Any = {"check": self.check, "hooks": self._hooks}
         StaticForward.__init__(made, self.name, module, forward, units, self.mesh, **how)
         return made
 
@@ -143,10 +147,11 @@ class StaticForward(Unpickled):
 
     def _run(self, lent: Sequence[Unit], given: list[Any], args: Any, kwargs: Any) -> Any:
         # A replay does not run the modules, so units that are freed by what their modules do have
-        # to be told whether they did.
-        before = self.captured.replays
-        outputs = self.captured(*given, *args, **kwargs)
-        if self.captured.replays == before:
+        # to be told whether they did; and they do where it is compared with them.
+        captured = self.captured
+        before = captured.replays - captured.comparisons
+        outputs = captured(*given, *args, **kwargs)
+        if captured.replays - captured.comparisons == before:
             for unit in lent:
                 unit.ran_modules = True
         return outputs
@@ -158,14 +163,34 @@ def static_forward(
     forward: Callable[..., Any],
     units: Sequence[Unit],
     mesh: DeviceMesh | None = None,
+    *,
+    check: ReplayCheck | None = None,
 ) -> StaticForward:
     """Return the static form of a module's forward, which the module's unit of ZeRO knows."""
-    made = StaticForward(name, module, forward, units, mesh)
+    made = StaticForward(name, module, forward, units, mesh, check=check)
     for unit in units:
         # The unit asks its forward whether gathered parameters may be lent to it.
         if unit.name == name:
             unit.forward = made
     return made
+
+
+def unit_check(said: bool | str | None, turn: int) -> ReplayCheck | None:
+    """How replays of one of several units are compared: also what their backward gives.
+
+    Args:
+        said: "sampled", True for every call, or None.
+        turn: its place among the units, which are compared one after the other.
+    """
+    if not said:
+        return None
+    return ReplayCheck(every=said is True, turn=turn, gradients=_backward_comes_once)
+
+
+def _backward_comes_once() -> bool:
+    # A checkpoint around the unit computes again what backward asks for: there is a graph of its
+    # own then, and saved tensors are counted.
+    return not is_checkpointed_now()
 
 
 def _with_parameters(

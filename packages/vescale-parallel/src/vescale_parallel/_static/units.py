@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._static.entry import CompileEntry
-from vescale_parallel._static.forward import StaticForward, static_forward
+from vescale_parallel._static.forward import StaticForward, static_forward, unit_check
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT, unit_names
@@ -37,35 +37,51 @@ class CapturedUnit:
         replays: how many calls were replayed.
         refusal: why calls that have no program run eagerly, in the words of the error that
             `capture` would raise; None while there is no reason.
+        compared: how many of the replays were compared with the forward itself.
+        uncompared: why others, or their gradients, are not, where they should be; None if they are.
     """
 
     name: str
     programs: int
     replays: int
     refusal: str | None
+    compared: int = 0
+    uncompared: str | None = None
 
     def __str__(self) -> str:
         what = f"{self.name or '(the model)'}: {self.programs} programs, {self.replays} replays"
-        return what if self.refusal is None else f"{what}; runs eagerly: {self.refusal}"
+        what = f"{what}, {self.compared} compared" if self.compared else what
+        if self.refusal is not None:
+            return f"{what}; runs eagerly: {self.refusal}"
+        return what if self.uncompared is None else f"{what}; not compared: {self.uncompared}"
 
 
-def install_static(model: nn.Module) -> None:
+def install_static(model: nn.Module, check: bool | str | None) -> None:
     """Capture the forwards of a parallelised model: of its units of ZeRO, or of model and blocks.
 
     Without ZeRO the model is captured as a whole. Where that is refused, its repeated blocks are
     captured one by one: inside of a captured model they just run.
+
+    Args:
+        model: the model.
+        check: which replays are compared with the forwards, see `parallelize`.
     """
     units, names = _units_of(model)
-    for name in names:
+    for turn, name in enumerate(names):
         if _holds_any(name, names) and units:
             continue
         module = model.get_submodule(name)
         # As an attribute of the instance, which is what `nn.Module.__call__` finds first.
-        module.forward = static_forward(name, module, module.forward, units)
+        how = unit_check(check, turn)
+        module.forward = static_forward(name, module, module.forward, units, check=how)
 
 
 def install_static_blocks(
-    model: nn.Module, names: Sequence[str], units: Sequence[Unit], mesh: DeviceMesh
+    model: nn.Module,
+    names: Sequence[str],
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    check: bool | str | None,
 ) -> None:
     """Capture the forwards of the blocks that this rank has of a model in stages.
 
@@ -78,13 +94,15 @@ def install_static_blocks(
         names: of the blocks.
         units: what gives modules other parameters than the stored ones while they run.
         mesh: the ranks of the stages.
+        check: which replays are compared with the forwards, see `parallelize`.
     """
     inside = [unit.name for unit in units]
-    for name in names:
+    for turn, name in enumerate(names):
         if _holds_any(name, inside):
             continue
         module = model.get_submodule(name)
-        module.forward = static_forward(name, module, module.forward, units, mesh)
+        how = unit_check(check, turn)
+        module.forward = static_forward(name, module, module.forward, units, mesh, check=how)
 
 
 def finish_static_blocks(
@@ -111,17 +129,22 @@ def finish_static_blocks(
 
 def tell_compilers(model: nn.Module) -> None:
     """Let `torch.compile` of a model in stages run it as it is, and say so."""
-    model.forward = CompileEntry(ROOT, model, model.forward, (), captures=False)
+    model.forward = CompileEntry(ROOT, model, model.forward, (), captures=False, check=None)
 
 
-def install_compile_entries(model: nn.Module) -> None:
-    """Let `torch.compile` of a parallelised model, or of a block, capture instead of tracing it."""
+def install_compile_entries(model: nn.Module, check: bool | str | None) -> None:
+    """Let `torch.compile` of a parallelised model, or of a block, capture instead of tracing it.
+
+    Args:
+        model: the model.
+        check: which replays are compared with the forwards, see `parallelize`.
+    """
     units, names = _units_of(model)
     entries = []
-    for name in names:
+    for turn, name in enumerate(names):
         module = model.get_submodule(name)
         may = not (units and _holds_any(name, names))
-        entry = CompileEntry(name, module, module.forward, units, may)
+        entry = CompileEntry(name, module, module.forward, units, may, unit_check(check, turn))
         module.forward = entry
         entries.append(entry)
     # The first is the model itself.
@@ -172,6 +195,8 @@ def captured_units(model: nn.Module) -> list[CapturedUnit]:
             len(one.programs),
             one.replays,
             forwards[name].paused() or one.refusal,
+            one.comparisons,
+            one.uncompared,
         )
         if (one := found.get(name)) is not None
         else CapturedUnit(name, 0, 0, _HOLDS_UNITS)
