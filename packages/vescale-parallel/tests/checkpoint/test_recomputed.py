@@ -88,6 +88,27 @@ def test_statistics_attention_and_results_that_are_written_to(sizes: dict[str, i
     same(sizes, ["full", "selective"], build, torch.randn(5, 4, 8))
 
 
+def test_products_that_are_written_to():
+    """Rows times a matrix are a tensor of its own to autograd, in memory of the kept product."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).add_(1).relu_()
+
+    def build(kind: Any) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(Block(8, 8, bias=False) for _ in range(3)))
+        return alone(blocks, kind)
+
+    x = torch.randn(2, 4, 8)
+    found = []
+    for kind in (None, {"*": "selective"}):
+        model = build(kind)
+        model(x).square().sum().backward()
+        found.append([whole(p.grad) for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def alone(model: nn.Module, kind: Any) -> nn.Module:
     return parallelize(model, make_mesh(device_type="cpu", dp=1), Plan(checkpoint=kind))
 

@@ -109,8 +109,9 @@ class Results:
         """Note what shares the memory of the last result and is written to by itself."""
         if not self._found:
             return
-        last, memory = self._found[-1], view.untyped_storage().data_ptr()
-        if any(one.untyped_storage().data_ptr() == memory for one in tensors_within(last.outputs)):
+        # Not by address, which a tensor without values has none of.
+        last, memory = self._found[-1], view.untyped_storage()._cdata
+        if any(one.untyped_storage()._cdata == memory for one in tensors_within(last.outputs)):
             alias = alias_below_autograd(view)
             self._found[-1] = replace(last, views=(*last.views, (alias, alias._version)))
 
