@@ -241,8 +241,11 @@ def after_mutation(target: Any) -> Any:
         return target
     if torch.is_grad_enabled():
         # A recorded write of an operand that requires grad: now the target does too.
-        if target._local_tensor.requires_grad:
+        local = target._local_tensor
+        if local.requires_grad:
             mirror_requires_grad(target, True)
+            if not local.numel() and local._is_view():
+                target._local_tensor = _viewed_again(local)
         if not forward_grad_enabled():
             target._may_have_hidden_node = True  # such a forward that enables grad by itself
     elif not forward_grad_enabled() and not target._local_tensor.requires_grad:
@@ -250,6 +253,17 @@ def after_mutation(target: Any) -> Any:
         # (`mark_dirty`). Not if it requires grad: wrappers are leaves to C++, which refuses that.
         target._may_have_hidden_node = True
     return target
+
+
+def _viewed_again(local: Tensor) -> Tensor:
+    """The same part of its base, for an empty view that was written to.
+
+    Torch has such a view begin at `as_strided`, which gives an empty gradient without a history: a
+    second backward would miss collectives there in which other ranks wait.
+    """
+    base = local._base
+    assert base is not None
+    return base.reshape(-1)[:0].view(local.shape)
 
 
 def refuse_view_of_leaf(target: Tensor) -> None:

@@ -77,11 +77,8 @@ def run_redistribution(plan: RedistributionPlan, local: Tensor) -> Tensor:
     else:
         result = _execute_wide(plan, result, plan.rounding_steps)
     # A slice stays a view until something sends it; what is returned is copied once, so that the
-    # result shares no memory and a small slice does not keep all of `local` alive. Nor is an empty
-    # result a view: torch ends the history of a gradient there that went through a write to one.
-    if plan.ends_in_view or (not result.numel() and result._is_view()):
-        return result.clone(memory_format=torch.contiguous_format)
-    return result
+    # result shares no memory and a small slice does not keep all of `local` alive.
+    return result.clone(memory_format=torch.contiguous_format) if plan.ends_in_view else result
 
 
 def _execute_wide(plan: RedistributionPlan, x: Tensor, rounding: range) -> Tensor:
