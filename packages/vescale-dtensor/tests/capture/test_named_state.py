@@ -124,7 +124,10 @@ def as_it_was():
     space = {k: globals()[k] for k in ("FACTOR", "helper")}
     yield
     globals().update(space)
-    Model.scale = 2.0
+    Model.scale = Kept._factor = 2.0
+    vars(by_position).clear()
+    if "scale" in vars(Inheriting):
+        del Inheriting.scale
     NESTED["deep"][0]["factor"], LISTED[:] = 2.0, [1.0, 2.0]
 
 
@@ -209,6 +212,10 @@ class Kept(metaclass=Doubled):
     twice = functools.partialmethod(scale, times=2)
 
 
+class Inheriting(Kept):
+    pass
+
+
 class Renaming(Kept):
     def __getattribute__(self, name):
         return super().__getattribute__(Kept.names.get(name, name))
@@ -252,6 +259,16 @@ def indirect():
         "a method by type": (lambda x, it: it.sort(x), kept, factor),
         "a function by type": (lambda x, it: it(x), sorted_by_type, factor),
         "a class that is called": (lambda x, it: x * it.size * Kept().size, kept, factor),
+        "a method that hides one": (
+            lambda x, it: it.scale(x, 1),
+            Inheriting(),
+            lambda it: setattr(Inheriting, "scale", lambda it, x, times: x * 7),
+        ),
+        "an attribute that is set later": (
+            lambda x, it: x * getattr(it, "own", 1.0),
+            by_position,
+            sets("own"),
+        ),
         "a metaclass": (lambda x, it: x * it.factor, Kept, sets("_factor")),
         "an attribute by position": (by_position, kept, sets("size")),
         "a name that is looked up": (lambda x, it: x * it.width, Renaming(), sets("size")),

@@ -78,7 +78,7 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((Placement,), "constant"),  # whose fields have no setters
 )  # fmt: skip
 # Of the standard library, what people keep their settings and functions in.
-_NAMESPACES = (SimpleNamespace, UserDict, UserList, ChainMap)
+_NAMESPACES: tuple[type, ...] = (SimpleNamespace, UserDict, UserList, ChainMap)
 _NAMESPACES += (functools.partialmethod, functools.singledispatchmethod)
 _BY_NAME = frozenset({("argparse", "Namespace"), ("queue", "Queue")})
 
@@ -112,16 +112,19 @@ Asked in C: a recording asks it of every object that it meets.
 """
 
 
-@_cached
-def reads_all(cls: type) -> bool:
-    """Whether attributes of an object are read under names that no code of the user's has.
-
-    By methods of Python and torch, or where attributes are looked up by computed names.
-    """
+def _find_whether_all(cls: type) -> bool:
+    """See `reads_all`."""
     hidden = any(
         "__getattr__" in vars(one) or "__getattribute__" in vars(one) for one in cls.__mro__[:-1]
     )
     return hidden or is_library_class(cls) or issubclass(cls, _NAMESPACES)
+
+
+reads_all: Callable[[type], bool] = _cached(_find_whether_all)
+"""Whether attributes of an object are read under names that no code of the user's has.
+
+By methods of Python and torch, or where attributes are looked up by computed names.
+"""
 
 
 def slots_of(cls: type) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class NamedState:
             tables = [one.values() for one in found if type(one) is dict]
             self._meet_all([one for one in chain(found, *tables) if callable(one)], origin)
         if users or value.__dict__:
-            self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
+            self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin, value))
             self._queue.append((value.__dict__.get("__wrapped__"), origin))
 
     def _take_closed(self, cell: CellType, origin: Origin) -> None:
@@ -359,7 +359,7 @@ class NamedState:
             was = dict(vars(base))
             called = {name for name, one in was.items() if _is_called_unnamed(name, one)}
             methods = frozenset(called if making else called - _MAKING)
-            space = Namespace(vars(base), was, title)
+            space = Namespace(vars(base), was, title, base)
             self._classes[base] = None if making else space
             self._add_namespace(space, methods)
 
@@ -462,7 +462,7 @@ class NamedState:
         file = getattr(value, "__file__", None)
         if not is_library_module(value.__name__) and not is_installed(file):
             title = Origin(None, f"module {value.__name__}", value.__name__)
-            self._add_namespace(Namespace(vars(value), dict(vars(value)), title))
+            self._add_namespace(Namespace(vars(value), dict(vars(value)), title, value))
 
 
 def _is_called_unnamed(name: str, value: Any) -> bool:
