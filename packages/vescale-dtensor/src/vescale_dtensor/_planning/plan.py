@@ -166,9 +166,10 @@ def function_name(func: Any) -> str:
     if isinstance(func, partial):
         return function_name(func.func)
     # An object that is called goes by its class: its text may have an address, or a rank's values.
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", type(func).__qualname__)
+    unnamed = type(func).__qualname__
+    name: str = getattr(func, "__qualname__", None) or getattr(func, "__name__", unnamed)
     owner, _, short = name.rpartition(".")
-    return f"{_OWNERS.get(owner, owner)}.{short}" if owner else str(name)
+    return f"{_OWNERS.get(owner, owner)}.{short}" if owner else name
 
 
 # torch's internal owner of a function -> the name under which users find it.
