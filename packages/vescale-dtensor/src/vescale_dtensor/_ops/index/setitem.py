@@ -28,7 +28,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 
 def _numbers_fill() -> bool:
     try:
-        torch.zeros(1).expand(2)[:] = 1.0
+        torch.zeros(1, device="cpu").expand(2)[:] = 1.0
     except RuntimeError:
         return False
     return True
