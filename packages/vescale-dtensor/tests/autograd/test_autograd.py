@@ -115,3 +115,14 @@ def test_copying_where_a_rank_has_nothing_is_derived_twice(rank, world_size, pla
     (second,) = torch.autograd.grad(first.sum(), [x])
     assert first.item() == 4 * 12
     assert second.item() == 4 * -12
+
+
+@on_ranks(3, simulated=True)
+def test_what_is_written_over_has_no_history_on_any_rank(rank, world_size):
+    """Also where a rank has nothing, and pads that for an operator that refuses it."""
+    mesh = device_mesh((world_size,))
+    x = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]).requires_grad_()
+    y = F.pad(x, (2, 3), value=0.5)
+    y.fill_(0.25)
+    (first,) = torch.autograd.grad((y**2).sum() + x.sum(), [x], create_graph=True)
+    assert not first.to_local().requires_grad

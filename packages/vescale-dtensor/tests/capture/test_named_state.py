@@ -4,10 +4,14 @@ A case makes a function, a change of what it reads, and one of what it does not.
 compared with eager mode: after the first change it is recorded anew, after the second replayed.
 """
 
+import collections
+import contextvars
 import dataclasses
 import enum
 import functools
+import queue
 import types
+import weakref
 
 import pytest
 import torch
@@ -120,7 +124,10 @@ def as_it_was():
     space = {k: globals()[k] for k in ("FACTOR", "helper")}
     yield
     globals().update(space)
-    Model.scale = 2.0
+    Model.scale = Kept._factor = 2.0
+    vars(by_position).clear()
+    if "scale" in vars(Inheriting):
+        del Inheriting.scale
     NESTED["deep"][0]["factor"], LISTED[:] = 2.0, [1.0, 2.0]
 
 
@@ -178,6 +185,141 @@ def test_closures_partials_and_objects():
     check(functools.partial(function), lambda _: setattr(config, "factor", 5.0), None)
 
 
+class Doubled(type):
+    @property
+    def factor(cls):
+        return cls._factor
+
+
+class Kept(metaclass=Doubled):
+    __match_args__ = ("size",)
+    names, _factor = {"width": "size"}, 2.0
+
+    def __init__(self):
+        self.size, self.step = FACTOR, 0
+
+    @functools.singledispatchmethod
+    def sort(self, x):
+        return x
+
+    @sort.register
+    def _(self, x: torch.Tensor):
+        return x * FACTOR
+
+    def scale(self, x, times):
+        return x * FACTOR * times
+
+    twice = functools.partialmethod(scale, times=2)
+
+
+class Inheriting(Kept):
+    pass
+
+
+class Renaming(Kept):
+    def __getattribute__(self, name):
+        return super().__getattribute__(Kept.names.get(name, name))
+
+
+@functools.singledispatch
+def sorted_by_type(x):
+    return x
+
+
+@sorted_by_type.register
+def _(x: torch.Tensor):
+    return x * FACTOR
+
+
+def by_position(x, kept):
+    match kept:
+        case Kept(size):
+            return x * size
+
+
+def sets(name, value=3.0):
+    return lambda target: setattr(target, name, value)
+
+
+def indirect():
+    """What is named by way of classes of Python: a function of it and x, it, and a change of it."""
+    kept, weight = Kept(), nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    table = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    variable = contextvars.ContextVar("variable", default=2.0)
+    factor = assign("FACTOR", 3.0)
+
+    def swap(table):
+        one, two = table.pop("a"), table.pop("b")
+        table["b"], table["a"] = one, two
+
+    return {
+        "a partial method": (lambda x, it: it.twice(x), kept, factor),
+        "a method by type": (lambda x, it: it.sort(x), kept, factor),
+        "a function by type": (lambda x, it: it(x), sorted_by_type, factor),
+        "a class that is called": (lambda x, it: x * it.size * Kept().size, kept, factor),
+        "a method that hides one": (
+            lambda x, it: it.scale(x, 1),
+            Inheriting(),
+            lambda it: setattr(Inheriting, "scale", lambda it, x, times: x * 7),
+        ),
+        "an attribute that is set later": (
+            lambda x, it: x * getattr(it, "own", 1.0),
+            by_position,
+            sets("own"),
+        ),
+        "a metaclass": (lambda x, it: x * it.factor, Kept, sets("_factor")),
+        "an attribute by position": (by_position, kept, sets("size")),
+        "a name that is looked up": (lambda x, it: x * it.width, Renaming(), sets("size")),
+        "a dict of a class": (
+            lambda x, it: x * it["a"],
+            collections.UserDict(a=2.0),
+            lambda it: it.update(a=3.0),
+        ),
+        "a weak reference": (
+            lambda x, it: x * it().size,
+            weakref.ref(kept),
+            lambda it: sets("size")(kept),
+        ),
+        "a context variable": (lambda x, it: x * it.get(), variable, lambda it: it.set(3.0)),
+        "keys of modules": (lambda x, it: it["a"](x), table, swap),
+        "a learning rate": (
+            lambda x, it: x * it.param_groups[0]["lr"],
+            optimizer,
+            lambda it: it.param_groups[0].update(lr=3.0),
+        ),
+        "a scheduler": (lambda x, it: x * it.get_last_lr()[0], scheduler, sets("_last_lr", [3.0])),
+    }
+
+
+@pytest.mark.parametrize("name", indirect())
+def test_a_change_of_what_is_named_indirectly(name):
+    body, target, change = indirect()[name]
+    check(lambda x: body(x, target), change, target)
+
+
+class Counted(Slotted):
+    __slots__ = ("step",)
+
+
+def test_what_is_set_and_never_read_is_no_difference():
+    model, slotted, kept = Model(), Counted(), Kept()
+
+    def function(x):
+        return model(x) * slotted.factor * Kept._factor * kept.size * float("nan")
+
+    captured = vd.capture(function, check=None)
+    for number in range(6):
+        model.step = slotted.step = kept.step = number
+        captured(torch.ones(2, 4))
+    assert captured.replays == 5
+    by_value = vd.capture(lambda x, scale: x * scale, check=None)
+    for _ in range(3):
+        by_value(torch.ones(4), float("nan"))
+    assert by_value.replays == 2
+
+
 def test_what_is_equal_is_no_change():
     model = Model()
 
@@ -233,7 +375,22 @@ def to_global(model, y):
     UNREAD += 1
 
 
-@pytest.mark.parametrize("write", [to_attribute, to_list, to_global], ids=lambda one: one.__name__)
+RATES, QUEUE = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.1), queue.Queue()
+
+
+def to_queue(model, y):
+    QUEUE.put(y)
+
+
+def to_learning_rate(model, y):
+    for group in RATES.param_groups:
+        group["lr"] *= 0.5
+
+
+WRITES = (to_attribute, to_list, to_global, to_queue, to_learning_rate)
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda one: one.__name__)
 def test_a_write_is_refused_with_its_line(write):
     captured = vd.capture(Writing(write))
     captured(torch.ones(4))
@@ -250,7 +407,7 @@ def test_what_is_outside_of_the_contract_is_recorded():
     def function(x):
         return x * (next(numbers) + 1) * (time.time() > 0) + 0 * generator.random()
 
-    captured = vd.capture(function)
+    captured = vd.capture(function, check=None)
     assert torch.equal(captured(torch.ones(4)), torch.ones(4))
     assert torch.equal(captured(torch.ones(4)), torch.ones(4))
     assert captured.replays == 1

@@ -59,10 +59,13 @@ def costs(depth):
     """Python calls of an eager step, of its recording and of a replay."""
     step, x = step_of(depth), spread(rows())
     step(x), step(x)
-    captured = vd.capture(step, check=None)
-    eager, recorded = calls(step, x), calls(captured, x)
-    replayed = calls(captured, x)
-    assert captured._misses.recordings == captured._misses.replays == len(captured.programs) == 1
+    found = []
+    for _ in range(3):  # of which one at most is in a step whose lineage is compared
+        captured = vd.capture(step, check=None)
+        found.append((calls(step, x), calls(captured, x), calls(captured, x)))
+        assert captured._misses.recordings == captured._misses.replays == 1
+        assert len(captured.programs) == 1
+    eager, recorded, replayed = map(min, zip(*found, strict=True))
     return eager, recorded, replayed
 
 
@@ -95,7 +98,8 @@ def test_what_is_not_recorded_costs_little():
 
 @on_ranks(2)
 def test_recording_is_linear_in_the_ops():
-    costs(1)  # what is worked out once for each function
+    for _ in range(2):  # what is worked out once for each function, and the steps that are compared
+        costs(1)
     found = [costs(depth) for depth in DEPTHS]
     for eager, _, replayed in found:
         assert replayed <= eager, found

@@ -260,3 +260,14 @@ def test_numbers_of_other_kinds_are_those_of_one_device():
     data = torch.rand(5, 4, generator=torch.Generator().manual_seed(3))
     for faults in simulate(3).run(numbers, data):
         assert not faults
+
+
+@on_ranks(2, simulated=True)
+def test_two_results_of_a_flat_shard():
+    x = torch.randn(3, 4)
+    torch.manual_seed(0)
+    expected = torch.native_dropout(x, 0.3, True)
+    flat = vd.distribute_tensor(x, device_mesh((2,)), [vd.RaggedShard((0, 1), (2, 1))])
+    torch.manual_seed(0)
+    for mine, its in zip(torch.native_dropout(flat, 0.3, True), expected, strict=True):
+        assert torch.equal(mine.full_tensor(), its)

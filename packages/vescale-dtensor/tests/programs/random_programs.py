@@ -174,11 +174,16 @@ def tamed(x):
     x = torch.nan_to_num(x.double(), 0.0, 0.0, 0.0).clamp(-4, 4)
     result = x + (torch.round(x * GRID) / GRID - x).detach()
     if result.requires_grad:
-        result.register_hook(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0).clamp(-8, 8))
+        result.register_hook(_tame_gradient)
     return result
 
 
 # --- Drawing
+
+
+def _tame_gradient(gradient):
+    # Torch hands on None where a second backward has nothing for it.
+    return None if gradient is None else torch.nan_to_num(gradient, 0.0, 0.0, 0.0).clamp(-8, 8)
 
 
 def generate(grammar, seed, rules=None):

@@ -42,6 +42,6 @@ def test_numbers_on_a_device_are_read_by_one_copy(monkeypatch):
         raise AssertionError("read by itself")
 
     monkeypatch.setattr(torch.Tensor, "item", one_by_one)
-    assert value_digest._at_once(numbers) == [0.0, 1.0, 2.0, 3.0]
+    assert value_digest._items(numbers) == [0.0, 1.0, 2.0, 3.0]
     # Of other dtypes they are other numbers when they are put together.
-    assert value_digest._at_once([*numbers, torch.tensor(1)]) == []
+    assert value_digest._items([*numbers, torch.tensor(1)]) == []

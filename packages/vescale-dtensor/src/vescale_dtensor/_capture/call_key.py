@@ -147,8 +147,8 @@ def _key(value: Any) -> Any:
         )
     if kind not in LEAVES:
         return kind, _snapshot(value)
-    # 0.0 == -0.0, and True == 1. Complex numbers have two signs of zero.
-    if kind is complex or (kind is float and not value):
+    # 0.0 == -0.0, nan != nan, and True == 1. Complex numbers have two signs of zero.
+    if kind is complex or (kind is float and (not value or value != value)):
         return kind, str(value)
     return kind, value
 

@@ -6,6 +6,7 @@ attribute of any object of that name. Names that are computed (`getattr(self, f"
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dis import get_instructions
 from functools import lru_cache
 from itertools import pairwise
@@ -28,12 +29,16 @@ class CodeNames(NamedTuple):
     Attributes:
         globals: names of globals and builtins.
         attributes: names of attributes; of a function that names `getattr`, all its texts.
+        stored: of these, what is set and not read.
         modules: what `import` statements inside of it import.
+        texts: that it has as constants, those in tuples among them.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    stored: frozenset[str]
     modules: frozenset[str]
+    texts: frozenset[str]
 
 
 # Code objects are equal by contents, and equal code has the same names.
@@ -43,20 +48,35 @@ def code_names(code: CodeType) -> CodeNames:
     instructions = list(get_instructions(code))
     globals_ = {i.argval for i in instructions if i.opname in _GLOBAL}
     attributes = {i.argval for i in instructions if i.opname in _ATTRIBUTE}
+    stored = {i.argval for i in instructions if i.opname == "STORE_ATTR"}
+    stored -= {i.argval for i in instructions if i.opname in _ATTRIBUTE - {"STORE_ATTR"}}
     modules = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
+    texts = set(_texts_in(code.co_consts))
     if _BY_STRING & (globals_ | attributes):
-        texts = [text for text in code.co_consts if type(text) is str and len(text) < 100]
         attributes |= {part for text in texts for part in text.split(".")}
     for before, instruction in pairwise(instructions):
         if instruction.opname == "MATCH_CLASS":  # `case Point(x=1)`
             attributes.update(before.argval)
+            if instruction.arg:  # `case Point(x)`
+                attributes.add("__match_args__")
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             found = code_names(inner)
             globals_ |= found.globals
             attributes |= found.attributes
+            stored -= found.attributes
             modules |= found.modules
-    return CodeNames(frozenset(globals_), frozenset(attributes), frozenset(modules))
+            texts |= found.texts
+    return CodeNames(*map(frozenset, (globals_, attributes, stored - texts, modules, texts)))
+
+
+def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
+    """Those that may be names."""
+    for one in constants:
+        if isinstance(one, tuple | frozenset):  # `for name in ("up", "down")`
+            yield from _texts_in(one)
+        elif type(one) is str and len(one) < 100:
+            yield one
 
 
 def stored_at(code: CodeType, name: str) -> int | None:

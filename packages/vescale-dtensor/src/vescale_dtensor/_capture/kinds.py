@@ -7,8 +7,9 @@ import functools
 import re
 import weakref
 from array import array
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import date, time, timedelta, tzinfo
 from fractions import Fraction
 from pathlib import PurePath
@@ -40,7 +41,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from vescale_dtensor._capture.code_files import is_library_class
 
 # What these hold is in C, and changes as they run.
-_RUNNING = (AsyncGeneratorType, CoroutineType, FrameType, TracebackType, Random, weakref.ref)
+_RUNNING = (AsyncGeneratorType, CoroutineType, FrameType, TracebackType, Random)
 _LRU: type = type(functools.lru_cache(lambda: None))
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 # In this order: the first class that fits decides.
@@ -62,6 +63,8 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((type,), "class"),
     ((ModuleType,), "python_module"),
     ((_RUNNING), "opaque"),
+    ((weakref.ref,), "weak"),
+    ((ContextVar,), "variable"),
     ((torch.UntypedStorage, torch.TypedStorage), "opaque"),
     ((property,), "property"),
     ((staticmethod, classmethod, _LRU), "wrapped"),
@@ -74,9 +77,10 @@ _BY_CLASS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((CodeType, re.Pattern, date, time, timedelta, tzinfo, Fraction, PurePath), "constant"),
     ((Placement,), "constant"),  # whose fields have no setters
 )  # fmt: skip
-# Of the standard library, what people keep their settings in.
-_NAMESPACES = (SimpleNamespace,)
-_BY_NAME = frozenset({("argparse", "Namespace")})
+# Of the standard library, what people keep their settings and functions in.
+_NAMESPACES: tuple[type, ...] = (SimpleNamespace, UserDict, UserList, ChainMap)
+_NAMESPACES += (functools.partialmethod, functools.singledispatchmethod)
+_BY_NAME = frozenset({("argparse", "Namespace"), ("queue", "Queue")})
 
 
 def _find_kind(cls: type) -> str:
@@ -105,6 +109,21 @@ kind_of_class: Callable[[type], str] = _cached(_find_kind)
 """`kind_of_class(cls)`: the kind of the instances of a class; `opaque`: their state is unseen.
 
 Asked in C: a recording asks it of every object that it meets.
+"""
+
+
+def _find_whether_all(cls: type) -> bool:
+    """See `reads_all`."""
+    hidden = any(
+        "__getattr__" in vars(one) or "__getattribute__" in vars(one) for one in cls.__mro__[:-1]
+    )
+    return hidden or is_library_class(cls) or issubclass(cls, _NAMESPACES)
+
+
+reads_all: Callable[[type], bool] = _cached(_find_whether_all)
+"""Whether attributes of an object are read under names that no code of the user's has.
+
+By methods of Python and torch, or where attributes are looked up by computed names.
 """
 
 

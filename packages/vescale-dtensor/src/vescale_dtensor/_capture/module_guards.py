@@ -58,6 +58,7 @@ class ModuleGuard:
         self._hooks = [(d, list(d.items())) for d in hooks if d]
         self._parts = [d for d in parts if d]
         self._counts = list(map(len, self._parts))
+        self._names = list(chain.from_iterable(self._parts))
         self._values = list(chain.from_iterable(map(dict.values, self._parts)))
 
     def holds(self) -> bool:
@@ -72,6 +73,7 @@ class ModuleGuard:
                 )
                 and not any(self._empty)
                 and list(map(len, self._parts)) == self._counts
+                and list(chain.from_iterable(self._parts)) == self._names
                 and all(map(is_, chain.from_iterable(map(dict.values, self._parts)), self._values))
                 and (not self._hooks or all(list(d.items()) == was for d, was in self._hooks))
             )

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from sys import modules as imported
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -27,7 +28,13 @@ from vescale_dtensor._capture.code_files import (
     reads_modules,
 )
 from vescale_dtensor._capture.code_names import code_names
-from vescale_dtensor._capture.kinds import kind_of_class, namespace_of, slots_of, values_of
+from vescale_dtensor._capture.kinds import (
+    kind_of_class,
+    namespace_of,
+    reads_all,
+    slots_of,
+    values_of,
+)
 from vescale_dtensor._capture.module_guards import HOOKS, PARTS
 from vescale_dtensor._capture.outside import OutsideTensors
 from vescale_dtensor._capture.places import MISSING, OF_TENSORS, Origin
@@ -103,11 +110,13 @@ class Look:
         look: gives what it holds now, or MISSING.
         was: what it held.
         origin: of it.
+        counts: whether code names it; of a slot known when all code is read.
     """
 
     look: Callable[[], Any]
     was: Any
     origin: Origin | None
+    counts: bool = True
 
 
 Place = Namespace | Contents | Look
@@ -127,6 +136,7 @@ class NamedState:
         parts: what modules hold in tables, which `ModuleGuard` compares.
         codes: all code that is reached.
         attributes: the names of attributes in it.
+        stored: of attributes that it sets, and does not read, on new objects.
     """
 
     def __init__(
@@ -141,17 +151,22 @@ class NamedState:
         self.parts: list[Contents] = []
         self.codes: list[CodeType] = []
         self.attributes: set[str] = {"forward"}  # which modules call without a name of the user's
+        self.stored: set[str] = set()
         self._known: dict[int, Any] = {}  # which keeps them alive, and their ids their own
         self._read: set[CodeType] = set()
-        self._classes: set[type] = set()
-        # By name: the namespaces that hold one of that name, which no code has named so far.
-        self._pending: defaultdict[str, list[Namespace]] = defaultdict(list)
+        # With the namespace of those that code has not named, whose `__init__` it does not call.
+        self._classes: dict[type, Namespace | None] = {}
+        # By name: the places that hold one of that name, which no code has named so far.
+        self._pending: defaultdict[str, list[Namespace | Look]] = defaultdict(list)
+        self._groups: list[tuple[dict[str, Any], Origin]] = []
         self._globals: dict[int, Namespace] = {}
         # A list in place of recursion: chains of objects may be longer than Python's stack.
         self._queue: list[tuple[Any, Origin | None]] = list(values)
         self._queue += [(hook, None) for table in global_module_hooks() for hook in table.values()]
         while self._queue:
             self._take(*self._queue.pop())
+        if "param_groups" in self.attributes:
+            self._take_numbers()
 
     def has_met(self, value: Any) -> bool:
         """Whether a value is from outside: constants are not."""
@@ -179,8 +194,8 @@ class NamedState:
         """Follow these attributes of all objects, of those met so far as well."""
         for name in set(names) - self.attributes - self.unguarded:
             self.attributes.add(name)
-            for space in self._pending.pop(name, ()):
-                self._follow(space, name)
+            for place in self._pending.pop(name, ()):
+                self._follow(place, name)
 
     def _add_namespace(self, space: Namespace, methods: frozenset[str] = frozenset()) -> None:
         """Remember a namespace; follow the names that count, let the others wait."""
@@ -191,15 +206,24 @@ class NamedState:
             elif space.names is None:
                 self._pending[name].append(space)
 
-    def _follow(self, space: Namespace, name: str) -> None:
+    def _follow(self, space: Namespace | Look, name: str) -> None:
+        if isinstance(space, Look):
+            space.counts = True
+            self._queue.append((space.was, space.origin))
+            return
         space.followed.add(name)
         if name in space.was:
             self._queue.append((space.was[name], space.at(name)))
+            if name == "__match_args__":  # what a `match` asks for by position
+                self._name_attributes(space.was[name])
 
     def _read_code(self, code: CodeType, space: dict[str, Any]) -> None:
         """Follow what a code object names, and what is defined inside."""
         names = code_names(code)
-        self._name_attributes(names.attributes)
+        made = names.stored if code.co_name in _MAKING else frozenset()
+        # What `__init__` sets on a new object is no state that a call depends on.
+        self._name_attributes(names.attributes - made)
+        self.stored |= made
         if not is_users(code) or code in self._read:
             return
         self._read.add(code)
@@ -240,20 +264,25 @@ class NamedState:
         if users:
             for name, cell in zip(code.co_freevars, cells, strict=True):
                 if name not in self.unguarded:
-                    self._take_variable(cell, Origin(None, name, name))
+                    self._take_closed(cell, Origin(None, name, name))
         else:  # decorators and wrappers of libraries: what they call is the user's
-            found = (in_cell(cell) for cell in cells)
-            self._meet_all([one for one in found if callable(one)], origin)
+            found = [in_cell(cell) for cell in cells]
+            # In a table, too, as `singledispatch` has them.
+            tables = [one.values() for one in found if type(one) is dict]
+            self._meet_all([one for one in chain(found, *tables) if callable(one)], origin)
         if users or value.__dict__:
-            self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin))
+            self._add_namespace(Namespace(value.__dict__, dict(value.__dict__), origin, value))
             self._queue.append((value.__dict__.get("__wrapped__"), origin))
 
-    def _take_variable(self, cell: CellType, origin: Origin) -> None:
+    def _take_closed(self, cell: CellType, origin: Origin) -> None:
         if id(cell) not in self._known:
             self._known[id(cell)] = cell
             held = in_cell(cell)
             self.looks.append(Look(partial(in_cell, cell), held, origin))
-            self._queue.append((held, origin))
+            if origin.name != "__class__":
+                self._queue.append((held, origin))
+            elif isinstance(held, type):  # of `super()`, which makes no instance
+                self._take_bases(held, making=False)
 
     def _take_tensor(self, value: Any, origin: Origin | None) -> None:
         self.tensors.add(value)
@@ -284,14 +313,16 @@ class NamedState:
         space = namespace_of(value)
         if space is not None:
             held = Namespace(space, dict(space), origin, value, whole=True)
-            # What Python's and torch's own classes read of their objects, no code here names.
-            library = is_library_class(type(value))
-            self._add_namespace(held, frozenset(space) if library else frozenset())
+            self._add_namespace(held, frozenset(space) if reads_all(type(value)) else frozenset())
         for name, slot in slots_of(type(value)).items():
             if name not in self.unguarded:
                 at, found = Origin(origin, f".{name}", name), in_slot(slot, value)
-                self.looks.append(Look(partial(in_slot, slot, value), found, at))
-                self._queue.append((found, at))
+                look = Look(partial(in_slot, slot, value), found, at, counts=False)
+                self.looks.append(look)
+                if name in self.attributes or reads_all(type(value)):
+                    self._follow(look, name)
+                else:
+                    self._pending[name].append(look)
         self._take_class_of(value)
 
     _take_named = _take_object
@@ -302,6 +333,7 @@ class NamedState:
     def _take_class(self, value: type, origin: Origin | None) -> None:
         if not is_installed(getattr(imported.get(value.__module__), "__file__", None)):
             self._take_bases(value, making=True)
+            self._take_class_of(value)  # of classes that have a metaclass of the user's
 
     def _take_bases(self, value: type, *, making: bool) -> None:
         """Take in the namespaces of a class and of its bases.
@@ -312,8 +344,13 @@ class NamedState:
         """
         for base in value.__mro__:
             if base in self._classes:
+                space = self._classes[base]
+                if making and space is not None:
+                    self._classes[base] = None
+                    for name in _MAKING & space.was.keys():
+                        self._follow(space, name)
                 continue
-            self._classes.add(base)
+            self._classes[base] = None
             if is_library_class(base):
                 if issubclass(base, nn.Module) and base is not nn.Module:
                     self._take_forward(base)
@@ -322,7 +359,9 @@ class NamedState:
             was = dict(vars(base))
             called = {name for name, one in was.items() if _is_called_unnamed(name, one)}
             methods = frozenset(called if making else called - _MAKING)
-            self._add_namespace(Namespace(vars(base), was, title), methods)
+            space = Namespace(vars(base), was, title, base)
+            self._classes[base] = None if making else space
+            self._add_namespace(space, methods)
 
     def _take_forward(self, cls: type) -> None:
         """Take in what the code of a module of torch names: it counts as constant itself."""
@@ -359,14 +398,25 @@ class NamedState:
         for group in value.param_groups:
             self.contents.append(contents_of(group["params"], title))
             self._meet_all(group["params"], title)
+            self._groups.append((group, title))
         for state in value.state.values():
             tensors = state.values() if isinstance(state, dict) else ()
             self._meet_all([one for one in tensors if hasattr(one, "untyped_storage")], origin)
 
+    def _take_numbers(self) -> None:
+        """Take in the numbers of optimizers that code asks for itself, by constant keys."""
+        texts = {text for code in self.codes for text in code_names(code).texts}
+        for group, origin in self._groups:
+            names = texts & group.keys() - {"params"}
+            self.spaces.append(
+                Namespace(group, dict(group), origin, names=names, followed=set(names))
+            )
+
     def _take_scheduler(self, value: Any, origin: Origin | None) -> None:
-        """Remember the numbers of a scheduler, so that a step of it is found to be a write."""
+        """Take in all numbers of a scheduler, so that a step of it is found to be a write."""
+        self._name_attributes(["_last_lr"])  # which `get_last_lr` reads
         space = vars(value)
-        self.spaces.append(Namespace(space, dict(space), origin, whole=True, names=set()))
+        self._add_namespace(Namespace(space, dict(space), origin, whole=True))
 
     def _take_scaler(self, value: Any, origin: Origin | None) -> None:
         space = vars(value)
@@ -393,6 +443,15 @@ class NamedState:
     def _take_wrapped(self, value: Any, origin: Origin | None) -> None:
         self._queue.append((value.__wrapped__, origin))
 
+    def _take_weak(self, value: Any, origin: Origin | None) -> None:
+        self._queue.append((value(), origin))
+
+    def _take_variable(self, value: Any, origin: Origin | None) -> None:
+        at = Origin(origin, ".get()", value.name)
+        look = Look(partial(value.get, MISSING), value.get(MISSING), at)
+        self.looks.append(look)
+        self._queue.append((look.was, at))
+
     def _take_captured(self, value: Any, origin: Origin | None) -> None:
         self._queue.append((value.function, origin))
 
@@ -403,7 +462,7 @@ class NamedState:
         file = getattr(value, "__file__", None)
         if not is_library_module(value.__name__) and not is_installed(file):
             title = Origin(None, f"module {value.__name__}", value.__name__)
-            self._add_namespace(Namespace(vars(value), dict(vars(value)), title))
+            self._add_namespace(Namespace(vars(value), dict(vars(value)), title, value))
 
 
 def _is_called_unnamed(name: str, value: Any) -> bool:

@@ -36,7 +36,7 @@ from vescale_dtensor._torch.compat import hidden_node
 # Kinds with state of their own: a replay would give every caller the same object.
 _CHANGING = frozenset(
     {"opaque", "contents", "object", "module", "array", "bytes", "method", "partial", "view"}
-    | {"weak", "property", "wrapped", "variable", "cell", "cache", "getter", "captured", "logger"}
+    | {"weak", "property", "wrapped", "variable", "cell", "captured"}
 )
 
 Make = Callable[[list[Any], Sequence[Any]], Any]

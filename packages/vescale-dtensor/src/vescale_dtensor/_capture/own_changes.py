@@ -61,7 +61,8 @@ def _names(space: Namespace, state: NamedState) -> set[str]:
     there = (space.was.keys() | space.mapping.keys()) - state.unguarded
     if space.whole:
         return there
-    return there & (state.attributes - space.excluded if space.names is None else space.names)
+    named = state.attributes | state.stored
+    return there & (named - space.excluded if space.names is None else space.names)
 
 
 def _has_same(place: Contents) -> bool:

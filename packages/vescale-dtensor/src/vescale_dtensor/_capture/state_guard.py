@@ -38,7 +38,8 @@ class StateGuard:
         self._suspect: _Row | Contents | Look | None = None
         rows = [_Row(space, state) for space in state.spaces]
         self._rows = [row for row in rows if row.names or row.absent or row.owner is not None]
-        self._contents, self._looks = state.contents, state.looks
+        self._contents = state.contents
+        self._looks = [look for look in state.looks if look.counts]
         self._keep()
 
     def _keep(self) -> None:

@@ -160,12 +160,16 @@ def mesh_of(call: OpCall) -> DeviceMesh:
 
 
 def function_name(func: Any) -> str:
-    """A readable name of a torch function: `torch.matmul`, `Tensor.add_`, `linear`."""
+    """A readable name of a function, the same on each rank: `torch.matmul`, `Tensor.add_`."""
     if str(getattr(func, "__module__", "")).startswith("torch._ops."):
         return f"torch.ops.{func}"
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+    if isinstance(func, partial):
+        return function_name(func.func)
+    # An object that is called goes by its class: its text may have an address, or a rank's values.
+    unnamed = type(func).__qualname__
+    name: str = getattr(func, "__qualname__", None) or getattr(func, "__name__", unnamed)
     owner, _, short = name.rpartition(".")
-    return f"{_OWNERS.get(owner, owner)}.{short}" if owner else str(name)
+    return f"{_OWNERS.get(owner, owner)}.{short}" if owner else name
 
 
 # torch's internal owner of a function -> the name under which users find it.

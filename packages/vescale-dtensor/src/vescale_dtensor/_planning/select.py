@@ -181,7 +181,8 @@ def _candidate_of_flat_shards(
         [placement if i in with_dims else _REPLICATE for i in range(len(strategy.letters))]
     )
     output = Partial(strategy.full_reduction) if strategy.full_reduction is not None else placement
-    return (AxisStrategy(inputs, (output,), fixed_placement=True),)
+    outputs = (output,) * max([len(one.outputs) for one in strategy.candidates], default=1)
+    return (AxisStrategy(inputs, outputs, fixed_placement=True),)
 
 
 def axis_cost(source: Placement, target: Placement, size: float, count: int) -> float:

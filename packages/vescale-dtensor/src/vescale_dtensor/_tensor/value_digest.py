@@ -91,6 +91,21 @@ def _item(tensor: Tensor) -> Any:
         return tensor.item()
 
 
+def _items(values: Any) -> list[Any]:
+    """`_item` of each, at the cost of one; empty where they are not plain numbers on one device.
+
+    Optimizers pass the count of the steps of each parameter.
+    """
+    numbers = all([type(one) in _PLAIN and not one.ndim and _has_item(one) for one in values])
+    if not values or not numbers or any(map(_is_hidden, values)):
+        return []
+    if len({(one.device, one.dtype) for one in values}) > 1:
+        return []
+    with torch.no_grad(), no_torch_function():
+        found: list[Any] = torch.stack(list(values)).tolist()
+        return found
+
+
 def _has_item(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
@@ -123,7 +138,7 @@ def numbers_within(values: Iterable[Any], named: Mapping[str, Any]) -> list[Any]
         elif kind is slice:
             found.append(numbers_within((value.start, value.stop, value.step), {}))
         elif kind in _SEQUENCES:
-            inside = numbers_within(value, {})
+            inside = _items(value) or numbers_within(value, {})
             if inside:
                 found.append(inside)
         elif kind in _PLAIN and not value.ndim and not unread and _has_item(value):

@@ -129,5 +129,6 @@ def _distinct_values(x: Tensor) -> Tensor:
 def _unpad(x: Tensor, dims: Dims, empty: frozenset[Hashable]) -> Tensor:
     for dim, letter in enumerate(dims):
         if letter in empty:
-            x = x.narrow(dim, 0, 0)  # a view, so that the result depends on the operands
+            # It depends on the operands, and is no view, as little as on other ranks.
+            x = x.narrow(dim, 0, 0).clone()
     return x

@@ -190,8 +190,8 @@ def _pad_empty_operand(strategy: Strategy | None) -> Strategy | None:
         result = context.call.func(padded, *args[1:], **kwargs)
         for dim, source in enumerate(sources):
             if source is not None and not x.shape[source[1]]:
-                # A view of the result, so that backward reaches the operand on this rank too.
-                result = result.narrow(dim, 0, 0)
+                # Of the result, so that backward reaches the operand on this rank too; no view.
+                result = result.narrow(dim, 0, 0).clone()
         return result
 
     def bind(context: LocalContext) -> Callable[..., Any] | None:
