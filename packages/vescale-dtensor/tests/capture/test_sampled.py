@@ -305,8 +305,7 @@ def test_kernels_without_a_fixed_order_are_no_difference():
         return x + torch.rand((), generator=noise)
 
     unsteady.register_fake(torch.empty_like)
-    # A function of one name on all ranks, which compare what they call.
-    operator = vd.local_map(lambda x: unsteady(x), in_placements=None, out_placements=[Shard(0)])
+    operator = vd.local_map(unsteady, in_placements=None, out_placements=[Shard(0)])
     captured = vd.capture(lambda x: operator(x))
     for seed in range(5):
         captured(spread(rows(seed=seed)))
