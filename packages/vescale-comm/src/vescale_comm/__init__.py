@@ -40,7 +40,7 @@ from vescale_comm._simulation.simulate import Simulation, SimulationError, simul
 from vescale_comm._trace.record import Record
 from vescale_comm._trace.trace import Trace, count, merge, trace
 from vescale_comm._version import __version__
-from vescale_comm._watchdog.current import execution_log
+from vescale_comm._watchdog.current import compare_anew, execution_log
 from vescale_comm._watchdog.execution_log import ExecutionLog
 from vescale_comm._wire.fold import Order
 from vescale_comm._wire.formats import WIRES, Feedback, Wire
@@ -90,6 +90,7 @@ __all__ = [
     "broadcast_",
     "chaos",
     "checked",
+    "compare_anew",
     "count",
     "execution_log",
     "explained_failures",

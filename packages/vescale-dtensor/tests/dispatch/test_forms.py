@@ -11,6 +11,7 @@ import vescale_dtensor as vd
 from vescale_comm import simulate
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from vescale_dtensor._fast_path.cache import GRAD_IDLE, GRAD_RECORDED
+from vescale_dtensor._fast_path.forms import Form, _factory
 
 X = torch.arange(32.0).reshape(4, 8) / 7 - 2
 CALLS = {
@@ -81,3 +82,9 @@ def test_tracebacks_show_the_source_of_a_compiled_call():
     for table, part in ((GRAD_IDLE, "t0._local_tensor"), (GRAD_RECORDED, "recorded_local(t0, m0)")):
         (call,) = [call for key, call in table.items() if key[0] is torch.hypot][:1]
         assert part in inspect.getsource(call)
+
+
+def test_each_source_has_a_name_of_its_own():
+    named = [((), False), ((), True), (("other",), True), (("weight",), True)]
+    forms = [Form("t", *each, frozenset({"makes"})) for each in named]
+    assert len({_factory(form).__code__.co_filename for form in forms}) == len(forms)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vescale_comm import bound_waits, simulate
+from vescale_comm import SimulationError, execution_log, simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
@@ -187,8 +187,6 @@ def test_an_interrupt_while_a_rank_waits_for_another(name: str):
         torch.manual_seed(0)
         model = Model()
         parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(**options))
-        # What one rank has not come to in an interrupted step is drift to those who compare.
-        bound_waits(compare=False)
         loss = forward_backward(model, batch)
         model.zero_grad()
         if rank == failing:
@@ -196,6 +194,7 @@ def test_an_interrupt_while_a_rank_waits_for_another(name: str):
         with pytest.raises((KeyboardInterrupt, PipelineError)) as raised:
             forward_backward(model, batch)
         assert all(one.grad is None for one in model.parameters())
+        # What one rank has not come to in the interrupted step is no drift.
         assert forward_backward(model, batch) == loss
         return repr(raised.value)
 
@@ -203,3 +202,18 @@ def test_an_interrupt_while_a_rank_waits_for_another(name: str):
     for failing, when in ((0, 1), (0, 2), (count - 1, 1), (count - 1, 2)):
         told = simulate(count)(on_a_rank, when, failing)
         assert all("KeyboardInterrupt" in one for one in told), told
+
+
+def test_ranks_of_a_stage_that_differ_are_named_in_a_rehearsal():
+    def on_a_rank(rank: int, world_size: int) -> None:
+        sizes, options = MESHES["stages of two"]
+        model = Model()
+        parallelize(model, make_mesh(device_type="cpu", **sizes), Plan(**options))
+        if rank == 3:
+            execution_log([2, 3]).record("alone")
+        forward_backward(model, torch.ones(12, 3))
+
+    with pytest.raises(SimulationError) as raised:
+        simulate(4)(on_a_rank)
+    # And not that some wait for the vote, and others in the rehearsal.
+    assert str(raised.value).count(": CommMismatchError") == 4

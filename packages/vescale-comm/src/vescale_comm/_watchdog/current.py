@@ -127,6 +127,18 @@ def forget_executed() -> None:
         watcher.comparison.reset()
 
 
+def compare_anew() -> None:
+    """Compare what ranks execute from here on: up to here it may differ, as all of them know.
+
+    For a failure of some ranks that all have heard of, and after which all go on. Every rank of the
+    world calls this at the same point. A difference that was found before is raised as ever.
+    """
+    watcher = current()
+    comparison = None if watcher is None else watcher.comparison
+    if comparison is None or comparison.trouble is None:
+        forget_executed()
+
+
 def own_logs() -> WorldLogs | None:
     """Return what compares logs where the world does so itself, as a simulation does."""
     world: object = dist.group.WORLD if dist.is_initialized() else None

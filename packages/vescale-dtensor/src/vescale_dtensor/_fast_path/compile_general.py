@@ -70,8 +70,8 @@ def compile_general(
         named = {name: _local_arguments(value, operands, feed) for name, value in kwargs.items()}
         if writes:
             if type(operands[0]) is DTensor and operands[0]._rare.way_back is not None:
-                return dispatch(func, args, kwargs)
-            check_writable(operands[0], function_name(func))
+                return dispatch(original, args, kwargs)
+            check_writable(operands[0], function_name(original))
         if local is None:
             found = func(*values, **named)
         else:

@@ -160,7 +160,8 @@ def _factory(form: Form) -> Callable[..., CompiledCall]:
     lines = [line.rstrip() for line, steps in _LINES if given.issuperset(steps.split())]
     text = "\n".join(lines).format_map(source)
     # In this file's folder, for whoever tells the user's frames from others by that.
-    name = f"{__file__}: {form.kinds}, {' '.join(sorted(given))}"
+    arguments = ", ".join([*form.kinds, *form.names, *["**"][: form.named]])
+    name = f"{__file__}: ({arguments}) {' '.join(sorted(given))}"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     made: dict[str, Any] = {}
     exec(compile(text, name, "exec"), globals(), made)

@@ -166,8 +166,8 @@ def function_name(func: Any) -> str:
     if isinstance(func, partial):
         return function_name(func.func)
     # An object that is called goes by its class: its text may have an address, or a rank's values.
-    unnamed = type(func).__qualname__
-    name: str = getattr(func, "__qualname__", None) or getattr(func, "__name__", unnamed)
+    names = [getattr(func, each, None) for each in ("__qualname__", "__name__")]
+    name = str(names[0] or names[1] or type(func).__qualname__)
     owner, _, short = name.rpartition(".")
     return f"{_OWNERS.get(owner, owner)}.{short}" if owner else name
 

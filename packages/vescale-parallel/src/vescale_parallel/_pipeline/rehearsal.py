@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from vescale_comm import CommError
 from vescale_comm.generators import States, generators_of
 from vescale_dtensor import DTensor, local_leaf
 
@@ -188,6 +189,8 @@ class Rehearsal:
             try:
                 told = Told("", self._forward(stage, kind, part))
                 to_text(told)  # what cannot be told is an error of this stage
+            except CommError:
+                raise  # as in a step
             except BaseException as error:
                 failed = error
                 said = f"stage {stage}: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm import CommError, compare_anew
 from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._common.agreement import everyone
@@ -358,6 +359,10 @@ class StagedStep:
             self._forget_kinds()
             drop_kept(self._scene.model)
             self._scene.streams.seek(start)
+            # All ranks come here. Those of the stage that failed have not executed what the others
+            # of it have. Where others run another model, they do not hear of this.
+            if self._group is None:
+                compare_anew()
             raise
 
     def _drawn_from(self, start: Place) -> dict[str, str]:
@@ -383,6 +388,8 @@ class StagedStep:
                     # After the last one: ranks that know of none go on to the next rehearsal.
                     problem = problem or rehearsal.problem
                     forget_held(self._scene.held)
+        except CommError:
+            raise  # who does not answer now would not later: nothing can be told to others
         except BaseException as error:
             return error
         return problem
