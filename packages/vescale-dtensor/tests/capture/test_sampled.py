@@ -313,6 +313,66 @@ def test_kernels_without_a_fixed_order_are_no_difference():
     assert "in no fixed order" in captured.uncompared
 
 
+def hooked(call, x):
+    inner = x * 2
+    inner.register_hook(lambda cotangent: cotangent * 3)
+    call(inner).sum().backward()
+
+
+def kept(call, x):
+    inner = x * 2
+    inner.retain_grad()
+    call(inner).sum().backward()
+    x.grad = x.grad + inner.grad * 5
+
+
+def kept_later(call, x):
+    inner = x * 2
+    out = call(inner).sum()
+    inner.retain_grad()
+    out.backward()
+    x.grad = x.grad + inner.grad * 5
+
+
+def twice(call, x):
+    out = call(x * 2).sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    (out + slope.square().sum()).backward()
+
+
+@on_ranks(2, simulated=True)
+def test_gradients_that_others_look_at_are_those_of_one_run():
+    for how in (hooked, kept, kept_later, twice):
+        found = []
+        for check in (None, ReplayCheck(every=True, gradients=lambda: True)):
+            weight, bias = parameter(4, 4), parameter(4)
+            total = spread(torch.zeros(4), Replicate())
+
+            def function(x, weight=weight, bias=bias, total=total):
+                with torch.no_grad():  # written, and then kept for backward
+                    total.lerp_(torch.ones_like(total), 0.1)
+                return torch.tanh(x @ weight) * total + bias
+
+            captured, values = vd.capture(function, check=check), []
+            for seed in range(4):
+                x = spread(rows(seed=seed)).requires_grad_()
+                how(captured, x)
+                values += [x.grad.to_local(), weight.grad.full_tensor(), total.to_local().clone()]
+            found.append(values)
+            assert captured.comparisons == (3 if check else 0)
+        assert all(map(torch.equal, *found)), how.__name__
+
+
+@on_ranks(2, simulated=True)
+def test_a_view_of_what_is_written_is_not_written_unseen():
+    captured = vd.capture(lambda x, _: x.add_(1) * 2)
+    for seed in range(4):
+        x = rows(seed=seed)
+        captured(x, x[0])
+        assert torch.equal(x, rows(seed=seed) + 1)
+    assert captured.comparisons == 2
+
+
 def test_units_take_turns():
     calls = {}
     for turn in range(5):

@@ -170,13 +170,17 @@ class GradientCheck:
         other: the graph that nobody else uses.
         finish: called with what differs, in words, or None, and a function that runs the other
             graph once more and says whether it gave the same. On every rank, in backward.
+        watched: whether somebody else is told of gradients at the ends by now, and would be twice.
     """
 
     def __init__(
-        self, other: History, finish: Callable[[str | None, Callable[[], bool]], None]
+        self,
+        other: History,
+        finish: Callable[[str | None, Callable[[], bool]], None],
+        watched: Callable[[], bool],
     ) -> None:
         self._other: History | None = other
-        self._finish = finish
+        self._asks: tuple[Any, Any] | None = (finish, watched)
         self._left: set[int] = set()
         self._roots_left: set[int] = set()
         self._cotangents: dict[int, Tensor | None] = {}
@@ -199,7 +203,7 @@ class GradientCheck:
 
     def _sums(self, number: int, places: list[tuple[int, _Key]]) -> Callable[[Any, Any], None]:
         def arrived(gradients: Any, _: Any) -> None:
-            if self._other is None:
+            if self._other is None or self._is_again(number, self._left):
                 return
             with torch.no_grad():
                 for place, key in places:
@@ -215,7 +219,7 @@ class GradientCheck:
 
     def _takes(self, key: int, outputs: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
         def arrived(_: Any, cotangents: Any) -> None:
-            if self._other is None:
+            if self._other is None or self._is_again(key, self._roots_left):
                 return
             for index, place in outputs:
                 one = cotangents[place]
@@ -225,11 +229,23 @@ class GradientCheck:
 
         return arrived
 
+    def _is_again(self, one: int, left: set[int]) -> bool:
+        """Whether a node was run before; then there are two backwards, and nothing is compared."""
+        if one not in left:
+            self._forget()
+        return self._other is None
+
+    def _forget(self) -> None:
+        self._other, self._asks = None, None
+        self._totals, self._cotangents = {}, {}
+
     def _compare(self) -> None:
-        other = self._other
-        if self._left or self._roots_left or other is None:
+        other, asks = self._other, self._asks
+        if self._left or self._roots_left or other is None or asks is None:
             return
-        first = self._gradients(other)
+        finish, watched = asks
+        # All ranks go on to `finish`: hooks may differ.
+        first = {} if watched() else self._gradients(other)
         found = None
         for key, mine in first.items():
             its = self._totals.get(key)
@@ -238,7 +254,7 @@ class GradientCheck:
                 found = f"the gradient of {other.ends[key]}"
                 break
         # Once: a graph that is kept may be run again.
-        self._other, self._totals = None, {}
+        self._other, self._asks, self._totals = None, None, {}
 
         def repeats() -> bool:
             again = self._gradients(other)
@@ -249,7 +265,7 @@ class GradientCheck:
             )
 
         try:
-            self._finish(found, repeats)
+            finish(found, repeats)
         finally:
             self._cotangents = {}
 

@@ -149,11 +149,20 @@ class Program:
             locals_ = [w._local_tensor for w in self.free.wrappers]
         return [*[fetch(flat) for fetch in self._fetches], *locals_]
 
-    def replay(self, flat: list[Any], locals_: list[Tensor] | None = None) -> Any:
-        """Run the program for a call that it stands for."""
+    def replay(
+        self, flat: list[Any], locals_: list[Tensor] | None = None, *, apart: bool = False
+    ) -> Any:
+        """Run the program for a call that it stands for.
+
+        `apart`: its graph does not mind later writes to what it writes to and saves for backward.
+        """
         # Before the steps, as in eager mode: a use may retype a gradient that the steps read.
         self._leaves.note_arguments(flat)
         arguments = self.arguments(flat, locals_)
+        if apart and self._written:
+            own = {id(getattr(one, "_local_tensor", one)) for one in self.written(flat)}
+            # The same memory, with a version counter of its own.
+            arguments = [one.data if id(one) in own else one for one in arguments]
         if self._written:
             self.before_writes(flat)
         run = self._run_in_modes if self._changes_modes else self._run

@@ -230,7 +230,7 @@ class Comparison:
 
         self._finish(found, repeats)
         if gradients and history.known and used.known and history.roots:
-            GradientCheck(history, self._finish).watch(used)
+            GradientCheck(history, self._finish, self._is_watched).watch(used)
         return theirs
 
     def _compares_gradients(self) -> bool:
@@ -240,9 +240,23 @@ class Comparison:
             asked is not None
             and torch.is_grad_enabled()
             and not self.program.differentiates
-            and not any(map(has_hooks, leaves_of(self.program, self.call.flat)))
+            and not any(one.requires_grad for one in self.program.written(self.call.flat))
+            and not self._is_watched()
+            and not self._shares_casts()
             and asked()
         )
+
+    def _is_watched(self) -> bool:
+        """Whether somebody else is told of gradients at the ends of the graph, and told twice."""
+        given = [one for one in self.call.flat if isinstance(one, Tensor)]
+        ends = [*leaves_of(self.program, self.call.flat), *given]
+        return any(local_of(one).retains_grad or has_hooks(one) for one in ends)
+
+    def _shares_casts(self) -> bool:
+        """Whether autocast keeps casts of leaves, whose nodes are then in both graphs."""
+        given = [*leaves_of(self.program, self.call.flat), *self.call.flat]
+        kinds = {local_of(one).device.type for one in given if isinstance(one, Tensor)}
+        return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
 
     def _replay(self, locals_: list[Tensor], ends: Ends, keeps: bool) -> tuple[Any, History]:
         """Run the program, and follow its graph; `keeps`: what backward needs is kept, too."""
@@ -251,7 +265,7 @@ class Comparison:
             # Also unseen by hooks around the call: an outer checkpoint counts what it is given.
             hooks = saved_tensors_hooks(_forget, _forgotten)
         with running_inside(), hooks:
-            outputs = self.program.replay(self.call.flat, locals_)
+            outputs = self.program.replay(self.call.flat, locals_, apart=keeps)
         return outputs, history_of(outputs, ends)
 
     def _function(self) -> Any:
@@ -274,9 +288,12 @@ class Comparison:
         locals_ = [
             local_of(one) for one in given if isinstance(one, Tensor) and id(one) not in written
         ]
-        own = {id(local_of(one)) for one in self.program.written(self.call.flat)}
+        # Views of what is written have its counter.
+        own = {storage_of(local_of(one)) for one in self.program.written(self.call.flat)}
         return [
-            (one, one._version) for one in locals_ if not one.is_inference() and id(one) not in own
+            (one, one._version)
+            for one in locals_
+            if not one.is_inference() and storage_of(one) not in own
         ]
 
     def _unseen_writes(self, versions: list[tuple[Tensor, int]]) -> str | None:
@@ -305,6 +322,11 @@ class Comparison:
             f"{told}: the program itself gives other bits in each run, as kernels do that add in "
             "no fixed order"
         )
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; of an empty one, of it itself."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def _forget(_: Tensor) -> None:
