@@ -413,3 +413,21 @@ def test_a_change_before_call_1100_is_noticed_in_call_2048():
     number, _ = called(captured, 1100, change, until=2100)
     assert number == 2048
     assert captured.comparisons == 11
+
+
+@on_ranks(2, simulated=True)
+def test_calls_that_share_casts_are_left_uncompared():
+    """Autocast keeps casts of parameters: gradients of all calls of a region add up in those."""
+    found = []
+    for check in (ReplayCheck(), None):
+        torch.manual_seed(0)
+        weight = spread(rows(), Replicate()).requires_grad_()
+        captured = vd.capture(lambda x, weight=weight: x @ weight.T, check=check)
+        for seed in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                both = [captured(spread(rows(seed=seed + at))) for at in (0, 9)]
+            sum(one.float().sum() for one in both).backward()
+        assert (captured.comparisons, captured.replays) == (0, 7)
+        assert (captured.uncompared is None) == (check is None)
+        found.append(weight.grad.full_tensor())
+    assert torch.equal(*found)

@@ -16,6 +16,7 @@ from vescale_dtensor._capture.replay_check import (
     Comparison,
     ReplayCheck,
     agreed,
+    keeps_casts,
     require_repeatable,
     why_once,
 )
@@ -24,6 +25,8 @@ from vescale_dtensor._torch.compat import in_backward
 
 NEVER = sys.maxsize
 _UNKNOWN_RANKS = "no DTensor of its first call says which ranks have to agree on comparing it"
+
+_KEPT_CASTS = "autocast keeps casts of parameters, which other calls of its region share"
 
 
 def check_of(said: Check | ReplayCheck) -> ReplayCheck | None:
@@ -101,8 +104,11 @@ class Comparisons:
         """
         assert self._check is not None
         why = why_once(program, call)
-        if not layouts and not self._check.required and _communicates(program):
-            why = _UNKNOWN_RANKS
+        if not self._check.required:
+            if not layouts and _communicates(program):
+                why = _UNKNOWN_RANKS
+            elif keeps_casts(program, call):
+                why = _KEPT_CASTS
         program.uncompared = why
         # Ranks may differ in whether they have a program, and the function communicates.
         if not agreed(layouts, why is None or self._check.required):

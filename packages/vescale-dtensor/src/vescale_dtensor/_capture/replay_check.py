@@ -169,6 +169,13 @@ def require_repeatable(why: str | None, layouts: Sequence[Layout]) -> None:
         raise CaptureError(f"capture(check=...): {told}")
 
 
+def keeps_casts(program: Program, call: KeyedCall) -> bool:
+    """Whether autocast keeps casts of leaves, whose nodes other calls of its region share."""
+    given = [*leaves_of(program, call.flat), *call.flat]
+    kinds = {local_of(one).device.type for one in given if isinstance(one, Tensor)}
+    return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One call whose replay is compared.
@@ -242,7 +249,7 @@ class Comparison:
             and not self.program.differentiates
             and not any(one.requires_grad for one in self.program.written(self.call.flat))
             and not self._is_watched()
-            and not self._shares_casts()
+            and not keeps_casts(self.program, self.call)
             and asked()
         )
 
@@ -251,12 +258,6 @@ class Comparison:
         given = [one for one in self.call.flat if isinstance(one, Tensor)]
         ends = [*leaves_of(self.program, self.call.flat), *given]
         return any(local_of(one).retains_grad or has_hooks(one) for one in ends)
-
-    def _shares_casts(self) -> bool:
-        """Whether autocast keeps casts of leaves, whose nodes are then in both graphs."""
-        given = [*leaves_of(self.program, self.call.flat), *self.call.flat]
-        kinds = {local_of(one).device.type for one in given if isinstance(one, Tensor)}
-        return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
 
     def _replay(self, locals_: list[Tensor], ends: Ends, keeps: bool) -> tuple[Any, History]:
         """Run the program, and follow its graph; `keeps`: what backward needs is kept, too."""
