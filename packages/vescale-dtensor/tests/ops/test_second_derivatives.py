@@ -109,3 +109,39 @@ def norms_of_other_kinds(rank, world_size):
 
 def test_norms_of_other_kinds():
     simulate(2).run(norms_of_other_kinds)
+
+
+def mixed_derivatives(function, x, weights, move):
+    """The second derivatives by both operands, which come from another layout, of a product."""
+    value = function(move(x), 0)
+    total = (value * move(weights[..., : value.shape[-1]])).sum()
+    (first,) = torch.autograd.grad(total, [x], create_graph=True)
+    if not (first.to_local() if isinstance(first, vd.DTensor) else first).requires_grad:
+        return [first]
+    return torch.autograd.grad(first.sum(), [x, weights], allow_unused=True)
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if " of " not in name])
+@pytest.mark.filterwarnings("ignore:.*has no rule")
+def test_gradients_depend_on_the_same_on_ranks_without_columns(name):
+    weights = torch.tensor([0.5, -1.5], dtype=torch.float64)
+    leaves = [one.clone().requires_grad_() for one in (BOTH, weights)]
+    expected = mixed_derivatives(FUNCTIONS[name], *leaves, lambda x: x * 1)
+
+    def program(rank, world_size):
+        mesh = device_mesh((world_size,))
+        x, w = [
+            vd.distribute_tensor(one, mesh, [vd.Replicate()]).requires_grad_()
+            for one in (BOTH, weights)
+        ]
+        found = mixed_derivatives(
+            FUNCTIONS[name], x, w, lambda x: x.redistribute(placements=[Shard(x.ndim - 1)])
+        )
+        return [None if one is None else one.full_tensor() for one in found]
+
+    for found in simulate(4).run(program):
+        for one, other in zip(found, expected, strict=True):
+            # A derivative that is nothing on one device may be zeros.
+            if other is not None or one is not None:
+                other = torch.zeros_like(one) if other is None else other
+                torch.testing.assert_close(torch.zeros_like(other) if one is None else one, other)

@@ -18,7 +18,7 @@ from torch import Tensor
 from vescale_comm import Group, all_gather, group_of
 
 from vescale_dtensor._layout.layout import Layout, axes_in
-from vescale_dtensor._layout.local_shards import local_groups
+from vescale_dtensor._layout.local_shards import local_groups, local_shape
 from vescale_dtensor._layout.placement_base import Placement
 from vescale_dtensor._layout.placements import Partial, Replicate, Shard
 from vescale_dtensor._planning import AxisStrategy, Dims, LocalContext, OpCall, Signature, Strategy
@@ -68,8 +68,7 @@ def with_sharded_kernel(
         strategy: of an op that looks along these dims.
         dims: the dims.
         kernel: called as `kernel(context, args, kwargs)`.
-        or_empty: whether the kernel also serves a rank whose shard has no elements, of a function
-            that would warn about one: then each call has to look.
+        or_empty: whether the kernel also serves a rank whose shard has no elements.
     """
 
     def local(context: LocalContext, args: Any, kwargs: Any) -> Any:
@@ -79,8 +78,10 @@ def with_sharded_kernel(
         return context.call.func(*args, **kwargs)
 
     def bind(context: LocalContext) -> Callable[..., Any] | None:
-        sharded = or_empty or sharding_axes(context.input_layout(0), dims)
-        return None if sharded else context.call.func
+        # Decided once for these shapes: a rank that has elements pays nothing at each call.
+        layout, shape = context.input_layout(0), tuple(context.call.operands[0].shape)
+        empty = or_empty and 0 in local_shape(layout, shape)
+        return None if empty or sharding_axes(layout, dims) else context.call.func
 
     return replace(strategy, local=local, specialize=bind)
 

@@ -70,8 +70,19 @@ class ShardedScan(ShardedDims):
 
 
 def _scan_strategy(
-    scan: Callable[[ShardedScan], Any], outputs: int = 1
+    scan: Callable[[ShardedScan], Any],
+    outputs: int = 1,
+    nothing: Callable[[ShardedScan], Any] | None = None,
 ) -> Callable[[OpCall], Strategy | None]:
+    """The strategy of a scan.
+
+    Args:
+        scan: its kernel along a sharded dim.
+        outputs: number of results.
+        nothing: gives the result of a shard without elements along a dim that is not sharded, where
+            torch's has not the histories that other ranks' have.
+    """
+
     def strategy(call: OpCall) -> Strategy | None:
         dim_index = call.dim(1)
         if dim_index is None or len(call.operands) != 1 or is_refused(call):
@@ -80,19 +91,34 @@ def _scan_strategy(
 
         def kernel(context: LocalContext, args: Any, kwargs: Any) -> Any:
             found = ShardedScan(context, dim_index, args, kwargs)
+            run = scan if found.axes or nothing is None else nothing
             if not writes:
-                return scan(found)
+                return run(found)
             target = found.x
             # The scan saves its input for backward: the write below must not touch that tensor.
             found.x = target.clone()
             found.args = (found.x, *args[1:])
-            return target.copy_(scan(found))
+            return target.copy_(run(found))
 
         dims = letters(call.operands[0].ndim)
         strategy = sharded_dim_strategy(dims, (dims,) * outputs, (dim_index,), (False,) * outputs)
-        return with_sharded_kernel(strategy, (dim_index,), kernel)
+        return with_sharded_kernel(strategy, (dim_index,), kernel, or_empty=nothing is not None)
 
     return strategy
+
+
+def _squares(scan: ShardedScan) -> Tensor:
+    """Nothing, whose gradient depends on the operand and on the cotangent, as a product's does."""
+    with torch.no_grad():
+        dtype = scan.local_result().dtype
+    return scan.x.square().to(dtype)
+
+
+def _copied(scan: ShardedScan) -> Any:
+    """Nothing, whose gradient depends on the cotangent, as an extreme's does; and no indices."""
+    with torch.no_grad():
+        found = scan.local_result()
+    return type(found)((scan.x.clone(), found.indices))
 
 
 def _sum(scan: ShardedScan) -> Tensor:
@@ -206,8 +232,10 @@ _READS = Reads.NUMBERS
 _SOFTMAX = Rule("softmax", _scan_strategy(_softmax), _READS)
 RULES = {
     **both_forms("cumsum", Rule("cumulation", _scan_strategy(_sum), _READS)),
-    **both_forms("cumprod", Rule("cumulation", _scan_strategy(_product), _READS)),
-    **entries("logcumsumexp", Rule("cumulation", _scan_strategy(_log_sum), _READS)),
-    **entries("cummax cummin", Rule("cumulation", _scan_strategy(_running_extreme, 2), _READS)),
+    **both_forms("cumprod", Rule("cumulation", _scan_strategy(_product, 1, _squares), _READS)),
+    **entries("logcumsumexp", Rule("cumulation", _scan_strategy(_log_sum, 1, _squares), _READS)),
+    **entries(
+        "cummax cummin", Rule("cumulation", _scan_strategy(_running_extreme, 2, _copied), _READS)
+    ),
     **entries("softmax log_softmax softmin", _SOFTMAX),
 }
