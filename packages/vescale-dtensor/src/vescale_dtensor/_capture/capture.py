@@ -125,7 +125,8 @@ class Captured:
         # one of these layouts of the first argument.
         self._resting = 0
         self._waking: frozenset[Hashable] = frozenset()
-        self._made = 0
+        # Calls of the thread that made the first one: those of others come in any order.
+        self._made, self._thread = 0, 0
         left_out = why_left_out(bool(self._unguarded), self._transform is not None)
         self._compared = Comparisons(self._check, self._name, self._function, left_out)
         # Whether there was a call that is not `_alone`: all ranks make the first one together,
@@ -216,8 +217,10 @@ class Captured:
         if self._check is not None and (own := self._of_this_rank()) is not self:
             return own(*args, **kwargs)
         alone = is_alone()
-        self._made += not alone
-        due = not alone and self._made >= self._compared.following and self._is_due()
+        self._thread = self._thread or get_ident()
+        counted = not alone and get_ident() == self._thread
+        self._made += counted
+        due = counted and self._made >= self._compared.following and self._is_due()
         if self._resting and not (
             args and type(args[0]) is DTensor and args[0]._spec in self._waking
         ):
