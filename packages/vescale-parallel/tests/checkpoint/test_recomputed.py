@@ -101,12 +101,16 @@ def test_products_that_are_written_to():
         return alone(blocks, kind)
 
     x = torch.randn(2, 4, 8)
-    found = []
-    for kind in (None, {"*": "selective"}):
-        model = build(kind)
-        model(x).square().sum().backward()
-        found.append([whole(p.grad) for p in model.parameters()])
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+    def on_a_rank(rank: int, world_size: int) -> None:
+        found = []
+        for kind in (None, {"*": "selective"}):
+            model = build(kind)
+            model(x).square().sum().backward()
+            found.append([whole(p.grad) for p in model.parameters()])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+    vescale_comm.simulate(1)(on_a_rank)
 
 
 def alone(model: nn.Module, kind: Any) -> nn.Module:
