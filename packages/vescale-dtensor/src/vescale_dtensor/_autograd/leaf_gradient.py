@@ -352,9 +352,7 @@ class LeafGradient:
         Args:
             assigned: its global shape, if others may hold its memory; see the module's docstring.
         """
-        self.is_reduced, self.assigned = True, assigned
-        self._retype()
-        self.hook_accumulation()
+        self.restore(True, assigned)
 
     def restore(self, is_reduced: bool, assigned: tuple[int, ...] | None) -> None:
         """Note that `.grad` is again what it was at an earlier moment."""
@@ -365,8 +363,7 @@ class LeafGradient:
     def hook_accumulation(self) -> None:
         """Register what has to happen to a total before torch adds to it."""
         local = self.local
-        # Mostly the one of the step before is there, and has just been called: it is on the node
-        # that accumulates, which a change of the dtype would have made anew.
+        # Mostly that of the step before is there, and was just called: a change of dtype drops it.
         stays, self._stays = self._stays, False
         wanted = local.requires_grad and local.is_leaf and (self.is_reduced or self.copied)
         if wanted and stays and self.accumulation_hook is not None:

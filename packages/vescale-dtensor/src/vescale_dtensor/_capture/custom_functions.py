@@ -28,6 +28,7 @@ from vescale_dtensor._capture.function_wrappers import given_nodes, local_of
 from vescale_dtensor._capture.global_state import GlobalState, global_state
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.nesting import running_inside
+from vescale_dtensor._capture.program_modes import ProgramModes
 from vescale_dtensor._capture.unsupported import refused, user_line
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._errors import CaptureError
@@ -48,10 +49,8 @@ class Steps(Protocol):
     """What of a recorder is needed here; see `Recorder`."""
 
     trace: TracedGraph
+    modes: ProgramModes
 
-    def modes(self) -> tuple[bool, Any]: ...
-    def go_back(self, modes: tuple[bool, Any]) -> None: ...
-    def follow(self, now: GlobalState, sensitive: bool) -> None: ...
     def step(
         self, func: Any, first: Any, arguments: list[Any], call: tuple[str, str]
     ) -> fx.Node: ...
@@ -192,7 +191,7 @@ class CustomCall:
         self.frame: FrameType | None = forward
         self._caller = forward.f_back
         self._at = None if self._caller is None else self._caller.f_lasti
-        self.lagging = recorder.modes()
+        self.lagging = recorder.modes.now
         self.outputs: Any = _NONE
         self.modes: GlobalState | None = None
         trace = recorder.trace
@@ -261,10 +260,10 @@ def record(call: CustomCall, outputs: Any, recorder: Steps) -> None:
     assert call.modes is not None
     wants = any(one.requires_grad for one in tensors_within(call.arguments))
     modes = call.modes._replace(grad=any(one.requires_grad for one in made))
-    recorder.go_back(call.lagging)
+    recorder.modes.now = call.lagging
     with trace.graph.inserting_after(call.start) if call.start else nullcontext():
-        recorder.follow(modes, wants)
-    modes = modes if wants else modes._replace(grad=recorder.modes()[0])
+        recorder.modes.follow(modes, wants)
+    modes = modes if wants else modes._replace(grad=recorder.modes.now[0])
     node = recorder.step(apply_again, call.cls, call.nodes, (call.cls.__qualname__, call.line))
     node.meta["effect"] = True  # it is the user's code
     node.meta["records"] = tuple(one for n in erased for one in n.meta.get("records", ()))
@@ -305,7 +304,7 @@ def record_join(
             "node code asks for (grad_fn). Call it outside"
         )
     modes = GlobalState(*global_state())
-    recorder.follow(modes, True)
+    recorder.modes.follow(modes, True)
     result: Tensor = run(joined_local, wrapper)
     step = recorder.trace.graph.call_function(implementation_of(joined_local), (node,))
     recorder.function_ended(step, result, modes)

@@ -28,14 +28,13 @@ from vescale_dtensor._capture.custom_functions import CustomCalls, record_join
 from vescale_dtensor._capture.global_state import (
     GlobalState,
     global_state,
-    is_off,
-    leave_autocast,
     set_autocast,
 )
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.live_calls import Kept, LiveCalls, call_again
 from vescale_dtensor._capture.module_names import ModuleNames
 from vescale_dtensor._capture.named_state import NamedState
+from vescale_dtensor._capture.program_modes import ProgramModes
 from vescale_dtensor._capture.regions import Regions
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
 from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
@@ -92,6 +91,7 @@ class Recorder(TorchFunctionMode):
             hooks of a checkpoint that it left, until garbage is collected.
         layouts: one for each mesh of the DTensors that it met, by the id of the mesh.
         regions: what backward computes again.
+        modes: in which the program is at its last step.
     """
 
     def __init__(
@@ -114,10 +114,7 @@ class Recorder(TorchFunctionMode):
         self.layouts: dict[int, Layout] = {}
         self._start = start
         self._collectives = collectives
-        # The modes in which the program is at its last step, which lag behind those of the
-        # function: a change is recorded only where a step would notice.
-        self._grad = start.grad
-        self._autocast = start.autocast
+        self.modes = ProgramModes(self.trace.graph, start)
         self._surroundings = Surroundings(start)
         self.regions = Regions(self, self._surroundings)
         # The public op being dispatched, and the user's line: nodes are named after these.
@@ -278,7 +275,7 @@ class Recorder(TorchFunctionMode):
         changed += written_by_name(func, name, args, kwargs)
         written = bool(changed) or is_in_place(name)
         # Before the node is made: a change of modes has to come first in the graph.
-        self.follow(GlobalState(*global_state()), sensitive or any(map(_requires_grad, made)))
+        self.modes.follow(GlobalState(*global_state()), sensitive or any(map(_requires_grad, made)))
         records = self._collectives.records[sent:]
         node = self._node(func, records[0].op if len(records) == 1 else None, nodes)
         # Dead code is removed later. A step that draws, writes or communicates stays, even if
@@ -313,7 +310,7 @@ class Recorder(TorchFunctionMode):
         if result is local and outside:
             return result
         # The alias has a history, or none, by grad mode.
-        self.follow(GlobalState(*global_state()), True)
+        self.modes.follow(GlobalState(*global_state()), True)
         arguments = (self.trace.leaf_node(leaf), node, varying, tuple(shape))
         step = self._node(leaf_for_use, None, (arguments, {}))
         step.meta["effect"] = not outside  # it notes the use, which a program does at its beginning
@@ -345,7 +342,7 @@ class Recorder(TorchFunctionMode):
         for call, line, state in ended:
             # It reads gradients, whatever it does with them.
             self.gradients = True
-            self.follow(state, True)
+            self.modes.follow(state, True)
             owners = (self.trace.constant(one) for one in (call.owner, *call.more))
             arguments = (self.trace.constant(call.function, check=False), *owners)
             node = self.trace.graph.call_function(call_again, arguments)
@@ -359,20 +356,6 @@ class Recorder(TorchFunctionMode):
             self._surroundings.drew()
 
     # --- nodes
-
-    def follow(self, now: GlobalState, sensitive: bool) -> None:
-        """Let the program change modes as the function has, where the next step would notice."""
-        graph = self.trace.graph
-        # Put off until a step is sensitive: code under `no_grad` that needs none gets no steps.
-        if sensitive and now.grad != self._grad:
-            graph.call_function(set_grad_mode, (now.grad,)).meta["effect"] = True
-            self._grad = now.grad
-        if now.autocast != self._autocast:
-            # torch drops its cached casts where the outermost region ends, and only there.
-            leaving = is_off(now.autocast) and is_off(self._start.autocast)
-            change = leave_autocast if leaving else set_autocast
-            graph.call_function(change, now.autocast or ()).meta["effect"] = True
-            self._autocast = now.autocast
 
     def _node(self, func: Any, title: str | None, arguments: tuple[Any, dict[str, Any]]) -> fx.Node:
         """The node of a call; `title` is what to name it after, if not the function."""
@@ -398,14 +381,6 @@ class Recorder(TorchFunctionMode):
         node.meta["op"], node.meta["line"] = call
         node.meta["module"] = self._modules.now()
 
-    def modes(self) -> tuple[bool, Any]:
-        """The modes in which the program is at its last step: grad, and autocast."""
-        return self._grad, self._autocast
-
-    def go_back(self, modes: tuple[bool, Any]) -> None:
-        """Let the program be in these modes: the steps that have changed them are gone."""
-        self._grad, self._autocast = modes
-
     def stop(self) -> None:
         """Let go of the frames of the function, which has ended."""
         self._custom.stop()
@@ -413,7 +388,7 @@ class Recorder(TorchFunctionMode):
 
     def function_ended(self, node: fx.Node, outputs: Any, modes: GlobalState) -> None:
         """Note what a step gives that is a custom Function."""
-        self._grad, self._autocast = modes.grad, modes.autocast  # its forward's own are gone
+        self.modes.now = modes.grad, modes.autocast  # its forward's own are gone
         self._constants.note(node, node.target, tensors_within(outputs), False)
         self._results(outputs, node)
 
@@ -476,7 +451,7 @@ class Recorder(TorchFunctionMode):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id not in hooks:
                 raise refused("a gradient hook is registered and removed inside; do it outside")
-        self.follow(self._start, True)
+        self.modes.follow(self._start, True)
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
         return any([n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes])

@@ -22,6 +22,7 @@ from vescale_dtensor._capture.global_state import GlobalState, global_state
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.nesting import is_inside, running_inside
 from vescale_dtensor._capture.pinned_names import pin
+from vescale_dtensor._capture.program_modes import ProgramModes
 from vescale_dtensor._capture.surroundings import Surroundings
 from vescale_dtensor._capture.unsupported import refused, user_line
 from vescale_dtensor._dispatch.plain_operands import uncompared
@@ -36,8 +37,7 @@ class Steps(Protocol):
     """What of a recorder is needed here; see `Recorder`."""
 
     trace: TracedGraph
-
-    def follow(self, now: GlobalState, sensitive: bool) -> None: ...
+    modes: ProgramModes
 
 
 class Regions:
@@ -81,7 +81,7 @@ class Regions:
         """The steps of a region."""
         graph, modes = self._recorder.trace.graph, self.modes
         # A region is computed again in the modes in which it begins, and must leave no others.
-        self._recorder.follow(GlobalState(*global_state()), True)
+        self._recorder.modes.follow(GlobalState(*global_state()), True)
         begin = graph.call_function(_begin, (self._recorder.trace.constant(contexts, False),))
         begin.meta["effect"], begin.meta["line"] = True, user_line()
         self.modes = dispatch_modes()
@@ -90,7 +90,7 @@ class Regions:
                 yield
         finally:
             self.modes = modes
-        self._recorder.follow(GlobalState(*global_state()), True)
+        self._recorder.modes.follow(GlobalState(*global_state()), True)
         graph.call_function(_end).meta["effect"] = True
 
 

@@ -236,7 +236,9 @@ class Comparison:
             return unlike is None
 
         self._finish(found, repeats)
-        if gradients and history.known and used.known and history.roots:
+        followed = history.known and used.known and bool(history.roots)
+        # Backward votes: a rank whose local part has no history would not come.
+        if gradients and agreed(self.layouts, followed):
             GradientCheck(history, self._finish, self._is_watched).watch(used)
         return theirs
 
