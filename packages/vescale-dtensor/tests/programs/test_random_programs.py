@@ -49,6 +49,8 @@ FOUND = {
         "x3.transpose_(-3, 1)", "x4 = x0.swapaxes(-1, -1)", "x4.fill_diagonal_(0.5)"]),
     "a view is written of which one rank has nothing": ((3,), (7, 1, 4), "[Shard(2)]", WANTED, [
         "x1 = torch.where((x0 > 0), x0, x0)", "x2 = x1.mT", "x2.clamp_(-1, 1)", "x3 = x2 * 1"]),
+    "a detached copy of a view of a leaf": ((2,), (1,), "[Shard(0)]", WANTED, [
+        "x1 = x0.squeeze()", "x2 = x1.detach()", "x2.squeeze_(-1)"]),
     "a part of a view of a leaf, which one rank has": ((2,), (4,), "[Shard(0)]", WANTED, [
         "x1 = x0.t()", "x1[-2, ...] = -1", "x1[-2].unsqueeze_(0)",
         "x2 = x0[:2].unflatten(0, (2, 1))", "x2.squeeze_(1)"]),

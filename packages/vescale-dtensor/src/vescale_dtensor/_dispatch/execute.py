@@ -279,7 +279,7 @@ def refuse_view_of_leaf(target: Tensor) -> None:
     # Of a copied view some ranks may have nothing; what it is a copy of, all have.
     copied = target._view_copy_of
     local = target._local_tensor if copied is None else copied
-    if not local.requires_grad or (local.is_leaf and copied is None):
+    if not local.requires_grad or (local.is_leaf if copied is None else not target.requires_grad):
         return
     base = local._base if local._is_view() and local._base is not None else local
     if is_alias_of_leaf(base) or (base.is_leaf and base.requires_grad):

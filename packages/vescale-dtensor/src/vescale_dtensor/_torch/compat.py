@@ -397,21 +397,6 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
         vars(optimizer)["_opt_called"] = True
 
 
-def config_accessors() -> list[Any]:
-    """The functions that give and set settings of torch's `config` modules, where they have any."""
-    try:
-        config: Any = import_module("torch.utils._config_module").ConfigModule
-    except (ImportError, AttributeError):
-        return []
-    return [vars(config)[name] for name in ("__getattr__", "__setattr__") if name in vars(config)]
-
-
-def print_options() -> Any:
-    """How torch prints tensors."""
-    module = import_module("torch._tensor_str")
-    return repr(getattr(module, "PRINT_OPTS", None))
-
-
 def global_module_hooks() -> list[Any]:
     """Return the dicts of hooks that torch calls for every module."""
     module = import_module("torch.nn.modules.module")
