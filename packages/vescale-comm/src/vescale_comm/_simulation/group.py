@@ -16,7 +16,7 @@ from torch import Tensor
 from vescale_comm._engine import reference_semantics
 from vescale_comm._engine.annotated import AnnotatedGroup
 from vescale_comm._errors import CommError, CommMismatchError
-from vescale_comm._simulation.compared import WorldLogs
+from vescale_comm._simulation.log_comparison import WorldLogs
 from vescale_comm._simulation.meeting import CallNote, Meeting, Run, Slot, finish
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._torch.call_site import call_site

@@ -15,8 +15,8 @@ from vescale_comm._errors import (
     DeadlockError,
 )
 from vescale_comm._outcome import Ok, Outcome, failed
-from vescale_comm._simulation.compared import WorldLogs
 from vescale_comm._simulation.group import SimulatedGroup
+from vescale_comm._simulation.log_comparison import WorldLogs
 from vescale_comm._simulation.meeting import Meeting
 from vescale_comm._simulation.scheduler import Scheduler
 from vescale_comm._simulation.state import ProcessState

@@ -7,7 +7,7 @@
 - `numbers`: numbers on command lines, within bounds.
 - `written`: whether a tensor has other values than before.
 - `interrupted`: what forwards have begun, ended also where the program is interrupted.
-- `optimizer_hooks`: what hears of the steps of all optimizers. `helped_steps`: plain tensors that a
+- `optimizer_hooks`: what hears of the steps of all optimizers. `plain_steps`: plain tensors that a
   helper steps in an optimizer's place.
 - `unpickled`: what is copied with a model, and not pickled.
 - `torch_compat`: the one list of what is used of torch beyond its public API.

@@ -2,7 +2,7 @@
 
 Every rank of a pipeline has every parameter by name, and no elements of those of other stages. In
 small models it takes longer to look at all of them than to update what is here. So a helper steps
-the local tensors of parameters that have elements here; see `helped_steps`.
+the local tensors of parameters that have elements here; see `plain_steps`.
 
 Parameters without elements have nothing to update but their counts of steps. One of those that were
 stepped equally often is stepped with the others, and the rest are told its counts.
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from vescale_dtensor import DTensor, local_leaves, note_written, reduce_gradients
 
-from vescale_parallel._common.helped_steps import Counts, Given, Held, Helped, HelpedSteps
 from vescale_parallel._common.optimizer_hooks import Args, Call
+from vescale_parallel._common.plain_steps import Counts, Given, Held, Helped, HelpedSteps
 from vescale_parallel._pipeline.stepped import OptimizersOf
 
 

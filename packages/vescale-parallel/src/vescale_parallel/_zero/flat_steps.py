@@ -1,7 +1,7 @@
 """Optimizers that go element by element step flat buffers: one plain tensor for each, no wrapper.
 
 The memory of a whole buffer is stepped at once: a helper has per buffer one tensor, gradient and
-state; see `helped_steps`.
+state; see `plain_steps`.
 
 States stay under their parameters, as DTensors: from the second step on these are views of one flat
 tensor a buffer, as parameters are of the shard. Whatever was put in their place (a loaded state,
@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from vescale_dtensor import DTensor, local_leaves, note_written
 
-from vescale_parallel._common.helped_steps import Counts, Given, Held, Helped
+from vescale_parallel._common.plain_steps import Counts, Given, Held, Helped
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 
 

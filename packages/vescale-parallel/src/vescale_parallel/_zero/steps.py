@@ -9,8 +9,8 @@ from typing import Any, Final, Protocol
 from torch.optim import Optimizer
 from vescale_dtensor import reduce_gradients
 
-from vescale_parallel._common.helped_steps import HelpedSteps
 from vescale_parallel._common.optimizer_hooks import Args, Call
+from vescale_parallel._common.plain_steps import HelpedSteps
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.flat_steps import FlatGroups
 from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
