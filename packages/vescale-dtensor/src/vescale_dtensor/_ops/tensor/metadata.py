@@ -64,9 +64,8 @@ def _deepcopy(self: DTensor, memo: dict[int, Any]) -> DTensor:
     result = wrap(_copied_local(self, memo), self._spec.base)
     memo[id(self)] = result
     for name, value in self.__dict__.items():
-        if (
-            name not in DTensor.__annotations__
-        ):  # its graph, and whose view it is: of this one alone
+        # Not its graph, nor whose view it is: these are of this one alone.
+        if name not in DTensor.__annotations__:
             setattr(result, name, copy.deepcopy(value, memo))
     if isinstance(self, torch.nn.Parameter):
         return result
