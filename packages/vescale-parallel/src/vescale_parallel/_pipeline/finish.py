@@ -6,7 +6,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from vescale_parallel._pipeline.described import local_of
 from vescale_parallel._pipeline.kinds import Kind, Repeated
 from vescale_parallel._pipeline.messages import Lines
 from vescale_parallel._pipeline.scene import Scene
+from vescale_parallel._pipeline.walked import Trained
 
 _NOTE: Final = b"\0"
 """How what is no failure begins: no compressed text does."""
@@ -150,23 +151,6 @@ def finish_step(
         value = loss.full_tensor() if isinstance(loss, DTensor) else loss
         row[0] = value.detach().reshape(()).double()
     return lines.broadcast(row, last)[0].to(kind.loss.dtype, copy=True)
-
-
-class Trained(NamedTuple):
-    """The parameters that are trained, in the order of the model.
-
-    Attributes:
-        parameters: they.
-        leaves: the local tensor of each.
-    """
-
-    parameters: list[nn.Parameter]
-    leaves: list[Tensor]
-
-    def without(self) -> list[nn.Parameter]:
-        """Those whose local tensors have no gradients."""
-        pairs = zip(self.parameters, self.leaves, strict=True)
-        return [one for one, leaf in pairs if leaf.grad is None]
 
 
 class NewGradients:

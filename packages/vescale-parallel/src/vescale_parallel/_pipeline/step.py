@@ -18,7 +18,6 @@ from vescale_parallel._pipeline.collected import hides_hooks
 from vescale_parallel._pipeline.finish import (
     EarlierGradients,
     NewGradients,
-    Trained,
     finish_step,
     is_whole,
     note_of,
@@ -45,7 +44,7 @@ from vescale_parallel._pipeline.scene import Scene
 from vescale_parallel._pipeline.streams import Place, after
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
 from vescale_parallel._pipeline.used import agreed_kinds, told_of
-from vescale_parallel._pipeline.walked import Walked, Walker
+from vescale_parallel._pipeline.walked import Trained, Walked, Walker
 from vescale_parallel._pipeline.written import require_specs, tell_buffers
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part

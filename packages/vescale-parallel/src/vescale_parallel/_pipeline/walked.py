@@ -15,7 +15,6 @@ from vescale_dtensor import DTensor, local_leaves
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import any_hooks, hooks_of
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.finish import Trained
 from vescale_parallel._zero.schedule import SCHEDULE
 
 _DROPOUTS: Final = (
@@ -26,6 +25,23 @@ _DROPOUTS: Final = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+
+
+class Trained(NamedTuple):
+    """The parameters that are trained, in the order of the model.
+
+    Attributes:
+        parameters: they.
+        leaves: the local tensor of each.
+    """
+
+    parameters: list[nn.Parameter]
+    leaves: list[Tensor]
+
+    def without(self) -> list[nn.Parameter]:
+        """Those whose local tensors have no gradients."""
+        pairs = zip(self.parameters, self.leaves, strict=True)
+        return [one for one, leaf in pairs if leaf.grad is None]
 
 
 class Walked(NamedTuple):
