@@ -12,7 +12,7 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, PlanError, forward_backward
-from vescale_parallel._pipeline import rehearsal
+from vescale_parallel._pipeline.run import rehearsal
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2}
 

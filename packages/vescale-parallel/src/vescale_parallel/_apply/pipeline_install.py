@@ -25,15 +25,15 @@ from vescale_parallel._common.optimizer_hooks import Watcher, watch_steps
 from vescale_parallel._common.rearranged import rearranged
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
-from vescale_parallel._pipeline.held import HeldParameters, is_plain
-from vescale_parallel._pipeline.local_steps import LocalSteps
-from vescale_parallel._pipeline.messages import Lines, lanes_of
 from vescale_parallel._pipeline.microbatches import MicrobatchStep
-from vescale_parallel._pipeline.rules import AXIS
-from vescale_parallel._pipeline.scene import Scene
-from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.plan.rules import AXIS
+from vescale_parallel._pipeline.plan.split import Split
+from vescale_parallel._pipeline.run.held import HeldParameters, is_plain
+from vescale_parallel._pipeline.run.local_steps import LocalSteps
+from vescale_parallel._pipeline.run.messages import Lines, lanes_of
+from vescale_parallel._pipeline.run.scene import Scene
 from vescale_parallel._pipeline.step import StagedStep
-from vescale_parallel._pipeline.streams import Streams
+from vescale_parallel._pipeline.trace.streams import Streams
 from vescale_parallel._pipeline.units import install_units
 from vescale_parallel._static.units import (
     finish_static_blocks,

@@ -33,7 +33,7 @@ from vescale_parallel._experts.resolve import ExpertsRow, experts_table
 from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
-from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.plan.split import Split
 from vescale_parallel._static.units import CapturedUnit
 from vescale_parallel._zero.behind import Behind, fitting
 from vescale_parallel._zero.offload import memory_table

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from vescale_parallel._cost import Cost, Piece, Precision, Scene, Transfer, Workload, estimate
 from vescale_parallel._cost import waited as waited_for
-from vescale_parallel._pipeline.rules import AXIS
-from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.plan.rules import AXIS
+from vescale_parallel._pipeline.plan.split import Split
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._schedules.timeline import StageTimes, simulate_schedule
 

@@ -14,8 +14,7 @@ from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._common.agreement import everyone
 from vescale_parallel._common.messages import listed
-from vescale_parallel._pipeline.collected import hides_hooks
-from vescale_parallel._pipeline.finish import (
+from vescale_parallel._pipeline.finish.finish import (
     EarlierGradients,
     NewGradients,
     finish_step,
@@ -23,29 +22,35 @@ from vescale_parallel._pipeline.finish import (
     note_of,
     require_success,
 )
-from vescale_parallel._pipeline.held import forget_held, is_plain
-from vescale_parallel._pipeline.kinds import Kind, is_in_hook, is_lacking
-from vescale_parallel._pipeline.measured import Stopwatch, choose_schedule
-from vescale_parallel._pipeline.messages import Lines
+from vescale_parallel._pipeline.finish.outputs import telling, told_to_all
+from vescale_parallel._pipeline.finish.refused_hooks import Hooked
+from vescale_parallel._pipeline.finish.same_calls import (
+    HooksChanged,
+    SameCalls,
+    drawn_from,
+    plain_of,
+)
 from vescale_parallel._pipeline.microbatches import divided, drop_kept
-from vescale_parallel._pipeline.outputs import telling, told_to_all
-from vescale_parallel._pipeline.refused_hooks import Hooked
-from vescale_parallel._pipeline.rehearsal import Rehearsal
-from vescale_parallel._pipeline.route import Routes
-from vescale_parallel._pipeline.runner import (
+from vescale_parallel._pipeline.plan.walked import Trained, Walked, Walker
+from vescale_parallel._pipeline.run.held import forget_held, is_plain
+from vescale_parallel._pipeline.run.measured import Stopwatch, choose_schedule
+from vescale_parallel._pipeline.run.messages import Lines
+from vescale_parallel._pipeline.run.rehearsal import Rehearsal
+from vescale_parallel._pipeline.run.runner import (
     Microbatch,
     Runner,
     first_microbatches,
     forwards_only,
     writes_of,
 )
-from vescale_parallel._pipeline.same_calls import HooksChanged, SameCalls, drawn_from, plain_of
-from vescale_parallel._pipeline.scene import Scene
-from vescale_parallel._pipeline.streams import Place, after
+from vescale_parallel._pipeline.run.scene import Scene
+from vescale_parallel._pipeline.run.written import require_specs, tell_buffers
+from vescale_parallel._pipeline.trace.collected import hides_hooks
+from vescale_parallel._pipeline.trace.kinds import Kind, is_in_hook, is_lacking
+from vescale_parallel._pipeline.trace.route import Routes
+from vescale_parallel._pipeline.trace.streams import Place, after
+from vescale_parallel._pipeline.trace.used import agreed_kinds, told_of
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
-from vescale_parallel._pipeline.used import agreed_kinds, told_of
-from vescale_parallel._pipeline.walked import Trained, Walked, Walker
-from vescale_parallel._pipeline.written import require_specs, tell_buffers
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part
 from vescale_parallel._zero.schedule import SCHEDULE

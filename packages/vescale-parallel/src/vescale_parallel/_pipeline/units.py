@@ -17,9 +17,9 @@ from vescale_dtensor import untraced
 from vescale_parallel._common.torch_compat import compiler_callback, in_backward
 from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.collected import Within, hooked_within
-from vescale_parallel._pipeline.outputs import Evaluates, require_no_cache
-from vescale_parallel._pipeline.scene import Scene
+from vescale_parallel._pipeline.finish.outputs import Evaluates, require_no_cache
+from vescale_parallel._pipeline.run.scene import Scene
+from vescale_parallel._pipeline.trace.collected import Within, hooked_within
 
 _AS_IT_IS: Final = (
     "torch.compile runs this block of a model in stages as it is: its backend is given nothing to "

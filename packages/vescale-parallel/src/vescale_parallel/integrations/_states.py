@@ -19,7 +19,7 @@ from vescale_dtensor.state_dict import full_state_dict
 from vescale_parallel._apply.parallelize import parallelize
 from vescale_parallel._common.mesh import from_launcher
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.text import from_text, to_text
+from vescale_parallel._pipeline.trace.text import from_text, to_text
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._zero.schedule import SCHEDULE, Schedule
 

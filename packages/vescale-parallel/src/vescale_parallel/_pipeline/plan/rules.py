@@ -1,0 +1,156 @@
+"""What a plan says about its pipeline, read; before there is a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from vescale_parallel._common.messages import did_you_mean
+from vescale_parallel._errors import PlanError
+from vescale_parallel._notation.batch import dim_of_rows
+from vescale_parallel._notation.glob import expand_braces
+from vescale_parallel._notation.layout import RuleLayout
+from vescale_parallel._pipeline.plan.given import Own, parse_schedule
+from vescale_parallel._schedules.actions import Schedule
+
+AXIS: Final = "pp"
+"""The mesh axis that stages lie on."""
+
+_WORDS: Final = ("stages", "schedule", "microbatches", "chunks", "memory", "everywhere")
+
+
+@dataclass(frozen=True)
+class PipelineRules:
+    """What a plan says, parsed.
+
+    Attributes:
+        is_used: whether it says anything.
+        stages: globs over names of modules that are blocks; none: the repeated blocks of the model.
+        by_stage: whether there is one glob for each stage, and not one for all blocks.
+        schedule: name of the schedule, or a user's own.
+        microbatches: how many a batch is divided into.
+        chunks: stages of each rank, for "interleaved"; at most so many for "auto".
+        memory: for "auto", bytes that a rank may keep from forwards to backwards.
+        everywhere: globs over names of modules outside of the blocks whose parameters every stage
+            holds.
+    """
+
+    is_used: bool = False
+    stages: tuple[str, ...] = ()
+    by_stage: bool = False
+    schedule: str | Schedule | Own = "1f1b"
+    microbatches: int = 1
+    chunks: int = 2
+    memory: float | None = None
+    everywhere: tuple[str, ...] = ()
+
+
+def parse_pipeline(said: Mapping[str, Any] | None, microbatches: int | None) -> PipelineRules:
+    """Read the words of a plan.
+
+    Args:
+        said: the field `pipeline`.
+        microbatches: the field `microbatches`.
+
+    Raises:
+        PlanError: a word is not known, or its value is none that it can have.
+    """
+    if said is None:
+        return PipelineRules(microbatches=_count(microbatches))
+    if not isinstance(said, Mapping):
+        raise PlanError(
+            "plan pipeline: expected a mapping, as {'stages': 'blocks.*', 'schedule': '1f1b', "
+            f"'microbatches': 8}}, got {said!r}."
+        )
+    for word in said:
+        if word not in _WORDS:
+            raise PlanError(
+                f"plan pipeline: no word {word!r}.{did_you_mean(str(word), _WORDS)} There are "
+                f"{', '.join(_WORDS)}."
+            )
+    schedule = parse_schedule(said.get("schedule", "1f1b"))
+    inside = said.get("microbatches")
+    # A schedule of the user's own says by itself how many there are.
+    if isinstance(schedule, Schedule) and inside is None and microbatches is None:
+        inside = schedule.microbatches
+    if None not in (inside, microbatches) and inside != microbatches:
+        raise PlanError(
+            f"plan: pipeline says microbatches {inside}, and the plan {microbatches}. Say it once."
+        )
+    stages = said.get("stages")
+    return PipelineRules(
+        is_used=True,
+        stages=_globs("stages", stages),
+        by_stage=isinstance(stages, list | tuple),
+        schedule=schedule,
+        microbatches=_count(microbatches if inside is None else inside),
+        chunks=_positive("chunks", said.get("chunks", 2)),
+        memory=None if said.get("memory") is None else float(_positive("memory", said["memory"])),
+        everywhere=_globs("everywhere", said.get("everywhere")),
+    )
+
+
+class Resolved(Protocol):
+    """What is asked of a report."""
+
+    @property
+    def split(self) -> object | None:
+        """The stages."""
+
+    @property
+    def microbatches(self) -> int:
+        """How many."""
+
+    @property
+    def batch(self) -> RuleLayout | None:
+        """The layout of the batch."""
+
+    @property
+    def over(self) -> str:
+        """The axis of `zero`."""
+
+
+def require_together(report: Resolved, batch_is: str, deterministic: object) -> None:
+    """Refuse other words of a plan that do not go with stages, or with microbatches.
+
+    Args:
+        report: what the plan asks for.
+        batch_is: the plan's field.
+        deterministic: the plan's field.
+
+    Raises:
+        PlanError: they do not.
+    """
+    parts = {"stages": report.split is not None, "microbatches": report.microbatches > 1}
+    asked = " and ".join(name for name, is_asked in parts.items() if is_asked)
+    if asked and deterministic is not None:
+        raise PlanError(
+            f"plan: {asked} with deterministic={deterministic!r}, whose parts are its logical "
+            "shards. Leave one of them out."
+        )
+    if asked and batch_is == "local":
+        raise PlanError(
+            f"plan: {asked} with batch_is='local': microbatches are rows of the whole batch. Pass "
+            "it on every rank, with batch_is='global'."
+        )
+    if asked:
+        dim_of_rows(report.batch, report.over)
+
+
+def _count(microbatches: object) -> int:
+    return 1 if microbatches is None else _positive("microbatches", microbatches)
+
+
+def _positive(word: str, value: object) -> int:
+    # To Python True is 1.
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"plan {word}: expected a positive number, got {value!r}.")
+    return value
+
+
+def _globs(word: str, value: object) -> tuple[str, ...]:
+    globs = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(globs, list | tuple) or not all(isinstance(one, str) for one in globs):
+        raise PlanError(f"plan pipeline {word}: expected a glob, or a list of them, got {value!r}.")
+    for glob in globs:
+        expand_braces(glob)
+    return tuple(globs)
