@@ -10,7 +10,7 @@ from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import step_of
 
 
 class Fails(torch.autograd.Function):
@@ -157,7 +157,7 @@ class Interrupted:
     """The `when`-th wait of a model for a message is interrupted behind it, as by Ctrl-C."""
 
     def __init__(self, model: nn.Module, when: int) -> None:
-        lines = getattr(model, STEP)._lines
+        lines = step_of(model)._lines
         self.left, self._start = when, lines.start_recv
         lines.start_recv = self
 

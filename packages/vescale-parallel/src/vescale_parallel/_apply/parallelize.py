@@ -42,11 +42,11 @@ from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._static.units import install_compile_entries, install_static
-from vescale_parallel._step.distribute_batch import BATCH
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.distribute_batch import install_distribution
+from vescale_parallel._step.forward_backward import install_step
 from vescale_parallel._zero.host import HOST
 from vescale_parallel._zero.recomputed import recomputation_of
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 def parallelize(
@@ -234,7 +234,7 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is:
         else:
             distribute = DistributeBatch(report.batch, mesh, compares=report.split is None)
         model.register_forward_pre_hook(distribute, with_kwargs=True)
-        setattr(model, BATCH, distribute)
+        install_distribution(model, distribute)
     modules = dict(model.named_modules(remove_duplicate=False))
     for row in report.boundaries:
         install_boundary(modules[row.module], row, mesh)
@@ -257,9 +257,9 @@ def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> N
 
 def _install_ends(model: nn.Module, within: Within | None) -> None:
     """Around all that forwards are by now: let what they have begun be ended by an interrupt."""
-    schedule = getattr(model, SCHEDULE, None)
+    schedule = zero_schedule_of(model)
     ends: dict[str, list[Callable[[], None]]] = {}
-    if isinstance(schedule, Schedule):
+    if schedule is not None:
         ends = {name: [end] for name, end in schedule.ends().items()}
     own = {} if within is None else within.ends(model)
     for name, end in own.items():
@@ -274,8 +274,8 @@ def _install_invariant(
     invariant = report.invariant
     if invariant is None:
         return
-    schedule = getattr(model, SCHEDULE, None)
+    schedule = zero_schedule_of(model)
     if isinstance(where, StoredPlacements) and report.buffers:
         # Norms that anybody takes of stored gradients, as torch's clipping and Adafactor do.
         sum_whole(where.stored, invariant.axes)
-    setattr(model, STEP, InvariantStep(model, invariant, mesh, schedule, report.over))
+    install_step(model, InvariantStep(model, invariant, mesh, schedule, report.over))

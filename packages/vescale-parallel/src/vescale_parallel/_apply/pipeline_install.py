@@ -40,9 +40,9 @@ from vescale_parallel._static.units import (
     install_static_blocks,
     tell_compilers,
 )
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import install_step
 from vescale_parallel._zero.owner_steps import RefusedMuon
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import zero_schedule_of
 from vescale_parallel._zero.unit import Unit
 from vescale_parallel._zero.units import ROOT
 
@@ -165,9 +165,9 @@ def capture_stages(scene: Scene, check: bool | str | None) -> None:
         scene: of the model.
         check: which replays are compared with the blocks, see `parallelize`.
     """
-    held: Any = scene.held
     # With `zero` nothing is held beside its units, which swap by hooks.
-    holder = held if isinstance(held, HeldParameters) else getattr(scene.model, SCHEDULE)
+    holder = scene.held if isinstance(scene.held, HeldParameters) else zero_schedule_of(scene.model)
+    assert holder is not None
     units: list[Unit] = holder.units
     install_static_blocks(scene.model, scene.own_blocks, units, scene.mesh, check)
 
@@ -187,7 +187,7 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         lanes = [group_of(mesh, AXIS, lane=at) for at in used]
         lines = Lines(lanes, numbers, mesh.device_type)
         step = StagedStep(scene, lines, mesh, dim_of_rows(here.batch, here.over))
-        setattr(model, STEP, step)
+        install_step(model, step)
         install_units(scene, step)
         # Around it all, where a compiler comes first.
         tell_compilers(model)
@@ -196,7 +196,7 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
         finish_static_blocks(model, scene.own_blocks, lambda: scene.collects, is_plain=plain)
     elif here.microbatches > 1:
         rows = dim_of_rows(here.batch, here.over)
-        setattr(model, STEP, MicrobatchStep(model, here.microbatches, rows))
+        install_step(model, MicrobatchStep(model, here.microbatches, rows))
 
 
 def install_stages(
@@ -246,8 +246,8 @@ def _held_behind(
     The unit itself is swapped in where backward comes to what the model returns, which is on the
     last stage only.
     """
-    zero = getattr(model, SCHEDULE, None)
-    assert isinstance(zero, Schedule)
+    zero = zero_schedule_of(model)
+    assert zero is not None
     root = zero.root
     rest = root.held[sum(len(one.parameters) for one in root.buffers) :]
     return HeldParameters(rest, mesh) if rest and here.regions else nullcontext()

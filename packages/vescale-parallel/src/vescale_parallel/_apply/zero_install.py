@@ -22,7 +22,7 @@ from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.gather_log import GatherLog
 from vescale_parallel._zero.offload import OPTIMIZER
 from vescale_parallel._zero.resolve import BufferRow
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import Schedule, install_schedule
 from vescale_parallel._zero.unit import Held, Unit
 from vescale_parallel._zero.units import ROOT
 
@@ -135,7 +135,7 @@ def install_zero(
     how: Any = {"joins": isinstance(ahead, str), "behind": behind, "sums_together": sums}
     how["is_alike"] = is_alike
     schedule = Schedule(units, 1 if isinstance(ahead, str) else ahead, log, **how)
-    setattr(model, SCHEDULE, schedule)
+    install_schedule(model, schedule)
     schedule.install([model.get_submodule(unit.name) for unit in units])
 
 

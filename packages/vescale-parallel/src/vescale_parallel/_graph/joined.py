@@ -13,7 +13,7 @@ from vescale_parallel._graph.agreed import agreed
 from vescale_parallel._graph.collectives import collectives, dependencies, needs
 from vescale_parallel._graph.placed import placed
 from vescale_parallel._graph.stored import StoredUnit
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
@@ -45,8 +45,8 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
         step = step.running(graph.schedule(step.graph_module).graph_module)
         loss, norm = step(x, y)
     """
-    schedule = getattr(model, SCHEDULE, None)
-    units = schedule.units if isinstance(schedule, Schedule) else []
+    schedule = zero_schedule_of(model)
+    units = schedule.units if schedule is not None else []
     for unit in units:
         if unit.collect is not None or not unit.syncs:
             raise GraphError(

@@ -53,8 +53,7 @@ from vescale_parallel._pipeline.trace.used import agreed_kinds, told_of
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part
-from vescale_parallel._zero.schedule import SCHEDULE
-from vescale_parallel._zero.schedule import Schedule as Zero
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 _MEASURED: Final = 2
 """Which training step is measured for `schedule="auto"`."""
@@ -97,9 +96,7 @@ class StagedStep:
         self._still: dict[int, Kind] = {}
         # Whether a first forward may begin before all ranks are known to call alike. Not one that
         # exchanges anything beside its messages: with ranks that call otherwise it would wait.
-        self._may_begin = is_plain(scene.mesh) and not isinstance(
-            getattr(scene.model, SCHEDULE, None), Zero
-        )
+        self._may_begin = is_plain(scene.mesh) and zero_schedule_of(scene.model) is None
         # The forward hooks of modules at the end of the latest call that went well.
         self._hooks: list[int] | None = None
 
@@ -146,7 +143,7 @@ class StagedStep:
         trained = walked.trained() if trains else Trained([], [])
         earlier = EarlierGradients(self._shared_of(walked.named) if trains else [])
         # What units of `zero` keep is told by the parameter itself alone.
-        is_kept = isinstance(getattr(scene.model, SCHEDULE, None), Zero)
+        is_kept = zero_schedule_of(scene.model) is not None
         new = NewGradients(
             [p for p in trained.parameters if p.grad is None] if is_kept else trained.without()
         )

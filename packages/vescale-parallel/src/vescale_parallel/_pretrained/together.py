@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor
 
-from vescale_parallel._step.forward_backward import STEP
+from vescale_parallel._step.forward_backward import step_of
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -16,7 +16,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """
     meshes = [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)]
     # Whose steps are invariant has its parameters on a mesh without the axes of the batch.
-    whole = getattr(getattr(model, STEP, None), "mesh", None)
+    whole = getattr(step_of(model), "mesh", None)
     if meshes and isinstance(whole, DeviceMesh):
         return whole
     return meshes[0] if meshes else None

@@ -7,12 +7,11 @@ itself tells then that the block's parameters are needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
 from vescale_parallel._common.torch_compat import in_backward
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import Schedule, zero_schedule_of
 from vescale_parallel._zero.unit import Unit
 
 
@@ -39,7 +38,7 @@ class Recomputation:
 
 def recomputation_of(model: nn.Module, name: str) -> Recomputation | None:
     """What to call before the module of that name is computed again; None without `zero`."""
-    schedule: Any = getattr(model, SCHEDULE, None)
+    schedule = zero_schedule_of(model)
     if schedule is None:
         return None
     inside = set(model.get_submodule(name).modules())

@@ -34,7 +34,7 @@ from vescale_parallel._zero.summed_together import SumsTogether
 from vescale_parallel._zero.together import start_together
 from vescale_parallel._zero.unit import Unit
 
-SCHEDULE: Final = "_vescale_zero_schedule"
+_SCHEDULE: Final = "_vescale_zero_schedule"
 """The attribute of the model that holds its schedule, and is copied with it."""
 
 
@@ -457,3 +457,14 @@ class _Reached(_Hook):
 
     def __call__(self) -> None:
         self.schedule.reached(self.unit, self.ran_modules)
+
+
+def zero_schedule_of(model: nn.Module) -> Schedule | None:
+    """Return the schedule of a model; None: `zero` is not installed."""
+    schedule = getattr(model, _SCHEDULE, None)
+    return schedule if isinstance(schedule, Schedule) else None
+
+
+def install_schedule(model: nn.Module, schedule: Schedule) -> None:
+    """Let the model have a schedule."""
+    setattr(model, _SCHEDULE, schedule)

@@ -15,7 +15,7 @@ from vescale_dtensor import DTensor, local_leaves
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import any_hooks, hooks_of
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._zero.schedule import SCHEDULE
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 _DROPOUTS: Final = (
     nn.Dropout,
@@ -243,7 +243,7 @@ def _stored_beside(model: nn.Module) -> dict[tuple[int, str], Any]:
     In a forward of the model itself zero has gathered what its first unit holds on this rank, and
     ranks of other stages hold others.
     """
-    zero = getattr(model, SCHEDULE, None)
+    zero = zero_schedule_of(model)
     units = () if zero is None else zero.units
     held = [one for unit in units if unit.is_swapped for one in unit.held]
     return {(id(module), name): one.stored for one in held for module, name in one.places}

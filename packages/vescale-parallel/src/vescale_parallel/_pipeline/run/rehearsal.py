@@ -42,8 +42,7 @@ from vescale_parallel._pipeline.trace.streams import words_between
 from vescale_parallel._pipeline.trace.text import add_record, to_text
 from vescale_parallel._pipeline.trace.used import LOSS, reaches_of
 from vescale_parallel._step.parts import Part
-from vescale_parallel._zero.schedule import SCHEDULE
-from vescale_parallel._zero.schedule import Schedule as Zero
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 @add_record
@@ -336,8 +335,8 @@ class _Parameters:
         ]
         self._before = [(name, leaf, leaf._version) for name, leaf in pairs]
         self._held = [h for h in (scene.held, scene.behind) if isinstance(h, HeldParameters)]
-        schedule = getattr(scene.model, SCHEDULE, None)
-        self._units = schedule.units if isinstance(schedule, Zero) else []
+        schedule = zero_schedule_of(scene.model)
+        self._units = schedule.units if schedule is not None else []
         for unit in self._units:
             unit.taken.clear()
 

@@ -33,8 +33,7 @@ from vescale_parallel._pipeline.trace.streams import Place, drawn_otherwise
 from vescale_parallel._pipeline.trace.used import Returned
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
-from vescale_parallel._zero.schedule import SCHEDULE
-from vescale_parallel._zero.schedule import Schedule as Zero
+from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 class Microbatch(NamedTuple):
@@ -135,8 +134,7 @@ class Runner:
         # The latest forward of each stage and kind, which the next one may be again.
         self._forwards: dict[tuple[int, int], StageForward] = {}
         self._now = 0
-        zero = getattr(scene.model, SCHEDULE, None)
-        self._zero = zero if isinstance(zero, Zero) else None
+        self._zero = zero_schedule_of(scene.model)
         self.loss: Tensor | None = None
         self._writes = writes_of(microbatches)
         # What the first forward writes, where it may have to be taken back.
