@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 from vescale_parallel._pipeline import step as steps
-from vescale_parallel._pipeline.run.measured import Stopwatch
+from vescale_parallel._pipeline.run.measurements import Stopwatch
 from vescale_parallel._pipeline.run.runner import Runner
 from vescale_parallel.schedules import Schedule, StageTimes, simulate_schedule
 

@@ -13,7 +13,7 @@ from tools.bench._train.by_hand_context import ByHandContext, Way
 from tools.bench._train.by_hand_zero import ByHandZero3
 from tools.bench._train.by_torch import ByTorch, ReplicatedByTorch
 from tools.bench._train.ours import PLAN, PLAN_CONTEXT, PLAN_ZERO3, Ours
-from tools.bench._train.staged import Staged, StagedByTorch
+from tools.bench._train.stage_variants import Staged, StagedByTorch
 from tools.bench._train.training import Build, OneDevice
 
 EAGER, STATIC, STEP = "ours, eager", "ours, static=True", "ours, captured step"

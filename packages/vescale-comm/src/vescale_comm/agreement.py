@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_comm._engine.failures import explained_failures, failures_in_words
-from vescale_comm._engine.pending import Pending, ready
+from vescale_comm._engine.handles import Pending, ready
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.ranks import named
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_comm._engine.exchanged import PairSum, gathers, is_small, start_gather, sums_pair
+from vescale_comm._engine.direct_exchange import PairSum, gathers, is_small, start_gather, sums_pair
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._groups.group import as_group
 from vescale_comm._torch.buffers import flattened, plain

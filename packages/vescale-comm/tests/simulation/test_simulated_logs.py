@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from vescale_comm import CommMismatchError, bound_waits, execution_log, simulate
-from vescale_comm._watchdog.current import forget_executed
+from vescale_comm._watchdog.current_watcher import forget_executed
 from vescale_comm.testing import Failed
 
 

@@ -13,7 +13,7 @@ import vescale_comm
 from vescale_comm import all_gather, all_reduce, bound_waits, broadcast, reduce_scatter, testing
 from vescale_comm._watchdog import comparison as comparison_module
 from vescale_comm._watchdog.comparison import Comparison
-from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.current_watcher import current
 from vescale_comm._watchdog.execution_log import ExecutionLog
 from vescale_comm_processes import ended, free_port
 

@@ -13,8 +13,8 @@ from vescale_comm._watchdog.log_store import (
     heard_entries,
     positions_of,
 )
-from vescale_comm._watchdog.told_state import heard_state
-from vescale_comm._watchdog.words import heard
+from vescale_comm._watchdog.state_message import heard_state
+from vescale_comm._watchdog.store_reads import heard
 
 ODD = [
     b"", b"\xff\xfe", b"null", b"3", b"[]", b"{}", b'"text"', b"[" * 100_000, b"9" * 5000, b"NaN",

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 from vescale_comm._torch.ranks import ranks_of_runs, runs
-from vescale_comm._watchdog import bounded
+from vescale_comm._watchdog import bounded_store
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.report import WorldState, report
-from vescale_comm._watchdog.told_state import heard_state, shortened, told_state
+from vescale_comm._watchdog.state_message import heard_state, shortened, told_state
 from vescale_comm._watchdog.watcher import Watcher
 
 
@@ -57,7 +57,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch):
     made = Store()
-    monkeypatch.setattr(bounded, "_Line", lambda store, seconds: store)
+    monkeypatch.setattr(bounded_store, "_Line", lambda store, seconds: store)
     return made
 
 

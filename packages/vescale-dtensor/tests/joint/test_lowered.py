@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from vescale_dtensor._joint.lowered import FUNCTIONS, Lowered, lowered
+from vescale_dtensor._joint.lowering import FUNCTIONS, Lowered, lowered
 
 aten = torch.ops.aten
 ARGUMENTS = {

@@ -12,10 +12,10 @@ from vescale_parallel import ParallelError
 from vescale_parallel._memory.caching import CachingAllocator
 from vescale_parallel._memory.highs import by_highs
 from vescale_parallel._memory.layout import Block, checked_layout, laid_out, most_at_once
-from vescale_parallel._memory.ordered import ordered, ordered_by_ilp
+from vescale_parallel._memory.order_choice import ordered, ordered_by_ilp
 from vescale_parallel._memory.program import Operation, Program, Storage, checked_order, program
 from vescale_parallel._memory.reach import Reach
-from vescale_parallel._memory.simulated import Running, lifetimes, profile
+from vescale_parallel._memory.simulation import Running, lifetimes, profile
 
 
 def random_program(seed: int, size: int) -> Program:

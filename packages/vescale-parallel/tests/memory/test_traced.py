@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_parallel import ParallelError
-from vescale_parallel._memory import traced as traced_room
-from vescale_parallel._memory.copied import copied_module
+from vescale_parallel._memory import tracing as traced_room
+from vescale_parallel._memory.graph_copy import copied_module
 from vescale_parallel._memory.program import Program
-from vescale_parallel._memory.traced import Traced, Tracing, traced
+from vescale_parallel._memory.tracing import Traced, Tracing, traced
 
 
 def of_function(function: Callable[..., Any], *inputs: Any) -> Traced:

@@ -9,8 +9,8 @@ from stage_runs import accumulate, batch, make, plan, staged, train
 from vescale_comm import simulate
 from vescale_parallel import Plan, PlanError, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.plan.given import best_in_place, schedule_for
-from vescale_parallel._pipeline.run.measured import KeptBytes
+from vescale_parallel._pipeline.plan.schedule_choice import best_in_place, schedule_for
+from vescale_parallel._pipeline.run.measurements import KeptBytes
 from vescale_parallel._step.forward_backward import step_of
 from vescale_parallel.schedules import SCHEDULES, StageTimes, make_schedule, simulate_schedule
 

@@ -16,7 +16,7 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.run.cut import cut_of, walk
+from vescale_parallel._pipeline.run.backward_cut import cut_of, walk
 from vescale_parallel._pipeline.run.halves import Halves
 
 PRODUCTS = ("mm", "addmm", "bmm", "convolution_backward", "_scaled_dot_product")

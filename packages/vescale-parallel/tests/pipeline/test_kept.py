@@ -13,7 +13,7 @@ from vescale_comm import simulate
 from vescale_parallel import forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._pipeline.run.runner import Runner
-from vescale_parallel._pipeline.trace.described import Blanks, TensorSpec, spec_of
+from vescale_parallel._pipeline.trace.tensor_specs import Blanks, TensorSpec, spec_of
 from vescale_parallel._schedules.actions import Action
 from vescale_parallel.schedules import SCHEDULES, make_schedule, simulate_schedule
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vescale_parallel._pipeline.finish.finish import note_of
-from vescale_parallel._pipeline.plan.walked import Trained
+from vescale_parallel._pipeline.finish.step_end import note_of
+from vescale_parallel._pipeline.plan.model_walk import Trained
 from vescale_parallel._pipeline.run import messages
-from vescale_parallel._pipeline.run.measured import Stopwatch
+from vescale_parallel._pipeline.run.measurements import Stopwatch
 from vescale_parallel._pipeline.run.messages import Inbox, Lines, Message, lanes_of
 from vescale_parallel._pipeline.run.runner import Runner, first_microbatches, forwards_only
-from vescale_parallel._pipeline.trace.used import Returned
+from vescale_parallel._pipeline.trace.loss_dependence import Returned
 from vescale_parallel.schedules import SCHEDULES, Action, Schedule, make_schedule
 
 Lane = Callable[[int, int], object]

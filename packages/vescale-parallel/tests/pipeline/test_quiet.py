@@ -12,7 +12,7 @@ from stage_runs import require_gradients, staged, step_both
 from torch import Tensor, nn
 from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, forward_backward
-from vescale_parallel._pipeline.run.quiet import Quiet
+from vescale_parallel._pipeline.run.route_calls import Quiet
 
 MICROBATCHES = 4
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
 from vescale_parallel import PipelineError
-from vescale_parallel._pipeline.trace.described import Described, TensorSpec
 from vescale_parallel._pipeline.trace.streams import Streams, after, words_between
+from vescale_parallel._pipeline.trace.tensor_specs import Described, TensorSpec
 from vescale_parallel._pipeline.trace.text import from_text, to_text
 from vescale_rng import position
 

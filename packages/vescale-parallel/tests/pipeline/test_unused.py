@@ -15,9 +15,9 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.trace.described import spec_of
-from vescale_parallel._pipeline.trace.kinds import Entry, Kind
-from vescale_parallel._pipeline.trace.used import LOSS, agreed_kinds, told_of
+from vescale_parallel._pipeline.trace.loss_dependence import LOSS, agreed_kinds, told_of
+from vescale_parallel._pipeline.trace.microbatch_kinds import Entry, Kind
+from vescale_parallel._pipeline.trace.tensor_specs import spec_of
 
 BLOCKS, MICROBATCHES, WIDTH = 8, 4, 6
 

@@ -18,7 +18,7 @@ from vescale_ckpt._convert.dcp_metadata import (
 )
 from vescale_ckpt._coordination.coordinator import SingleProcess
 from vescale_ckpt._errors import FormatError, NotFoundError, StateError
-from vescale_ckpt._format.pickled import PickleRefusedError
+from vescale_ckpt._format.pickle_data import PickleRefusedError
 from vescale_ckpt._format.torch_file import read_torch_file
 from vescale_ckpt._progress import Progress
 from vescale_ckpt._save.save import SaveOptions, save_with

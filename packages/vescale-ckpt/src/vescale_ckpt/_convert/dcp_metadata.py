@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from vescale_ckpt._errors import FormatError
-from vescale_ckpt._format.pickled import Name, PickleRefusedError, Record, Table, read_pickle
+from vescale_ckpt._format.pickle_data import Name, PickleRefusedError, Record, Table, read_pickle
 from vescale_ckpt._format.torch_file import DATA, require_sizes
 from vescale_ckpt._state.values import MAX_DEPTH
 from vescale_ckpt._tensors.regions import Region, Shape, first_overlap, whole

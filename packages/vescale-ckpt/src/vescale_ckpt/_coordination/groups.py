@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_ckpt._coordination.bounded import BoundedStore
+from vescale_ckpt._coordination.bounded_store import BoundedStore
 from vescale_ckpt._coordination.coordinator import Coordinator, SingleProcess, nothing
 from vescale_ckpt._coordination.meeting import LONGEST_DEFAULT, Call, Store, arrive, refuse
 from vescale_ckpt._coordination.torch_groups import (

@@ -19,7 +19,7 @@ from vescale_ckpt._dcp.place import Place
 from vescale_ckpt._errors import StateError
 from vescale_ckpt._format import checksums
 from vescale_ckpt._format.parse import parse_manifest
-from vescale_ckpt._format.pickled import PickleRefusedError
+from vescale_ckpt._format.pickle_data import PickleRefusedError
 from vescale_ckpt._format.safetensors import bytes_of, check_byte_order
 from vescale_ckpt._format.torch_file import read_torch_file
 from vescale_ckpt._format.write_item import WriteItem

@@ -14,8 +14,8 @@ from vescale_comm._collectives.broadcast import broadcast
 from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter, reduce_scatter
 from vescale_comm._engine.autograd import needs_gradient
 from vescale_comm._engine.fast_path import StartedGather, is_fast, note_checked
+from vescale_comm._engine.handles import Pending, identity
 from vescale_comm._engine.operators import Finished
-from vescale_comm._engine.pending import Pending, identity
 from vescale_comm._engine.primitives import AllGather, Reduce, Steps
 from vescale_comm._engine.runner import Started, complete
 from vescale_comm._errors import CommArgumentError

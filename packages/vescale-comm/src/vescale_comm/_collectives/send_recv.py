@@ -16,7 +16,7 @@ from vescale_comm._engine.fast_path import (
     is_fast_send,
     note_message,
 )
-from vescale_comm._engine.pending import Pending, identity
+from vescale_comm._engine.handles import Pending, identity
 from vescale_comm._engine.primitives import PointToPoint, Steps
 from vescale_comm._engine.runner import Started, complete
 from vescale_comm._errors import CommArgumentError

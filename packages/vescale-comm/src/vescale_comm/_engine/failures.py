@@ -18,7 +18,7 @@ from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.own_calls import own_calls
 from vescale_comm._torch.ranks import named
 from vescale_comm._watchdog.channel import Answer
-from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.current_watcher import current
 from vescale_comm._watchdog.places import site_of
 from vescale_comm._watchdog.report import is_lost_connection, is_timeout, missing
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.new_group import use_timeout
 from vescale_comm._torch.compat import process_groups, set_group_timeout
-from vescale_comm._watchdog.current import current, own_logs, start
+from vescale_comm._watchdog.current_watcher import current, own_logs, start
 from vescale_comm._watchdog.watcher import REPORT_AFTER
 
 DEFAULT_TIMEOUT = 600.0

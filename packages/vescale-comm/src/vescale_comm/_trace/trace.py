@@ -19,7 +19,7 @@ from vescale_comm._trace.clock import aligned_clock
 from vescale_comm._trace.record import Record
 from vescale_comm._trace.table import table
 from vescale_comm._trace.torch_calls import TorchCalls
-from vescale_comm._trace.unrecorded import calls_so_far, unrecorded, warn_of
+from vescale_comm._trace.unrecorded_calls import calls_so_far, unrecorded, warn_of
 
 
 @dataclass(slots=True, eq=False)

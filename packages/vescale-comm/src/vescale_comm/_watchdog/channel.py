@@ -13,9 +13,9 @@ from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
 from vescale_comm._torch.ranks import ranks_of_runs, runs
-from vescale_comm._watchdog.bounded import connected
+from vescale_comm._watchdog.bounded_store import connected
 from vescale_comm._watchdog.crash import crash_of
-from vescale_comm._watchdog.words import heard, ranks_of, text_of
+from vescale_comm._watchdog.store_reads import heard, ranks_of, text_of
 
 _Said = TypeVar("_Said")
 # Of so many failures each is told in words, and of so many characters; who fails later is listed.

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._errors import CommMismatchError
-from vescale_comm._watchdog.bounded import StoreLostError
+from vescale_comm._watchdog.bounded_store import StoreLostError
 from vescale_comm._watchdog.drift_report import crossing, drift_report
 from vescale_comm._watchdog.execution_log import ExecutionLog, token
 from vescale_comm._watchdog.last_comparison import LastComparison
@@ -32,7 +32,7 @@ from vescale_comm._watchdog.log_store import (
     positions_of,
     told_entries,
 )
-from vescale_comm._watchdog.words import heard
+from vescale_comm._watchdog.store_reads import heard
 
 # Between two looks at this rank's own logs, which cost nothing.
 _LOOK_SECONDS = 0.25

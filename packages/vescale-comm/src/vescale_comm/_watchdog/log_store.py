@@ -8,10 +8,10 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._torch.launcher import which_start
-from vescale_comm._watchdog.bounded import connected
+from vescale_comm._watchdog.bounded_store import connected
 from vescale_comm._watchdog.drift_report import Entry, Position
 from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
-from vescale_comm._watchdog.words import heard, ranks_of, text_of
+from vescale_comm._watchdog.store_reads import heard, ranks_of, text_of
 
 _PAIR = struct.Struct("<qq")
 

@@ -8,11 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from vescale_comm._torch.ranks import compact
-from vescale_comm._watchdog.bounded import StoreLostError
+from vescale_comm._watchdog.bounded_store import StoreLostError
 from vescale_comm._watchdog.channel import Answer, Channel, Ending
 from vescale_comm._watchdog.comparison import Comparison
 from vescale_comm._watchdog.crash import CrashNote
-from vescale_comm._watchdog.leaving import end_process
 from vescale_comm._watchdog.places import (
     Tracker,
     Wait,
@@ -23,8 +22,9 @@ from vescale_comm._watchdog.places import (
     site_of,
     wait_of,
 )
+from vescale_comm._watchdog.process_exit import end_process
 from vescale_comm._watchdog.report import WorldState, report
-from vescale_comm._watchdog.told_state import heard_state, shortened, told_state
+from vescale_comm._watchdog.state_message import heard_state, shortened, told_state
 
 REPORT_AFTER = 30.0
 """Seconds without progress in one collective after which every rank says where it is."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from vescale_comm._watchdog.current import forget_executed
+from vescale_comm._watchdog.current_watcher import forget_executed
 
 
 def cleaner() -> Callable[[], None]:

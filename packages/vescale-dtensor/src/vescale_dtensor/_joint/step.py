@@ -23,11 +23,11 @@ from vescale_dtensor._capture.program import Program
 from vescale_dtensor._capture.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.clipping import Clip
-from vescale_dtensor._joint.lowered import Lowered
+from vescale_dtensor._joint.lowering import Lowered
 from vescale_dtensor._joint.storage import ParameterStorage
 from vescale_dtensor._joint.tracing import Step, StoredPlaces, Wanted, traced
 from vescale_dtensor._joint.update import Update
-from vescale_dtensor._joint.updated import outermost_first, updated
+from vescale_dtensor._joint.update_graph import outermost_first, updated
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._torch.compat import any_autocast

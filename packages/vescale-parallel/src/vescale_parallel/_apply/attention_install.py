@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from vescale_dtensor import AttentionWay, sequence_attention
 
-from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._common.pickle_refusal import Unpickled
 
 
 def install_attention(model: nn.Module, way: AttentionWay) -> Within | None:

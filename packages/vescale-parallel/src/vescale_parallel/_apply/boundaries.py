@@ -13,11 +13,11 @@ from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, Placement, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
-from vescale_parallel._apply.written_back import WrittenBack
+from vescale_parallel._apply.write_back import WrittenBack
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
+from vescale_parallel._common.pickle_refusal import Unpickled
 from vescale_parallel._common.torch_compat import no_torch_function
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
 from vescale_parallel._notation.layout import Chosen, RuleLayout

@@ -22,8 +22,8 @@ from vescale_parallel._common.agreement import UNDESCRIBED, checksum
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import numbers
-from vescale_parallel._deferred.described import digest_of
 from vescale_parallel._deferred.recording import DeferredTensor, value_of
+from vescale_parallel._deferred.value_digest import digest_of
 
 ADVICE: Final = {
     "mesh": "Every rank of a mesh passes that mesh, as mesh(dp=..., tp=...) makes it.",

@@ -27,12 +27,12 @@ from vescale_parallel._apply.pipeline_install import (
     stage_placements,
 )
 from vescale_parallel._apply.preflight import preflight
-from vescale_parallel._apply.replaced import retire
+from vescale_parallel._apply.replaced_parameters import retire
 from vescale_parallel._apply.zero_install import StoredPlacements, install_zero, stored_placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._checkpoint.install import Budget, install_regions
 from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
-from vescale_parallel._common.interrupted import let_end
+from vescale_parallel._common.interrupts import let_end
 from vescale_parallel._deferred.distributed import distributed
 from vescale_parallel._deferred.models import attributes_of, materialize_rest
 from vescale_parallel._deferred.recording import DeferredTensor
@@ -45,7 +45,7 @@ from vescale_parallel._static.units import install_compile_entries, install_stat
 from vescale_parallel._step.distribute_batch import install_distribution
 from vescale_parallel._step.forward_backward import install_step
 from vescale_parallel._zero.host import HOST
-from vescale_parallel._zero.recomputed import recomputation_of
+from vescale_parallel._zero.recomputation import recomputation_of
 from vescale_parallel._zero.schedule import zero_schedule_of
 
 

@@ -21,17 +21,17 @@ from vescale_parallel._apply.zero_install import (
 )
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
+from vescale_parallel._common.mesh_axes import rearranged
 from vescale_parallel._common.optimizer_hooks import Watcher, watch_steps
-from vescale_parallel._common.rearranged import rearranged
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._pipeline.microbatches import MicrobatchStep
 from vescale_parallel._pipeline.plan.rules import AXIS
 from vescale_parallel._pipeline.plan.split import Split
-from vescale_parallel._pipeline.run.held import HeldParameters, is_plain
 from vescale_parallel._pipeline.run.local_steps import LocalSteps
 from vescale_parallel._pipeline.run.messages import Lines, lanes_of
-from vescale_parallel._pipeline.run.scene import Scene
+from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.run.stage_parameters import HeldParameters, is_plain
 from vescale_parallel._pipeline.step import StagedStep
 from vescale_parallel._pipeline.trace.streams import Streams
 from vescale_parallel._pipeline.units import install_units

@@ -14,7 +14,7 @@ from vescale_dtensor import Placement, RaggedShard
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._common.rearranged import rearranged
+from vescale_parallel._common.mesh_axes import rearranged
 from vescale_parallel._notation.layout import RuleLayout, block_sizes
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero import host

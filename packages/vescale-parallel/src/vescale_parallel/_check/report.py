@@ -14,7 +14,7 @@ from vescale_parallel._check.activations import (
     sequence_parallel,
     sharing,
 )
-from vescale_parallel._check.staged import staged_cost
+from vescale_parallel._check.stage_costs import staged_cost
 from vescale_parallel._checkpoint.resolve import RegionRow
 from vescale_parallel._common.messages import dtype_name, human_bytes, table
 from vescale_parallel._cost import (

@@ -13,7 +13,7 @@ from vescale_dtensor import untraced
 
 from vescale_parallel._checkpoint.region import Region
 from vescale_parallel._checkpoint.resolve import RegionRow
-from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._common.pickle_refusal import Unpickled
 
 
 def install_regions(

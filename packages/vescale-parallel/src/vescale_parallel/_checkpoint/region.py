@@ -21,10 +21,10 @@ from vescale_comm.nested import map_tensors, tensors_within
 from vescale_dtensor import attention_way, checkpoint, sequence_attention, untraced
 from vescale_rng import policy, use
 
-from vescale_parallel._checkpoint.kept import Results
-from vescale_parallel._common.counted import Counts, Places, places_of
-from vescale_parallel._common.unpickled import Unpickled
-from vescale_parallel._common.written import CHECKED, SMALL, Before
+from vescale_parallel._checkpoint.saved_results import Results
+from vescale_parallel._common.forward_counters import Counts, Places, places_of
+from vescale_parallel._common.pickle_refusal import Unpickled
+from vescale_parallel._common.value_changes import CHECKED, SMALL, Before
 from vescale_parallel._errors import ParallelError
 
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, Final
 
-from vescale_parallel._cli.ways import Shown, add_command, add_ranks, show
+from vescale_parallel._cli.comparison import Shown, add_command, add_ranks, show
 from vescale_parallel._common.messages import human_bytes
 from vescale_parallel._common.numbers import real, whole
 from vescale_parallel._cost.experts import ExpertLayer, Share, chosen_share, expert_shares

@@ -21,7 +21,7 @@ from torch.fx.passes.split_module import split_module
 
 from vescale_parallel._graph.collectives import is_wait, schema_name
 from vescale_parallel._graph.numbers import takers_of_numbers
-from vescale_parallel._memory.copied import copied_module
+from vescale_parallel._memory.graph_copy import copied_module
 
 FEW: Final = "few operations"
 _REGION: Final = "|"

@@ -13,8 +13,8 @@ from vescale_dtensor import DTensor, Partial, Replicate, local_leaf
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_sizes
 from vescale_parallel._invariant.bundle import Bundle, even_parts, row_major, sum_dtype
-from vescale_parallel._invariant.collected import Collected
 from vescale_parallel._invariant.resolve import InvariantRow
+from vescale_parallel._invariant.shard_gradients import Collected
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.schedule import Schedule
 

@@ -17,18 +17,18 @@ from vescale_comm.generators import States, generators_of
 from vescale_dtensor import DTensor, local_leaf
 
 from vescale_parallel._common.agreement import checksum, require_same
-from vescale_parallel._common.counted import Counts, places_of
+from vescale_parallel._common.forward_counters import Counts, places_of
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import ParallelError
-from vescale_parallel._invariant.collected import Collected
 from vescale_parallel._invariant.delivery import Destination, destinations_of
 from vescale_parallel._invariant.exchange import exchanged
 from vescale_parallel._invariant.facts import Told, tell
 from vescale_parallel._invariant.metrics import Packed, form_of, values_within, with_values
 from vescale_parallel._invariant.norms import RunningStatistics
 from vescale_parallel._invariant.resolve import InvariantRow, synchronized_norms
+from vescale_parallel._invariant.shard_gradients import Collected
 from vescale_parallel._invariant.shard_rows import rows_of_all
 from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
 from vescale_parallel._step.parts import Part, loss_of

@@ -17,7 +17,7 @@ from vescale_comm.nested import tensors_within
 
 from vescale_parallel._errors import MemoryPlanError
 from vescale_parallel._memory.places import Place
-from vescale_parallel._memory.traced import Result, Traced, placeholders
+from vescale_parallel._memory.tracing import Result, Traced, placeholders
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Orders by rules: list scheduling, program order under a bound, and operations run late.
 
-None of them is trusted to be better than program order: `ordered` keeps the best of all.
+None of them is trusted to be better than program order: `order_choice` keeps the best of all.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from typing import Final
 
 from vescale_parallel._memory.program import Program
 from vescale_parallel._memory.reach import makes
-from vescale_parallel._memory.simulated import Running
+from vescale_parallel._memory.simulation import Running
 
 _CLOSURE: Final = 48  # operations that are looked ahead to free one storage
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from vescale_parallel._common.torch_compat import schema_of
-from vescale_parallel._memory.traced import Result, Traced
+from vescale_parallel._memory.tracing import Result, Traced
 
 # With `out=` but no better for it: measured by what they allocate inside.
 _COPIES_INSIDE: Final = ("aten::convolution", "aten::native_layer_norm", "aten::embedding")

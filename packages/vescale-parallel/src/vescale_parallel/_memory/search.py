@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vescale_parallel._memory.simulated import Running
+from vescale_parallel._memory.simulation import Running
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from vescale_dtensor import DTensor
 
-from vescale_parallel._pipeline.finish.finish import NewGradients
+from vescale_parallel._pipeline.finish.step_end import NewGradients
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import zero_schedule_of
 

@@ -14,14 +14,6 @@ from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._common.agreement import everyone
 from vescale_parallel._common.messages import listed
-from vescale_parallel._pipeline.finish.finish import (
-    EarlierGradients,
-    NewGradients,
-    finish_step,
-    is_whole,
-    note_of,
-    require_success,
-)
 from vescale_parallel._pipeline.finish.outputs import telling, told_to_all
 from vescale_parallel._pipeline.finish.refused_hooks import Hooked
 from vescale_parallel._pipeline.finish.same_calls import (
@@ -30,12 +22,19 @@ from vescale_parallel._pipeline.finish.same_calls import (
     drawn_from,
     plain_of,
 )
+from vescale_parallel._pipeline.finish.step_end import (
+    EarlierGradients,
+    NewGradients,
+    finish_step,
+    is_whole,
+    note_of,
+    require_success,
+)
 from vescale_parallel._pipeline.microbatches import divided, drop_kept
-from vescale_parallel._pipeline.plan.walked import Trained, Walked, Walker
-from vescale_parallel._pipeline.run.held import forget_held, is_plain
-from vescale_parallel._pipeline.run.measured import Stopwatch, choose_schedule
+from vescale_parallel._pipeline.plan.model_walk import Trained, Walked, Walker
+from vescale_parallel._pipeline.run.measurements import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.rehearsal import Rehearsal
+from vescale_parallel._pipeline.run.rank_stages import Scene
 from vescale_parallel._pipeline.run.runner import (
     Microbatch,
     Runner,
@@ -43,13 +42,14 @@ from vescale_parallel._pipeline.run.runner import (
     forwards_only,
     writes_of,
 )
-from vescale_parallel._pipeline.run.scene import Scene
-from vescale_parallel._pipeline.run.written import require_specs, tell_buffers
-from vescale_parallel._pipeline.trace.collected import hides_hooks
-from vescale_parallel._pipeline.trace.kinds import Kind, is_in_hook, is_lacking
+from vescale_parallel._pipeline.run.stage_parameters import forget_held, is_plain
+from vescale_parallel._pipeline.run.state_writes import require_specs, tell_buffers
+from vescale_parallel._pipeline.run.trial_run import Rehearsal
+from vescale_parallel._pipeline.trace.hook_results import hides_hooks
+from vescale_parallel._pipeline.trace.loss_dependence import agreed_kinds, told_of
+from vescale_parallel._pipeline.trace.microbatch_kinds import Kind, is_in_hook, is_lacking
 from vescale_parallel._pipeline.trace.route import Routes
 from vescale_parallel._pipeline.trace.streams import Place, after
-from vescale_parallel._pipeline.trace.used import agreed_kinds, told_of
 from vescale_parallel._pipeline.units import look_at_hooks, watch_within
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._step.parts import Part

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from vescale_dtensor import untraced
 
+from vescale_parallel._common.pickle_refusal import Unpickled
 from vescale_parallel._common.torch_compat import compiler_callback, in_backward
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.finish.outputs import Evaluates, require_no_cache
-from vescale_parallel._pipeline.run.scene import Scene
-from vescale_parallel._pipeline.trace.collected import Within, hooked_within
+from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.trace.hook_results import Within, hooked_within
 
 _AS_IT_IS: Final = (
     "torch.compile runs this block of a model in stages as it is: its backend is given nothing to "

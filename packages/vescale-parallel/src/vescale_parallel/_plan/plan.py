@@ -25,8 +25,8 @@ from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
 from vescale_parallel._experts.rules import parse_experts
 from vescale_parallel._invariant.resolve import InvariantWords, parse_invariant, resolve_invariant
-from vescale_parallel._pipeline.plan.given import read_schedule, require_text
 from vescale_parallel._pipeline.plan.rules import parse_pipeline, require_together
+from vescale_parallel._pipeline.plan.schedule_choice import read_schedule, require_text
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
 from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule

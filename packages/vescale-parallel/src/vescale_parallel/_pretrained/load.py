@@ -19,8 +19,8 @@ from vescale_parallel._deferred.recording import DeferredTensor, fill_with
 from vescale_parallel._deferred.tape import Fill
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._pretrained.folder import stored_in
-from vescale_parallel._pretrained.matched import Saved, matched, saved_tensors
-from vescale_parallel._pretrained.together import mesh_of
+from vescale_parallel._pretrained.model_mesh import mesh_of
+from vescale_parallel._pretrained.name_match import Saved, matched, saved_tensors
 from vescale_parallel._pretrained.weight_file import Stored, fill_from_file
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -20,8 +20,8 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._deferred.recording import real
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._pretrained.folder import SINGLE
-from vescale_parallel._pretrained.matched import Saved, saved_tensors
-from vescale_parallel._pretrained.together import mesh_of
+from vescale_parallel._pretrained.model_mesh import mesh_of
+from vescale_parallel._pretrained.name_match import Saved, saved_tensors
 from vescale_parallel._pretrained.weight_file import append, start_file
 from vescale_parallel._untrusted import DTYPES, INDEX, MOST_DIMS, bytes_of_shape
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from vescale_dtensor import ReplayCheck, untraced
 
-from vescale_parallel._common.unpickled import Unpickled
+from vescale_parallel._common.pickle_refusal import Unpickled
 from vescale_parallel._static.forward import StaticForward, static_forward
 from vescale_parallel._zero.unit import Unit
 

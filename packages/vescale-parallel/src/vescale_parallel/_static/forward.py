@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import Captured, ReplayCheck, capture, untraced
 
-from vescale_parallel._common.unpickled import Unpickled
-from vescale_parallel._zero.saved import is_checkpointed_now
+from vescale_parallel._common.pickle_refusal import Unpickled
+from vescale_parallel._zero.saved_tensors import is_checkpointed_now
 from vescale_parallel._zero.unit import Held, Places, Unit
 from vescale_parallel._zero.unit import put_all as _put_all
 

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from vescale_comm.nested import named_tensors_within
 from vescale_dtensor import before_backward, keep_alive, untraced
 
-from vescale_parallel._common.interrupted import is_running
+from vescale_parallel._common.interrupts import is_running
 from vescale_parallel._common.optimizer_hooks import watch_steps
+from vescale_parallel._common.pickle_refusal import Unpickled
 from vescale_parallel._common.torch_compat import in_backward
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.addresses import Addresses
 from vescale_parallel._zero.end_of_backward import EndOfBackward
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.gather_log import GatherLog
-from vescale_parallel._zero.saved import SavedTensors
+from vescale_parallel._zero.joint_gathers import start_together
+from vescale_parallel._zero.joint_reductions import SumsTogether
+from vescale_parallel._zero.saved_tensors import SavedTensors
 from vescale_parallel._zero.steps import Steps
-from vescale_parallel._zero.summed_together import SumsTogether
-from vescale_parallel._zero.together import start_together
 from vescale_parallel._zero.unit import Unit
 
 _SCHEDULE: Final = "_vescale_zero_schedule"

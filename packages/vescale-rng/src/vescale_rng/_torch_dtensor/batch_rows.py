@@ -19,8 +19,8 @@ import torch
 from vescale_rng._errors import LayoutError, StateError
 from vescale_rng._layout.layout import Box, Ints, ShardLayout, dense_strides
 from vescale_rng._state.fingerprint import fingerprint
+from vescale_rng._torch_dtensor.current_rule import batch_dim_inside
 from vescale_rng._torch_dtensor.data_axes import DataAxes
-from vescale_rng._torch_dtensor.in_force import batch_dim_inside
 from vescale_rng._torch_dtensor.row_messages import DIMS, Message, RankPart, exchange
 
 

@@ -20,8 +20,8 @@ from vescale_dtensor._layout.placements import Replicate, Shard, is_interval
 from vescale_dtensor._layout.rng_layout import random_layout
 from vescale_dtensor._ops.common.functions import by_name
 from vescale_dtensor._ops.common.letters import broadcast_letters
+from vescale_dtensor._ops.nn.attention_checks import require_accepted
 from vescale_dtensor._ops.nn.attention_exchange import exchanged, exchanged_axes
-from vescale_dtensor._ops.nn.attention_refused import require_accepted
 from vescale_dtensor._ops.nn.attention_ring import in_ring
 from vescale_dtensor._ops.nn.attention_rows import causal, causal_mask, rows_of
 from vescale_dtensor._ops.nn.attention_ways import Shared, shared_way

@@ -5,6 +5,6 @@ rank, complete gradients, the model's output.
 
 - `same_calls`: whether all ranks make the same call. `refused_hooks`: hooks that stages cannot
   call.
-- `finish`: failures, losses and gradients of all stages.
+- `step_end`: failures, losses and gradients of all stages.
 - `outputs`: what the model returns, for ranks whose stage is not the last.
 """

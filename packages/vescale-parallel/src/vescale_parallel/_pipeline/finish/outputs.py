@@ -11,8 +11,13 @@ from vescale_comm.nested import map_tensors, named_tensors_within
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.scene import Scene
-from vescale_parallel._pipeline.trace.described import as_strided_like, describe, local_of, wrapped
+from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.trace.tensor_specs import (
+    as_strided_like,
+    describe,
+    local_of,
+    wrapped,
+)
 from vescale_parallel._pipeline.trace.text import to_text
 
 

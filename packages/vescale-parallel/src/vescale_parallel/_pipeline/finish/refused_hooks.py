@@ -9,8 +9,8 @@ import torch
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import has_backward_hooks
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.plan.walked import Walked
-from vescale_parallel._pipeline.run.scene import Scene
+from vescale_parallel._pipeline.plan.model_walk import Walked
+from vescale_parallel._pipeline.run.rank_stages import Scene
 
 
 class Hooked(NamedTuple):

@@ -12,7 +12,7 @@ from vescale_dtensor import DTensor
 
 from vescale_parallel._common.agreement import Facts, checksum, everyone, start_same
 from vescale_parallel._common.mesh import mesh_ranks
-from vescale_parallel._pipeline.run.stepped import Stepped
+from vescale_parallel._pipeline.run.optimizer_watch import Stepped
 from vescale_parallel._pipeline.trace.streams import Place
 from vescale_parallel._step.parts import Part
 

@@ -9,7 +9,7 @@ from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.glob import expand_braces
 from vescale_parallel._notation.layout import RuleLayout
-from vescale_parallel._pipeline.plan.given import Own, parse_schedule
+from vescale_parallel._pipeline.plan.schedule_choice import Own, parse_schedule
 from vescale_parallel._schedules.actions import Schedule
 
 AXIS: Final = "pp"

@@ -10,9 +10,9 @@ from torch import nn
 from vescale_parallel._common.messages import count, listed, table
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.glob import matches, nearest_names
-from vescale_parallel._pipeline.plan.given import AUTO, schedule_for
 from vescale_parallel._pipeline.plan.order import Use, order_of_use
 from vescale_parallel._pipeline.plan.rules import PipelineRules
+from vescale_parallel._pipeline.plan.schedule_choice import AUTO, schedule_for
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.units import unit_names

@@ -13,8 +13,8 @@ from vescale_comm.nested import named_tensors_within
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.described import TensorSpec, local_of, spec_of
-from vescale_parallel._pipeline.trace.foreign import Foreign
+from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.tensor_specs import TensorSpec, local_of, spec_of
 
 
 def handed_over(

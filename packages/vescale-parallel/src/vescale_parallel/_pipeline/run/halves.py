@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from vescale_parallel._pipeline.run import cut
-from vescale_parallel._pipeline.run.cut import Round, cut_of, walk
+from vescale_parallel._pipeline.run import backward_cut
+from vescale_parallel._pipeline.run.backward_cut import Round, cut_of, walk
 
-_Place = TypeVar("_Place", cut.Edge, GradientEdge)
+_Place = TypeVar("_Place", backward_cut.Edge, GradientEdge)
 
 
 class Halves:
@@ -44,7 +44,7 @@ class Halves:
         self._received = [get_gradient_edge(one) for one in received]
         self._nodes: list[Node] = []
         self._rounds: tuple[Round, ...] = ()
-        self._arrived: dict[cut.Edge, Tensor] = {}
+        self._arrived: dict[backward_cut.Edge, Tensor] = {}
         # Gradients of ends that are there already.
         self._found: list[tuple[GradientEdge, Tensor]] = []
 
@@ -106,7 +106,7 @@ class Halves:
         roots, starts = self._edges(places), [self._arrived[at] for at in places]
         torch.autograd.backward(roots, starts, retain_graph=True, inputs=self._edges(one.ends))
 
-    def _edges(self, numbers: Sequence[cut.Edge]) -> list[GradientEdge]:
+    def _edges(self, numbers: Sequence[backward_cut.Edge]) -> list[GradientEdge]:
         nodes = self._nodes
         return [GradientEdge(nodes[node], number) for node, number in numbers]
 

@@ -22,7 +22,7 @@ from vescale_dtensor import DTensor, local_leaves, note_written, reduce_gradient
 
 from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._common.plain_steps import Counts, Given, Held, Helped, HelpedSteps
-from vescale_parallel._pipeline.run.stepped import OptimizersOf
+from vescale_parallel._pipeline.run.optimizer_watch import OptimizersOf
 
 
 class LocalSteps:

@@ -21,7 +21,7 @@ from torch import Tensor
 from vescale_comm import Group, Pending, broadcast, recv, send
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.described import TensorSpec, as_strided_like
+from vescale_parallel._pipeline.trace.tensor_specs import TensorSpec, as_strided_like
 from vescale_parallel._pipeline.trace.text import from_text, to_text
 from vescale_parallel._schedules.actions import Action, Schedule
 

@@ -19,18 +19,18 @@ from vescale_comm import CommError
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.run.boundary import check_specs, handed_over
 from vescale_parallel._pipeline.run.halves import Halves
-from vescale_parallel._pipeline.run.measured import Stopwatch
+from vescale_parallel._pipeline.run.measurements import Stopwatch
 from vescale_parallel._pipeline.run.messages import Inbox, Lines, Message
-from vescale_parallel._pipeline.run.scene import Scene
+from vescale_parallel._pipeline.run.rank_stages import Scene
 from vescale_parallel._pipeline.run.stage import StageForward
-from vescale_parallel._pipeline.run.written import OwnState
-from vescale_parallel._pipeline.trace.described import Blanks, TensorSpec, local_of
-from vescale_parallel._pipeline.trace.foreign import Foreign
-from vescale_parallel._pipeline.trace.kinds import Entry, Kind
+from vescale_parallel._pipeline.run.state_writes import OwnState
+from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.loss_dependence import Returned
+from vescale_parallel._pipeline.trace.microbatch_kinds import Entry, Kind
+from vescale_parallel._pipeline.trace.module_state import State, Write
 from vescale_parallel._pipeline.trace.route import Routes
-from vescale_parallel._pipeline.trace.state import State, Write
 from vescale_parallel._pipeline.trace.streams import Place, drawn_otherwise
-from vescale_parallel._pipeline.trace.used import Returned
+from vescale_parallel._pipeline.trace.tensor_specs import Blanks, TensorSpec, local_of
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._step.parts import Part
 from vescale_parallel._zero.schedule import zero_schedule_of

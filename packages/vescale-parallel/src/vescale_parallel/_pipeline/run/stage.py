@@ -18,25 +18,25 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import innermost_mode
 from vescale_parallel._errors import ParallelError, PipelineError
 from vescale_parallel._pipeline.run.boundary import require_values
-from vescale_parallel._pipeline.run.quiet import Quiet
-from vescale_parallel._pipeline.run.scene import Neighbours, Scene, StageEnded, Unit
-from vescale_parallel._pipeline.trace.called import Called
-from vescale_parallel._pipeline.trace.collected import call_hooks, failed_outside
-from vescale_parallel._pipeline.trace.described import (
+from vescale_parallel._pipeline.run.rank_stages import Neighbours, Scene, StageEnded, Unit
+from vescale_parallel._pipeline.run.route_calls import Quiet
+from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.hook_results import call_hooks, failed_outside
+from vescale_parallel._pipeline.trace.leaks import Leaks
+from vescale_parallel._pipeline.trace.microbatch_kinds import Call, Kind
+from vescale_parallel._pipeline.trace.module_attributes import Left, StandingIn, left_by
+from vescale_parallel._pipeline.trace.placeholders import CAN_STAND
+from vescale_parallel._pipeline.trace.results import Results
+from vescale_parallel._pipeline.trace.route import Act, Following, Routes, Turn
+from vescale_parallel._pipeline.trace.streams import Place, after, drawn_otherwise, words_between
+from vescale_parallel._pipeline.trace.tensor_specs import (
     Blanks,
     Described,
     describe,
     placeholders,
     wrapped,
 )
-from vescale_parallel._pipeline.trace.foreign import Foreign
-from vescale_parallel._pipeline.trace.kinds import Call, Kind
-from vescale_parallel._pipeline.trace.leaks import Leaks
-from vescale_parallel._pipeline.trace.left import Left, StandingIn, left_by
-from vescale_parallel._pipeline.trace.results import Results
-from vescale_parallel._pipeline.trace.route import Act, Following, Routes, Turn
-from vescale_parallel._pipeline.trace.standing import CAN_STAND
-from vescale_parallel._pipeline.trace.streams import Place, after, drawn_otherwise, words_between
+from vescale_parallel._pipeline.trace.unit_calls import Called
 from vescale_parallel._step.parts import Part, loss_of
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_parallel._pipeline.trace.collected import Lacking
-from vescale_parallel._zero.saved import is_checkpointed_now
+from vescale_parallel._pipeline.trace.hook_results import Lacking
+from vescale_parallel._zero.saved_tensors import is_checkpointed_now
 
 
 class Leaks:

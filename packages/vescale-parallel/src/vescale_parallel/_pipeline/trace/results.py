@@ -9,10 +9,15 @@ from torch import Tensor
 from vescale_comm.nested import tensors_within
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._pipeline.trace.collected import Inner, Lacking, described_call, named_results
-from vescale_parallel._pipeline.trace.described import Described
-from vescale_parallel._pipeline.trace.foreign import Foreign
-from vescale_parallel._pipeline.trace.kinds import Call
+from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.hook_results import (
+    Inner,
+    Lacking,
+    described_call,
+    named_results,
+)
+from vescale_parallel._pipeline.trace.microbatch_kinds import Call
+from vescale_parallel._pipeline.trace.tensor_specs import Described
 
 StandsIn = Callable[[Described], tuple[Any, list[Tensor]]]
 """A nesting of tensors whose values mean nothing, and these tensors."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from vescale_dtensor import Placement
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.described import Described, TensorSpec
+from vescale_parallel._pipeline.trace.tensor_specs import Described, TensorSpec
 
 _RECORDS: Final[dict[str, Any]] = {one.__name__: one for one in (Described, TensorSpec)}
 
