@@ -30,10 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin to watch what is collected."""
-    config.pluginmanager.register(Collected())
+    config.pluginmanager.register(CollectedCases())
 
 
-class Collected:
+class CollectedCases:
     """The cases, as they come."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from vescale_comm import graphs
 from vescale_dtensor import Joint
-from vescale_dtensor._joint.lowering import lowered
+from vescale_dtensor._joint.lowering import lower_graph
 
 _ops: Any = torch.ops._c10d_functional
 Part = Callable[[], object]
@@ -45,7 +45,7 @@ def _operators(module: fx.GraphModule, given: Sequence[Any]) -> Part:
         elif node.target is _ops.wait_tensor.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    alone = lowered(fx.GraphModule(module, graph))
+    alone = lower_graph(fx.GraphModule(module, graph))
 
     def run() -> None:
         with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 
 from vescale_ckpt._convert.dcp_metadata import (
     METADATA,
-    Stored,
+    StoredBytes,
     TensorPlan,
     parse_metadata,
 )
@@ -78,7 +78,7 @@ def import_dcp(
     return sum(isinstance(leaf, torch.Tensor) for leaf in leaves.values())
 
 
-def _read(folder: str, name: str, item: Stored) -> Any:
+def _read(folder: str, name: str, item: StoredBytes) -> Any:
     """Read one stored item, as tensors and plain values only."""
     path, end = f"{folder}/{item.file}", item.offset + item.length
     content = read_range(LocalStorage(), path, item.offset, end)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vescale_ckpt._coordination.coordinator import (
     Coordinator,
     all_or_none,
-    met,
+    meet_after,
     told_if_it_fails,
 )
 from vescale_ckpt._coordination.groups import coordinator_of
@@ -224,7 +224,7 @@ class CheckpointManager:
         # other's files.
         self.wait()
         coordinator, call = self._begin("save", step)
-        options = met(
+        options = meet_after(
             coordinator,
             call,
             lambda: self._options(coordinator.rank, step, overwrite, metric, healthy, progress),

@@ -48,7 +48,7 @@ def _rest(steps: Steps[Result], arrived: Any, in_graph: bool) -> Result:
         return result
 
 
-class Started:
+class StartedCollective:
     """A collective of which the first primitive is under way."""
 
     __slots__ = ("_arrived", "_in_graph", "_primitive", "_result", "_steps", "_work")

@@ -160,14 +160,14 @@ class _Watch:
         self.trace.records.append(record)
         work = proceed()
         if work is not None:
-            return _Timed(work, record)
+            return _TimedWork(work, record)
         # Synchronous: there is no handle to wait for, so it is complete here.
         record.end = time.time_ns()
         return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Timed:
+class _TimedWork:
     work: Waitable
     record: Record
 

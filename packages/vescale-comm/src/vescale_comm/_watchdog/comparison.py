@@ -32,7 +32,7 @@ from vescale_comm._watchdog.log_store import (
     positions_of,
     told_entries,
 )
-from vescale_comm._watchdog.store_reads import heard
+from vescale_comm._watchdog.store_reads import parsed_json
 
 # Between two looks at this rank's own logs, which cost nothing.
 _LOOK_SECONDS = 0.25
@@ -353,7 +353,7 @@ class Comparison:
         Both would wait for ever, or until the backend pairs what does not belong together. An old
         position proves it as well: whatever that rank does later, it did not come here before.
         """
-        theirs = heard(self._store.get(f"at/{other}"), positions_of)
+        theirs = parsed_json(self._store.get(f"at/{other}"), positions_of)
         if theirs is None:
             return False
         with self._lock:
@@ -389,7 +389,7 @@ class Comparison:
         while self.trouble is None and self._alarms < self._store.add("alarms", 0):
             number = self._alarms + 1
             alarm = self._awaited([f"alarm/{number}"]).get(f"alarm/{number}")
-            said = heard(alarm, alarm_of)
+            said = parsed_json(alarm, alarm_of)
             if said is None:
                 self._alarms = number
                 continue

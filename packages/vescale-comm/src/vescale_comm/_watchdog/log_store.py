@@ -11,7 +11,7 @@ from vescale_comm._torch.launcher import which_start
 from vescale_comm._watchdog.bounded_store import connected
 from vescale_comm._watchdog.drift_report import Entry, Position
 from vescale_comm._watchdog.execution_log import WINDOW, ExecutionLog
-from vescale_comm._watchdog.store_reads import heard, ranks_of, text_of
+from vescale_comm._watchdog.store_reads import parsed_json, ranks_of, text_of
 
 _PAIR = struct.Struct("<qq")
 
@@ -120,7 +120,7 @@ def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False)
 
 def heard_entries(told: bytes) -> Sequence[Entry] | None:
     """Return what `told_entries` has written; None where it is nothing of the kind."""
-    return heard(told, lambda rows: [_entry(*row) for row in rows])
+    return parsed_json(told, lambda rows: [_entry(*row) for row in rows])
 
 
 def _entry(number: Any, digest: Any, value: Any, what: Any, site: Any, notes: Any) -> Entry:

@@ -7,7 +7,7 @@ from typing import Any
 from vescale_comm._torch.ranks import ranks_of_runs, runs
 from vescale_comm._watchdog.channel import Answer, Ending, answer_of, ending_of, fields
 from vescale_comm._watchdog.report import WorldState
-from vescale_comm._watchdog.store_reads import heard, ranks_of, text_of
+from vescale_comm._watchdog.store_reads import parsed_json, ranks_of, text_of
 
 # Different things that ranks do, of which a state tells.
 _MOST_GROUPS = 64
@@ -15,7 +15,7 @@ _OTHERS = Answer("does something else, as do too many others to tell of each")
 _OTHERS_WAIT = Answer("does something else or waits, as do too many others to tell of each", "any")
 
 
-def told_state(state: WorldState) -> str:
+def state_text(state: WorldState) -> str:
     """Write a state, with ranks that do the same together."""
     kinds: list[tuple[str, Mapping[int, Any]]] = [
         ("answers", state.answers),
@@ -47,12 +47,12 @@ def told_state(state: WorldState) -> str:
 
 def shortened(state: WorldState) -> WorldState:
     """Return a state as the others are told of it."""
-    return _state(json.loads(told_state(state)))
+    return _state(json.loads(state_text(state)))
 
 
-def heard_state(told: bytes | None) -> WorldState | None:
+def parsed_state(told: bytes | None) -> WorldState | None:
     """Return what `state_message` has written; None for anything else."""
-    return heard(told, _state)
+    return parsed_json(told, _state)
 
 
 def _state(found: Any) -> WorldState:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 _MOST_BYTES = 1 << 24
 
 
-def heard(text: bytes | None, make: Callable[[Any], T]) -> T | None:
+def parsed_json(text: bytes | None, make: Callable[[Any], T]) -> T | None:
     """Return what `make` makes of JSON; None where there is none, or it makes nothing of it.
 
     The threads that read it have to live on: whatever else uses the store may write there.

@@ -24,7 +24,7 @@ from vescale_comm._watchdog.places import (
 )
 from vescale_comm._watchdog.process_exit import end_process
 from vescale_comm._watchdog.report import WorldState, report
-from vescale_comm._watchdog.state_message import heard_state, shortened, told_state
+from vescale_comm._watchdog.state_message import parsed_state, shortened, state_text
 
 REPORT_AFTER = 30.0
 """Seconds without progress in one collective after which every rank says where it is."""
@@ -339,11 +339,11 @@ class Watcher:
         """Return what all answer to a question, which one rank gathers; None if it has not yet."""
         channel = self._channel
         if not channel.tells(question):
-            found = heard_state(channel.told(question))
+            found = parsed_state(channel.told(question))
             return None if found is None else self._with_own_host(found)
         while not (state := self._state(question)).complete() and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-        channel.tell(question, told_state(state))
+        channel.tell(question, state_text(state))
         return shortened(state)
 
     def _with_own_host(self, state: WorldState) -> WorldState:

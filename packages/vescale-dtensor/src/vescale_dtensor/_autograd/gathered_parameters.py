@@ -369,7 +369,7 @@ def before_backward(tensor: Tensor, call: Callable[[], None]) -> Any:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.grad_fn is None:
         raise RuntimeError("before_backward: backward does not reach a tensor without a history")
-    reached = _Reached(call)
+    reached = _ReachHook(call)
     handle = hooked_node(local, reached.at_view)
     base = local._base if local._is_view() else None
     if base is not None and base.grad_fn is not None and base.grad_fn is not local.grad_fn:
@@ -377,7 +377,7 @@ def before_backward(tensor: Tensor, call: Callable[[], None]) -> Any:
     return handle
 
 
-class _Reached:
+class _ReachHook:
     """Calls a function once as backward comes by a view to its base.
 
     A write to a view in place gives it another node, and backward goes to that of the base past the

@@ -129,7 +129,7 @@ class Form(NamedTuple):
     steps: frozenset[str]
 
 
-class Bound(NamedTuple):
+class BoundValues(NamedTuple):
     """What the source of a form is bound to, for the calls of one key.
 
     Attributes:
@@ -147,7 +147,7 @@ class Bound(NamedTuple):
     uses: Sequence[OperandUse]
 
 
-def compiled_call(form: Form, bound: Bound) -> CompiledCall:
+def compiled_call(form: Form, bound: BoundValues) -> CompiledCall:
     """The compiled call of this form for one function and its specs."""
     call: CompiledCall = _factory(form)(*bound)
     return call

@@ -62,7 +62,7 @@ _VIEWS: Final = frozenset(
 """Of one tensor, always: `reshape` and `contiguous` say so as well, and may copy."""
 
 
-class Lowered:
+class LoweredGraph:
     """Called as a graph is; made at the first call, and anew where the graph was recompiled."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -75,11 +75,11 @@ class Lowered:
         # By identity: a graph that was changed and recompiled has other code.
         if self._module.code is not self._code:
             self._code = self._module.code
-            self._run = lowered(self._module)
+            self._run = lower_graph(self._module)
         return self._run(*args)
 
 
-def lowered(module: fx.GraphModule) -> fx.GraphModule:
+def lower_graph(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy with fewer views, and functions for overloads; constants are shared.
 
     Args:

@@ -22,7 +22,7 @@ from vescale_dtensor._tensor.dtensor import DTensor
 aten: Any = torch.ops.aten
 
 
-class Differentiated(Protocol):
+class JointGraph(Protocol):
     """A joint graph as it is traced: see `Joint`."""
 
     @property
@@ -44,7 +44,7 @@ class Differentiated(Protocol):
 
 
 def updated(
-    whole: Differentiated, optimizer: Optimizer, clip: Clip | None
+    whole: JointGraph, optimizer: Optimizer, clip: Clip | None
 ) -> tuple[fx.GraphModule, Update, tuple[int, ...], Spec | None]:
     """Add clipping and an update to a copy of a graph.
 
@@ -101,7 +101,7 @@ def _as_models_have(modules: Iterable[nn.Module], leaves: Sequence[DTensor]) -> 
     return sorted(leaves, key=lambda one: at.get(id(one), len(at)))
 
 
-def _local_nodes(make: Builder, whole: Differentiated) -> dict[int, fx.Node]:
+def _local_nodes(make: Builder, whole: JointGraph) -> dict[int, fx.Node]:
     """The node of the local tensor of each parameter, by its id."""
     nodes = list(make.graph.nodes)
     own = [node for node in nodes if "parameter" in node.meta]

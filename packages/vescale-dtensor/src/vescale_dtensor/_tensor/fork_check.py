@@ -19,7 +19,7 @@ from vescale_dtensor._redistribute.plan import RedistributionPlan
 from vescale_dtensor._tensor.observers import Observer, observers
 
 
-class _Forked(Observer):
+class _ForkObserver(Observer):
     """An observer that refuses; while there is an observer, no call takes the fast path past it."""
 
     def __init__(self, inherited: object) -> None:
@@ -59,7 +59,7 @@ def refuse_if_forked(what: str) -> None:
     """
     _notice_forks()
     for watcher in tuple(observers):
-        if isinstance(watcher, _Forked):
+        if isinstance(watcher, _ForkObserver):
             watcher.refuse(what)
 
 
@@ -75,4 +75,4 @@ def _forked() -> None:
     # Replaces the list's contents and not the list, which other modules have imported. Inherited
     # observers go: they belong to blocks that the child is not in.
     if dist.is_initialized():
-        observers[:] = [_Forked(dist.group.WORLD)]
+        observers[:] = [_ForkObserver(dist.group.WORLD)]

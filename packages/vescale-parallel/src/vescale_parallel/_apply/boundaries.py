@@ -16,7 +16,7 @@ from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.write_back import WrittenBack
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
-from vescale_parallel._common.pickle_refusal import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
@@ -50,7 +50,7 @@ def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> N
         module.register_forward_hook(leave.result)
 
 
-class _Redistribute(Unpickled):
+class _Redistribute(NotPickled):
     """One side of one rule, as the hooks of one module."""
 
     def __init__(
@@ -113,7 +113,7 @@ class _Redistribute(Unpickled):
         return self
 
 
-class DistributeBatch(Unpickled):
+class DistributeBatch(NotPickled):
     """The root's forward pre-hook: plain tensors become shards of the global batch.
 
     The first batches are compared between ranks, because passing each rank its own shard where the

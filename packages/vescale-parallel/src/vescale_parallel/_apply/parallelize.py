@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
 
-from vescale_parallel._apply.attention_install import Within, install_attention
+from vescale_parallel._apply.attention_install import ForwardHooks, install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
 from vescale_parallel._apply.experts_install import install_experts
 from vescale_parallel._apply.gradients import (
@@ -255,7 +255,7 @@ def _install_checkpoint(model: nn.Module, mesh: DeviceMesh, report: Report) -> N
         model.register_forward_pre_hook(budget, with_kwargs=True)
 
 
-def _install_ends(model: nn.Module, within: Within | None) -> None:
+def _install_ends(model: nn.Module, within: ForwardHooks | None) -> None:
     """Around all that forwards are by now: let what they have begun be ended by an interrupt."""
     schedule = zero_schedule_of(model)
     ends: dict[str, list[Callable[[], None]]] = {}

@@ -30,7 +30,7 @@ from vescale_parallel._pipeline.plan.rules import AXIS
 from vescale_parallel._pipeline.plan.split import Split
 from vescale_parallel._pipeline.run.local_steps import LocalSteps
 from vescale_parallel._pipeline.run.messages import Lines, lanes_of
-from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.run.rank_stages import RankStages
 from vescale_parallel._pipeline.run.stage_parameters import HeldParameters, is_plain
 from vescale_parallel._pipeline.step import StagedStep
 from vescale_parallel._pipeline.trace.streams import Streams
@@ -158,7 +158,7 @@ def _absent(split: Split, rank: int) -> set[str]:
     return held_elsewhere & set(split.stem)
 
 
-def capture_stages(scene: Scene, check: bool | str | None) -> None:
+def capture_stages(scene: RankStages, check: bool | str | None) -> None:
     """Let the blocks of this rank's stages be captured once and replayed.
 
     Args:
@@ -172,7 +172,9 @@ def capture_stages(scene: Scene, check: bool | str | None) -> None:
     install_static_blocks(scene.model, scene.own_blocks, units, scene.mesh, check)
 
 
-def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene | None) -> None:
+def install_steps(
+    model: nn.Module, here: Report, mesh: DeviceMesh, scene: RankStages | None
+) -> None:
     """Let `forward_backward` know how steps of the model are made. Collective.
 
     Args:
@@ -201,7 +203,7 @@ def install_steps(model: nn.Module, here: Report, mesh: DeviceMesh, scene: Scene
 
 def install_stages(
     model: nn.Module, here: Report, mesh: DeviceMesh, where: StagePlacements, ahead: int | str
-) -> Scene:
+) -> RankStages:
     """Let modules have the parameters of this rank's stages while these run.
 
     Args:
@@ -235,7 +237,7 @@ def install_stages(
     absent = frozenset(_absent(split, rank))
     streams = Streams(mesh.device_type)
     how: Any = {"behind": behind, "watcher": watcher}
-    return Scene(model, split, where.mesh, rank, held, streams, absent, **how)
+    return RankStages(model, split, where.mesh, rank, held, streams, absent, **how)
 
 
 def _held_behind(

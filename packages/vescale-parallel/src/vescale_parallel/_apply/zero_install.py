@@ -23,7 +23,7 @@ from vescale_parallel._zero.gather_log import GatherLog
 from vescale_parallel._zero.offload import OPTIMIZER
 from vescale_parallel._zero.resolve import BufferRow
 from vescale_parallel._zero.schedule import Schedule, install_schedule
-from vescale_parallel._zero.unit import Held, Unit
+from vescale_parallel._zero.unit import Unit, UnitParameter
 from vescale_parallel._zero.units import ROOT
 
 
@@ -176,7 +176,7 @@ def cast_buffers(model: nn.Module, report: Report) -> None:
         buffers[name].data = buffers[name].data.to(dtype)
 
 
-def held_of(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
+def held_of(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> UnitParameter:
     places = tuple(
         (model.get_submodule(prefix), name)
         for prefix, _, name in (full.rpartition(".") for full in row.names)
@@ -184,7 +184,7 @@ def held_of(model: nn.Module, row: ParameterRow, mesh: DeviceMesh) -> Held:
     where = placements(row.layout, mesh, len(row.global_shape))
     # Where the plan says nothing, values keep the dtype of what is stored, also after `.double()`.
     compute = row.compute if row.compute != row.dtype else None
-    return Held(row.name, model.get_parameter(row.name), places, where, compute)
+    return UnitParameter(row.name, model.get_parameter(row.name), places, where, compute)
 
 
 def own_shape(layout: RuleLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ W = TypeVar("W")
 
 
 @dataclass(frozen=True)
-class Shown(Generic[W]):
+class ComparisonTable(Generic[W]):
     """How the ways of one command are printed.
 
     Attributes:
@@ -53,7 +53,7 @@ def add_ranks(parser: argparse.ArgumentParser, axis: str) -> None:
 
 
 def show(
-    options: argparse.Namespace, ways: Callable[[int, Link], list[W]], shown: Shown[W]
+    options: argparse.Namespace, ways: Callable[[int, Link], list[W]], shown: ComparisonTable[W]
 ) -> None:
     """Print the ways of each number of ranks.
 
@@ -67,7 +67,7 @@ def show(
     print(_as_json(found, shown) if options.json else _as_table(found, shown))
 
 
-def _as_json(found: Mapping[int, list[Any]], shown: Shown[Any]) -> str:
+def _as_json(found: Mapping[int, list[Any]], shown: ComparisonTable[Any]) -> str:
     said = {
         ranks: {shown.word: shown.best(ways).name, "ways": [asdict(way) for way in ways]}
         for ranks, ways in found.items()
@@ -75,7 +75,7 @@ def _as_json(found: Mapping[int, list[Any]], shown: Shown[Any]) -> str:
     return json.dumps(said, indent=2)
 
 
-def _as_table(found: Mapping[int, list[W]], shown: Shown[W]) -> str:
+def _as_table(found: Mapping[int, list[W]], shown: ComparisonTable[W]) -> str:
     rows = [
         # By identity, as two ways may cost the same.
         shown.row(ranks, way, way is shown.best(ways))

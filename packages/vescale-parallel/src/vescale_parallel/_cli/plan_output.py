@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_parallel._cli.step_costs import Priced
+from vescale_parallel._cli.step_costs import PlanCost
 from vescale_parallel._common.messages import count, human_bytes, listed, table
 from vescale_parallel._cost import Cost
 
 
-def as_text(one: Priced) -> str:
+def as_text(one: PlanCost) -> str:
     """Return the rules, what they place, what a rank holds and sends, and whether it fits."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in one.report.mesh)
     elements = sum(_elements(row.global_shape) for row in one.report.parameters)
@@ -18,7 +18,7 @@ def as_text(one: Priced) -> str:
     return "\n\n".join([*parts, "\n".join([*_notes(one), _verdict(one)])])
 
 
-def _rules(one: Priced) -> str:
+def _rules(one: PlanCost) -> str:
     """Return a line for each rule: 126 layers have a thousand parameters and five rules."""
     found: dict[str, list[Any]] = {}
     for row in one.report.parameters:
@@ -50,7 +50,7 @@ def _elements(shape: tuple[int, ...]) -> int:
     return found
 
 
-def _memory(one: Priced) -> str:
+def _memory(one: PlanCost) -> str:
     shown = {"all kept": one.costs[False], "blocks recomputed": one.costs[True]}
     if one.report.regions:
         shown["as the plan says"] = one.costs[None]
@@ -80,12 +80,12 @@ def _by_kind(cost: Cost) -> dict[tuple[str, str], tuple[int, float, float]]:
     return found
 
 
-def _notes(one: Priced) -> list[str]:
+def _notes(one: PlanCost) -> list[str]:
     left_out = [f"not counted: {text}" for text in one.report.unpriced]
     return [f"note: {text}" for text in (*one.report.notes, *left_out)]
 
 
-def _verdict(one: Priced) -> str:
+def _verdict(one: PlanCost) -> str:
     cost = one.cost
     said = "as the plan says" if one.report.regions else "all activations kept"
     how = "blocks recomputed" if one.chosen else said
@@ -98,7 +98,7 @@ def _verdict(one: Priced) -> str:
     return f"{how}: {memory}; {step}{_advice(one)}"
 
 
-def _advice(one: Priced) -> str:
+def _advice(one: PlanCost) -> str:
     """Return what would be tried next, where it does not fit."""
     if one.fits:
         return ""
@@ -112,7 +112,7 @@ def _advice(one: Priced) -> str:
     return f"\ntry {listed(tried)}"
 
 
-def as_json(one: Priced) -> str:
+def as_json(one: PlanCost) -> str:
     """Return the same for programs; bytes, seconds and counts as numbers."""
     content = {
         "mesh": dict(one.report.mesh),

@@ -28,7 +28,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PlanCost:
     """A plan on a mesh, and its cost.
 
     Attributes:
@@ -64,7 +64,7 @@ def priced(
     *,
     cluster: str | Cluster,
     memory: float | None = None,
-) -> Priced:
+) -> PlanCost:
     """Check a plan and price it.
 
     Raises:
@@ -93,7 +93,7 @@ def priced(
         for recompute in (False, True, None)
     }
     chosen = True if step.recompute else None
-    return Priced(plan, report, costs, chosen, where.memory)
+    return PlanCost(plan, report, costs, chosen, where.memory)
 
 
 def _sequence_parallel(plan: Plan) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_parallel._common.pickle_refusal import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-class Interruptible(Unpickled):
+class Interruptible(NotPickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     Args:

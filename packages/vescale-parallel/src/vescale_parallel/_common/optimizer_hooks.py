@@ -38,14 +38,14 @@ def watch_steps(watcher: Watcher) -> None:
 
 
 @cache
-def _watched() -> _Watched:
-    watched = _Watched()
+def _watched() -> _Watchers:
+    watched = _Watchers()
     register_optimizer_step_pre_hook(watched.before_step)
     register_optimizer_step_post_hook(watched.after_step)
     return watched
 
 
-class _Watched:
+class _Watchers:
     """All that hear of steps, in the order in which they came."""
 
     def __init__(self) -> None:

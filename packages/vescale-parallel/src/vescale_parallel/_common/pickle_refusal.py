@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from vescale_parallel._errors import ParallelError
 
 
-class Unpickled:
+class NotPickled:
     """A hook, or what takes the place of a `forward`: it leads to groups of processes."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

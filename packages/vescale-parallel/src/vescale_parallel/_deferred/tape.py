@@ -139,7 +139,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Making:
+class ValueSteps:
     """The steps that make a value.
 
     Attributes:
@@ -151,7 +151,7 @@ class Making:
     hollow: frozenset[Step]
 
 
-def making_of(value: Value) -> Making:
+def making_of(value: Value) -> ValueSteps:
     """Find the steps that make what a value holds now."""
     # `run`: steps whose results are wanted. `hollow`: steps that only have to provide memory, since
     # what they put into it is overwritten before anybody reads it.
@@ -174,7 +174,7 @@ def making_of(value: Value) -> Making:
     hollow -= run
     # In the order of recording, which is the order of one device: every step then finds what it
     # read there.
-    return Making(tuple(sorted(run | hollow, key=lambda one: one.number)), frozenset(hollow))
+    return ValueSteps(tuple(sorted(run | hollow, key=lambda one: one.number)), frozenset(hollow))
 
 
 def _writers(buffer: Buffer, before: float) -> Iterator[Step]:

@@ -34,7 +34,7 @@ _FRAMES: Final = 8
 
 
 @dataclass(frozen=True)
-class Truncated(Fill):
+class TruncatedNormal(Fill):
     """`trunc_normal_` of these parameters, as a function of a tensor."""
 
     mean: float
@@ -70,7 +70,7 @@ class Truncated(Fill):
         return place
 
 
-def asked_for() -> tuple[Truncated, torch.Generator] | None:
+def asked_for() -> tuple[TruncatedNormal, torch.Generator] | None:
     """The call of `trunc_normal_` that this function was called from, if it was."""
     filling = getattr(init, "_no_grad_trunc_normal_", None)
     code = getattr(filling, "__code__", None)
@@ -85,7 +85,7 @@ def asked_for() -> tuple[Truncated, torch.Generator] | None:
     return None
 
 
-def _read(names: Any) -> tuple[Truncated, torch.Generator] | None:
+def _read(names: Any) -> tuple[TruncatedNormal, torch.Generator] | None:
     tensor = names.get("tensor")
     if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
         return None
@@ -94,4 +94,4 @@ def _read(names: Any) -> tuple[Truncated, torch.Generator] | None:
     if not all(isinstance(one, int | float) for one in values):
         return None
     mean, std, a, b = (float(one) for one in values if one is not None)
-    return Truncated(mean, std, a, b, generator), generator
+    return TruncatedNormal(mean, std, a, b, generator), generator

@@ -16,11 +16,11 @@ from torch.autograd import Function
 
 def untouched(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return no rows, as `rows` has none, computed from all of these; their gradients are zeros."""
-    result: Tensor = _Untouched.apply(rows, *parameters)  # type: ignore[no-untyped-call]
+    result: Tensor = _EmptyResult.apply(rows, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Untouched(Function):
+class _EmptyResult(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(rows, *parameters)

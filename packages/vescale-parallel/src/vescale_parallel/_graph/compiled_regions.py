@@ -24,13 +24,13 @@ from vescale_parallel._graph.agreement import ADVICE, HEAD
 from vescale_parallel._graph.numbers import TakingNumbers, with_tensors
 from vescale_parallel._graph.regions import (
     FEW,
-    Cut,
+    RegionGraph,
     alike,
     content,
-    cut,
+    cut_regions,
+    matching_gaps,
     of_all_ranks,
     operators,
-    together,
 )
 from vescale_parallel._memory.graph_copy import copied_module
 
@@ -114,7 +114,7 @@ def compile_regions(
     regions: list[Region] = []
     try:
         _check_backend(backend)
-        parts = cut(graph)
+        parts = cut_regions(graph)
         regions = [_region(*one, least_operations) for one in parts.regions.items()]
     except Exception as error:  # raised in `_compared`, on all ranks: the others are on their way
         fault = f"{type(error).__name__}: {error}"
@@ -190,7 +190,7 @@ def _zeros(node: fx.Node) -> Any:
 
 
 def _compared(
-    parts: Cut | None, regions: Sequence[Region], fault: str, options: Mapping[str, str]
+    parts: RegionGraph | None, regions: Sequence[Region], fault: str, options: Mapping[str, str]
 ) -> tuple[list[Region], frozenset[int]]:
     """The regions, agreed on, and the gaps in which those of ranks belong together. Collective.
 
@@ -210,7 +210,7 @@ def _compared(
         if one["fault"]:
             raise GraphError(f"compile_regions, rank {rank}: {one['fault']}")
     require_alike([one["facts"] for one in told], head=HEAD, advice=ADVICE)
-    lined_up = together([one["between"] for one in told])
+    lined_up = matching_gaps([one["between"] for one in told])
     same = alike([one.name for one in regions], [one["contents"] for one in told], lined_up)
     regions = _agreed(regions, [one["why"] for one in told], lined_up)
     return [replace(one, alike=same[one.name]) for one in regions], lined_up

@@ -43,7 +43,7 @@ class Memory:
 
 def emitted(waits: Waits, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """These nodes, in this order as far as each comes after what it waits for."""
-    run = _Emitted(waits)
+    run = _NodeOrder(waits)
     run.all_of(nodes)
     return run.order
 
@@ -64,7 +64,7 @@ def overlapped(
     least: int | None = None
     # Each round holds one collective back or ends; there is a start and a wait of each.
     for _ in range(2 * len(chain) + 1):
-        run = _Overlapped(chain, waits, ahead_bytes)
+        run = _OverlappedOrder(chain, waits, ahead_bytes)
         run.all_of(nodes)
         # Judged by the whole order, not while it is made: what a start costs shows only where its
         # result is used at last.
@@ -122,7 +122,7 @@ def _after(node: fx.Node, following: Waits) -> set[fx.Node]:
     return seen
 
 
-class _Emitted:
+class _NodeOrder:
     """Nodes in an order in which each comes after what it waits for."""
 
     def __init__(self, waits: Waits) -> None:
@@ -167,7 +167,7 @@ def _is_for_gather(node: fx.Node) -> bool:
     return getattr(node.meta.get("label"), "op", "") == "gather" and not is_wait(node)
 
 
-class _Overlapped(_Emitted):
+class _OverlappedOrder(_NodeOrder):
     """Starts as soon as they are ready, waits and views of what arrives only where needed.
 
     One gather is ahead of those that are in use, or as many bytes of them as are given; where more

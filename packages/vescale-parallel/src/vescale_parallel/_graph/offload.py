@@ -28,7 +28,7 @@ from vescale_parallel._graph.rewrite import copied
 from vescale_parallel._graph.timeline import computing_seconds
 from vescale_parallel._graph.values import say_value
 from vescale_parallel._memory.simulation import profile
-from vescale_parallel._memory.tracing import Result, Traced, Tracing, traced
+from vescale_parallel._memory.tracing import Result, TracedGraph, Tracing, traced
 
 aten: Any = torch.ops.aten
 _ALIGNMENT: Final = 64
@@ -99,7 +99,7 @@ class _Move:
 
 
 @dataclass
-class _Made:
+class _GraphEdits:
     """What the rounds have changed."""
 
     module: fx.GraphModule
@@ -176,7 +176,7 @@ def _attempt(
     module = copied(graph, {})[0]
     # Behind what lies on the host already, of a graph that was offloaded before.
     held = dict(module.named_buffers()).get(_MEMORY)
-    made = _Made(module, 0 if held is None else _aligned(held.numel()))
+    made = _GraphEdits(module, 0 if held is None else _aligned(held.numel()))
     peaks: list[int] = []
     while True:
         of = traced(made.module, inputs, memory=tracing)
@@ -215,7 +215,9 @@ def _attempt(
 class _Cheapest:
     """What to move, and what to compute again, of a graph in program order."""
 
-    def __init__(self, of: Traced, machine: Machine, copying: float, *, recompute: bool) -> None:
+    def __init__(
+        self, of: TracedGraph, machine: Machine, copying: float, *, recompute: bool
+    ) -> None:
         rates = machine.flops, machine.memory_bandwidth
         self.of, self.machine = of, machine
         self.again = Chooser(of, rates)
@@ -297,7 +299,7 @@ class _Cheapest:
         return _Move(at, storage.bytes, base, whole, *nodes, wanted_of, seconds, steps)
 
 
-def _bases(of: Traced) -> dict[int, fx.Node]:
+def _bases(of: TracedGraph) -> dict[int, fx.Node]:
     """For each storage the first node whose value is all of it, in one dense tensor."""
     found: dict[int, fx.Node] = {}
     for node in of.nodes:
@@ -325,7 +327,7 @@ def _communicates(node: fx.Node) -> bool:
     return "c10d" in schema_name(node)
 
 
-def _move(made: _Made, move: _Move) -> None:
+def _move(made: _GraphEdits, move: _Move) -> None:
     """Let a storage wait on the host."""
     ops, graph, offset, whole = operators(), made.module.graph, made.host_bytes, move.whole
     # At multiples of a cache line: copies of unaligned memory are slow, and some devices refuse
@@ -376,7 +378,7 @@ def _say_values(base: fx.Node, nodes: Sequence[fx.Node]) -> None:
         say_value(node, mode)
 
 
-def _memory_of(made: _Made, device: torch.device) -> fx.Node:
+def _memory_of(made: _GraphEdits, device: torch.device) -> fx.Node:
     """The node of the host's memory, now as large as it has to be."""
     module = made.module
     # Not written to while graphs are made: memory that is not touched is not taken.
@@ -389,7 +391,7 @@ def _memory_of(made: _Made, device: torch.device) -> fx.Node:
     return found
 
 
-def _start_early(of: Traced, goal: int, machine: Machine) -> None:
+def _start_early(of: TracedGraph, goal: int, machine: Machine) -> None:
     """Start copies to the device as early as they take, where their memory is free by then."""
     nodes = list(of.nodes)
     # What lives at each step. A copy that starts early lives from there on, and is added below.

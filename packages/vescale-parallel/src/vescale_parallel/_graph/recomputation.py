@@ -21,7 +21,7 @@ from vescale_parallel._graph.machine import Machine
 from vescale_parallel._graph.rewrite import copied
 from vescale_parallel._graph.timeline import computing_seconds
 from vescale_parallel._memory.simulation import profile
-from vescale_parallel._memory.tracing import Traced, Tracing, traced
+from vescale_parallel._memory.tracing import TracedGraph, Tracing, traced
 
 _LONGEST: Final = 64  # operators that are repeated for one value, at most
 _ROUNDS: Final = 64
@@ -150,7 +150,7 @@ def _attempt(
 class Chooser:
     """Which values to make again, of a graph in program order."""
 
-    def __init__(self, of: Traced, rates: tuple[float, float]) -> None:
+    def __init__(self, of: TracedGraph, rates: tuple[float, float]) -> None:
         self.of, self.rates = of, rates
         self.step = {node: at for at, node in enumerate(of.nodes)}
         self.profile = profile(of.program, range(len(of.program)))
@@ -265,7 +265,7 @@ class Chooser:
         )
 
 
-def repeat(graph: fx.Graph, choice: Choice, of: Traced) -> Iterator[tuple[fx.Node, fx.Node]]:
+def repeat(graph: fx.Graph, choice: Choice, of: TracedGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Repeat the nodes of a choice, and let who comes later read the repetition."""
     step = {node: at for at, node in enumerate(of.nodes)}
     made: dict[fx.Node, fx.Node] = {}

@@ -100,7 +100,7 @@ class InvariantWords:
     batch_is: str
 
 
-class Resolved(Protocol):
+class ResolvedPlan(Protocol):
     """What else of a plan is resolved already: see `Report`."""
 
     @property
@@ -114,7 +114,7 @@ class Resolved(Protocol):
 
 
 def resolve_invariant(
-    said: InvariantWords, model: nn.Module, report: Resolved
+    said: InvariantWords, model: nn.Module, report: ResolvedPlan
 ) -> InvariantRow | None:
     """Return how the step is computed; None where the plan does not ask for invariance.
 
@@ -143,7 +143,7 @@ def resolve_invariant(
     )
 
 
-def _problems(said: InvariantWords, model: nn.Module, report: Resolved) -> list[str]:
+def _problems(said: InvariantWords, model: nn.Module, report: ResolvedPlan) -> list[str]:
     batch = report.batch
     dims = {dim for _, dim in batch.dims} if batch is not None else set()
     if batch is None or dims != {dim_of_rows(batch, report.over)}:

@@ -16,14 +16,14 @@ from vescale_parallel._zero.schedule import Schedule
 from vescale_parallel._zero.unit import Unit
 
 
-class Running(Protocol):
+class ShardRunner(Protocol):
     """Whoever runs the shards."""
 
     @property
     def running(self) -> bool: ...
 
 
-class Collected:
+class ShardGradients:
     """Gradients by the number of the parameter, from the units of `zero` and from `.grad`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Collected:
         arrived: whether this rank has had a gradient of a parameter in this step.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule | None, step: Running) -> None:
+    def __init__(self, model: nn.Module, schedule: Schedule | None, step: ShardRunner) -> None:
         self.model, self._step = model, step
         self.parameters = list(model.parameters())
         # By identity: tied parameters are one, and `==` of tensors compares elements.

@@ -67,7 +67,7 @@ def _profiled(call: Callable[[], Any]) -> tuple[Any, list[dict[str, Any]]]:
     return result, sorted(events, key=lambda one: float(one.get("ts", 0)))
 
 
-class _Marked(fx.Interpreter):
+class _MarkedInterpreter(fx.Interpreter):
     """Runs a graph with a mark in the profile around each node."""
 
     def run_node(self, n: fx.Node) -> Any:
@@ -92,7 +92,9 @@ def workspaces(graph: fx.GraphModule, *inputs: Any) -> dict[str, int]:
 
     def run() -> None:
         with torch.no_grad():
-            _Marked(graph).run(*graph.graph.process_inputs(*inputs), enable_io_processing=False)
+            _MarkedInterpreter(graph).run(
+                *graph.graph.process_inputs(*inputs), enable_io_processing=False
+            )
 
     found: dict[str, int] = {}
     _, events = _profiled(run)

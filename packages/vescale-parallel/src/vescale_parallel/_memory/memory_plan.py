@@ -17,11 +17,11 @@ from vescale_parallel._memory.caching import reserved
 from vescale_parallel._memory.graph_copy import copied_module
 from vescale_parallel._memory.highs import by_highs, has_highs
 from vescale_parallel._memory.layout import ArenaLayout, Block, aligned, laid_out, most_at_once
-from vescale_parallel._memory.order_choice import Ordered, by_search, ordered, ordered_by_ilp
+from vescale_parallel._memory.order_choice import ChosenOrder, by_search, ordered, ordered_by_ilp
 from vescale_parallel._memory.picture import as_svg
 from vescale_parallel._memory.places import Place, arena_device, places
 from vescale_parallel._memory.simulation import lifetimes
-from vescale_parallel._memory.tracing import Traced, traced
+from vescale_parallel._memory.tracing import TracedGraph, traced
 
 Solver = Literal["auto", "search", "highs", "rules", "ilp"]
 _HEIGHTS: Final = 60  # of an arena that are compared, at most
@@ -51,8 +51,8 @@ class MemoryPlan:
     seconds: float
     complete: bool
     alignment: int
-    _traced: Traced
-    _ordered: Ordered
+    _traced: TracedGraph
+    _ordered: ChosenOrder
     _layout: ArenaLayout
     _places: Mapping[int, Place]
     _placed: tuple[int, ...]  # storages in the arena
@@ -333,7 +333,7 @@ def _calls(module: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def _worth_it(
-    of: Traced, order: Sequence[int], placed: Sequence[int], layout: ArenaLayout
+    of: TracedGraph, order: Sequence[int], placed: Sequence[int], layout: ArenaLayout
 ) -> tuple[list[int], ArenaLayout]:
     """Leave out of the arena what reaches above a height, where that lowers the executed peak.
 
@@ -375,7 +375,7 @@ def _worth_it(
     )
 
 
-def _with_workspaces(of: Traced, workspaces: Mapping[str, int]) -> Traced:
+def _with_workspaces(of: TracedGraph, workspaces: Mapping[str, int]) -> TracedGraph:
     if not workspaces:
         return of
     unknown = {*workspaces} - {one.name for one in of.module.graph.nodes}

@@ -16,17 +16,17 @@ from vescale_parallel._memory.integer_program import ilp_order
 from vescale_parallel._memory.orders import bounded, delayed, list_scheduled, prompt
 from vescale_parallel._memory.program import Program, checked_order
 from vescale_parallel._memory.reach import Reach, segments
-from vescale_parallel._memory.search import Found, Items, searched
-from vescale_parallel._memory.simulation import Profile, Running, profile
+from vescale_parallel._memory.search import Items, SearchResult, searched
+from vescale_parallel._memory.simulation import PrefixState, Profile, profile
 
 _BOUNDS: Final = 10  # bounds that are tried between the lower bound and the best peak
 _WINDOWS: Final = (12, 24, 48, 96)  # operations of a ring
 
-Solve = Callable[[Items, int, int, float], Found]
+Solve = Callable[[Items, int, int, float], SearchResult]
 
 
 @dataclass(frozen=True)
-class Ordered:
+class ChosenOrder:
     """An order and how it was found.
 
     Attributes:
@@ -44,12 +44,12 @@ class Ordered:
     complete: bool
 
 
-def by_search(items: Items, upper: int, floor: int, deadline: float) -> Found:
+def by_search(items: Items, upper: int, floor: int, deadline: float) -> SearchResult:
     """Order the items by branch and bound."""
     return searched(items, upper, floor, deadline=deadline)
 
 
-def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) -> Ordered:
+def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) -> ChosenOrder:
     """Find an order whose peak is never above program order's; `solve` None leaves out searches."""
     reach = Reach(of)
     planner = _Planner(of, reach.lower_bound(), deadline)
@@ -64,16 +64,16 @@ def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) ->
     bound = planner.best.peak if proven else planner.floor
     complete = planner.complete or proven
     checked_order(of, planner.order)
-    return Ordered(planner.order, planner.best, bound, planner.peaks, complete)
+    return ChosenOrder(planner.order, planner.best, bound, planner.peaks, complete)
 
 
-def ordered_by_ilp(of: Program, *, deadline: float) -> Ordered:
+def ordered_by_ilp(of: Program, *, deadline: float) -> ChosenOrder:
     """Find an order by one integer program; program order if that finds no better one in time."""
     reach = Reach(of)
     planner = _Planner(of, reach.lower_bound(), deadline)
     planner.offer("integer program", ilp_order(of, reach, deadline))
     complete = planner.complete and not planner.late
-    return Ordered(planner.order, planner.best, planner.floor, planner.peaks, complete)
+    return ChosenOrder(planner.order, planner.best, planner.floor, planner.peaks, complete)
 
 
 class _Planner:
@@ -163,7 +163,7 @@ class _Planner:
 
     def _solved(self, first: int, groups: Sequence[Sequence[int]], solve: Solve, name: str) -> bool:
         """Order some items in their place; whether no better order of them is left."""
-        running = Running(self.of)
+        running = PrefixState(self.of)
         # What lives where the items begin, and how often each storage is still to be used.
         for at in self.order[:first]:
             running.run(at)

@@ -63,7 +63,7 @@ def profile(of: Program, order: Sequence[int]) -> Profile:
     return Profile(tuple(during), tuple(after))
 
 
-class Running:
+class PrefixState:
     """A prefix of an order: what has run, what lives, and what each next operation would add."""
 
     def __init__(self, of: Program) -> None:

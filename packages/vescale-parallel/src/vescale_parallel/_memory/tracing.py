@@ -50,7 +50,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedGraph:
     """A graph and its program.
 
     Attributes:
@@ -76,7 +76,7 @@ class Traced:
 
 
 @dataclass
-class _Seen:
+class _NodeEffects:
     """What one node does."""
 
     touched: set[int] = field(default_factory=set)  # keys of storages
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
         self.alive: list[Any] = []
-        self.now = _Seen()
+        self.now = _NodeEffects()
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,7 +151,7 @@ class Tracing:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = _Recorder(self.mode)
         self.inputs: list[Any] | None = None
-        self.known: dict[Any, tuple[Any, _Seen]] = {}
+        self.known: dict[Any, tuple[Any, _NodeEffects]] = {}
 
     def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """By what a node is known: its name, what it calls, with which values; None if it is not.
@@ -177,7 +177,7 @@ class _Interpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, memory: Tracing) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.memory, self.recorder = memory, memory.recorder
-        self.seen: dict[fx.Node, _Seen] = {}
+        self.seen: dict[fx.Node, _NodeEffects] = {}
         self.values: dict[fx.Node, Any] = {}
 
     def fetch_attr(self, target: str) -> Any:
@@ -199,7 +199,7 @@ class _Interpreter(fx.Interpreter):
 
     def _run_new(self, n: fx.Node) -> Any:
         recorder = self.recorder
-        recorder.now = now = _Seen()
+        recorder.now = now = _NodeEffects()
         try:
             value = super().run_node(n)
         except Exception as error:
@@ -227,7 +227,7 @@ def traced(
     inputs: Sequence[Any] | None,
     chains: Sequence[str] = CHAINS,
     memory: Tracing | None = None,
-) -> Traced:
+) -> TracedGraph:
     """Run a graph without values, and return what a planner needs to know of it.
 
     Args:
@@ -359,7 +359,7 @@ class _Reader:
                 self.users.setdefault(key, set()).add(at)
         self.storage: dict[int, int] = {}
 
-    def traced(self, inputs: Sequence[Any]) -> Traced:
+    def traced(self, inputs: Sequence[Any]) -> TracedGraph:
         """Put it together."""
         # Before lives are read: it lengthens some of them.
         self._until_waited()
@@ -386,7 +386,7 @@ class _Reader:
         results = {node: self._results(value) for node, value in self.ran.values.items()}
         outside = set(self.users) - set(self.storage)
         seen = [self.ran.seen[node] for node in self.nodes]
-        return Traced(
+        return TracedGraph(
             self.module,
             tuple(self.nodes),
             program(operations, storages, self._before()),

@@ -14,8 +14,8 @@ from vescale_comm.agreement import gather_numbers
 
 from vescale_parallel._common.agreement import everyone
 from vescale_parallel._common.messages import listed
-from vescale_parallel._pipeline.finish.outputs import telling, told_to_all
-from vescale_parallel._pipeline.finish.refused_hooks import Hooked
+from vescale_parallel._pipeline.finish.outputs import broadcast_output, transfer_problem
+from vescale_parallel._pipeline.finish.refused_hooks import AutogradHooks
 from vescale_parallel._pipeline.finish.same_calls import (
     HooksChanged,
     SameCalls,
@@ -31,10 +31,10 @@ from vescale_parallel._pipeline.finish.step_end import (
     require_success,
 )
 from vescale_parallel._pipeline.microbatches import divided, drop_kept
-from vescale_parallel._pipeline.plan.model_walk import Trained, Walked, Walker
+from vescale_parallel._pipeline.plan.model_walk import ModelWalk, TrainedParameters, Walker
 from vescale_parallel._pipeline.run.measurements import Stopwatch, choose_schedule
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.run.rank_stages import RankStages
 from vescale_parallel._pipeline.run.runner import (
     Microbatch,
     Runner,
@@ -44,9 +44,9 @@ from vescale_parallel._pipeline.run.runner import (
 )
 from vescale_parallel._pipeline.run.stage_parameters import forget_held, is_plain
 from vescale_parallel._pipeline.run.state_writes import require_specs, tell_buffers
-from vescale_parallel._pipeline.run.trial_run import Rehearsal
+from vescale_parallel._pipeline.run.trial_run import TrialRun
 from vescale_parallel._pipeline.trace.hook_results import hides_hooks
-from vescale_parallel._pipeline.trace.loss_dependence import agreed_kinds, told_of
+from vescale_parallel._pipeline.trace.loss_dependence import agreed_kinds, dependence_report
 from vescale_parallel._pipeline.trace.microbatch_kinds import Kind, is_in_hook, is_lacking
 from vescale_parallel._pipeline.trace.route import Routes
 from vescale_parallel._pipeline.trace.streams import Place, after
@@ -77,7 +77,7 @@ class StagedStep:
         dim: the dim of rows.
     """
 
-    def __init__(self, scene: Scene, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
+    def __init__(self, scene: RankStages, lines: Lines, mesh: DeviceMesh, dim: int) -> None:
         self._scene, self._lines, self._mesh, self._dim = scene, lines, mesh, dim
         self._same = SameCalls(mesh, scene.stepped)
         self._group = everyone(mesh)
@@ -128,7 +128,7 @@ class StagedStep:
     def _stepped(
         self,
         microbatches: list[Microbatch],
-        walked: Walked,
+        walked: ModelWalk,
         agreed: Callable[[], None] | None = None,
     ) -> Tensor:
         """The loss of microbatches, with their gradients. Collective."""
@@ -140,7 +140,7 @@ class StagedStep:
         schedule = schedule if trains else forwards_only(schedule)
         watch = Stopwatch(self._mesh.device_type) if trains and self._unmeasured == 1 else None
         # In the order of the model, which is that of the numbers in the message.
-        trained = walked.trained() if trains else Trained([], [])
+        trained = walked.trained() if trains else TrainedParameters([], [])
         earlier = EarlierGradients(self._shared_of(walked.named) if trains else [])
         # What units of `zero` keep is told by the parameter itself alone.
         is_kept = zero_schedule_of(scene.model) is not None
@@ -192,7 +192,7 @@ class StagedStep:
         def keep(output: Any) -> Tensor:
             running = self._scene.running
             output = output if running is None else running.known(output)
-            problem = telling(output)
+            problem = transfer_problem(output)
             if problem is not None:
                 raise problem
             outputs.append(output)
@@ -210,13 +210,13 @@ class StagedStep:
         finally:
             # Otherwise the next step would run without the hooks of the model.
             scene.call = None
-        return told_to_all(outputs[-1] if outputs else None, scene, self._lines)
+        return broadcast_output(outputs[-1] if outputs else None, scene, self._lines)
 
     def _prepared(
         self,
         part: Part,
         count: int,
-        walked: Walked,
+        walked: ModelWalk,
         what: str = "loss",
         *,
         may_begin: bool = False,
@@ -231,7 +231,7 @@ class StagedStep:
         scene.is_compiled = walked.is_compiled
         start = scene.streams.here()
         modes = (*walked.modes(self._mesh.device_type), what)
-        hooked = Hooked.of(walked, scene)
+        hooked = AutogradHooks.of(walked, scene)
         # Of a kind that was rehearsed without them.
         has_new = bool(self._kinds) and self._hooks != self._walker.hooks()
         setting = {
@@ -259,7 +259,7 @@ class StagedStep:
         hooked.refuse()
         return self._learned(part, count, modes, start), None
 
-    def _learned_anew(self, part: Part, count: int, walked: Walked) -> list[Microbatch]:
+    def _learned_anew(self, part: Part, count: int, walked: ModelWalk) -> list[Microbatch]:
         """The microbatches of a step, rehearsed with the hooks of now. Collective."""
         self._forget_kinds()
         modes = (*walked.modes(self._mesh.device_type), "loss")
@@ -286,7 +286,7 @@ class StagedStep:
         elif self._may_hide(failure):
             failure = self._rehearse_with_hooks(parts, keys)
         new = [key for key in dict.fromkeys(keys) if not self._is_agreed(key)]
-        note = b"" if failure is not None else told_of(self._kinds[key] for key in new)
+        note = b"" if failure is not None else dependence_report(self._kinds[key] for key in new)
         told = self._require_success(failure, start, note)
         kinds = agreed_kinds([self._kinds[key] for key in new], told, self._lines.ranks)
         self._kinds.update(zip(new, kinds, strict=True))
@@ -314,7 +314,7 @@ class StagedStep:
         schedule: Schedule,
         microbatches: list[Microbatch],
         watch: Stopwatch | None = None,
-        trained: Trained | None = None,
+        trained: TrainedParameters | None = None,
         agreed: Callable[[], None] | None = None,
     ) -> tuple[Tensor | None, dict[int, bytes]]:
         """Run a schedule; returns this rank's part of the loss, and what all tell. Collective."""
@@ -381,7 +381,7 @@ class StagedStep:
         try:
             for (one, _), key in zip(parts, keys, strict=True):
                 if key not in self._kinds:
-                    rehearsal = Rehearsal(self._scene, self._lines)
+                    rehearsal = TrialRun(self._scene, self._lines)
                     # With a graph also for an evaluation: what needs gradients is known for both.
                     # Not of tensors of inference mode, which no graph can keep.
                     with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):

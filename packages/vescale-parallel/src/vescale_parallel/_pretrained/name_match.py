@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from vescale_parallel._common.messages import count, dtype_name, listed
 from vescale_parallel._errors import PretrainedError
-from vescale_parallel._pretrained.weight_file import Stored
+from vescale_parallel._pretrained.weight_file import FileTensor
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor of a model that is saved, under all the names it has there."""
 
     names: tuple[str, ...]
     tensor: Tensor
 
 
-def saved_tensors(model: nn.Module) -> list[Saved]:
+def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     """Parameters and persistent buffers, each once, in the order of `state_dict`."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -30,12 +30,12 @@ def saved_tensors(model: nn.Module) -> list[Saved]:
         if isinstance(one, Tensor):
             names.setdefault(id(one), []).append(name)
             tensors[id(one)] = one
-    return [Saved(tuple(names[key]), one) for key, one in tensors.items()]
+    return [SavedTensor(tuple(names[key]), one) for key, one in tensors.items()]
 
 
 def matched(
-    tensors: list[Saved], stored: Mapping[str, Stored], folder: object, *, cast: bool
-) -> list[tuple[Saved, tuple[Stored, ...]]]:
+    tensors: list[SavedTensor], stored: Mapping[str, FileTensor], folder: object, *, cast: bool
+) -> list[tuple[SavedTensor, tuple[FileTensor, ...]]]:
     """Each tensor with what is stored of it; several where a shared one is stored under two names.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from vescale_dtensor import ReplayCheck, untraced
 
-from vescale_parallel._common.pickle_refusal import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._static.forward import StaticForward, static_forward
 from vescale_parallel._zero.unit import Unit
 
@@ -33,7 +33,7 @@ _AS_IT_IS: Final = (
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-class CompileEntry(Unpickled):
+class CompileEntry(NotPickled):
     """Takes the place of a module's `forward`, as an attribute of the module.
 
     In eager mode it calls the forward that was there. The first call out of a compiled region

@@ -60,12 +60,12 @@ def _start(buffers: Sequence[FlatBuffer]) -> None:
     flat, group = torch.cat(sent), buffers[0].group
     out = flat.new_empty(group.size * flat.numel())
     pending = all_gather_into(out, flat, group, async_op=True)
-    together = _Together(pending, out, [one.numel() for one in sent])
+    together = _JointGather(pending, out, [one.numel() for one in sent])
     for number, buffer in enumerate(buffers):
         buffer.pending = (_Part(together, number), None)
 
 
-class _Together:
+class _JointGather:
     """A gather of several buffers, under way or over."""
 
     def __init__(self, pending: Any, out: Tensor, sizes: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ class _Together:
 class _Part:
     """What one buffer waits for."""
 
-    def __init__(self, together: _Together, number: int) -> None:
+    def __init__(self, together: _JointGather, number: int) -> None:
         self._together, self._number = together, number
 
     def wait(self) -> Tensor:

@@ -29,7 +29,7 @@ _CHANGED = (
 )
 
 
-class _Gathered(tuple[FlatBuffer, int, int, tuple[int, ...], tuple[int, ...], int]):
+class _GatheredView(tuple[FlatBuffer, int, int, tuple[int, ...], tuple[int, ...], int]):
     """A view of a gathered buffer: the values are those of its owner at that version.
 
     That buffer, the slot in it, the version (of writes and of moves); size, strides and offset of
@@ -121,7 +121,9 @@ class SavedTensors:
                         # Written to before this use, for which it is the version that counts.
                         take_slot(buffer, slot)
                     version = buffer.leaves[slot]._version + buffer.moves[slot]
-                    return _Gathered((buffer, slot, version, tensor.shape, tensor.stride(), offset))
+                    return _GatheredView(
+                        (buffer, slot, version, tensor.shape, tensor.stride(), offset)
+                    )
         if self._outer is not None:
             pack, unpack = self._outer
             return _Outer(pack(tensor), unpack)
@@ -142,7 +144,7 @@ class SavedTensors:
             if tensor._version != version:
                 _require_version(tensor._version, version, "a saved tensor")
             return tensor
-        if kind is _Gathered:
+        if kind is _GatheredView:
             buffer, slot, version, size, stride, offset = packed
             # Before anything is gathered: all ranks wrote to it, or none did.
             handed = buffer.handed

@@ -21,7 +21,7 @@ from vescale_dtensor import before_backward, keep_alive, untraced
 
 from vescale_parallel._common.interrupts import is_running
 from vescale_parallel._common.optimizer_hooks import watch_steps
-from vescale_parallel._common.pickle_refusal import Unpickled
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.torch_compat import in_backward
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.addresses import Addresses
@@ -117,9 +117,9 @@ class Schedule:
             module.register_forward_pre_hook(Before(self, unit), prepend=True)
             module.register_forward_hook(After(self, unit), always_call=True)
 
-    def ends(self) -> dict[str, Interrupted]:
+    def ends(self) -> dict[str, OnInterrupt]:
         """By the name of its module, what ends an interrupted call of a unit."""
-        return {unit.name: Interrupted(self, unit) for unit in self.units}
+        return {unit.name: OnInterrupt(self, unit) for unit in self.units}
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """The module of a unit is about to run."""
@@ -249,7 +249,7 @@ class Schedule:
             if tensor.requires_grad and not tensor.is_leaf:
                 # A hook on the node and not on the module: outputs may be nested in anything, and
                 # some go unused.
-                before_backward(tensor, _Reached(self, unit, unit.ran_modules))
+                before_backward(tensor, _OnReach(self, unit, unit.ran_modules))
                 found = True
         return found
 
@@ -417,7 +417,7 @@ class Schedule:
                 unit.syncs = syncs
 
 
-class _Hook(Unpickled):
+class _Hook(NotPickled):
     """A hook of a module: it knows its unit, and is copied with the model."""
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
@@ -442,7 +442,7 @@ class After(_Hook):
         self.schedule.after_forward(self.unit, output)
 
 
-class Interrupted(_Hook):
+class OnInterrupt(_Hook):
     """Is called where the forward of a unit's module is interrupted."""
 
     def __call__(self) -> None:
@@ -450,7 +450,7 @@ class Interrupted(_Hook):
         self.schedule.interrupted(self.unit)
 
 
-class _Reached(_Hook):
+class _OnReach(_Hook):
     def __init__(self, schedule: Schedule, unit: Unit, ran_modules: bool) -> None:
         super().__init__(schedule, unit)
         self.ran_modules = ran_modules

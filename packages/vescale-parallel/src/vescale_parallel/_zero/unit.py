@@ -39,7 +39,7 @@ Places = tuple[tuple[nn.Module, str], ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class UnitParameter:
     """A parameter of a unit.
 
     Attributes:
@@ -94,7 +94,7 @@ class Unit:
         self,
         name: str,
         buffers: list[FlatBuffer],
-        held: list[Held],
+        held: list[UnitParameter],
         mesh: DeviceMesh,
     ) -> None:
         self.name, self.buffers, self.held, self.mesh = name, buffers, held, mesh
@@ -124,7 +124,7 @@ class Unit:
         # Before anything is copied that leads back here, as modules do.
         memo[id(self)] = copied
         copied.held = [
-            Held(
+            UnitParameter(
                 one.name,
                 deepcopy(one.stored, memo),
                 tuple((deepcopy(module, memo), name) for module, name in one.places),

@@ -11,7 +11,7 @@ from vescale_comm.nested import map_tensors, named_tensors_within
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.run.rank_stages import RankStages
 from vescale_parallel._pipeline.trace.tensor_specs import (
     as_strided_like,
     describe,
@@ -43,7 +43,7 @@ def require_no_cache(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def telling(output: Any) -> Exception | None:
+def transfer_problem(output: Any) -> Exception | None:
     """Why an output could not be told to other stages, if it could not."""
     try:
         to_text(describe(output))
@@ -52,7 +52,7 @@ def telling(output: Any) -> Exception | None:
     return None
 
 
-def told_to_all(output: Any, scene: Scene, lines: Lines) -> Any:
+def broadcast_output(output: Any, scene: RankStages, lines: Lines) -> Any:
     """Return the output of the last stage on every rank. Collective.
 
     Args:

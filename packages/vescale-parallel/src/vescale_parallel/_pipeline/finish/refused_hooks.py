@@ -9,11 +9,11 @@ import torch
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import has_backward_hooks
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.plan.model_walk import Walked
-from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.plan.model_walk import ModelWalk
+from vescale_parallel._pipeline.run.rank_stages import RankStages
 
 
-class Hooked(NamedTuple):
+class AutogradHooks(NamedTuple):
     """What has such hooks; empty where nothing has.
 
     Attributes:
@@ -25,7 +25,7 @@ class Hooked(NamedTuple):
     blocks: list[str]
 
     @classmethod
-    def of(cls, walked: Walked, scene: Scene) -> Hooked:
+    def of(cls, walked: ModelWalk, scene: RankStages) -> AutogradHooks:
         """Look for them: for blocks of all stages, so that all ranks find the same.
 
         In an evaluation nothing goes backward, and hooks of blocks have nothing to miss.

@@ -12,7 +12,7 @@ from vescale_dtensor import DTensor
 
 from vescale_parallel._common.agreement import Facts, checksum, everyone, start_same
 from vescale_parallel._common.mesh import mesh_ranks
-from vescale_parallel._pipeline.run.optimizer_watch import Stepped
+from vescale_parallel._pipeline.run.optimizer_watch import StepWatcher
 from vescale_parallel._pipeline.trace.streams import Place
 from vescale_parallel._step.parts import Part
 
@@ -35,7 +35,7 @@ class SameCalls:
         stepped: hears of steps of its optimizers.
     """
 
-    def __init__(self, mesh: DeviceMesh, stepped: Stepped) -> None:
+    def __init__(self, mesh: DeviceMesh, stepped: StepWatcher) -> None:
         self._stepped = stepped
         # Asked for once: a mesh takes a hundred calls to tell how many ranks it has.
         self._peers, self._group = mesh_ranks(mesh), everyone(mesh)

@@ -16,10 +16,10 @@ from vescale_dtensor import DTensor, Replicate, local_leaf, reduce_gradients
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.plan.model_walk import Trained
+from vescale_parallel._pipeline.plan.model_walk import TrainedParameters
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.rank_stages import Scene
-from vescale_parallel._pipeline.trace.microbatch_kinds import Kind, Repeated
+from vescale_parallel._pipeline.run.rank_stages import RankStages
+from vescale_parallel._pipeline.trace.microbatch_kinds import Kind, RepeatedError
 from vescale_parallel._pipeline.trace.tensor_specs import local_of
 
 _NOTE: Final = b"\0"
@@ -46,7 +46,7 @@ def require_success(
         BaseException: that of this rank, on it.
         PipelineError: on the others, naming the first that failed, and what it said.
     """
-    repeats = isinstance(failure, Repeated)
+    repeats = isinstance(failure, RepeatedError)
     said = json.dumps([repeats, f"{where}: {type(failure).__name__}: {failure}"])
     own = _NOTE + note if failure is None else zlib.compress(said.encode())
     ranks = as_group(group).ranks if several_ranks(group) else (0,)
@@ -62,7 +62,7 @@ def require_success(
     raise PipelineError(f"forward_backward failed on rank {first}, {words}")
 
 
-def note_of(loss: Tensor | None, trained: Trained, *, whole: bool) -> bytes:
+def note_of(loss: Tensor | None, trained: TrainedParameters, *, whole: bool) -> bytes:
     """What a rank tells the others of its stages at the end of a step, see `finish_step`.
 
     Args:
@@ -104,9 +104,9 @@ def finish_step(
     loss: Tensor | None,
     notes: Mapping[int, bytes],
     kind: Kind,
-    scene: Scene,
+    scene: RankStages,
     lines: Lines,
-    trained: Trained,
+    trained: TrainedParameters,
     *,
     whole: bool,
 ) -> Tensor:

@@ -27,7 +27,7 @@ _DROPOUTS: Final = (
 )
 
 
-class Trained(NamedTuple):
+class TrainedParameters(NamedTuple):
     """The parameters that are trained, in the order of the model.
 
     Attributes:
@@ -44,7 +44,7 @@ class Trained(NamedTuple):
         return [one for one, leaf in pairs if leaf.grad is None]
 
 
-class Walked(NamedTuple):
+class ModelWalk(NamedTuple):
     """The modules and parameters of a model, walked once in a step: there are thousands.
 
     Attributes:
@@ -80,13 +80,13 @@ class Walked(NamedTuple):
                 "there: p.copy_(values) under torch.no_grad()."
             )
 
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedParameters:
         """The parameters that get gradients."""
         if all([leaf.requires_grad for leaf in self.leaves]):  # as mostly
-            return Trained(list(self.named.values()), list(self.leaves))
+            return TrainedParameters(list(self.named.values()), list(self.leaves))
         pairs = zip(self.named.values(), self.leaves, strict=True)
         found = [(one, leaf) for one, leaf in pairs if leaf.requires_grad]
-        return Trained([one for one, _ in found], [leaf for _, leaf in found])
+        return TrainedParameters([one for one, _ in found], [leaf for _, leaf in found])
 
     def hooked(self) -> list[str]:
         """Names of parameters on which somebody has registered hooks."""
@@ -131,7 +131,7 @@ class Walker:
         """How many forward hooks each module has now, of those that the latest walk has found."""
         return [len(one._forward_hooks) for one in self._modules]
 
-    def walk(self) -> Walked:
+    def walk(self) -> ModelWalk:
         """Return what the model has now."""
         model, found = self._model, self._found
         stored = _stored_beside(model)
@@ -141,7 +141,7 @@ class Walker:
             # What is stored elsewhere is not what modules hold, by which the next step looks.
             self._found = None if stored else found
         modules = self._modules = found.modules
-        return Walked(
+        return ModelWalk(
             # Of lists: a generator would be entered anew for each of thousands.
             tuple([one.training for one in modules]),
             found.named,
@@ -172,9 +172,9 @@ class _Tree:
 
     def __init__(self, modules: list[nn.Module], named: dict[str, nn.Parameter]) -> None:
         self.modules, self.named = modules, named
-        self._parameters = _Held([one._parameters for one in modules])
+        self._parameters = _TableContents([one._parameters for one in modules])
         below = [one._modules for one in modules]
-        self._below = _Held(below)
+        self._below = _TableContents(below)
         self.is_compiled = any(["_orig_mod" in one for one in below])  # what torch.compile returns
         # The names of what each module has are in it: modules in another order are another model.
         names = [(type(one).__qualname__, *one._modules) for one in modules]
@@ -219,7 +219,7 @@ class _Tree:
         )
 
 
-class _Held:
+class _TableContents:
     """What a list of tables held: their sizes, names and values."""
 
     def __init__(self, tables: list[dict[str, Any]]) -> None:

@@ -75,7 +75,7 @@ def order_of_use(
     for answer in (True, False):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                return _Look(model, blocks, around, answer=answer).run(given)
+                return _MetaForward(model, blocks, around, answer=answer).run(given)
         except Exception as error:  # whatever its code raises at tensors without values
             problem = problem or error
         finally:
@@ -88,7 +88,7 @@ def order_of_use(
     ) from problem
 
 
-class _Look(TorchFunctionMode):
+class _MetaForward(TorchFunctionMode):
     """A call of a model on the meta device; `answer`: what it is told where it asks for values."""
 
     def __init__(
@@ -105,10 +105,10 @@ class _Look(TorchFunctionMode):
         self._holders: dict[int, list[str]] = {}
         for name in blocks:
             module = self._model.get_submodule(name)
-            module.forward = _Seen(name, module.forward, self._block)
+            module.forward = _ReportingForward(name, module.forward, self._block)
         for name in around:
             module = self._model.get_submodule(name)
-            module.forward = _Seen(name, module.forward, self._module)
+            module.forward = _ReportingForward(name, module.forward, self._module)
             for one in module.parameters(recurse=False):
                 self._holders.setdefault(id(one), []).append(name)
 
@@ -163,7 +163,7 @@ class _Look(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Seen:
+class _ReportingForward:
     """A forward that tells of its calls."""
 
     def __init__(self, name: str, forward: Any, tell: Any) -> None:

@@ -89,7 +89,7 @@ def parse_pipeline(said: Mapping[str, Any] | None, microbatches: int | None) -> 
     )
 
 
-class Resolved(Protocol):
+class ResolvedReport(Protocol):
     """What is asked of a report."""
 
     @property
@@ -109,7 +109,7 @@ class Resolved(Protocol):
         """The axis of `zero`."""
 
 
-def require_together(report: Resolved, batch_is: str, deterministic: object) -> None:
+def require_together(report: ResolvedReport, batch_is: str, deterministic: object) -> None:
     """Refuse other words of a plan that do not go with stages, or with microbatches.
 
     Args:

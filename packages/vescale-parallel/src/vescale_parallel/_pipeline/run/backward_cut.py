@@ -56,7 +56,7 @@ class Round(NamedTuple):
     ends: tuple[Edge, ...]
 
 
-class Cut(NamedTuple):
+class BackwardCut(NamedTuple):
     """A backward in two halves.
 
     Attributes:
@@ -112,7 +112,7 @@ def walk(
 
 # By shape, of which a rank has one for each of its stages and kinds of microbatches.
 @lru_cache(maxsize=32)
-def cut_of(shape: Shape) -> Cut:
+def cut_of(shape: Shape) -> BackwardCut:
     """Return where the backward of a graph is cut.
 
     With units it is not cut. Each run of the engine gathers the units that it needs, and how many
@@ -125,14 +125,14 @@ def cut_of(shape: Shape) -> Cut:
     """
     graph = _Graph(shape)
     if graph.has_units or _BACKWARD_HOOK in graph.kinds:
-        return Cut(True, (), (), (), ())
+        return BackwardCut(True, (), (), (), ())
     places = graph.places()
     # What reaches an end from one place, and on along the path from another one below, cannot be
     # told apart once the path has run.
     twice = {end: None for end, at in places.items() if graph.are_in_turn(at)}
     hanging = {end: tuple(at) for end, at in places.items() if end not in twice}
     noted = dict.fromkeys(at for every in hanging.values() for at in every if at[0] in graph.path)
-    return Cut(
+    return BackwardCut(
         False,
         tuple(twice),
         tuple(noted),

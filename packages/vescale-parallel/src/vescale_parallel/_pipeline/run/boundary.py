@@ -13,12 +13,12 @@ from vescale_comm.nested import named_tensors_within
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
 from vescale_parallel._pipeline.trace.tensor_specs import TensorSpec, local_of, spec_of
 
 
 def handed_over(
-    call: Mapping[str, Tensor], entry_paths: tuple[str, ...], stage: int, foreign: Foreign
+    call: Mapping[str, Tensor], entry_paths: tuple[str, ...], stage: int, foreign: ForeignValues
 ) -> list[Tensor]:
     """The arguments that the stage after `stage` asked for.
 

@@ -18,7 +18,7 @@ from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._errors import PlanError
 from vescale_parallel._pipeline.plan.schedule_choice import best_in_place
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.run.rank_stages import RankStages
 from vescale_parallel._pipeline.trace.tensor_specs import local_of
 from vescale_parallel._schedules.actions import Action, Schedule
 from vescale_parallel._schedules.choice import make_schedule
@@ -144,7 +144,7 @@ def _address(tensor: Tensor) -> int:
 def choose_schedule(
     schedule: Schedule,
     watch: Stopwatch,
-    scene: Scene,
+    scene: RankStages,
     lines: Lines,
     memory: float | None,
     mesh: DeviceMesh,

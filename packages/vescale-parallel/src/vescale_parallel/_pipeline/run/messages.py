@@ -62,7 +62,7 @@ def message_into(action: Any, stages: int) -> tuple[Message | None, Message | No
     return needs, gives
 
 
-class Coming:
+class PendingReceive:
     """Tensors on their way to this rank.
 
     Args:
@@ -160,7 +160,7 @@ class Lines:
         flats = [recv(self._like(spec), group, source=source) for spec in specs]
         return _in_order(flats, specs)
 
-    def start_recv(self, specs: Sequence[TensorSpec], source: int) -> Coming:
+    def start_recv(self, specs: Sequence[TensorSpec], source: int) -> PendingReceive:
         """Start to receive local tensors, for which their memory is taken at once."""
         group = self._line(source, self.rank)
         known, likes = self._of_message.get(id(specs), (None, []))
@@ -169,7 +169,7 @@ class Lines:
             if len(self._of_message) < _LIKES:
                 self._of_message[id(specs)] = specs, likes
         starts = [recv(one, group, source=source, async_op=True) for one in likes]
-        return Coming(starts, specs)
+        return PendingReceive(starts, specs)
 
     def _like(self, spec: TensorSpec) -> Tensor:
         like = self._likes.get(spec)
@@ -295,7 +295,7 @@ class Inbox:
         self._senders = traffic.senders
         # By sender: what is left of it.
         self._coming = {sender: deque(every) for sender, every in traffic.coming.items()}
-        self._started: dict[int, Coming] = {}
+        self._started: dict[int, PendingReceive] = {}
         self.seen: dict[int, int] = {}
 
     def begin(self) -> None:

@@ -41,7 +41,7 @@ class OptimizersOf:
         return found
 
 
-class Stepped:
+class StepWatcher:
     """Hears of steps of optimizers of a model.
 
     Args:

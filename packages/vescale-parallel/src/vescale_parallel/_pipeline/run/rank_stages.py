@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.optimizer_hooks import Watcher
 from vescale_parallel._pipeline.plan.split import Split
-from vescale_parallel._pipeline.run.optimizer_watch import Stepped
+from vescale_parallel._pipeline.run.optimizer_watch import StepWatcher
 from vescale_parallel._pipeline.run.stage_parameters import HeldParameters
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
 from vescale_parallel._pipeline.trace.microbatch_kinds import Entry
 from vescale_parallel._pipeline.trace.streams import Streams
 
@@ -43,7 +43,7 @@ class Unit(Protocol):
 
 
 @dataclass
-class Scene:
+class RankStages:
     """A rank's part of a pipeline.
 
     Attributes:
@@ -89,7 +89,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         """Number the blocks."""
-        self.stepped = Stepped(self.model)
+        self.stepped = StepWatcher(self.model)
         self.block_numbers = {name: at for at, name in enumerate(self.split.blocks)}
         ends = [0]
         for stage in self.split.stages:
@@ -135,7 +135,7 @@ class Neighbours(Protocol):
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
         """Return what the stage receives, as local tensors."""
 
-    def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
+    def give(self, stage: int, call: Mapping[str, Tensor], foreign: ForeignValues) -> list[Tensor]:
         """Hand over to the stage after this one; returns the local tensors with their history."""
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vescale_parallel._pipeline.run.rank_stages import Unit
 from vescale_parallel._pipeline.trace.argument_positions import SameArguments
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
-from vescale_parallel._pipeline.trace.route import Following, Turn
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
+from vescale_parallel._pipeline.trace.route import RouteFollower, Turn
 
 
 class Stage(Protocol):
@@ -35,7 +35,7 @@ class Stage(Protocol):
         """Give these tensors to the next stage, and end."""
 
 
-class Quiet:
+class RouteCalls:
     """The quiet calls of one forward, or of one after another of the same stage.
 
     Args:
@@ -48,7 +48,7 @@ class Quiet:
         same: where in the arguments tensors are that pass between stages.
     """
 
-    def __init__(self, stage: Stage, way: Following, foreign: Foreign) -> None:
+    def __init__(self, stage: Stage, way: RouteFollower, foreign: ForeignValues) -> None:
         self._stage, self._way, self._foreign = stage, way, foreign
         self.ready: dict[int, Tensor] = {}
         self.same = SameArguments(foreign)

@@ -21,11 +21,11 @@ from vescale_parallel._pipeline.run.boundary import check_specs, handed_over
 from vescale_parallel._pipeline.run.halves import Halves
 from vescale_parallel._pipeline.run.measurements import Stopwatch
 from vescale_parallel._pipeline.run.messages import Inbox, Lines, Message
-from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.run.rank_stages import RankStages
 from vescale_parallel._pipeline.run.stage import StageForward
 from vescale_parallel._pipeline.run.state_writes import OwnState
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
-from vescale_parallel._pipeline.trace.loss_dependence import Returned
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
+from vescale_parallel._pipeline.trace.loss_dependence import ReturnedGradients
 from vescale_parallel._pipeline.trace.microbatch_kinds import Entry, Kind
 from vescale_parallel._pipeline.trace.module_state import State, Write
 from vescale_parallel._pipeline.trace.route import Routes
@@ -57,7 +57,7 @@ class Microbatch(NamedTuple):
 
 
 @dataclass
-class _Kept:
+class _ForwardRecord:
     """What a forward leaves for its backward.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Kept:
     loss: Tensor | None
 
 
-class _Returning(NamedTuple):
+class _BackwardStart(NamedTuple):
     """What a backward of a stage starts with, and what it owes to the stage before.
 
     Attributes:
@@ -105,7 +105,7 @@ class Runner:
 
     def __init__(
         self,
-        scene: Scene,
+        scene: RankStages,
         lines: Lines,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
@@ -120,10 +120,10 @@ class Runner:
         self._is_still = is_still
         self.has_moved = False
         self._inbox = Inbox(lines, schedule, self._specs)
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], _ForwardRecord] = {}
         # Backwards of which gradients of weights are still to come.
         self._halves: dict[tuple[int, int], Halves] = {}
-        self._returned = Returned()
+        self._returned = ReturnedGradients()
         # Messages on their way, with their memory.
         self._sent: dict[Message, list[Any]] = {}
         self._given: set[Message] = set()
@@ -275,7 +275,7 @@ class Runner:
             loss = local_of(found)
         received, sent = running.let_go()
         if torch.is_grad_enabled():
-            self._kept[stage, action.microbatch] = _Kept(received, sent, loss)
+            self._kept[stage, action.microbatch] = _ForwardRecord(received, sent, loss)
 
     def _begun(self, stage: int, here: Microbatch) -> StageForward:
         """A forward of a stage for a microbatch."""
@@ -313,7 +313,7 @@ class Runner:
             here = self._microbatches[microbatch].kind
             self._send(gives, self._returned.gradients(stage, here, found.received, back))
 
-    def _returning(self, action: Action) -> _Returning:
+    def _returning(self, action: Action) -> _BackwardStart:
         """What a backward starts with: gradients from the stage after, or the loss."""
         stage, microbatch = action.stage, action.microbatch
         # Popped, so that activations go as soon as the backward has used them: that is what 1F1B is
@@ -325,9 +325,9 @@ class Runner:
             assert kept.loss is not None
             weight = torch.full_like(kept.loss, self._microbatches[microbatch].weight)
             # One without a history is torch's error, as on one device.
-            return _Returning([kept.loss], [weight], leaves, kept.received)
+            return _BackwardStart([kept.loss], [weight], leaves, kept.received)
         # Gradients come only for what has one: both sides take that from the same entry.
-        found = _Returning([], [], leaves, kept.received)
+        found = _BackwardStart([], [], leaves, kept.received)
         backs = self._entry(stage + 1).backs
         wanted = [one for one, goes in zip(kept.sent, backs, strict=True) if goes]
         for one, gradient in zip(wanted, self._take(needs), strict=True):
@@ -340,7 +340,7 @@ class Runner:
         """Receive what the stage before has sent for this microbatch."""
         return self._entry(stage), self._take(Message("forward", stage, self._now))
 
-    def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
+    def give(self, stage: int, call: Mapping[str, Tensor], foreign: ForeignValues) -> list[Tensor]:
         """Send to the stage after; returns what gradients will come for."""
         entry = self._entry(stage + 1)
         tensors = handed_over(call, entry.paths, stage, foreign)

@@ -18,25 +18,25 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import innermost_mode
 from vescale_parallel._errors import ParallelError, PipelineError
 from vescale_parallel._pipeline.run.boundary import require_values
-from vescale_parallel._pipeline.run.rank_stages import Neighbours, Scene, StageEnded, Unit
-from vescale_parallel._pipeline.run.route_calls import Quiet
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.run.rank_stages import Neighbours, RankStages, StageEnded, Unit
+from vescale_parallel._pipeline.run.route_calls import RouteCalls
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
 from vescale_parallel._pipeline.trace.hook_results import call_hooks, failed_outside
 from vescale_parallel._pipeline.trace.leaks import Leaks
 from vescale_parallel._pipeline.trace.microbatch_kinds import Call, Kind
-from vescale_parallel._pipeline.trace.module_attributes import Left, StandingIn, left_by
+from vescale_parallel._pipeline.trace.module_attributes import AttributeValue, StandingIn, left_by
 from vescale_parallel._pipeline.trace.placeholders import CAN_STAND
 from vescale_parallel._pipeline.trace.results import Results
-from vescale_parallel._pipeline.trace.route import Act, Following, Routes, Turn
+from vescale_parallel._pipeline.trace.route import Act, RouteFollower, Routes, Turn
 from vescale_parallel._pipeline.trace.streams import Place, after, drawn_otherwise, words_between
 from vescale_parallel._pipeline.trace.tensor_specs import (
     Blanks,
-    Described,
+    NestedSpecs,
     describe,
     placeholders,
     wrapped,
 )
-from vescale_parallel._pipeline.trace.unit_calls import Called
+from vescale_parallel._pipeline.trace.unit_calls import UnitCalls
 from vescale_parallel._step.parts import Part, loss_of
 
 
@@ -54,7 +54,7 @@ class StageForward:
 
     def __init__(
         self,
-        scene: Scene,
+        scene: RankStages,
         stage: int,
         kind: Kind,
         neighbours: Neighbours,
@@ -71,8 +71,8 @@ class StageForward:
         # The dtype of the loss is the last thing that a rehearsal finds out.
         self.is_rehearsal = kind.loss is None
         self.is_still = False
-        self.foreign = Foreign(stage, Leaks() if self.is_rehearsal else None)
-        self._called = Called(scene.block_numbers, stage)
+        self.foreign = ForeignValues(stage, Leaks() if self.is_rehearsal else None)
+        self._called = UnitCalls(scene.block_numbers, stage)
         # Where the forward began; and units, in a rehearsal.
         self._start: Place = ()
         self._places: dict[tuple[str, int], Place] = {}
@@ -82,13 +82,13 @@ class StageForward:
         self._left = StandingIn()
         # Whether functions come to `foreign`; whether none has to, as tensors tell of their uses.
         self._looks = False
-        self.quiet: Quiet | None = None
+        self.quiet: RouteCalls | None = None
         self._results = Results(self.foreign, stage, kind.uses, self.is_rehearsal)
-        self._way = Following(stage, routes)
+        self._way = RouteFollower(stage, routes)
         if blanks is not None and self._way.is_quiet and not scene.collects | scene.is_compiled:
             self._modes = innermost_mode()
             blanks.watchers[:] = [self]
-            self.quiet = self._calmed = Quiet(self, self._way, self.foreign)
+            self.quiet = self._calmed = RouteCalls(self, self._way, self.foreign)
         self._foreign_to = scene.foreign_to[stage]
         self._can_repeat = False
 
@@ -406,7 +406,7 @@ class StageForward:
         if not self._way.left:
             return
         key = self._called.latest(name)
-        left: tuple[Left, ...] = ()
+        left: tuple[AttributeValue, ...] = ()
         if self.foreign.leaks is not None and name == self.foreign.leaks.inside:
             left = left_by(self.scene.model.get_submodule(name), self.foreign.leaks.is_made)
             self.foreign.leaks.returned(named_tensors_within(output).values())
@@ -491,7 +491,7 @@ class StageForward:
             call_hooks(block.get_submodule(module), given, output, where)
         return value
 
-    def _standing(self, described: Described) -> tuple[Any, list[Tensor]]:
+    def _standing(self, described: NestedSpecs) -> tuple[Any, list[Tensor]]:
         if self._blanks is None:
             return placeholders(described, self.scene.mesh)
         return self._blanks.stand_in(described, self.scene.mesh)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import local_leaves
 
 from vescale_parallel._zero.parameter_writes import written_past_versions
-from vescale_parallel._zero.unit import Held, Unit, cast, put_all
+from vescale_parallel._zero.unit import Unit, UnitParameter, cast, put_all
 
 
 class HeldParameters:
@@ -26,7 +26,7 @@ class HeldParameters:
         mesh: of the stage.
     """
 
-    def __init__(self, parameters: Sequence[Held], mesh: DeviceMesh) -> None:
+    def __init__(self, parameters: Sequence[UnitParameter], mesh: DeviceMesh) -> None:
         self._unit = (_PlainUnit if is_plain(mesh) else Unit)("", [], list(parameters), mesh)
         self._places = [one.places for one in self._unit.held]
         # The same ones for all microbatches of a step: making them costs more than swapping.

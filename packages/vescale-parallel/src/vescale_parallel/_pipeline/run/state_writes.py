@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.rank_stages import Scene
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.run.rank_stages import RankStages
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
 from vescale_parallel._pipeline.trace.module_state import Place, Write, copied, take_over
 from vescale_parallel._pipeline.trace.tensor_specs import (
     TensorSpec,
@@ -30,7 +30,9 @@ from vescale_parallel._pipeline.trace.tensor_specs import (
 )
 
 
-def writes_of(stage: int, written: Mapping[Place, Any], foreign: Foreign) -> tuple[Write, ...]:
+def writes_of(
+    stage: int, written: Mapping[Place, Any], foreign: ForeignValues
+) -> tuple[Write, ...]:
     """What a forward of a stage has written, to be told to all ranks."""
     return tuple(
         Write(
@@ -56,7 +58,7 @@ class OwnState:
         writes: of all stages, in their order.
     """
 
-    def __init__(self, scene: Scene, writes: Iterable[Write]) -> None:
+    def __init__(self, scene: RankStages, writes: Iterable[Write]) -> None:
         self._model = scene.model
         own = [one for one in writes if scene.split.ranks[one.stage] == scene.rank]
         stages: dict[Place, dict[int, bool]] = {}
@@ -110,7 +112,7 @@ class OwnState:
         self._places = {}
 
 
-def require_specs(scene: Scene, writes: Iterable[Write]) -> None:
+def require_specs(scene: RankStages, writes: Iterable[Write]) -> None:
     """Refuse buffers of this rank's stages that are not what other ranks expect.
 
     Raises:
@@ -123,9 +125,10 @@ def require_specs(scene: Scene, writes: Iterable[Write]) -> None:
         found = spec_of(value) if isinstance(value, Tensor) else None
         if _form(found) != _form(one.spec):
             raise PipelineError(
-                f"a forward leaves {_told(found)} in buffer '{place.module}.{place.name}', and in "
-                f"its rehearsal left {_told(one.spec)}: in stages a buffer that forwards write to "
-                "keeps its shape and dtype. Keep what grows in an attribute that is no buffer."
+                f"a forward leaves {_spec_text(found)} in buffer '{place.module}.{place.name}', and "
+                f"in its trial run left {_spec_text(one.spec)}: in stages a buffer that forwards "
+                "write to keeps its shape and dtype. Keep what grows in an attribute that is no "
+                "buffer."
             )
 
 
@@ -133,11 +136,11 @@ def _form(spec: TensorSpec | None) -> Any:
     return None if spec is None else (spec.dtype, spec.shape, spec.placements, spec.global_shape)
 
 
-def _told(spec: TensorSpec | None) -> str:
+def _spec_text(spec: TensorSpec | None) -> str:
     return "None" if spec is None else f"{spec.global_shape} {spec.dtype}"
 
 
-def tell_buffers(scene: Scene, lines: Lines, writes: Iterable[Write]) -> None:
+def tell_buffers(scene: RankStages, lines: Lines, writes: Iterable[Write]) -> None:
     """Let buffers that forwards have written be on every rank what they are on one. Collective."""
     every = [one for one in sources_of(writes).values() if one.place.is_buffer]
     for rank in sorted({scene.split.ranks[one.stage] for one in every}):
@@ -145,7 +148,7 @@ def tell_buffers(scene: Scene, lines: Lines, writes: Iterable[Write]) -> None:
         _tell(scene, lines, rank, here)
 
 
-def _tell(scene: Scene, lines: Lines, rank: int, writes: list[Write]) -> None:
+def _tell(scene: RankStages, lines: Lines, rank: int, writes: list[Write]) -> None:
     """Give buffers of one rank to the others, as one message of bytes."""
     sizes = [0 if one.spec is None else _bytes_of(one.spec) for one in writes]
     joined = torch.empty(sum(sizes), dtype=torch.uint8, device=lines.device)
@@ -165,7 +168,7 @@ def _bytes_of(spec: TensorSpec) -> int:
     return torch.Size(spec.shape).numel() * spec.dtype.itemsize
 
 
-def _receive(scene: Scene, write: Write, flat: Tensor) -> None:
+def _receive(scene: RankStages, write: Write, flat: Tensor) -> None:
     """Let a buffer have what has come for it, in its memory if it fits."""
     spec, place = write.spec, write.place
     if spec is None:

@@ -22,17 +22,17 @@ from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.run.boundary import handed_over
 from vescale_parallel._pipeline.run.measurements import KeptBytes
 from vescale_parallel._pipeline.run.messages import Lines
-from vescale_parallel._pipeline.run.rank_stages import Scene
+from vescale_parallel._pipeline.run.rank_stages import RankStages
 from vescale_parallel._pipeline.run.stage import StageForward
 from vescale_parallel._pipeline.run.stage_parameters import HeldParameters
 from vescale_parallel._pipeline.run.state_writes import writes_of
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
 from vescale_parallel._pipeline.trace.loss_dependence import LOSS, reaches_of
 from vescale_parallel._pipeline.trace.microbatch_kinds import (
     Entry,
     Kind,
     Reach,
-    Repeated,
+    RepeatedError,
     is_in_hook,
     is_lacking,
     trimmed,
@@ -46,7 +46,7 @@ from vescale_parallel._zero.schedule import zero_schedule_of
 
 
 @add_record
-class Told(NamedTuple):
+class StageReport(NamedTuple):
     """What a stage tells all ranks after its forward.
 
     Attributes:
@@ -62,7 +62,7 @@ class Told(NamedTuple):
     in_hook: bool = False
 
 
-class Rehearsal:
+class TrialRun:
     """One forward of all stages, one after another.
 
     Args:
@@ -73,11 +73,11 @@ class Rehearsal:
         problem: of a forward that has run, why no step may, as far as this rank knows.
     """
 
-    def __init__(self, scene: Scene, lines: Lines) -> None:
+    def __init__(self, scene: RankStages, lines: Lines) -> None:
         self._scene, self._lines = scene, lines
         self._state = State(scene.model)
         self._others = States(generators_of(scene.model))
-        self._given: dict[int, tuple[Mapping[str, Tensor], Foreign]] = {}
+        self._given: dict[int, tuple[Mapping[str, Tensor], ForeignValues]] = {}
         self._received: dict[int, tuple[dict[str, int], list[Tensor]]] = {}
         self._loss: Tensor | None = None
         # By stage, which tensors functions took, and which of modules' were written to.
@@ -186,14 +186,14 @@ class Rehearsal:
         told = None
         if rank == self._scene.rank:
             try:
-                told = Told("", self._forward(stage, kind, part))
+                told = StageReport("", self._forward(stage, kind, part))
                 to_text(told)  # what cannot be told is an error of this stage
             except CommError:
                 raise  # as in a step
             except BaseException as error:
                 failed = error
                 said = f"stage {stage}: {type(error).__name__}: {error}"
-                told = Told(said, Kind({}, {}, {}), is_lacking(error), is_in_hook(error))
+                told = StageReport(said, Kind({}, {}, {}), is_lacking(error), is_in_hook(error))
                 before = self._scene.split.ranks[stage - 1]
                 if stage and stage not in self._asked and before != rank:
                     self._send_object(told.failure, before)
@@ -205,7 +205,7 @@ class Rehearsal:
         if failed is not None:
             raise failed
         if told.failure:
-            repeated = Repeated(told.failure)
+            repeated = RepeatedError(told.failure)
             repeated.lacks, repeated.in_hook = told.lacks, told.in_hook
             raise repeated
         # What was told, also on the rank that told it: one that went through text is alike
@@ -274,7 +274,7 @@ class Rehearsal:
         # A text is a refusal; specs come with the values behind them.
         answer = self._lines.recv_object(before)
         if isinstance(answer, str):
-            raise Repeated(answer)
+            raise RepeatedError(answer)
         entry = self._noted(stage, paths, answer)
         return entry, self._lines.recv(entry.specs, before)
 
@@ -286,7 +286,7 @@ class Rehearsal:
         running.kind.entries[stage] = entry
         return entry
 
-    def give(self, stage: int, call: Mapping[str, Tensor], foreign: Foreign) -> list[Tensor]:
+    def give(self, stage: int, call: Mapping[str, Tensor], foreign: ForeignValues) -> list[Tensor]:
         """Keep what the next stage will ask for; its turn comes later."""
         self._given[stage] = (call, foreign)
         return []
@@ -327,7 +327,7 @@ class Rehearsal:
 class _Parameters:
     """The parameters of this rank as they are before a stage is rehearsed."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: RankStages) -> None:
         # The leaves themselves: of what inference mode makes of them torch counts no writes.
         pairs = [
             (name, local_leaf(one) if isinstance(one, DTensor) else one)

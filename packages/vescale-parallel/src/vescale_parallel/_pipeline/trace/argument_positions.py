@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
 
 
 class SameArguments:
@@ -22,7 +22,7 @@ class SameArguments:
         foreign: marks values of other stages.
     """
 
-    def __init__(self, foreign: Foreign) -> None:
+    def __init__(self, foreign: ForeignValues) -> None:
         self._foreign = foreign
         # Positions of what the stage lacks, and their paths.
         self._lacking: tuple[tuple[int, ...], list[str]] | None = None

@@ -55,7 +55,7 @@ _FORMS: Final = frozenset(
 """What takes a tensor for its shape, dtype or device, beside `new_zeros` and `zeros_like`."""
 
 
-class Foreign(TorchFunctionMode):
+class ForeignValues(TorchFunctionMode):
     """Marks what is computed from values of other stages, while one stage runs its forward.
 
     Attributes:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from vescale_comm.nested import named_tensors_within
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.tensor_specs import Described, describe
+from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs, describe
 from vescale_parallel._pipeline.trace.text import add_record, to_text
 
 _BEGINS: Final = "result of "
 
 
-class Lacking(PipelineError):
+class MissingInnerResult(PipelineError):
     """Code outside of the blocks looks for what modules within them have computed."""
 
 
@@ -30,9 +30,9 @@ class FailedInHook(PipelineError):
     """A hook on a module within a block cannot do with what stands for its result."""
 
 
-def failed_outside(stage: int, error: Exception) -> Lacking:
+def failed_outside(stage: int, error: Exception) -> MissingInnerResult:
     """What to say where a model fails between its blocks, on a stage behind the first."""
-    return Lacking(
+    return MissingInnerResult(
         f"the model failed on stage {stage}, outside of its blocks: {type(error).__name__}: "
         f"{error}. Blocks of other stages do not run there, so what they leave beside their "
         "results (logits of routers, hidden states that hooks collect, caches) is missing. Leave "
@@ -51,8 +51,8 @@ class Inner(NamedTuple):
     """
 
     module: str
-    given: Described
-    output: Described
+    given: NestedSpecs
+    output: NestedSpecs
 
 
 def is_collected(path: str) -> bool:
@@ -84,7 +84,7 @@ def described_call(name: str, given: Any, output: Any) -> Inner:
         arguments = describe(given)
         to_text(arguments)
     except PipelineError:
-        arguments = Described(((), {}), ())  # a cache: hooks look at results
+        arguments = NestedSpecs(((), {}), ())  # a cache: hooks look at results
     found = Inner(name, arguments, describe(output))
     to_text(found)
     return found
@@ -158,7 +158,7 @@ def call_hooks(module: nn.Module, given: Any, output: Any, where: str) -> None:
             ) from error
 
 
-class Within:
+class InnerHook:
     """A hook that tells of calls of a module within a block.
 
     Args:

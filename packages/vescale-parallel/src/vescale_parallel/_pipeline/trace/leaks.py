@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_parallel._pipeline.trace.hook_results import Lacking
+from vescale_parallel._pipeline.trace.hook_results import MissingInnerResult
 from vescale_parallel._zero.saved_tensors import is_checkpointed_now
 
 
@@ -76,7 +76,7 @@ class Leaks:
             self._made |= {id(one): (weakref.ref(one), self.inside) for one in new}
             return
         for block in self.left_block(given) if new else ():
-            raise Lacking(
+            raise MissingInnerResult(
                 f"{name}, outside of the blocks, takes a value that was computed in '{block}' and "
                 "is not what that returns: an attribute brought it there, or a hook that other "
                 "stages do not have. Blocks of other stages do not run here, so their part would "

@@ -54,7 +54,7 @@ def _reached(root: Node, leaves: Mapping[str, Node]) -> tuple[str, ...]:
     return tuple(path for path, node in leaves.items() if node in seen)
 
 
-def told_of(kinds: Iterable[Kind]) -> bytes:
+def dependence_report(kinds: Iterable[Kind]) -> bytes:
     """What a rank tells the others of the graphs of its stages, for kinds in an order of all."""
     return json.dumps([one.reaches for one in kinds]).encode()
 
@@ -66,7 +66,7 @@ def agreed_kinds(
 
     Args:
         kinds: as they were told, all ranks in one order.
-        told: by rank, what `told_of` gives there.
+        told: by rank, what `dependence_report` gives there.
         pipeline: the ranks of this pipeline. Others have rows of their own, and may use more.
     """
     heard = {rank: json.loads(one) for rank, one in told.items()}
@@ -110,7 +110,7 @@ class _Place(NamedTuple):
     kind: int
 
 
-class Returned:
+class ReturnedGradients:
     """The gradients that stages of a rank send back in a step, and what was not there of them."""
 
     def __init__(self) -> None:

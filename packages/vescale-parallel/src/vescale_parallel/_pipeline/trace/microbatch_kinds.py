@@ -6,11 +6,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.hook_results import FailedInHook, Inner, Lacking, is_collected
-from vescale_parallel._pipeline.trace.module_attributes import Left
+from vescale_parallel._pipeline.trace.hook_results import (
+    FailedInHook,
+    Inner,
+    MissingInnerResult,
+    is_collected,
+)
+from vescale_parallel._pipeline.trace.module_attributes import AttributeValue
 from vescale_parallel._pipeline.trace.module_state import Write
 from vescale_parallel._pipeline.trace.streams import Words
-from vescale_parallel._pipeline.trace.tensor_specs import Described, TensorSpec
+from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs, TensorSpec
 from vescale_parallel._pipeline.trace.text import add_record
 
 
@@ -26,8 +31,8 @@ class Call(NamedTuple):
     """
 
     words: Words
-    output: Described | None
-    left: tuple[Left, ...] = ()
+    output: NestedSpecs | None
+    left: tuple[AttributeValue, ...] = ()
     inner: tuple[Inner, ...] = ()
 
 
@@ -105,11 +110,11 @@ class Kind(NamedTuple):
         return all(spec.placements is None for one in given for spec in one.specs)
 
 
-class Repeated(PipelineError):
+class RepeatedError(PipelineError):
     """What another stage has said: that one raises its own error.
 
     Attributes:
-        lacks: whether it was an error of type `Lacking` there.
+        lacks: whether it was an error of type `MissingInnerResult` there.
         in_hook: whether it was a `FailedInHook`.
     """
 
@@ -118,12 +123,14 @@ class Repeated(PipelineError):
 
 def is_lacking(failure: BaseException | None) -> bool:
     """Whether a stage failed for want of what modules within blocks of other stages compute."""
-    return isinstance(failure, Lacking) or (isinstance(failure, Repeated) and failure.lacks)
+    return isinstance(failure, MissingInnerResult) or (
+        isinstance(failure, RepeatedError) and failure.lacks
+    )
 
 
 def is_in_hook(failure: BaseException | None) -> bool:
     """Whether a hook of some stage failed at what stands for a result of another one."""
-    if isinstance(failure, Repeated):
+    if isinstance(failure, RepeatedError):
         return failure.in_hook
     return isinstance(failure, FailedInHook)
 

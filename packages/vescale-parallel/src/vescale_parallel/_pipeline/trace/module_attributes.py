@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.nested import tensors_within
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.tensor_specs import Described, describe, placeholders
+from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs, describe, placeholders
 from vescale_parallel._pipeline.trace.text import add_record, to_text
 
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
@@ -25,7 +25,7 @@ _MISSING: Final = object()
 
 
 @add_record
-class Left(NamedTuple):
+class AttributeValue(NamedTuple):
     """A value in an attribute.
 
     Attributes:
@@ -36,10 +36,10 @@ class Left(NamedTuple):
 
     module: str
     attribute: str
-    value: Described
+    value: NestedSpecs
 
 
-def left_by(block: nn.Module, is_made: Callable[[Tensor], bool]) -> tuple[Left, ...]:
+def left_by(block: nn.Module, is_made: Callable[[Tensor], bool]) -> tuple[AttributeValue, ...]:
     """What the last call of a block has left.
 
     Args:
@@ -56,7 +56,7 @@ def left_by(block: nn.Module, is_made: Callable[[Tensor], bool]) -> tuple[Left, 
                 to_text(described)
             except PipelineError:
                 continue  # an object that only its own code reads
-            found.append(Left(name, attribute, described))
+            found.append(AttributeValue(name, attribute, described))
     return tuple(found)
 
 
@@ -66,7 +66,9 @@ class StandingIn:
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, str, Any]] = []
 
-    def put(self, block: nn.Module, left: Sequence[Left], mesh: DeviceMesh) -> list[Tensor]:
+    def put(
+        self, block: nn.Module, left: Sequence[AttributeValue], mesh: DeviceMesh
+    ) -> list[Tensor]:
         """Leave what the block would leave; returns the tensors, whose values mean nothing."""
         every: list[Tensor] = []
         for name, attribute, described in left:

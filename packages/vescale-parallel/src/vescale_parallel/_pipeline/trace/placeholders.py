@@ -29,7 +29,7 @@ class Watcher(Protocol):
         """A function takes one of them. Returns whether a mode sees functions from now on."""
 
 
-class Standing(Tensor):
+class WatchedPlaceholder(Tensor):
     """A tensor whose value means nothing, and which tells of functions that take it."""
 
     # Of who made it, as it stands in for the same value in one forward after another.
@@ -47,7 +47,11 @@ class Standing(Tensor):
             if not isinstance(found, Tensor):
                 return found
         for one in tensors_within((args, kwargs)):
-            if isinstance(one, Standing) and one.watchers and one.watchers[-1].begin_to_look():
+            if (
+                isinstance(one, WatchedPlaceholder)
+                and one.watchers
+                and one.watchers[-1].begin_to_look()
+            ):
                 return func(*args, **kwargs)
         if all(kind is cls or kind in _PLAIN for kind in types):
             with plain_functions():
@@ -56,15 +60,15 @@ class Standing(Tensor):
         return func(*map_tensors(_plain, args), **map_tensors(_plain, kwargs))
 
 
-def standing(tensor: Tensor, watchers: list[Watcher]) -> Standing:
+def watched_placeholder(tensor: Tensor, watchers: list[Watcher]) -> WatchedPlaceholder:
     """The same memory, as a tensor that tells the last of `watchers` of its uses."""
-    made: Standing = tensor.as_subclass(Standing)
+    made: WatchedPlaceholder = tensor.as_subclass(WatchedPlaceholder)
     made.watchers = watchers
     return made
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Standing):
+    if not isinstance(tensor, WatchedPlaceholder):
         return tensor
     with plain_functions():
         return tensor.as_subclass(Tensor)

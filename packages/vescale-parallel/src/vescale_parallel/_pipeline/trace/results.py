@@ -9,17 +9,17 @@ from torch import Tensor
 from vescale_comm.nested import tensors_within
 
 from vescale_parallel._common.messages import listed
-from vescale_parallel._pipeline.trace.foreign_values import Foreign
+from vescale_parallel._pipeline.trace.foreign_values import ForeignValues
 from vescale_parallel._pipeline.trace.hook_results import (
     Inner,
-    Lacking,
+    MissingInnerResult,
     described_call,
     named_results,
 )
 from vescale_parallel._pipeline.trace.microbatch_kinds import Call
-from vescale_parallel._pipeline.trace.tensor_specs import Described
+from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs
 
-StandsIn = Callable[[Described], tuple[Any, list[Tensor]]]
+StandsIn = Callable[[NestedSpecs], tuple[Any, list[Tensor]]]
 """A nesting of tensors whose values mean nothing, and these tensors."""
 
 
@@ -34,7 +34,11 @@ class Results:
     """
 
     def __init__(
-        self, foreign: Foreign, stage: int, uses: Iterable[tuple[str, int]], is_rehearsal: bool
+        self,
+        foreign: ForeignValues,
+        stage: int,
+        uses: Iterable[tuple[str, int]],
+        is_rehearsal: bool,
     ) -> None:
         self._foreign, self._stage, self._is_rehearsal = foreign, stage, is_rehearsal
         self._uses = dict(uses)
@@ -119,7 +123,7 @@ class Results:
         lacks, leaks = self._foreign.unknown_within(found), self._foreign.leaks
         if lacks or (leaks is not None and leaks.left_block(given)):
             what = f" in {listed(lacks)}" if lacks else ""
-            raise Lacking(
+            raise MissingInnerResult(
                 f"the model returns on stage {self._stage} what was computed within its blocks, or "
                 f"on earlier stages, and is not what the last block returns: those of other stages "
                 f"are missing{what}. Let the blocks return it, or leave it out."

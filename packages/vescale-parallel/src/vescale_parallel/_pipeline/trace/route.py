@@ -47,7 +47,7 @@ Routes = dict[int, Route]
 _NONE: Final = Route(())
 
 
-class Following:
+class RouteFollower:
     """A forward that notes its route, or follows one that was noted.
 
     Attributes:

@@ -12,7 +12,7 @@ from vescale_comm.nested import map_tensors
 from vescale_dtensor import DTensor
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.placeholders import Watcher, standing
+from vescale_parallel._pipeline.trace.placeholders import Watcher, watched_placeholder
 
 
 class TensorSpec(NamedTuple):
@@ -37,7 +37,7 @@ class TensorSpec(NamedTuple):
     requires_grad: bool
 
 
-class Described(NamedTuple):
+class NestedSpecs(NamedTuple):
     """A nesting of tensors, but for their values.
 
     Attributes:
@@ -106,7 +106,7 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     )
 
 
-def describe(value: Any) -> Described:
+def describe(value: Any) -> NestedSpecs:
     """Describe a nesting of tensors."""
     specs: list[TensorSpec] = []
 
@@ -115,7 +115,7 @@ def describe(value: Any) -> Described:
         # As a tensor, which `map_tensors` finds again when others are put in its place.
         return torch.tensor(len(specs) - 1, device="cpu")
 
-    return Described(map_tensors(number, value), tuple(specs))
+    return NestedSpecs(map_tensors(number, value), tuple(specs))
 
 
 class Blanks:
@@ -131,7 +131,7 @@ class Blanks:
         self._device = device
         self._made: dict[object, tuple[Tensor, int]] = {}
         # By the `id` of what is kept beside them, and whether the tensors tell of their uses.
-        self._standing: dict[tuple[int, bool], tuple[Described, list[Tensor]]] = {}
+        self._standing: dict[tuple[int, bool], tuple[NestedSpecs, list[Tensor]]] = {}
         # The forwards in which they stand in: the last one is told.
         self.watchers: list[Watcher] = []
         self._is_written = False
@@ -150,7 +150,7 @@ class Blanks:
             self._standing.clear()
 
     def ready(
-        self, described: Described, *, tells: bool = False
+        self, described: NestedSpecs, *, tells: bool = False
     ) -> tuple[Any, list[Tensor]] | None:
         """What `stand_in` returns, where the tensors are there already."""
         found = self._standing.get((id(described), tells))
@@ -162,7 +162,7 @@ class Blanks:
         return map_tensors(lambda number: made[int(number)], nesting), made
 
     def stand_in(
-        self, described: Described, mesh: DeviceMesh, *, tells: bool = False
+        self, described: NestedSpecs, mesh: DeviceMesh, *, tells: bool = False
     ) -> tuple[Any, list[Tensor]]:
         """`placeholders`, of which the tensors are the same ones in each forward.
 
@@ -177,7 +177,7 @@ class Blanks:
         value, made = placeholders(described, mesh, self)
         is_kept = not self._is_written and not any([one.is_inference() for one in made])
         if tells:
-            made = [standing(one, self.watchers) for one in made]
+            made = [watched_placeholder(one, self.watchers) for one in made]
             value = map_tensors(lambda number: made[int(number)], described.nesting)
         if is_kept:
             self._standing[id(described), tells] = described, made
@@ -200,7 +200,7 @@ class Blanks:
 
 
 def placeholders(
-    described: Described, mesh: DeviceMesh, blanks: Blanks | None = None
+    described: NestedSpecs, mesh: DeviceMesh, blanks: Blanks | None = None
 ) -> tuple[Any, list[Tensor]]:
     """A nesting of tensors whose values mean nothing, and these tensors.
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from vescale_dtensor import Placement
 
 from vescale_parallel._errors import PipelineError
-from vescale_parallel._pipeline.trace.tensor_specs import Described, TensorSpec
+from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs, TensorSpec
 
-_RECORDS: Final[dict[str, Any]] = {one.__name__: one for one in (Described, TensorSpec)}
+_RECORDS: Final[dict[str, Any]] = {one.__name__: one for one in (NestedSpecs, TensorSpec)}
 
 
 def add_record(kind: type) -> type:
@@ -68,7 +68,7 @@ def _written(value: Any) -> Any:
             else tuple(value.__reduce__()[1])
         )
         return {"placement": kind.__name__, "of": _written(given)}
-    # Not a value of the model: in a `Described` the number of a tensor stands as a tensor.
+    # Not a value of the model: in a `NestedSpecs` the number of a tensor stands as a tensor.
     if isinstance(value, Tensor) and value.ndim == 0:
         return {"number": int(value)}
     name = f"{kind.__module__}:{kind.__qualname__}"

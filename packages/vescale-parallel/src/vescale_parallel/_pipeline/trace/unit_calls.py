@@ -11,7 +11,7 @@ Key = tuple[str, int]
 """A unit, and which of its calls: a shared module is called several times in a forward."""
 
 
-class Called:
+class UnitCalls:
     """The units that were called.
 
     Args:
