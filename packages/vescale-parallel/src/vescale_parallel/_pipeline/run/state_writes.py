@@ -125,8 +125,8 @@ def require_specs(scene: RankStages, writes: Iterable[Write]) -> None:
         found = spec_of(value) if isinstance(value, Tensor) else None
         if _form(found) != _form(one.spec):
             raise PipelineError(
-                f"a forward leaves {_spec_text(found)} in buffer '{place.module}.{place.name}', and "
-                f"in its trial run left {_spec_text(one.spec)}: in stages a buffer that forwards "
+                f"a forward leaves {_spec_text(found)} in buffer '{place.module}.{place.name}', "
+                f"and in its trial run left {_spec_text(one.spec)}: in stages a buffer that forwards "
                 "write to keeps its shape and dtype. Keep what grows in an attribute that is no "
                 "buffer."
             )
