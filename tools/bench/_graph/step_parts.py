@@ -1,4 +1,4 @@
-"""What a step as a graph is made of, each part run by itself: its operators, and what it sends.
+"""Runs the parts of a step as a graph by themselves: its operators, and what it sends.
 
 Together they are the floor of the step: nothing is checked, packed for the caller or waited for in
 between. A step that takes less has hidden some of its collectives behind its operators.

@@ -1,4 +1,4 @@
-"""How long ranks of a pipeline wait, measured, beside what the simulator says of the schedule."""
+"""Measures how long ranks of a pipeline wait, beside what the simulator says."""
 
 from __future__ import annotations
 

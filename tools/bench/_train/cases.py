@@ -1,4 +1,4 @@
-"""Which variants run on which mesh. A further one (another storage layout, say) is a line here."""
+"""Lists the variants that run on each mesh: a further one is a line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step makes the host wait for the device: each place, with its line.
+"""Finds where a step makes the host wait for the device: each place, with its line.
 
 On every device by a mode that sees operators which tell the host a value, or make a tensor of a
 size that only the values tell; on a GPU also by torch's own debug mode, which sees what waits.

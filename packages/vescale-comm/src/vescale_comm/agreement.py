@@ -1,4 +1,4 @@
-"""What each rank tells, heard by every rank: all then go on, or all raise the same error.
+"""Gathers what each rank reports on every rank: all then go on, or all raise the same error.
 
     rows = gather_numbers([digest(settings)], group)
     if len(set(rows)) > 1:

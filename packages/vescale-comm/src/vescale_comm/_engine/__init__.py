@@ -1,4 +1,4 @@
-"""From a collective as a plan to calls of torch.distributed.
+"""Turns a collective, as a plan, into calls of torch.distributed.
 
 A collective is a generator (`Steps`) that yields `primitives`, the few movements there are, and
 resumes with the tensors that arrived. `runner` drives it: it is the only place where a call reaches

@@ -1,4 +1,4 @@
-"""Over gloo: everyone sends to everyone at once, where its own algorithm goes round a ring.
+"""Exchanges small tensors over gloo all at once, where its own algorithm goes round a ring.
 
 A ring of n members takes n - 1 messages one after the other, and twice as many where it adds up. On
 one machine, and for little data, what counts is how often a process has to be woken: four processes

@@ -1,4 +1,4 @@
-"""What ranks tell each other about waits: a few keys of the store of their world."""
+"""Exchanges what ranks report of waits, by a few keys of the store of their world."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""How ranks that executed different things are told: who, what, and at which line."""
+"""Reports ranks that executed different things: who, what, and at which line."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

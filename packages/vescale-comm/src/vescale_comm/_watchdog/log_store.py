@@ -1,4 +1,4 @@
-"""What ranks tell each other about their execution logs: keys of the store of their world."""
+"""Exchanges execution logs between ranks, by keys of the store of their world."""
 
 import json
 import struct

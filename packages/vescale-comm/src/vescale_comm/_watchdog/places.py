@@ -1,4 +1,4 @@
-"""Where the threads of this process are, and which of them wait in a collective.
+"""Finds where the threads of this process are, and which of them wait in a collective.
 
 The stacks are read from outside, so that a collective costs nothing for being watched, and those of
 torch and of other packages are watched as well.

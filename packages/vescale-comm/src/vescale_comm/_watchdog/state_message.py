@@ -1,4 +1,4 @@
-"""What one rank has gathered of a world, as it tells the others: short, however many they are."""
+"""Shortens what one rank has gathered of a world to a message, however many they are."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What one case may leave behind in a worker, and how it is undone before the next."""
+"""Restores the clean state of a worker that a case has changed, before the next case."""
 
 import gc
 import locale

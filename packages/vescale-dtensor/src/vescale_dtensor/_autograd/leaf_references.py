@@ -1,4 +1,4 @@
-"""What the wrapper of a leaf holds for the state of its gradient, which refers to it weakly."""
+"""Holds what the gradient state of a leaf refers to weakly, on the wrapper of the leaf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How values get from a view that had to be a copy back into the tensor that it is a view of.
+"""Writes values of a copied view back into the tensor that it is a view of.
 
 Each such copy notes the call that made it. What is written to the copy is put back by the inverse
 of that call: transposed and reshaped back where it only reorders elements, which sends what the

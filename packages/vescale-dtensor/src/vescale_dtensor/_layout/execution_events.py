@@ -1,4 +1,4 @@
-"""What the ranks of a mesh execute together, as events of `vescale_comm.ExecutionLog`.
+"""Records what the ranks of a mesh execute together as events of the execution log.
 
 Events are what every rank of a mesh does or none may: a redistribution that communicates, the start
 of a backward, some of the random draws. What a rank does alone (`if rank == 0: log(loss * 100)`) is

@@ -1,4 +1,4 @@
-"""Which calls made a tensor, as one number: it is equal on all ranks that made it alike.
+"""Numbers tensors by the calls that made them: equal on all ranks that made them alike.
 
 A result's lineage follows from the function, the spec of the result and the operands' lineages,
 from what is passed besides (`x * 0.5`, `x[3]`, a plain tensor), and from what has written to the

@@ -1,4 +1,4 @@
-"""Whether a module that a plan names as experts may be taken apart: found out by a trial.
+"""Tries whether a module that a plan names as experts may be divided over ranks.
 
 Tokens are sent to the rank of each expert that they chose, each with a weight of one, and what
 comes back is weighed and added. That is what one device computes only if the module's result is

@@ -1,4 +1,4 @@
-"""What `parallelize` is given, in words that ranks can compare: mesh, plan, model, random state.
+"""Describes the arguments of `parallelize` so that ranks can compare them.
 
 Nothing here raises or communicates: a rank whose model cannot be described says that instead, and
 still comes to the comparison in which the others wait.

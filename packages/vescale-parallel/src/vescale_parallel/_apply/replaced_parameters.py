@@ -1,4 +1,4 @@
-"""What happens to a plain parameter after a distributed one replaced it in the model.
+"""Raises for uses of plain parameters that distributed ones have replaced in a model.
 
 A plain tensor cannot turn into a distributed one in place (Python refuses to change the class of
 an object to one with other slots), so `parallelize` makes new objects. Whoever still holds an old

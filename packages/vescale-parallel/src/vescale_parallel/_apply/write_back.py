@@ -1,4 +1,4 @@
-"""What a module writes to lists and dicts of which it was given copies, the caller's own get, too.
+"""Copies what a module writes to copied lists and dicts back into the caller's own.
 
 A rule about activations redistributes tensors within an argument, which takes a new list. A block
 that appends an auxiliary loss to that list means the caller's.

@@ -1,4 +1,4 @@
-"""From a report to a model whose parameters are stored as shards: the steps of `parallelize`."""
+"""Installs parameters that are stored as shards, as a report says: steps of `parallelize`."""
 
 from __future__ import annotations
 

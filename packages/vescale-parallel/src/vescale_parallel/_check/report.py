@@ -1,4 +1,4 @@
-"""What `plan.check` returns: the plan, resolved for one model and one mesh."""
+"""Defines the result of `plan.check`: the plan, resolved for one model and one mesh."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a step costs that runs in stages: each rank's part by the cost model, and its schedule."""
+"""Estimates a step in stages: each rank's part by the cost model, and its schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

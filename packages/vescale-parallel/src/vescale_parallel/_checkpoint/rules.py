@@ -1,4 +1,4 @@
-"""What a plan says about checkpointing, read; before there is a model."""
+"""Parses what a plan says about checkpointing, before there is a model."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What can be asked on the command line, and what `--help` teaches."""
+"""Defines the arguments of the command line, and the texts of `--help`."""
 
 import argparse
 import math

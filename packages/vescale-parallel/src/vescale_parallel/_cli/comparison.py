@@ -1,4 +1,4 @@
-"""What the commands have in common that compare ways to share a layer over ranks, on paper."""
+"""Prints comparisons of ways to share a layer over ranks, for several commands."""
 
 import argparse
 import json

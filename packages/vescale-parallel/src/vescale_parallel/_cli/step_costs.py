@@ -1,4 +1,4 @@
-"""What a step of a plan would cost, with and without recomputation."""
+"""Estimates the cost of a plan's step, with and without recomputation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What every other room stands on: the mesh, agreement between ranks, messages.
+"""Holds what every other room imports: the mesh, agreement between ranks, messages.
 
 - `mesh`: `mesh(dp=2, tp=2)`, and the sizes of a mesh's axes by name.
 - `agreement`: whether all ranks hold the same, told by a few bytes; who differs, where they do not

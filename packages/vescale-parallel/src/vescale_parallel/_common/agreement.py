@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same, found out with a few bytes, and who differs where they do not.
+"""Compares with a few bytes whether all ranks hold the same, and names who differs.
 
 Every rank sees the same digests and decides alike, so all raise or none does. The digests have a
 fixed size, so that lists of different lengths are compared too and no rank waits for the rest of a

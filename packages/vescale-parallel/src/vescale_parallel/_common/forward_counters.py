@@ -1,4 +1,4 @@
-"""What modules count in attributes (`self.calls += 1`), where a call runs a forward more often."""
+"""Tracks attributes that count forwards, where a call runs a forward more often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward has begun is ended also where the program is interrupted amid it, as by Ctrl-C.
+"""Ends what a forward has begun where the program is interrupted amid it, as by Ctrl-C.
 
 torch calls the `always_call` hooks of a module behind an `Exception`, and behind no other
 `BaseException`: whoever goes on then, as in the next cell of a notebook, would find the module as

@@ -1,4 +1,4 @@
-"""What hears of the steps of all optimizers: one pair of torch's hooks for all of a process.
+"""Reports steps of all optimizers, by one pair of torch's hooks for a process.
 
 Optimizers may be made later, and by others, so torch's hooks on all of them are the only way. A
 hook for each model would stay when the model is gone: torch may go through its hooks while it is

@@ -1,4 +1,4 @@
-"""What `parallelize` puts into a model is copied with it, and never pickled."""
+"""Raises where something that `parallelize` puts into a model would be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tensors have other values than before: versions do not tell of all writes."""
+"""Finds whether tensors changed their values, of which versions do not show all writes."""
 
 from __future__ import annotations
 

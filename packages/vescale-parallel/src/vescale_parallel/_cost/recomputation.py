@@ -1,4 +1,4 @@
-"""Which parameters are in a part of the model that is computed again in backward."""
+"""Finds parameters in a part of the model that is computed again in backward."""
 
 from collections.abc import Mapping, Sequence
 

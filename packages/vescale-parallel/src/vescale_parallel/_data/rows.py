@@ -1,4 +1,4 @@
-"""Which samples of each batch one rank reads: a batch sampler, and a collation of a stream."""
+"""Chooses the samples of each batch that one rank reads, and collates those of a stream."""
 
 from __future__ import annotations
 

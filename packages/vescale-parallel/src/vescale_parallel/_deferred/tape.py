@@ -1,4 +1,4 @@
-"""What makes the values of a deferred tensor: steps in order, and the buffers that they write.
+"""Records the steps that make the values of a deferred tensor, and the buffers they write.
 
 A step is one call of an op of torch. A value is what a step returned: a tensor by shape and strides
 in a buffer, which other values may share (views). Steps write buffers, so the contents of a buffer

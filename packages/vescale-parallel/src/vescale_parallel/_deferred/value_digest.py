@@ -1,4 +1,4 @@
-"""What makes a value, as one digest: ranks that build the same model find the same."""
+"""Digests what makes a value, so that ranks can compare the models that they build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks agree on: one list of collectives, and what those need on any rank.
+"""Compares the collectives of all ranks, and unites what those need on any rank.
 
 Ranks may have different graphs: where a gradient is masked on some of them, one has a `zeros_like`
 more, sizes of shards differ, and what depends on what does as well. So a rank that decided from its

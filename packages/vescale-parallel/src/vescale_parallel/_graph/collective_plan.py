@@ -1,4 +1,4 @@
-"""Which collectives travel together and in which order: decided from what is agreed alone."""
+"""Plans which collectives are merged, and their order, from what all ranks agree on."""
 
 from __future__ import annotations
 

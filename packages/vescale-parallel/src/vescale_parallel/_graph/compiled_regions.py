@@ -1,4 +1,4 @@
-"""What lies between the collectives of a graph, compiled; what does not compile runs as it is.
+"""Compiles regions between the collectives of a graph; the rest runs as it is.
 
 Collectives, waits and random draws stay calls of the graph, in its order, so that what a schedule
 has arranged stays arranged and streams of random numbers move as before. The runs of operators

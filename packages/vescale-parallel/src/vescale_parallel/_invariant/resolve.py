@@ -1,4 +1,4 @@
-"""What a plan says of invariance, for a model and a mesh: what is refused, and what it costs."""
+"""Resolves what a plan says of invariance for a model and a mesh: limits, and costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend of collectives takes for itself while it sends.
+"""Estimates the memory that a backend of collectives takes while it sends.
 
 gloo gathers into memory of its own, as large as the result, and copies from there; and of a
 reduce-scatter it sums up a copy of all that it is given. NCCL works on the tensors themselves.

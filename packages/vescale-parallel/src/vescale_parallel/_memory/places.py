@@ -1,4 +1,4 @@
-"""Which storages an arena can hold: those whose operator can be told where to write.
+"""Finds storages that an arena can hold: their operators can write where they are asked to.
 
 An operator qualifies by an overload with the same arguments and `out=` (or the same less dtype,
 layout, device and pin_memory) that is not generated from the functional form: those compute as

@@ -1,4 +1,4 @@
-"""How much lives at each step of an order: the simulator that every plan is judged by.
+"""Simulates the bytes that live at each step of an order: every plan is judged by it.
 
 A storage lives from its maker to the last operation that holds a tensor in it; while an operation
 runs, all that it reads, all that it makes and its temporary bytes are there at once.

@@ -1,4 +1,4 @@
-"""From a torch.fx graph to a program: run it once without values, and see who touches what.
+"""Makes a program of a torch.fx graph, which runs once without values.
 
 Storages, not nodes, have lives: an operation's result may look at the storage of its argument. The
 graph runs on fake tensors under a mode that sees every operator, so that a node may be an operator,

@@ -1,4 +1,4 @@
-"""What `forward_backward` calls of a model in stages."""
+"""Computes a step of `forward_backward` for a model in stages."""
 
 from __future__ import annotations
 

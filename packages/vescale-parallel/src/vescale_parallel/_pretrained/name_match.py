@@ -1,4 +1,4 @@
-"""Which tensor of a model is which one of a folder, and everything that does not fit."""
+"""Matches tensors of a model with those of a folder, and lists everything that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `torch.compile` of a parallelised model, or of a block of it, runs: captured forwards.
+"""Gives `torch.compile` of a parallelised model, or of a block, captured forwards to run.
 
 A compiler that looks into operations on DTensors breaks its graph at each of them. So it is shown
 one call, which it makes as it is; from then on the forward is captured and replayed.

@@ -1,4 +1,4 @@
-"""Which modules are captured as one, and what became of each."""
+"""Chooses the modules that are captured as one, and reports what became of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is called when a backward ends, also when it raised: torch itself tells of success only.
+"""Calls functions when a backward ends, also when it raised.
 
 torch keeps the callbacks of a backward for as long as the backward lives, and drops them unasked
 where it raised. So what is queued is an object that notices its own end.

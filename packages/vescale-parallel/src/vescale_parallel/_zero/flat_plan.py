@@ -1,4 +1,4 @@
-"""Where the parameters of a unit are in one flat buffer, and which rank owns which elements.
+"""Places the parameters of a unit in one flat buffer, and assigns its elements to ranks.
 
 Pure arithmetic: no process, mesh or tensor is needed, so `plan.check` prints what will happen.
 """

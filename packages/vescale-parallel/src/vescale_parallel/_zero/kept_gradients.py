@@ -1,4 +1,4 @@
-"""What `.grad` of a parameter finds of gradients that `no_sync` keeps in a buffer."""
+"""Shows in `.grad` of a parameter the gradients that `no_sync` keeps in a buffer."""
 
 from __future__ import annotations
 

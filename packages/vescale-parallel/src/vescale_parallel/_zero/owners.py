@@ -1,4 +1,4 @@
-"""Which rank owns a tensor in full, where a plan says so: balanced by what its step costs. Pure."""
+"""Assigns whole tensors to ranks, balanced by what their steps cost. Pure."""
 
 import math
 from collections.abc import Sequence

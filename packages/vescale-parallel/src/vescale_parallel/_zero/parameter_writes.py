@@ -1,4 +1,4 @@
-"""What modules write to gathered parameters, taken back to what is stored.
+"""Takes what modules write to gathered parameters back to what is stored.
 
 The values that modules compute with have version counters of their own, slot by slot, so torch
 itself counts what is written, whoever writes: `w.copy_(...)`, a view of it, `w.to_local()`, an

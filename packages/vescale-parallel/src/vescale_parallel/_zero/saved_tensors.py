@@ -1,4 +1,4 @@
-"""What autograd saves of gathered parameters: a note where to find the values again.
+"""Saves for autograd, of gathered parameters, a note where to find the values again.
 
 A saved tensor would keep all of a gathered buffer alive from forward to backward. So while a unit
 runs, views of gathered buffers are saved as offsets, and backward gathers when it asks for one that

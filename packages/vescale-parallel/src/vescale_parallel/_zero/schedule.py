@@ -1,4 +1,4 @@
-"""When units are gathered, swapped and released: the only place with hooks of modules and nodes.
+"""Gathers, swaps and releases units: the only place with hooks of modules and nodes.
 
 Forward, per unit: gather, swap in, run, swap out, release. Backward, per unit: gather and swap in
 as soon as it is reached (a recomputation inside of it looks for the parameters in the modules), and

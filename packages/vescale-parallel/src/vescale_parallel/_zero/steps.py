@@ -1,4 +1,4 @@
-"""What happens around an optimizer's step of stored parameters, to the buffers they lie in."""
+"""Completes gradients before an optimizer's step, and has parameters gathered anew after it."""
 
 from __future__ import annotations
 

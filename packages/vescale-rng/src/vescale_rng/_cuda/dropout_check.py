@@ -1,4 +1,4 @@
-"""Before dropout is first drawn shard by shard on a device, its map is compared with torch."""
+"""Compares the map of dropout with torch, before it is first drawn by shards on a device."""
 
 import warnings
 from functools import cache

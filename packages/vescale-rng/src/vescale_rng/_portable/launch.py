@@ -1,4 +1,4 @@
-"""From tiles to launches of the kernel, for the maps that it has."""
+"""Launches the kernel on tiles, for the maps that it has."""
 
 from contextlib import nullcontext
 from math import prod

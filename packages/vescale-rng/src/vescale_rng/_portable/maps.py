@@ -1,4 +1,4 @@
-"""From words to values: one map for each distribution, the same code for numpy and torch.
+"""Maps words to values: one map for each distribution, the same code for numpy and torch.
 
 A narrow map makes four elements of a block, from 32-bit words; a wide one makes two, from 64-bit
 words. `SPEC.md` states each of them.

@@ -1,4 +1,4 @@
-"""Where a tensor's rows are in the global batch: agreed on by the data ranks, draw by draw.
+"""Locates a tensor's rows in the global batch, draw by draw, as data ranks agree.
 
 A rank sees its own number of rows and not that of others, and the numbers that it draws depend on
 all of them. Which ranks' rows have changed since the last draw, no rank can know by itself: were a

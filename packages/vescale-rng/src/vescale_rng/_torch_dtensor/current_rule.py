@@ -1,4 +1,4 @@
-"""Which rule of `consistent` is in force in this thread, and whether one is at work already."""
+"""Holds the rule of `consistent` that a thread follows, and whether one is at work."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""What `consistent` does with a random op: draw rows of the batch, refuse, or let it pass."""
+"""Decides for a random op in `consistent`: draw rows of the batch, raise, or let it pass."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

@@ -1,4 +1,4 @@
-"""When attention of a sharded sequence runs in a ring, and with what.
+"""Decides when attention of a sharded sequence runs in a ring, and runs it.
 
 The rows of query, keys and values stay where they are; see `ring_attention` for what runs then.
 """

@@ -1,4 +1,4 @@
-"""Which way ranks may share attention of a sharded sequence, beside gathering keys and values."""
+"""Offers the ways in which ranks share attention beside gathering keys and values."""
 
 from __future__ import annotations
 

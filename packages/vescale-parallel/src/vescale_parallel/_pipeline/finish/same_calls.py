@@ -1,4 +1,4 @@
-"""Whether all ranks call `forward_backward` with the same: those of stages wait for each other."""
+"""Compares calls of `forward_backward` on all ranks, as their stages wait for each other."""
 
 from __future__ import annotations
 

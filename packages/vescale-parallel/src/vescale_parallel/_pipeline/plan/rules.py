@@ -1,4 +1,4 @@
-"""What a plan says about its pipeline, read; before there is a model."""
+"""Parses what a plan says about its pipeline, before there is a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

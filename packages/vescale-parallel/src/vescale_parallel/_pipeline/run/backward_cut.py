@@ -1,4 +1,4 @@
-"""Where a backward is cut in two: found from the shape of its graph alone, once for all like it.
+"""Divides a backward in two by the shape of its graph alone, once for all like it.
 
 Microbatches of one kind leave graphs that differ by their nodes only. So a graph is walked once per
 backward, which gives its nodes numbers and writes down which leads to which; all that follows from

@@ -1,4 +1,4 @@
-"""What passes from the last block of a stage to the first one of the next, looked at by the sender.
+"""Checks what the last block of a stage passes to the next stage, before it is sent.
 
 A sender can still tell all ranks what is wrong; a receiver would take other bytes for its own.
 """

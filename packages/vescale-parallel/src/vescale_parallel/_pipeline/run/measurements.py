@@ -1,4 +1,4 @@
-"""What stages take and keep, measured; and the schedule that all ranks choose by it."""
+"""Measures what stages take and keep, and chooses the schedule on all ranks by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer has stepped parameters of a model since the last step of its stages.
+"""Notes whether an optimizer has stepped a model since the last step of its stages.
 
 On stages of one rank parameters are plain tensors while they run, so that nothing else tells of a
 rank that leaves out a step, or does one more.

@@ -1,4 +1,4 @@
-"""What stages exchange and draw for a kind of microbatch, found out by one forward.
+"""Finds by one forward what stages exchange and draw for a kind of microbatch.
 
 The stages run one after another on the first microbatch of each shape, and every rank hears what
 they did. Afterwards random generators and the state of modules are what they were. In the step

@@ -1,4 +1,4 @@
-"""Where in the arguments of a block those tensors are that pass between stages.
+"""Remembers where in a block's arguments the tensors are that pass between stages.
 
 Forwards of one kind call the first block of a stage alike. So what one of them found by walking
 through nestings and comparing paths, the next ones look for at the same positions. Whatever differs

@@ -1,4 +1,4 @@
-"""Which tensors between stages the loss depends on: only from these, gradients come back.
+"""Finds tensors between stages on which the loss depends: only they get gradients.
 
 Where a later stage does not use what it received, one device leaves the parameters behind it
 without gradients, and an optimizer leaves them alone; with gradients of zeros it would decay them.

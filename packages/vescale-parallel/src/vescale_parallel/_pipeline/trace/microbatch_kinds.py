@@ -1,4 +1,4 @@
-"""What is known of a kind of microbatch: told by each stage to all others, as text."""
+"""Defines what all stages know of a kind of microbatch, exchanged as text."""
 
 from __future__ import annotations
 

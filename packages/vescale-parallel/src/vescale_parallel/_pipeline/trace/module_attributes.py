@@ -1,4 +1,4 @@
-"""What blocks leave in attributes of their modules: stood in for where the blocks do not run.
+"""Puts placeholders for what blocks leave in attributes, where the blocks do not run.
 
 Code behind the blocks may look there for auxiliary losses, and be content with those it finds. So
 in a rehearsal each stage tells what its blocks have left, and where another stage stands in for

@@ -1,4 +1,4 @@
-"""What forwards write to in modules, attributes and buffers: as it was, and put back.
+"""Records what forwards write to modules' attributes and buffers, and restores it.
 
 A forward that runs once more than on one device counts once more, by whatever it counts:
 `self.load.add_(counts)`, `self.load = self.load + counts`, `self.steps += 1`, an entry of a dict.

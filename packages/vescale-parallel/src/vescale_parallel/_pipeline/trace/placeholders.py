@@ -1,4 +1,4 @@
-"""What stands for a value of another stage where no function is expected to take it.
+"""Makes placeholders for values of another stage, where no function is expected.
 
 A mode sees every function of the model, and costs several calls of Python for each. Where a forward
 has passed on what stands for other stages' values and done nothing else with it, the next one of

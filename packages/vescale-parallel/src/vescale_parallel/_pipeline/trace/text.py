@@ -1,4 +1,4 @@
-"""What stages tell each other, as JSON text and back: data, never code."""
+"""Encodes what stages exchange as JSON text, and reads it back: data, never code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which units a forward of a stage has called, and whether blocks come in their order."""
+"""Checks which units a forward of a stage has called, and the order of blocks."""
 
 from __future__ import annotations
 
