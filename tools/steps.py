@@ -29,7 +29,7 @@ TEST_ENV: Mapping[str, str | None] = {
 
 
 def python_of(session: nox.Session) -> str:
-    """The interpreter of the shared environment: that of the Python that nox was told to force."""
+    """The interpreter of the shared environment: that of the Python that nox is to force."""
     forced = f"-{session.python}".replace(".", "-") if isinstance(session.python, str) else ""
     return str(session.cache_dir.parent.resolve() / f"workspace{forced}" / "bin" / "python")
 

@@ -1,4 +1,4 @@
-"""Figures of documents are those of the recorded runs, and no others stand in documents."""
+"""Figures of documents are those of the recorded runs, and documents have no others."""
 
 import pytest
 

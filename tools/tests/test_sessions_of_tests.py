@@ -56,7 +56,7 @@ class Run:
 
 @dataclass
 class Noted:
-    """Stands in for `nox.Session`."""
+    """Takes the place of `nox.Session`."""
 
     name: str
     base: set[str]

@@ -206,7 +206,7 @@ def _said(found: list[Counter[str]], most: int | None) -> Found:
 
 
 def _local(device: torch.device) -> Found:
-    """Each rank passes its own rows: how many those are, others have to be told."""
+    """Each rank passes its own rows: how many those are, others have to learn."""
     from vescale_comm import simulate
 
     of = Training({"dp": 2}, {"batch": "dp:0", "batch_is": "local"})

@@ -11,9 +11,7 @@ def drifted(outcomes):
     for one in outcomes:
         assert isinstance(one, Failed), one
         assert one.type_name == "CommMismatchError"
-        assert (
-            "the ranks have drifted apart (ranks 0-2 execute one program together)" in one.message
-        )
+        assert "the ranks have diverged (ranks 0-2 execute one program together)" in one.message
     return outcomes[0].message
 
 

@@ -123,7 +123,7 @@ def test_schedules_of_halves_compute_no_product_more():
     def on_a_rank(rank: int, world_size: int, schedule: str) -> int:
         model = make()
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, 2))
-        forward_backward(model, *batch(0))  # rehearsed
+        forward_backward(model, *batch(0))  # tried
         with Counted() as counted:
             forward_backward(model, *batch(1))
         return counted.products
@@ -180,7 +180,7 @@ def test_microbatches_copy_no_gradients():
     def on_a_rank(rank: int, world_size: int, schedule: str, count: int) -> int:
         model = make()
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, count))
-        forward_backward(model, *batch(0))  # rehearsed
+        forward_backward(model, *batch(0))  # tried
         with Counted() as counted:
             forward_backward(model, *batch(1))
         return counted.calls["copy_"] + counted.calls["clone"]

@@ -24,7 +24,7 @@ def on_a_rank(rank: int, world_size: int, name: str, most: list[int]) -> None:
     model = make(blocks=4)
     parallelize(model, make_mesh(device_type="cpu", pp=2), plan(name, MICROBATCHES))
     rows = batch(0, MICROBATCHES)
-    forward_backward(model, *rows)  # rehearsed
+    forward_backward(model, *rows)  # tried
     most[rank] = 0
     forward_backward(model, *rows)
 

@@ -96,7 +96,7 @@ def test_a_block_that_is_called_otherwise_is_told(rank: int, world_size: int):
     for seed in range(2):
         forward_backward(model, batch(seed))
     model.calls = "exchanged"
-    with pytest.raises(PipelineError, match=r"lacks .*, and in its rehearsal it lacked"):
+    with pytest.raises(PipelineError, match=r"lacks .*, and in its trial run it lacked"):
         forward_backward(model, batch(2))
     model.calls = "plain"
     forward_backward(model, batch(3))

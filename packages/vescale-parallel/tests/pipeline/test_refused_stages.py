@@ -169,7 +169,7 @@ def test_an_answer_that_fails_is_told_to_the_stage_that_waits(monkeypatch: pytes
 CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "first stage": ({"fails": 0}, 4, "a block does not like this"),
     "last stage": ({"fails": 3}, 4, "a block does not like this"),
-    # The rehearsal takes back what it has counted: in the second microbatch.
+    # The trial run takes back what it has counted: in the second microbatch.
     "first stage in the step": ({"fails": 1, "when": 2}, 4, "a block does not like this"),
     "last stage in the step": ({"fails": 2, "when": 2}, 4, "a block does not like this"),
     "reads a value": ({"through": reads}, 4, "reads a value that another stage"),

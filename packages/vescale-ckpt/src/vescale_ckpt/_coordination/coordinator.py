@@ -90,7 +90,7 @@ def meet_after(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) 
 
 
 def told_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
-    """Run `prepare` on this rank; if it raises, the ranks that wait for this one are told."""
+    """Run `prepare` on this rank; if it raises, report it to the ranks that wait."""
     try:
         return prepare()
     except Exception as error:

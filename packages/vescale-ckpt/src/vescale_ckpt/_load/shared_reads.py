@@ -78,7 +78,7 @@ class SharePlan:
 def plan_sharing(
     checkpoint: Checkpoint, answers: list[dict[str, Any]], *, remote: bool
 ) -> dict[str, SharePlan]:
-    """Plan for each machine what its ranks share: a pure function of what all told all."""
+    """Plan for each machine what its ranks share: a pure function of what all exchanged."""
     arena_bytes = REMOTE_ARENA_BYTES if remote else ARENA_BYTES
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, answer in enumerate(answers):
@@ -151,11 +151,11 @@ class SharingHandles:
         self.memory, self.barrier = memory, PipeBarrier(rank)
 
     def to_json(self) -> list[Any]:
-        """Return what the other ranks are told."""
+        """Return what is sent to the other ranks."""
         return [self.memory.name, self.barrier.name, os.getpid()]
 
     def close(self) -> None:
-        """Let go of both."""
+        """Release both."""
         self.memory.close()
         self.barrier.close()
 

@@ -28,7 +28,7 @@ class Hold:
 
 
 def hold(path: str) -> Hold:
-    """Keep other processes from holding a local directory; one that dies lets go of it.
+    """Keep other processes from holding a local directory; one that dies releases it.
 
     Raises:
         StorageError: another process holds it. File systems without locks refuse nobody.

@@ -1,4 +1,4 @@
-"""A base for process groups that are told more about a call than torch tells them."""
+"""Defines a base of process groups that learn more about a call than torch passes to them."""
 
 from contextlib import AbstractContextManager
 

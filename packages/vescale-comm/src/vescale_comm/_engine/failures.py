@@ -63,7 +63,7 @@ def explained_failures(
     Raises:
         CommTimeoutError: a member did not come.
         RankFailedError: a member ended; the message says which, and why.
-        CommMismatchError: the ranks have drifted apart.
+        CommMismatchError: the ranks have diverged.
         CollectiveError: the backend failed for another reason.
 
     Examples:
@@ -90,7 +90,7 @@ def failures_in_words(op: str, x: Tensor, where: Group) -> Iterator[None]:
 
 
 def drifted() -> str | None:
-    """Return how the ranks have drifted apart, if that is known by now: the cause of the rest.
+    """Return how the ranks have diverged, if that is known by now: the cause of the rest.
 
     The caller raises it.
     """

@@ -34,7 +34,7 @@ def bound_waits(
     the timeout ends the wait, the error says the same.
 
     What the ranks of a group execute together is recorded, and compared over the store beside the
-    program: no collective is added. Ranks that drift apart raise `CommMismatchError`, which names
+    program: no collective is added. Ranks that diverge raise `CommMismatchError`, which names
     the first call that differs, with the line of each rank.
 
     A rank that waits for others to make a process group (`new_group`, torch's `DeviceMesh`) waits

@@ -27,7 +27,7 @@ from vescale_comm._wire.reduction import divided_in, reduction
 
 
 def _no_process_group() -> None:
-    """Stand in for a `Group`'s weak reference to its process group: there is none."""
+    """Take the place of a `Group`'s weak reference to its process group: there is none."""
 
 
 _BACKENDS = MappingProxyType({"cpu": "gloo", "cuda": "gloo"})

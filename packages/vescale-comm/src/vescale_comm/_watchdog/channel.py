@@ -214,7 +214,7 @@ def _number(written: bytes) -> int:
 
 
 def fields(said: Answer | Ending) -> dict[str, Any]:
-    """Write what a rank said as others are told of it: short, however large its group is."""
+    """Write what a rank said as it is reported to others: short, however large its group is."""
     found = {each.name: getattr(said, each.name) for each in dataclasses.fields(said)}
     return found | {"text": said.text[:_MOST_TEXT], "ranks": runs(said.ranks)}
 

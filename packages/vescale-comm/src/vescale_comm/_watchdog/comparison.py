@@ -174,7 +174,7 @@ class Comparison:
                 )
 
     def give_up(self) -> None:
-        """Say that this rank ends and compares nothing: what is wrong has been told."""
+        """Say that this rank ends and compares nothing: what is wrong has been reported."""
         if not self._finished and not self._lost:
             self._finished = True
             with suppress(RuntimeError):

@@ -97,7 +97,7 @@ def packed(digests: dict[int, int]) -> bytes:
 
 
 def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False) -> bytes:
-    """Write the last events of a log as other ranks are told of them.
+    """Write the last events of a log as they are reported to other ranks.
 
     Args:
         log: the log.
@@ -129,7 +129,7 @@ def _entry(number: Any, digest: Any, value: Any, what: Any, site: Any, notes: An
 
 
 def positions_of(said: Any) -> dict[str, Position]:
-    """Return where a rank is in its logs, of what it has told."""
+    """Return where a rank is in its logs, of what it has reported."""
     return {key: _position(one["number"], one["ranks"], one["words"]) for key, one in said.items()}
 
 
@@ -147,7 +147,7 @@ def alarm_of(said: Any) -> dict[str, Any]:
 
 
 def position_of(log: ExecutionLog) -> Position:
-    """Where a log is, as other ranks are told of it."""
+    """Where a log is, as it is reported to other ranks."""
     last = log.events()[-1:]
     words = f"{_text(last[0].what)}, {last[0].site}" if last else "at no event"
     return Position(log.count, log.ranks, words)

@@ -46,7 +46,7 @@ def state_text(state: WorldState) -> str:
 
 
 def shortened(state: WorldState) -> WorldState:
-    """Return a state as the others are told of it."""
+    """Return a state as it is reported to the others."""
     return _state(json.loads(state_text(state)))
 
 

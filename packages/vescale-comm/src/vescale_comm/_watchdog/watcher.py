@@ -209,7 +209,7 @@ class Watcher:
         return report(state, without=self._channel.rank), state
 
     def close(self, ending: Ending) -> None:
-        """Say why this rank ends; as the server of the store wait until the others have heard."""
+        """Say why this rank ends; as the server of the store wait until the others know."""
         if self.comparison is not None and ending.raised:
             self.comparison.look()
             self.comparison.give_up()
@@ -232,7 +232,7 @@ class Watcher:
             self._lose(error)
 
     def untold(self) -> str | None:
-        """Return how the ranks have drifted apart, if no exception has said so."""
+        """Return how the ranks have diverged, if no exception has said so."""
         found = self.comparison
         return None if found is None or found.was_raised else found.trouble
 
@@ -271,7 +271,7 @@ class Watcher:
             self._report_at = now + 2 * self.interval
 
     def _hear_endings(self) -> bool:
-        """Hear who has failed; return whether the store is about to go."""
+        """Read who has failed; return whether the store is about to go."""
         ended = self._channel.ended()
         if ended <= self._ended:
             return False
@@ -358,7 +358,7 @@ class Watcher:
         return WorldState(channel.size, answers, endings, channel.gone(unknown))
 
     def _stay(self, seconds: float) -> None:
-        """Keep the store until all others have heard why this rank ends, or have ended as well."""
+        """Keep the store until all others know why this rank ends, or have ended as well."""
         deadline = time.monotonic() + seconds
         channel = self._channel
         while channel.heard() + channel.ended() < channel.size and time.monotonic() < deadline:

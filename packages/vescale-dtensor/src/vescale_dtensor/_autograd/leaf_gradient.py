@@ -288,7 +288,7 @@ class LeafGradient:
         view._grad_of = self, self.reducer
 
     def release(self) -> None:
-        """Let go of the wrapper and the views: `.grad` becomes another tensor, or none.
+        """Release the wrapper and the views: `.grad` becomes another tensor, or none.
 
         They keep their memory, and the layout that is true of it: what is partial is reduced by
         itself wherever it is read.

@@ -114,7 +114,7 @@ class Agreed(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What one rank told all others: see `Asked`."""
+    """What one rank sent to all others: see `Asked`."""
 
     text: str
     order: Shape

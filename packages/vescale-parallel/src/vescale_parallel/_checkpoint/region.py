@@ -187,7 +187,7 @@ class _GeneratorStates:
         self._before: States | None = States(own)
 
     def end(self) -> None:
-        """The forward has run: states of which it drew nothing are let go of."""
+        """The forward has run: states of which it drew nothing are released."""
         if self._before is not None and not self._before.moved():
             self._before = None
 

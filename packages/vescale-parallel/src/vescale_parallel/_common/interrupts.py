@@ -56,7 +56,7 @@ def let_end(module: nn.Module, ends: Sequence[Callable[[], None]]) -> None:
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether a forward of a module that `let_end` was told of runs in this thread.
+    """Whether a forward of a module that `let_end` got runs in this thread.
 
     One that was interrupted in another hook, before it began, does not.
     """

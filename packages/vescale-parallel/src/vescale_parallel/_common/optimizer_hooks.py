@@ -23,7 +23,7 @@ Call = tuple[Args, dict[str, Any]]
 
 
 class Watcher(Protocol):
-    """What hears of steps, for as long as somebody holds it."""
+    """What is called for steps, for as long as somebody holds it."""
 
     def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
         """Before a step; returns what it is to be called with in place of these, if anything."""
@@ -33,7 +33,7 @@ class Watcher(Protocol):
 
 
 def watch_steps(watcher: Watcher) -> None:
-    """Let somebody hear of the steps of all optimizers, behind those who were told before."""
+    """Let somebody be called for the steps of all optimizers, behind those who came before."""
     _watched().add(watcher)
 
 
@@ -46,7 +46,7 @@ def _watched() -> _Watchers:
 
 
 class _Watchers:
-    """All that hear of steps, in the order in which they came."""
+    """All that are called for steps, in the order in which they came."""
 
     def __init__(self) -> None:
         self._watchers: tuple[weakref.ref[Any], ...] = ()

@@ -43,7 +43,7 @@ class Fill(ABC):
 
     @property
     @abstractmethod
-    def told(self) -> str:
+    def summary(self) -> str:
         """What it writes, in words that differ where the values do."""
 
     def __call__(self, tensor: Tensor) -> Tensor:

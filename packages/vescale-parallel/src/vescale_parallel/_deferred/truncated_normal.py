@@ -52,8 +52,8 @@ class TruncatedNormal(Fill):
             trunc_normal_(local, *bounds, generator=self.generator, layout=layout)
 
     @property
-    def told(self) -> str:
-        """See `Fill.told`."""
+    def summary(self) -> str:
+        """See `Fill.summary`."""
         return f"{self.mean} {self.std} {self.a} {self.b}"
 
     def skipped(

@@ -30,7 +30,7 @@ def digest_of(value: Value) -> str:
     for step in making.steps:
         # Of what is only memory the arguments do not matter: all of it is overwritten.
         arguments = "" if step in making.hollow else tree_map(said, (step.args, step.kwargs))
-        told = step.func.told if isinstance(step.func, Fill) else step.func
+        told = step.func.summary if isinstance(step.func, Fill) else step.func
         place = step.draw.place if step.draw else None
         made = [said(one) for one in step.made]
         found.update(f"{told} {arguments} {place} {step.default_dtype} {made}\n".encode())

@@ -374,7 +374,7 @@ class InvariantStep:
         )
 
     def _looked_at(self, part: Part) -> list[int]:
-        """Return checksums of the batch now and then: they travel with what is told anyway."""
+        """Return checksums of the batch now and then: they travel with what is sent anyway."""
         # Counted by calls, which all ranks make alike: a branch by time or by content would part
         # them.
         if self._batches % _LOOKED_AT:

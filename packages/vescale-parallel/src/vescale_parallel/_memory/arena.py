@@ -215,7 +215,7 @@ def _waiting(of: TracedGraph, order: Sequence[int], offsets: Mapping[int, int]) 
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Casts are in the graph: an operator that is told where to write would make no others."""
+    """Casts are in the graph: an operator with an `out` would make no others."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

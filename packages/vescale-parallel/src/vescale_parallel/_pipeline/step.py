@@ -203,8 +203,8 @@ class StagedStep:
         try:
             walked = self._walker.walk()
             microbatches, _ = self._prepared(Part(args, kwargs, keep), 1, walked, "output")
-            # A rehearsal calls the loss as well: its output holds placeholders.
-            outputs.clear()  # of a rehearsal
+            # A trial run calls the loss as well: its output holds placeholders.
+            outputs.clear()  # of a trial run
             self._run(forwards_only(first_microbatches(self._schedule, 1)), microbatches)
             self._hooks = self._walker.hooks()
         finally:
@@ -221,7 +221,7 @@ class StagedStep:
         *,
         may_begin: bool = False,
     ) -> tuple[list[Microbatch], Callable[[], None] | None]:
-        """The microbatches of a call that all ranks make alike, rehearsed. Collective.
+        """The microbatches of a call that all ranks make alike, after trial runs. Collective.
 
         Beside them what waits for the other ranks to tell of their calls, and raises: None where
         they have. It is asked for before anything is sent.
@@ -232,7 +232,7 @@ class StagedStep:
         start = scene.streams.here()
         modes = (*walked.modes(self._mesh.device_type), what)
         hooked = AutogradHooks.of(walked, scene)
-        # Of a kind that was rehearsed without them.
+        # Of a kind that was tried without them.
         has_new = bool(self._kinds) and self._hooks != self._walker.hooks()
         setting = {
             "parameters with hooks": str(hooked.parameters),
@@ -260,13 +260,13 @@ class StagedStep:
         return self._learned(part, count, modes, start), None
 
     def _learned_anew(self, part: Part, count: int, walked: ModelWalk) -> list[Microbatch]:
-        """The microbatches of a step, rehearsed with the hooks of now. Collective."""
+        """The microbatches of a step, after a trial run with the hooks of now. Collective."""
         self._forget_kinds()
         modes = (*walked.modes(self._mesh.device_type), "loss")
         return self._learned(part, count, modes, self._scene.streams.here())
 
     def _learned(self, part: Part, count: int, modes: object, start: Place) -> list[Microbatch]:
-        """The microbatches of a call, rehearsed. Collective.
+        """The microbatches of a call, after trial runs. Collective.
 
         All ranks decide alike: what they decide by has been compared.
         """
@@ -278,13 +278,13 @@ class StagedStep:
         return self._placed(parts, keys)
 
     def _learn(self, parts: list[tuple[Part, float]], keys: list[Any], start: Place) -> None:
-        """Rehearse microbatches of new kinds. Collective."""
+        """Try microbatches of new kinds. Collective."""
         # A rank that failed goes on to the vote: the others are on their way there.
-        failure = self._rehearse(parts, keys)
+        failure = self._try_kinds(parts, keys)
         if self._shall_collect(failure):
-            failure = self._rehearse(parts, keys)
+            failure = self._try_kinds(parts, keys)
         elif self._may_hide(failure):
-            failure = self._rehearse_with_hooks(parts, keys)
+            failure = self._try_with_hooks(parts, keys)
         new = [key for key in dict.fromkeys(keys) if not self._is_agreed(key)]
         note = b"" if failure is not None else dependence_report(self._kinds[key] for key in new)
         told = self._require_success(failure, start, note)
@@ -373,7 +373,7 @@ class StagedStep:
             return {}
         return drawn_from(start)
 
-    def _rehearse(self, parts: list[tuple[Part, float]], keys: list[Any]) -> BaseException | None:
+    def _try_kinds(self, parts: list[tuple[Part, float]], keys: list[Any]) -> BaseException | None:
         # All at once and by number, so that every rank forgets at the same call.
         if len(self._kinds) >= _KINDS:
             self._forget_kinds()
@@ -381,13 +381,13 @@ class StagedStep:
         try:
             for (one, _), key in zip(parts, keys, strict=True):
                 if key not in self._kinds:
-                    rehearsal = TrialRun(self._scene, self._lines)
+                    trial = TrialRun(self._scene, self._lines)
                     # With a graph also for an evaluation: what needs gradients is known for both.
                     # Not of tensors of inference mode, which no graph can keep.
                     with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
-                        self._kinds[key] = rehearsal.run(one)
-                    # After the last one: ranks that know of none go on to the next rehearsal.
-                    problem = problem or rehearsal.problem
+                        self._kinds[key] = trial.run(one)
+                    # After the last one: ranks that know of none go on to the next trial run.
+                    problem = problem or trial.problem
                     forget_held(self._scene.held)
         except CommError:
             raise  # who does not answer now would not later: nothing can be told to others
@@ -405,7 +405,7 @@ class StagedStep:
         """Whether hooks within blocks are called on all stages from now on. Collective."""
         scene = self._scene
         may = is_lacking(failure) and not scene.collects and watch_within(scene)
-        # All or none: what is rehearsed again is a collective of the ranks of each stage.
+        # All or none: what is tried again is a collective of the ranks of each stage.
         scene.collects = scene.collects or self._all(may)
         return may and scene.collects
 
@@ -420,7 +420,7 @@ class StagedStep:
         """Whether it is so on all ranks. Collective."""
         return all(one for (one,) in gather_numbers([int(so)], self._group))
 
-    def _rehearse_with_hooks(
+    def _try_with_hooks(
         self, parts: list[tuple[Part, float]], keys: list[Any]
     ) -> BaseException | None:
         """Call hooks on all stages, and go on so if the model uses what they collect. Collective.
@@ -432,7 +432,7 @@ class StagedStep:
         known, self._kinds = self._kinds, {}
         watch_within(scene)
         scene.collects = True
-        failure = self._rehearse(parts, keys)
+        failure = self._try_kinds(parts, keys)
         in_hook = is_in_hook(failure)
         uses = any(kind.uses for kind in self._kinds.values())
         own = [int(in_hook), int(failure is not None and not in_hook), int(uses)]

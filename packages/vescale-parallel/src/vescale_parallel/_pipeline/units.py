@@ -63,7 +63,7 @@ def look_at_hooks(scene: RankStages) -> None:
 
 
 def watch_within(scene: RankStages) -> bool:
-    """Hear of modules within blocks that have forward hooks; returns whether there are any."""
+    """Watch modules within blocks that have forward hooks; returns whether there are any."""
     found = False
     for unit in scene.split.blocks:
         for name, module in hooked_within(scene.model.get_submodule(unit)):
@@ -113,7 +113,7 @@ class UnitForward(NotPickled):
             self.before = register(_Enter(self), prepend=True, with_kwargs=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, or stand in for who does."""
+        """Compute, or return placeholders."""
         # `untraced` written out: most calls of a step come here.
         if _is_compiling() or compiler_callback() is not None:
             return self._within_compiled(*args, **kwargs)

@@ -125,8 +125,8 @@ class FromFile(Fill):
         fill_from_file(self.stored, layout, local)
 
     @property
-    def told(self) -> str:
-        """See `Fill.told`: without the path, which may be another one on another machine."""
+    def summary(self) -> str:
+        """See `Fill.summary`: without the path, which may be another one on another machine."""
         stored = self.stored
         return f"{stored.file.name} {stored.name} {stored}, sample {stored.sample:08x}"
 

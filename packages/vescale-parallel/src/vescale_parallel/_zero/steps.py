@@ -60,7 +60,7 @@ class Steps:
         self._taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
         schedule = self._schedule()
         # Of stages each rank has other buffers, and all of them the optimizer's other parameters:
-        # stepped by buffer, ranks would write to different ones, and be taken for drifting apart.
+        # stepped by buffer, ranks would write to different ones, and be taken for diverging.
         if schedule is None or not schedule.is_alike:
             return None
         return self._flat.begin(optimizer, buffers, args, kwargs)

@@ -219,7 +219,7 @@ class BatchRule(BlockRule):
         self.shards_met |= note_local(source, local, self._rows.axes)
 
     def refuse_empty(self, cannot: Cannot) -> None:
-        """Refuse on every rank: the others hear of it at their next draw."""
+        """Refuse on every rank: the others raise at their next draw."""
         try:
             super().refuse_empty(cannot)
         except LayoutError as error:

@@ -44,7 +44,7 @@ def require_no_cache(kwargs: Mapping[str, Any]) -> None:
 
 
 def transfer_problem(output: Any) -> Exception | None:
-    """Why an output could not be told to other stages, if it could not."""
+    """Why an output could not be sent to other stages, if it could not."""
     try:
         to_text(describe(output))
     except PipelineError as error:

@@ -1,4 +1,4 @@
-"""The end of a step: what all ranks hear of it, and gradients of all stages put together."""
+"""Ends a step: reports failures on all ranks, and completes gradients of all stages."""
 
 from __future__ import annotations
 

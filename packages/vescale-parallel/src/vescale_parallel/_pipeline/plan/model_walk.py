@@ -98,7 +98,7 @@ class ModelWalk(NamedTuple):
         """What decides beside shapes what a model draws, in which dtypes, where gradients go."""
         trained = tuple([leaf.requires_grad for leaf in self.leaves])
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        # A rehearsal under inference_mode sees nothing that needs a gradient.
+        # A trial run under inference_mode sees nothing that needs a gradient.
         inference = torch.is_inference_mode_enabled()
         return self.training, trained, cast, inference, self.flags, self.form, self.drops
 

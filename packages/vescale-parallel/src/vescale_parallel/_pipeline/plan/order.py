@@ -89,7 +89,7 @@ def order_of_use(
 
 
 class _MetaForward(TorchFunctionMode):
-    """A call of a model on the meta device; `answer`: what it is told where it asks for values."""
+    """A call of a model on the meta device; `answer`: what it gets where it asks for values."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[str], around: Sequence[str], *, answer: bool

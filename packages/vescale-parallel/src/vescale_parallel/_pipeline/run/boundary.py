@@ -49,7 +49,7 @@ def check_specs(tensors: list[Tensor], specs: tuple[TensorSpec, ...], stage: int
         if found._replace(requires_grad=False) != spec._replace(requires_grad=False):
             raise PipelineError(
                 f"stage {stage} gives {tuple(one.shape)} {one.dtype}, and the next one expects "
-                f"{spec.global_shape} {spec.dtype} in the layout of the rehearsal."
+                f"{spec.global_shape} {spec.dtype} in the layout of the trial run."
             )
     return [local_of(one) for one in tensors]
 
@@ -65,10 +65,10 @@ def is_plainly(tensor: Tensor, spec: TensorSpec) -> bool:
 
 
 def require_values(name: str, stage: int, given: tuple[Any, ...]) -> None:
-    """Refuse what no mark told of: values of other stages that came by a hidden way.
+    """Refuse what no mark showed: values of other stages that came by a hidden way.
 
     Args:
-        name: of the unit that is called in a rehearsal.
+        name: of the unit that is called in a trial run.
         stage: whose it is.
         given: its (args, kwargs).
 
@@ -76,7 +76,7 @@ def require_values(name: str, stage: int, given: tuple[Any, ...]) -> None:
         PipelineError: a tensor holds no numbers.
     """
     for path, one in named_tensors_within(given).items():
-        # Placeholders hold NaN in a rehearsal: what is computed from them, whichever way, shows.
+        # Placeholders hold NaN in a trial run: what is computed from them, whichever way, shows.
         local = local_of(one.detach())
         if local.is_floating_point() and local.numel() and bool(local.isnan().all()):
             raise PipelineError(

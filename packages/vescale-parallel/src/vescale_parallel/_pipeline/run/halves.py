@@ -83,7 +83,7 @@ class Halves:
         return gradients
 
     def weights(self) -> None:
-        """Accumulate the gradients of everything else; lets go of the graph."""
+        """Accumulate the gradients of everything else; releases the graph."""
         if not self._received:
             # The first stage receives nothing, so nothing was run in its first half; where all of
             # it was, nothing is left.

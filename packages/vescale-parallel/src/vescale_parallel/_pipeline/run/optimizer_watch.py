@@ -16,7 +16,7 @@ from vescale_parallel._common.optimizer_hooks import Args, watch_steps
 
 
 class OptimizersOf:
-    """Which optimizers step parameters of a model. Hooks on steps hear of all in the process.
+    """Which optimizers step parameters of a model: hooks on steps are called for all.
 
     Args:
         model: with distributed parameters.
@@ -42,7 +42,7 @@ class OptimizersOf:
 
 
 class StepWatcher:
-    """Hears of steps of optimizers of a model.
+    """Is called for steps of optimizers of a model.
 
     Args:
         model: with distributed parameters.

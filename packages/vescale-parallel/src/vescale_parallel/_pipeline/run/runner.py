@@ -203,7 +203,7 @@ class Runner:
         return failure
 
     def _begin(self, agreed: Callable[[], None] | None) -> None:
-        """From here on other ranks are heard, and what was held back for them is sent."""
+        """From here on messages are received, and what was held back for other ranks is sent."""
         try:
             if agreed is not None:
                 agreed()

@@ -46,8 +46,8 @@ class StageForward:
     Attributes:
         received: what came from the stage before: leaves that get gradients.
         sent: what went to the stage after, with its history.
-        places: by path of what was received, for which object it is put, in a rehearsal.
-        measured: calls of this stage's units, in a rehearsal.
+        places: by path of what was received, for which object it is put, in a trial run.
+        measured: calls of this stage's units, in a trial run.
         is_still: whether nothing is drawn, as whoever runs it finds out.
         quiet: what answers calls of units, as long as no function has to be watched.
     """
@@ -62,18 +62,18 @@ class StageForward:
         routes: Routes | None = None,
     ) -> None:
         self.scene, self.stage, self.kind, self._neighbours = scene, stage, kind, neighbours
-        # None in a rehearsal, where values of other stages are looked for by what is in them.
+        # None in a trial run, where values of other stages are looked for by what is in them.
         self._blanks = blanks
         self.received: list[Tensor] = []
         self.sent: list[Tensor] = []
         self.places: dict[str, int] = {}
         self.measured: dict[tuple[str, int], Call] = {}
-        # The dtype of the loss is the last thing that a rehearsal finds out.
-        self.is_rehearsal = kind.loss is None
+        # The dtype of the loss is the last thing that a trial run finds out.
+        self.is_trial = kind.loss is None
         self.is_still = False
-        self.foreign = ForeignValues(stage, Leaks() if self.is_rehearsal else None)
+        self.foreign = ForeignValues(stage, Leaks() if self.is_trial else None)
         self._called = UnitCalls(scene.block_numbers, stage)
-        # Where the forward began; and units, in a rehearsal.
+        # Where the forward began; and units, in a trial run.
         self._start: Place = ()
         self._places: dict[tuple[str, int], Place] = {}
         self._is_last = stage + 1 == len(scene.split.stages)
@@ -83,7 +83,7 @@ class StageForward:
         # Whether functions come to `foreign`; whether none has to, as tensors tell of their uses.
         self._looks = False
         self.quiet: RouteCalls | None = None
-        self._results = Results(self.foreign, stage, kind.uses, self.is_rehearsal)
+        self._results = Results(self.foreign, stage, kind.uses, self.is_trial)
         self._way = RouteFollower(stage, routes)
         if blanks is not None and self._way.is_quiet and not scene.collects | scene.is_compiled:
             self._modes = innermost_mode()
@@ -246,7 +246,7 @@ class StageForward:
         return self.compute(unit, *given)
 
     def _require_no_difference(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse hooks that have come since the step began, where they have seen what stands in."""
+        """Refuse hooks that have come since the step began, where they have seen placeholders."""
         is_first = self.scene.block_numbers.get(unit.name) in self.scene.starts[1:-1]
         if is_first or not self.foreign.is_plainly_known(args, kwargs):
             raise PipelineError(
@@ -255,7 +255,7 @@ class StageForward:
             )
 
     def compute(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit that has been entered, or stand in for it; returns its result."""
+        """Run a unit that has been entered, or return a placeholder of its result."""
         if self.is_foreign(unit.name):
             return self.stand_in(unit.name)
         output = unit.forward(*args, **kwargs)
@@ -319,7 +319,7 @@ class StageForward:
         self._require_known(name, args, kwargs)
         self._way.note(Turn(name, act, key[1]))
         self._results.begin(*key)
-        if self.is_rehearsal:
+        if self.is_trial:
             self._places[key] = self.scene.streams.here()
         if self.foreign.leaks is not None:
             self._look()
@@ -340,7 +340,7 @@ class StageForward:
         raise StageEnded
 
     def is_foreign(self, name: str) -> bool:
-        """Whether the unit that is called now has to be stood in for."""
+        """Whether the unit that is called now returns placeholders."""
         return name in self._foreign_to or name == self._lacks
 
     def _can_stand_in(
@@ -361,7 +361,7 @@ class StageForward:
                 "arguments of their first block; let every stage hold what makes these: "
                 "pipeline={'everywhere': ...}."
             )
-        if self.is_rehearsal and self.stage:
+        if self.is_trial and self.stage:
             require_values(name, self.stage, (args, kwargs))
 
     def _take_over(
@@ -372,7 +372,7 @@ class StageForward:
         unknown = [path for path, one in found.items() if self.foreign.is_unknown(one)]
         more = self._results.to_take()
         found, unknown = found | more, [*unknown, *more]
-        if self.is_rehearsal:
+        if self.is_trial:
             # A result of a module may be an argument as well: of these the last one is used.
             self.places = {path: id(found[path]) for path in unknown}
         for path, one in zip(unknown, self.taken(unknown), strict=True):
@@ -387,7 +387,7 @@ class StageForward:
         if list(entry.paths) != unknown:
             raise PipelineError(
                 f"stage {self.stage} lacks {listed(unknown) or 'nothing'} of the arguments of its "
-                f"first block, and in its rehearsal it lacked {listed(entry.paths) or 'nothing'}. "
+                f"first block, and in its trial run it lacked {listed(entry.paths) or 'nothing'}. "
                 "The model has to call its blocks alike for batches of one shape."
             )
         taken = []
@@ -410,7 +410,7 @@ class StageForward:
         if self.foreign.leaks is not None and name == self.foreign.leaks.inside:
             left = left_by(self.scene.model.get_submodule(name), self.foreign.leaks.is_made)
             self.foreign.leaks.returned(named_tensors_within(output).values())
-        if self.is_rehearsal:
+        if self.is_trial:
             start, end = self._places.pop(key), self.scene.streams.here()
             words = words_between(start, end, f"'{name}'")
             described = None if self._is_last else describe(output)
@@ -425,7 +425,7 @@ class StageForward:
 
     def _require_draws(self) -> None:
         """Refuse a stage that has drawn other numbers than others pass for it."""
-        if self.is_rehearsal or self.is_still:
+        if self.is_trial or self.is_still:
             return
         # Once for a stage and not for each unit: those within are in the model's own order.
         if after(self._start, self.kind.ends[self.stage]) != self.scene.streams.here():
@@ -469,7 +469,7 @@ class StageForward:
         # As if it had run: what comes after it draws the numbers that one device draws there.
         self.scene.streams.skip(call.words)
         value, made = placeholders(call.output, self.scene.mesh, self._blanks)
-        if self.is_rehearsal and call.left:
+        if self.is_trial and call.left:
             block = self.scene.model.get_submodule(name)
             made = made + self._left.put(block, call.left, self.scene.mesh)
         return self._stood_in(self._called.latest(name), call, value, made)

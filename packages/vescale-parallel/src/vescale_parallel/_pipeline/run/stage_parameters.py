@@ -75,7 +75,7 @@ class HeldParameters:
 
 
 def forget_held(held: object) -> None:
-    """Let go of what one step has used; units of `zero` do so by themselves."""
+    """Release what one step has used; units of `zero` do so by themselves."""
     if isinstance(held, HeldParameters):
         held.forget()
 

@@ -1,4 +1,4 @@
-"""State that forwards of stages write: of which stage, of which value, and told to all ranks.
+"""Merges the state that forwards of stages write, and sends it to all ranks.
 
 One device runs a batch's microbatches one after another, and so does each stage: state that the
 modules of one stage write is one device's on the ranks of that stage. Code outside of the blocks
@@ -33,7 +33,7 @@ from vescale_parallel._pipeline.trace.tensor_specs import (
 def writes_of(
     stage: int, written: Mapping[Place, Any], foreign: ForeignValues
 ) -> tuple[Write, ...]:
-    """What a forward of a stage has written, to be told to all ranks."""
+    """What a forward of a stage has written, to be sent to all ranks."""
     return tuple(
         Write(
             stage,
@@ -116,7 +116,7 @@ def require_specs(scene: RankStages, writes: Iterable[Write]) -> None:
     """Refuse buffers of this rank's stages that are not what other ranks expect.
 
     Raises:
-        PipelineError: one is of another shape, dtype or layout than in the rehearsal.
+        PipelineError: one is of another shape, dtype or layout than in the trial run.
     """
     for place, one in sources_of(writes).items():
         if not place.is_buffer or scene.split.ranks[one.stage] != scene.rank:
@@ -126,8 +126,8 @@ def require_specs(scene: RankStages, writes: Iterable[Write]) -> None:
         if _form(found) != _form(one.spec):
             raise PipelineError(
                 f"a forward leaves {_spec_text(found)} in buffer '{place.module}.{place.name}', "
-                f"and in its trial run left {_spec_text(one.spec)}: in stages a buffer that forwards "
-                "write to keeps its shape and dtype. Keep what grows in an attribute that is no "
+                f"and in its trial run left {_spec_text(one.spec)}: in stages a buffer that "
+                "forwards write to keeps its shape and dtype. Keep what grows in an attribute that is no "
                 "buffer."
             )
 

@@ -259,7 +259,7 @@ class TrialRun:
             )
 
     def ask(self, stage: int, paths: list[str]) -> tuple[Entry, list[Tensor]]:
-        """Ask the stage before for its values, and hear what they are."""
+        """Ask the stage before for its values, and receive what they are."""
         before = self._scene.split.ranks[stage - 1]
         # From here on the stage before waits for nothing, so a failure must not be sent to it
         # again.
@@ -325,7 +325,7 @@ class TrialRun:
 
 
 class _Parameters:
-    """The parameters of this rank as they are before a stage is rehearsed."""
+    """The parameters of this rank as they are before the trial run of a stage."""
 
     def __init__(self, scene: RankStages) -> None:
         # The leaves themselves: of what inference mode makes of them torch counts no writes.
@@ -341,7 +341,7 @@ class _Parameters:
             unit.taken.clear()
 
     def require_unchanged(self) -> None:
-        """Refuse forwards that write to parameters, which every rank hears."""
+        """Refuse forwards that write to parameters, on every rank."""
         written = {name for name, leaf, version in self._before if leaf._version != version}
         written = written.union(*(one.written() for one in self._held))
         written = written.union(*(one.taken for one in self._units))
@@ -349,7 +349,7 @@ class _Parameters:
             raise PipelineError(
                 f"a forward writes to parameters, {listed(sorted(written))}: microbatches of a "
                 "pipeline go forward before earlier ones have gone back, so each would compute "
-                "with what others wrote. Write between steps: this rehearsal has done so once."
+                "with what others wrote. Write between steps: this trial run has done so once."
             )
 
 

@@ -1,4 +1,4 @@
-"""Values of other stages, and what is computed from them: told apart from what is known here.
+"""Marks values of other stages, and what is computed from them.
 
 A stage runs all of a model's forward up to its last block, so it meets values that only other
 stages have. They are marked, and whatever is computed from a marked tensor is marked. A marked

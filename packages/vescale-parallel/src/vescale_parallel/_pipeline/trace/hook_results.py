@@ -2,7 +2,7 @@
 
 Hugging Face's models collect logits of routers so, by hooks on modules inside of the blocks. On a
 stage that stands in for a block nothing within it runs, so that its part would be missing. Where a
-rehearsal has found that code outside of the blocks looks for such results, hooks on modules within
+trial run has found that code outside of the blocks looks for such results, hooks on modules within
 are called on every stage, as those on blocks are: with the result, or with what stands for it. What
 the code uses of them is passed from stage to stage beside the arguments of blocks.
 """
@@ -91,7 +91,7 @@ def described_call(name: str, given: Any, output: Any) -> Inner:
 
 
 class Watches(Protocol):
-    """Who hears of calls within blocks."""
+    """What is called for calls within blocks."""
 
     def within(self, unit: str, name: str, given: Any, output: Any) -> None:
         """A module within a block has returned."""

@@ -42,11 +42,11 @@ class Leaks:
         return made is not None and made() is tensor and block == self.inside
 
     def give_out(self, tensors: Iterable[Tensor]) -> None:
-        """What the block that runs has made, and other stages stand in for."""
+        """What the block that runs has made, and other stages have placeholders for."""
         self._given_out.update(map(id, tensors))
 
     def left_block(self, tensors: Iterable[Tensor]) -> list[str]:
-        """Blocks in which tensors were made that they did not return, and nobody stands in for."""
+        """Blocks that made tensors which they did not return, and which have no placeholders."""
         found = [(one, *self._made.get(id(one), (None, ""))) for one in tensors]
         return [
             block

@@ -3,7 +3,7 @@
 Where a later stage does not use what it received, one device leaves the parameters behind it
 without gradients, and an optimizer leaves them alone; with gradients of zeros it would decay them.
 Both sides of a boundary have to know, and no message tells: on a GPU it would be waited for. So it
-is found in the graphs of a rehearsal, and all ranks of the mesh hear of those of all others: what
+is found in the graphs of a trial run, and all ranks of the mesh hear of those of all others: what
 goes back is the same on every rank of a stage, or their backwards would not communicate alike.
 """
 
@@ -119,7 +119,7 @@ class ReturnedGradients:
     def gradients(
         self, stage: int, kind: Kind, received: Sequence[Tensor], found: Iterable[Tensor | None]
     ) -> list[Tensor]:
-        """Return what is sent to the stage before, which expects what the rehearsal found.
+        """Return what is sent to the stage before, which expects what the trial run found.
 
         Args:
             stage: that sends.

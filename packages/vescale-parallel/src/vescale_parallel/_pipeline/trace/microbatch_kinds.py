@@ -47,7 +47,7 @@ class Entry(NamedTuple):
         backs: for each whether a gradient goes back, the same on all ranks of the mesh; known once
             all of them have reported a trial run, see `loss_dependence`.
         uses: for each whether the loss of this pipeline's own rows depended on it in the
-            rehearsal. False for what the stage received twice: either of the two may be used.
+            trial run. False for what the stage received twice: either of the two may be used.
     """
 
     paths: tuple[str, ...]
@@ -73,14 +73,14 @@ the tensor depends on."""
 
 @add_record
 class Kind(NamedTuple):
-    """What is known of microbatches of one kind (their shapes) after a rehearsal.
+    """What is known of microbatches of one kind (their shapes) after a trial run.
 
     Attributes:
         calls: by the name of a unit and the number of the call.
         entries: by stage.
         ends: by stage, what a microbatch draws up to the end of it.
         total: the same of all stages.
-        loss: what the loss is; None in a kind that is not rehearsed to its end.
+        loss: what the loss is; None in a kind that is not tried to its end.
         uses: results of modules within blocks that are used outside of these, each with the last
             stage that does so.
         reaches: what gradients of the stages of this rank lead to, which no other rank knows.

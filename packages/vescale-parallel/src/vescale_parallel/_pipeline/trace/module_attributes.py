@@ -1,7 +1,7 @@
 """Puts placeholders for what blocks leave in attributes, where the blocks do not run.
 
 Code behind the blocks may look there for auxiliary losses, and be content with those it finds. So
-in a rehearsal each stage tells what its blocks have left, and where another stage stands in for
+in a trial run each stage tells what its blocks have left, and where another stage stands in for
 them their modules have values that are known to be none: whoever uses one is told.
 """
 
@@ -61,7 +61,7 @@ def left_by(block: nn.Module, is_made: Callable[[Tensor], bool]) -> tuple[Attrib
 
 
 class StandingIn:
-    """Attributes of blocks of other stages, while a rehearsal runs."""
+    """Attributes of blocks of other stages, during a trial run."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, str, Any]] = []

@@ -30,7 +30,7 @@ class Results:
         foreign: marks values of other stages.
         stage: whose forward this is.
         uses: which results are used outside of the units, each with the last stage that does so.
-        is_rehearsal: nobody knows yet which are used, and all are passed on.
+        is_trial: nobody knows yet which are used, and all are passed on.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Results:
         foreign: ForeignValues,
         stage: int,
         uses: Iterable[tuple[str, int]],
-        is_rehearsal: bool,
+        is_trial: bool,
     ) -> None:
-        self._foreign, self._stage, self._is_rehearsal = foreign, stage, is_rehearsal
+        self._foreign, self._stage, self._is_trial = foreign, stage, is_trial
         self._uses = dict(uses)
         # Of this stage, and what stands for those of earlier ones.
         self._every: dict[str, Tensor] = {}
@@ -65,7 +65,7 @@ class Results:
             self._foreign.leaks.give_out(found.values())
 
     def end(self, output: Any, *, collects: bool) -> tuple[Inner, ...]:
-        """The unit has returned; what others hear of the calls within it."""
+        """The unit has returned; what others receive of the calls within it."""
         if collects and self._now is not None:
             self._keep(named_results(self._now, output))
         self._now, inner = None, tuple(self._inner)
@@ -77,7 +77,7 @@ class Results:
 
     def _is_used(self, path: str, stage: int) -> bool:
         """Whether a stage from this one on uses it."""
-        return self._is_rehearsal or self._uses.get(path, -1) >= stage
+        return self._is_trial or self._uses.get(path, -1) >= stage
 
     def stand_in(
         self, unit: tuple[str, int], call: Call, value: Any, standing: StandsIn

@@ -138,7 +138,7 @@ class Blanks:
 
     @property
     def is_written(self) -> bool:
-        """Whether the model writes to what stands in, so that it cannot stand in again."""
+        """Whether the model writes to a placeholder, which then cannot be used again."""
         return self._is_written
 
     def begin(self) -> None:

@@ -20,7 +20,7 @@ _RECORDS: Final[dict[str, Any]] = {one.__name__: one for one in (NestedSpecs, Te
 
 
 def add_record(kind: type) -> type:
-    """Let named tuples of a kind be told."""
+    """Let named tuples of a kind be written as text."""
     _RECORDS[kind.__name__] = kind
     return kind
 
