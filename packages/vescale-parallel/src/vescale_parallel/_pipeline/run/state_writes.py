@@ -127,8 +127,8 @@ def require_specs(scene: RankStages, writes: Iterable[Write]) -> None:
             raise PipelineError(
                 f"a forward leaves {_spec_text(found)} in buffer '{place.module}.{place.name}', "
                 f"and in its trial run left {_spec_text(one.spec)}: in stages a buffer that "
-                "forwards write to keeps its shape and dtype. Keep what grows in an attribute that is no "
-                "buffer."
+                "forwards write to keeps its shape and dtype. Keep what grows in an attribute that "
+                "is no buffer."
             )
 
 
