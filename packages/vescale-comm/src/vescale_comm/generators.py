@@ -36,7 +36,7 @@ def generators_of(holder: Any) -> dict[str, Any]:
         for attribute, value in getattr(one, "__dict__", {}).items():
             if attribute in _OF_MODULES and isinstance(one, nn.Module):
                 continue
-            for generator in _within(value):
+            for generator in _values_in(value):
                 found.setdefault(id(generator), (f"{name}.{attribute}".lstrip("."), generator))
     kept: dict[str, Any] = {}
     for name, generator in found.values():
@@ -44,7 +44,7 @@ def generators_of(holder: Any) -> dict[str, Any]:
     return kept
 
 
-def _within(value: Any) -> list[Any]:
+def _values_in(value: Any) -> list[Any]:
     items = value.values() if isinstance(value, dict) else value
     if not isinstance(value, list | tuple | dict):
         items = [value]
@@ -100,7 +100,7 @@ class States:
         random.setstate(self._states["Python's random"])
         numpy.random.set_state(self._states["numpy.random"])
         for name, one in self._own.items():
-            _put(one, self._states[name])
+            _set_state(one, self._states[name])
 
     def moved(self) -> list[str]:
         """Return names of those that stand elsewhere now."""
@@ -123,7 +123,7 @@ def _state_of(generator: Any) -> Any:
     return generator.bit_generator.state
 
 
-def _put(generator: Any, state: Any) -> None:
+def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator | numpy.random.RandomState):

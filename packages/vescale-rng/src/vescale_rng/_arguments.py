@@ -114,10 +114,10 @@ FLOATS, NUMBER, INTEGER, TRUTH, DTYPE, EACH = _FLOATS, _NUMBER, _INTEGER, _TRUTH
 
 def argument_error(name: str, kind: Kind, value: object) -> RngError:
     """Return the error of an argument that is something else than it must be."""
-    return kind.error(f"`{name}`: {kind.words} is needed: got {name}={_shown(value)}")
+    return kind.error(f"`{name}`: {kind.words} is needed: got {name}={_value_text(value)}")
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, torch.Tensor):
         # Not its elements: they may be many, or on a device without any.
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype} on {value.device}"

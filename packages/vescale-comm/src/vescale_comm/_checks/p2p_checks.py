@@ -43,7 +43,7 @@ def checked_message(
     if primitive.op == "send":
         ((_, target),) = primitive.sends
         # Before the send: a receiver that already waits reads it as soon as the data can come.
-        store.set(_key(primitive, group.rank, target), json.dumps([_said(primitive), site]))
+        store.set(_key(primitive, group.rank, target), json.dumps([_message_text(primitive), site]))
         return proceed()
     ((_, source),) = primitive.receives
     expected = _ExpectedMessage(primitive, _key(primitive, source, group.rank), source, site, store)
@@ -64,7 +64,7 @@ def _key(primitive: Primitive, source: int, target: int) -> str:
     return f"{_PREFIX}/{source}/{target}/{counter[source, target]}"
 
 
-def _said(primitive: Primitive) -> str:
+def _message_text(primitive: Primitive) -> str:
     x = primitive.x
     assert x is not None
     return f"{x.dtype} {tuple(x.shape)}"
@@ -83,7 +83,7 @@ class _ExpectedMessage:
     def compare(self, timeout: float, work: Waitable | None = None) -> None:
         """Wait for what the sender says; `work` is the reception, where it has begun."""
         ranks = self.primitive.group.ranks
-        here = f"recv of {_said(self.primitive)} at {self.site}"
+        here = f"recv of {_message_text(self.primitive)} at {self.site}"
         try:
             self.store.wait([self.key], timedelta(seconds=timeout))
         except RuntimeError as error:
@@ -93,7 +93,7 @@ class _ExpectedMessage:
         sent, site = json.loads(self.store.get(self.key))
         # Read once, by its only receiver: otherwise the store would grow with every message.
         self.store.delete_key(self.key)
-        if sent == _said(self.primitive):
+        if sent == _message_text(self.primitive):
             return
         # A synchronous receive has not started; an asynchronous one has the message already.
         if work is None:

@@ -88,7 +88,7 @@ def world_store(store: Store, rank: int, size: int, seconds: float) -> Store:
     words = connected(store, "vescale_comm/worlds")
     patience = _Patience(rank, size, seconds)
     drawn = words.add("drawn", 1)
-    ask = _answer_all if rank == 0 else _asked
+    ask = _answer_all if rank == 0 else _ask_rank_0
     return PrefixStore(f"vescale_comm/world/{ask(words, drawn, patience)}", store)
 
 
@@ -110,7 +110,7 @@ class _Patience:
         self._pause = min(2 * self._pause, self._longest)
 
 
-def _asked(words: BoundedStore, drawn: int, patience: _Patience) -> str:
+def _ask_rank_0(words: BoundedStore, drawn: int, patience: _Patience) -> str:
     while (answer := words.get(f"answer/{drawn}")) is None:
         patience.sleep(lambda: "rank 0")
     world = answer.decode()

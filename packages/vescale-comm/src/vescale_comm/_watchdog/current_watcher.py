@@ -67,7 +67,7 @@ def start() -> None:
         if _current.process != os.getpid():
             _current.retiring = threading.RLock()
         _current.world, _current.process = weakref.ref(world), os.getpid()
-        _current.watcher = _made(world, *shared)
+        _current.watcher = _make_watcher(world, *shared)
         if _current.watcher is not None:
             # A world that is destroyed ends when the last of its steps have been compared; its
             # store is held until then, and not beyond.
@@ -168,7 +168,7 @@ def _is_watched(world: ProcessGroup) -> bool:
     return known is not None and known() is world and _current.process == os.getpid()
 
 
-def _made(world: ProcessGroup, store: Store, kind: str) -> Watcher | None:
+def _make_watcher(world: ProcessGroup, store: Store, kind: str) -> Watcher | None:
     # torchrun's agent serves the store for its workers, and outlives them.
     agent = keeps_its_store()
     # Weakly: the thread must not keep the sockets of a world that was destroyed.

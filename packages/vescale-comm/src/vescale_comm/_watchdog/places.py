@@ -99,13 +99,13 @@ class Tracker:
         before, self._seen = self._seen, {}
         for thread, frame in sys._current_frames().items():
             if communicates(frame):
-                look, there = _look(thread, frame, now), before.get(thread)
+                look, there = _sample(thread, frame, now), before.get(thread)
                 same = there is not None and look.is_same(there)
                 self._seen[thread] = replace(look, since=there.since) if there and same else look
         return {thread: look.since for thread, look in self._seen.items()}
 
 
-def _look(thread: int, frame: FrameType, now: float) -> _ThreadSample:
+def _sample(thread: int, frame: FrameType, now: float) -> _ThreadSample:
     call, compares = _call(frame), _comparison(frame)
     if compares is not None:
         # Another event is progress, though it is compared at the same line.
@@ -169,14 +169,14 @@ def wait_of(frame: FrameType) -> Wait:
     for each in inner:
         primitive = each.f_locals.get("primitive")
         if primitive is not None:
-            return _made(primitive.op, primitive.group, primitive.x, frame)
+            return _make_wait(primitive.op, primitive.group, primitive.x, frame)
     # The outermost function of torch.distributed, or of this package, is what the user called.
     called = [each for each in inner if communicates(each) and "group" in each.f_code.co_varnames]
     named = [each for each in inner if each.f_code.co_name not in DECORATORS]
     at = called[-1] if called else named[-1] if named else frame
     values = at.f_locals
     tensor = values.get("x", values.get("tensor", values.get("input")))
-    return _made(at.f_code.co_name.removeprefix("fast_"), values.get("group"), tensor, frame)
+    return _make_wait(at.f_code.co_name.removeprefix("fast_"), values.get("group"), tensor, frame)
 
 
 def makes_a_group(frame: FrameType) -> bool:
@@ -208,7 +208,7 @@ def main_thread() -> int:
     return found
 
 
-def _made(op: str, group: Any, x: Any, frame: FrameType) -> Wait:
+def _make_wait(op: str, group: Any, x: Any, frame: FrameType) -> Wait:
     process_group = getattr(group, "process_group", group)
     if process_group is None and dist.is_initialized():
         process_group = dist.group.WORLD

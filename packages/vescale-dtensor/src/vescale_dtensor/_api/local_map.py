@@ -167,7 +167,7 @@ def _run(mapping: _Mapping, args: Any, kwargs: dict[str, Any]) -> Any:
     shapes = _entries(mapping, "out_shapes", mapping.out_shapes, len(results))
     known = [value for value in inputs if isinstance(value, DTensor)]
     wrapped = [
-        _leaving(mapping, mesh, result, placed, shape, varying, known)
+        _wrap_result(mapping, mesh, result, placed, shape, varying, known)
         for result, placed, shape in zip(results, outputs, shapes, strict=True)
     ]
     return tree_unflatten(wrapped, form)
@@ -258,7 +258,7 @@ def _entering(value: DTensor, grad: PlacementsLike, varying: int) -> Tensor:
     return local_for_use(value, varying & value._spec.layout.replicated)
 
 
-def _leaving(
+def _wrap_result(
     mapping: _Mapping,
     mesh: DeviceMesh,
     result: Any,

@@ -58,7 +58,7 @@ def torch_dispatch(
         return args[0].item()
     if func is torch.ops.aten._to_copy.default and not torch.is_grad_enabled():
         # The engine casts a Function's gradient whose dtype is not that of its operand.
-        return args[0].to(**_wanted(kwargs))
+        return args[0].to(**_to_arguments(kwargs))
     if all(type(a) is DTensor for a in args[:2]):
         if func is torch.ops.aten.set_.source_Tensor:
             return set_data.set_(args[0], args[1])  # torch.nn.utils.parametrize assigns so
@@ -78,7 +78,7 @@ def torch_dispatch(
     )
 
 
-def _wanted(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _to_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `_to_copy` that `Tensor.to` takes; DTensors have no others."""
     return {name: value for name, value in kwargs.items() if name in _TAKEN_OVER}
 
@@ -100,7 +100,7 @@ def _copied(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> DTen
     # Function.
     copy = wrap(source._local_tensor.detach(), source._spec.base)
     if func is torch.ops.aten._to_copy.default:
-        copy = copy.to(copy=True, **_wanted(kwargs))
+        copy = copy.to(copy=True, **_to_arguments(kwargs))
     elif func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         return None
     # torch.tensor(x, requires_grad=True) sets only the flag in C++, which is read at the first use.

@@ -69,13 +69,13 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
         # the alias alone, and the local tensor would keep its old history.
         locals_[target] = local_of(call.operands[target])
     try:
-        result = _called(plan, call, locals_)
+        result = _call_local(plan, call, locals_)
     except RuntimeError as error:
         # A kernel of ours may have sent something: run again on this rank alone, it would wait.
         if target is None or plan.strategy.local is not None or not is_overlap(error):
             raise
         read_apart(call, target, locals_, error)
-        result = _called(plan, call, locals_)
+        result = _call_local(plan, call, locals_)
     # The wrapper that was written to, not a second one of the same memory, as in torch.
     if target is not None:
         return after_mutation(call.operands[target])
@@ -94,7 +94,7 @@ def execute(plan: OpPlan, call: OpCall) -> Any:
     return wrapped
 
 
-def _called(plan: OpPlan, call: OpCall, locals_: list[Tensor]) -> Any:
+def _call_local(plan: OpPlan, call: OpCall, locals_: list[Tensor]) -> Any:
     """The local results."""
     # `OpCall` found the operands from left to right at any depth; they go back in that order.
     args, kwargs = call.replaced(locals_)

@@ -58,7 +58,7 @@ def op_support() -> dict[str, Support]:
         >>> op_support()["torch.tanh"]
         'pointwise'
     """
-    rules, handlers, seen = known_rules(), known_handlers(), _seen()
+    rules, handlers, seen = known_rules(), known_handlers(), _sweep_results()
     found: dict[str, Support] = {}
     for functions in get_overridable_functions().values():
         for func in functions:
@@ -72,7 +72,7 @@ def op_support() -> dict[str, Support]:
 
 
 @cache
-def _seen() -> dict[str, dict[str, str]]:
+def _sweep_results() -> dict[str, dict[str, str]]:
     """The result of the sweep, which is part of the package: function -> placements -> result."""
     text = (files("vescale_dtensor") / "op_support.json").read_text()
     found: dict[str, dict[str, str]] = json.loads(text)

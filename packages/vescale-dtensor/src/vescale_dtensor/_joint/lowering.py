@@ -131,12 +131,14 @@ Laid = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
 def _merge_views(graph: fx.Graph) -> None:
-    kept = _kept(graph)
+    kept = _lasting_views(graph)
     values: dict[fx.Node, Any] = {}
     known: dict[tuple[fx.Node, Laid], fx.Node] = {}
     for node in list(graph.nodes):
         source = _source(node)
-        values[node] = node.meta.get("val") if source is None else _looked(node, values[source])
+        values[node] = (
+            node.meta.get("val") if source is None else _viewed_value(node, values[source])
+        )
         laid = _laid(values[node])
         if laid is None or source is None or node in kept:
             continue
@@ -161,7 +163,7 @@ def _merge_views(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _looked(node: fx.Node, source: Tensor) -> Tensor:
+def _viewed_value(node: fx.Node, source: Tensor) -> Tensor:
     """What a view makes of what it looks at.
 
     Asked anew: where a pass has put a bucket in the place of a tensor, nodes behind it still say
@@ -173,7 +175,7 @@ def _looked(node: fx.Node, source: Tensor) -> Tensor:
     return made
 
 
-def _kept(graph: fx.Graph) -> set[fx.Node]:
+def _lasting_views(graph: fx.Graph) -> set[fx.Node]:
     """Views that stay: results, which callers may write to, and what compiled code is given.
 
     A compiler makes code for arguments that are, or are not, one tensor.

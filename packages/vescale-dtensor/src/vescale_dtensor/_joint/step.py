@@ -79,7 +79,7 @@ class Joint:
 
     def _arguments(self, call: KeyedCall) -> list[Any]:
         program = self._program
-        with _lent(self._stored):
+        with _with_stand_ins(self._stored):
             locals_ = program.stands_for(call) if program.key == call.key else None
             if locals_ is None:
                 raise CaptureError(
@@ -276,7 +276,7 @@ def joint_stored(
     """
     if not isinstance(captured, Captured):
         raise CaptureError(f"joint: it takes what capture() returned, not a {type(captured)}")
-    with _lent(stored):
+    with _with_stand_ins(stored):
         for _ in range(_TRIES):
             program, call = _program_for(captured, args, kwargs)
             made = _traced(captured, program, call, stored)
@@ -291,7 +291,7 @@ def joint_stored(
 
 
 @contextmanager
-def _lent(stored: Sequence[ParameterStorage]) -> Iterator[None]:
+def _with_stand_ins(stored: Sequence[ParameterStorage]) -> Iterator[None]:
     """Inside, the modules hold the stand-ins of all storages."""
     with ExitStack() as stack:
         for one in stored:
@@ -308,7 +308,7 @@ def _traced(
         return None
     names = _names(captured.function, program)
     arguments = program.arguments(call.flat, locals_)
-    leaves, wanted = _wanted(program, arguments, names)
+    leaves, wanted = _gradient_targets(program, arguments, names)
     loss, layout = _loss(program)
     sources = tuple(names.get(id(s.holder), s.name) for s in program.sources)
     places = tuple(_places(program, one) for one in stored)
@@ -388,7 +388,7 @@ def _names(function: Any, program: Program) -> dict[int, str]:
     return names
 
 
-def _wanted(
+def _gradient_targets(
     program: Program, arguments: Sequence[Any], names: dict[int, str]
 ) -> tuple[tuple[DTensor, ...], tuple[GradientTarget, ...]]:
     """The parameters that get gradients.

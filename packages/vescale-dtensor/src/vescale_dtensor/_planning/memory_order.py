@@ -37,7 +37,7 @@ def result_orders(call: OpCall, strategy: Strategy, count: int) -> tuple[Order |
     # strategy says otherwise.
     if not (strategy.probe_order or any(map(_is_reordered, call.operands))):
         return (None,) * count
-    results = _asked(call, strategy)
+    results = _trial_results(call, strategy)
     orders = [order_of(tuple(r.shape), r.stride()) for r in results]
     # Fewer results than outputs: torch could not answer without data. Row-major then.
     return tuple([orders[i] if i < len(orders) else None for i in range(count)])
@@ -49,7 +49,7 @@ def views_on_one_device(call: OpCall) -> Sequence[Tensor] | None:
     None if torch refuses the call.
     """
     with without_modes(), torch.no_grad():
-        result = _called(call, [exact_stand_in(operand) for operand in call.operands])
+        result = _trial_call(call, [exact_stand_in(operand) for operand in call.operands])
     return result
 
 
@@ -60,7 +60,7 @@ def views_without_data(call: OpCall, base: Tensor) -> Sequence[Tensor] | None:
     """
     others = [exact_stand_in(operand) for operand in call.operands[1:]]
     with without_modes(), torch.no_grad():
-        return _called(call, [base, *others])
+        return _trial_call(call, [base, *others])
 
 
 def exact_stand_in(operand: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _is_reordered(operand: Tensor) -> bool:
     return memory_order(operand) is not None or bool(expanded_dims(operand))
 
 
-def _asked(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
+def _trial_results(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
     """The results of the op on stand-ins for its operands; empty if torch cannot answer so.
 
     Stand-ins are fake tensors, which choose the kernel that the device would run; tensors on the
@@ -88,10 +88,10 @@ def _asked(call: OpCall, strategy: Strategy) -> Sequence[Tensor]:
     )
     with without_modes(), torch.no_grad(), _no_data(call, real):
         stand_ins = _stand_ins(call, real, strategy.probe_order != "zeros")
-        return _called(call, stand_ins) or ()
+        return _trial_call(call, stand_ins) or ()
 
 
-def _called(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | None:
+def _trial_call(call: OpCall, stand_ins: Sequence[Tensor]) -> Sequence[Tensor] | None:
     """The tensors among the results of a call on stand-ins; None if torch refuses it."""
     args, kwargs = call.replaced(stand_ins)
     try:

@@ -62,10 +62,10 @@ def _ownership(stage: Stage, frame: PlanContext) -> tuple[OwnershipMap, Ownershi
 
 def _narrow(stage: Stage, frame: PlanContext) -> Iterator[Step]:
     """Slice replicated axes down to their shards; local."""
-    yield _kept(*_ownership(stage, frame), frame)
+    yield _keep_own(*_ownership(stage, frame), frame)
 
 
-def _kept(old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
+def _keep_own(old: OwnershipMap, new: OwnershipMap, frame: PlanContext) -> Step:
     """Keep what a rank already holds of what it will own; local."""
     if not (old.plain and new.plain):
         return copy_own(old, new, frame)
@@ -145,7 +145,7 @@ def _move(stage: Stage, frame: PlanContext) -> Iterator[Step]:
     if not axes:
         # Asked for all ranks, so that a plan without steps is without steps everywhere.
         if not same_ownership(old, new):
-            yield _kept(old, new, frame)
+            yield _keep_own(old, new, frame)
     # Some axis of the group still shards at the end, so the members want different elements.
     elif any(stage.after.placements[axis].is_sharded() for axis in axes):
         yield (_exchange if plain else packed_exchange)(axes, old, new, frame)

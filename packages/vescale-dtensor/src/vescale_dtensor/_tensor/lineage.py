@@ -97,7 +97,7 @@ def noted(func: Callable[..., Any], result: Any, args: Any, kwargs: Mapping[str,
         if is_copy(func):
             one._lineage = operands[0]._lineage if operands else 0
             continue
-        found = _passed(func, args, kwargs) if found is None else found
+        found = _argument_numbers(func, args, kwargs) if found is None else found
         words, token = _call(func, one._spec)
         lineages = [operand._lineage for operand in operands]
         place = (index,) if results is result else ()
@@ -114,7 +114,7 @@ def is_copy(func: Callable[..., Any]) -> bool:
     return _name(func) in _TRANSPARENT
 
 
-def _passed(
+def _argument_numbers(
     func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[str, tuple[int, ...]]:
     """What a call is given besides DTensors, in words and as numbers."""
@@ -126,7 +126,7 @@ def _passed(
     tokens = (number_token(numbers),) if numbers else ()
     if func in _MODES:
         tokens = (*tokens, int(bool(kwargs.get(_MODES[func]))))
-    words = f" of {', '.join(map(_told, numbers))}" if numbers else ""
+    words = f" of {', '.join(map(_number_text, numbers))}" if numbers else ""
     if observers and compares_plain() is False:  # ranks may run different ops on purpose
         return words, tokens
     return words, (*tokens, *values_within(_name(func), args, kwargs))
@@ -154,9 +154,9 @@ def write_token(func: Callable[..., Any]) -> int:
     return known
 
 
-def _told(number: Any) -> str:
+def _number_text(number: Any) -> str:
     if isinstance(number, list):
-        return f"[{', '.join(map(_told, number))}]"
+        return f"[{', '.join(map(_number_text, number))}]"
     return number if isinstance(number, str) else f"{number:.6g}"
 
 

@@ -75,7 +75,7 @@ def flex_attention(
     mask_mod = None if block_mask is None else block_mask.mask_mod
     _require_plain(score_mod, mask_mod, parts[0])
     whole, key = parts[:2]
-    rows = tuple(map(_kept, whole.placements))
+    rows = tuple(map(_kept_placement, whole.placements))
     ranks = _ranks(whole, rows)
     shares = key.shape[_HEADS] % ranks == 0 == whole.shape[_HEADS] % ranks
     keys = tuple(_of_keys(one, key, whole, shares=shares) for one in rows)
@@ -160,7 +160,7 @@ def _require_plain(score_mod: Any, mask_mod: Any, query: DTensor) -> None:
                 )
 
 
-def _kept(placement: Placement) -> Placement:
+def _kept_placement(placement: Placement) -> Placement:
     """What stays of the query's layout; all else is gathered."""
     if type(placement) is Shard and placement.dim in (_BATCH, _HEADS, _ROWS):
         return placement

@@ -176,14 +176,14 @@ def _trials(
         if placements is None:
             drawn, count = combinations(sample.operands, sizes, most, seed)
         else:
-            drawn = _given(placements, len(sizes), len(sample.operands))
+            drawn = _layouts_for(placements, len(sizes), len(sample.operands))
             count = len(drawn)
         found += [Trial(index, sizes, combination) for combination in drawn]
         total += count
     return found, total
 
 
-def _given(
+def _layouts_for(
     placements: Sequence[Sequence[Sequence[object]]], axes: int, operands: int
 ) -> list[Combination]:
     """Those of the caller's layouts that have this number of mesh axes and of operands."""

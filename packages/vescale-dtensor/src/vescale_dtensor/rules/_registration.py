@@ -86,17 +86,17 @@ def _check_rule(func: Any, rule: Any) -> None:
     if isinstance(func, Rule):
         raise RuleError(
             "register_rule got the rule first: it is register_rule(function, rule), "
-            f"so here register_rule({_shown(rule)}, {func.name!r} …)"
+            f"so here register_rule({_text_of(rule)}, {func.name!r} …)"
         )
     if isinstance(rule, Signature):
         hint = "a Signature: make it Rule('name', lambda call: signature.strategy())"
     elif isinstance(rule, Strategy):
         hint = "a Strategy: make it Rule('name', lambda call: strategy)"
     elif callable(rule):
-        hint = f"{_shown(rule)}: make it Rule('name', {_shown(rule)})"
+        hint = f"{_text_of(rule)}: make it Rule('name', {_text_of(rule)})"
     else:
         hint = f"{rule!r} of type {type(rule).__name__}"
-    raise RuleError(f"register_rule({_shown(func)}, …): expected a Rule, found {hint}")
+    raise RuleError(f"register_rule({_text_of(func)}, …): expected a Rule, found {hint}")
 
 
 def _check_fields(rule: Rule) -> None:
@@ -132,7 +132,7 @@ def _check_function(func: Any, replace: bool) -> None:
     """
     problem = _why_never_asked(func)
     if problem:
-        raise RuleError(f"register_rule({_shown(func)}, …): {problem}")
+        raise RuleError(f"register_rule({_text_of(func)}, …): {problem}")
     if not replace and (func in registry.known_rules() or func in registry.handlers):
         raise RuleError(
             f"register_rule({function_name(func)}, …, replace=False): something answers for it "
@@ -201,5 +201,5 @@ def _asks_for_overrides(func: FunctionType) -> bool:
     return "handle_torch_function" in names
 
 
-def _shown(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return function_name(value) if callable(value) else repr(value)

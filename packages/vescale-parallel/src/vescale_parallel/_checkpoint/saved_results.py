@@ -103,7 +103,7 @@ class Results:
         # What is kept shares its memory with what forward goes on with: a write in place changes it
         # here as well, and only the version tells.
         versions = tuple(one._version for one in tensors_within(kept))
-        self._found.append(_Result(operator, _looks(args), kept, versions))
+        self._found.append(_Result(operator, _shapes_of(args), kept, versions))
 
     def follow(self, view: Tensor) -> None:
         """Note what shares the memory of the last result and is written to by itself."""
@@ -122,11 +122,11 @@ class Results:
             ParallelError: forward made another call.
         """
         found = self._found[index] if index < len(self._found) else None
-        if found is None or (found.operator, found.inputs) != (operator, _looks(args)):
+        if found is None or (found.operator, found.inputs) != (operator, _shapes_of(args)):
             earlier = "none" if found is None else f"{found.operator} of {found.inputs}"
             raise ParallelError(
-                f"checkpoint: recomputation calls {operator} of {_looks(args)}, and forward's call "
-                f"number {index} was {earlier}. A module that is recomputed has to do the same "
+                f"checkpoint: recomputation calls {operator} of {_shapes_of(args)}, and forward's "
+                f"call number {index} was {earlier}. A module that is recomputed has to do the same "
                 "again: branch on its arguments only, or give it 'none'."
             )
         if tuple(one._version for one in tensors_within(found.outputs)) != found.versions:
@@ -179,5 +179,5 @@ def _draws(operator: Any, args: Any, kwargs: Any) -> bool:
     return bool(given.get("dropout_p", defaults.get("dropout_p", True)))
 
 
-def _looks(args: Any) -> tuple[Any, ...]:
+def _shapes_of(args: Any) -> tuple[Any, ...]:
     return tuple((tuple(one.shape), one.dtype) for one in tensors_within(args))

@@ -71,7 +71,7 @@ def memory_of(
     offloaded = [one for one in pieces if one.offload]
     each = precision.stored + precision.gradient + precision.state
     return Memory(
-        parameters=sum(_kept(one, dp, precision) for one in pieces),
+        parameters=sum(_bytes_between_steps(one, dp, precision) for one in pieces),
         # Those of several turns are added up before they are reduced.
         gradients=held(2 if work.turns == 1 else 4, precision.gradient),
         states=held(1, precision.state),
@@ -82,7 +82,7 @@ def memory_of(
     )
 
 
-def _kept(piece: Piece, dp: int, precision: Precision) -> float:
+def _bytes_between_steps(piece: Piece, dp: int, precision: Precision) -> float:
     """Return the bytes of a parameter on the device between steps."""
     shards = dp if piece.zero >= 3 else 1
     if not piece.offload:

@@ -118,18 +118,18 @@ def _lerp(make: _Maker, user: fx.Node, number: fx.Node) -> None:
 
 
 def _other(make: _Maker, user: fx.Node, number: fx.Node) -> None:
-    user.args = (user.args[0], _beside(make, user, number, user.args[0]))
+    user.args = (user.args[0], _as_operand(make, user, number, user.args[0]))
 
 
 def _factor(make: _Maker, user: fx.Node, number: fx.Node) -> None:
     first, second, *rest = user.args
     kwargs = {name: value for name, value in user.kwargs.items() if value is not number}
-    factor = _beside(make, user, number, second)
+    factor = _as_operand(make, user, number, second)
     user.args = (first, make(user, aten.mul.Tensor, second, factor), *rest)
     user.kwargs = kwargs
 
 
-def _beside(make: _Maker, user: fx.Node, number: fx.Node, other: Any) -> fx.Node:
+def _as_operand(make: _Maker, user: fx.Node, number: fx.Node, other: Any) -> fx.Node:
     """The number as an operator takes it beside another tensor."""
     value = other.meta["val"]
     # Of two tensors without dims the wider dtype is taken; of a number it never is.

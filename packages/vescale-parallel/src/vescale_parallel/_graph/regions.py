@@ -129,7 +129,10 @@ def content(module: fx.GraphModule) -> str:
     number = {node: f"%{at}" for at, node in enumerate(module.graph.nodes)}
     rows = [
         [node.op, str(node.target) if node.op == "call_function" else "", _laid(node)]
-        + [repr(fx.node.map_arg(each, lambda one: _Name(number[one]))) for each in _given(node)]
+        + [
+            repr(fx.node.map_arg(each, lambda one: _Name(number[one])))
+            for each in _arguments_of(node)
+        ]
         for node in module.graph.nodes
     ]
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
@@ -142,7 +145,7 @@ class _Name(str):
         return str(self)
 
 
-def _given(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+def _arguments_of(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     # A device has the number of its rank.
     kept = {key: one for key, one in node.kwargs.items() if key != "device"}
     return node.args, kept

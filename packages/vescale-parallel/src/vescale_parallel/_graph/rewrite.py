@@ -83,14 +83,14 @@ def rewrite_graph(
     # Sorting is stable, and a bucket stands where its last member does.
     steps = [node for node in sorted(place, key=place.__getitem__) if node in waits]
     plain = order_nodes(waits, steps)
-    _put(made, plain)
+    _reorder(made, plain)
     _, peak, program = dependencies(made, tracing)
     order = plain
     if overlap:
         order, peak = overlapped(
             chain, waits, steps, ahead_bytes, Memory(program, plain, memory_bytes)
         )
-        _put(made, order)
+        _reorder(made, order)
     made.graph.lint()
     made.recompile()
     if memory_bytes is None or peak <= memory_bytes:
@@ -118,7 +118,7 @@ def _alive_in(
     return frozenset(found)
 
 
-def _put(module: fx.GraphModule, order: Iterable[fx.Node]) -> None:
+def _reorder(module: fx.GraphModule, order: Iterable[fx.Node]) -> None:
     output = module.graph.output_node()
     for node in order:
         output.prepend(node)

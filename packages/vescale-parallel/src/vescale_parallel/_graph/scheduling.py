@@ -116,7 +116,7 @@ def schedule(
     # there.
     limits, wrong = _limits(cap_bytes, ahead_bytes, memory_bytes)
     tracing = Tracing()
-    found, waits, before, fault = _seen(graph, tracing)
+    found, waits, before, fault = _survey(graph, tracing)
     known = agreed(found, needs(found, waits), wrong or fault, options)
     orders = [tuple(range(len(known.entries)))]
     if overlap:
@@ -260,7 +260,7 @@ def _limits(
         return _Limits(), str(error)
 
 
-def _seen(graph: fx.GraphModule, tracing: Tracing) -> tuple[list[Collective], Waits, int, str]:
+def _survey(graph: fx.GraphModule, tracing: Tracing) -> tuple[list[Collective], Waits, int, str]:
     """The collectives of this rank's graph, what nodes wait for, the peak, and what is wrong.
 
     A fault is told to the others: they would wait for this rank's list.

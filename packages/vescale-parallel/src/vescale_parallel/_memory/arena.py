@@ -101,7 +101,7 @@ class Arena:
         self._require_planned(values)
         # A block of our own is new memory, in which nothing can lie.
         if block is not None:
-            _apart(block, values)
+            _require_apart(block, values)
         # Once: operators choose strides by shapes and devices, which every later run has as well,
         # as inputs and constants are compared each time.
         check = None if self.checked else _Check(self.of, values)
@@ -173,17 +173,17 @@ class Arena:
             free = "number" in node.meta and isinstance(value, float)
             fault = "" if free else _fault(value, planned)
             if fault:
-                raise MemoryPlanError(f"{_called(node)} {fault}; plan again for such tensors.")
+                raise MemoryPlanError(f"{_node_text(node)} {fault}; plan again for such tensors.")
             if self.of.writes and isinstance(value, Tensor):
                 where = value.untyped_storage().data_ptr()
                 if where and storages.setdefault(where, planned.key) != planned.key:
                     raise MemoryPlanError(
-                        f"{_called(node)} shares memory with another one, which it did not when "
+                        f"{_node_text(node)} shares memory with another one, which it did not when "
                         "the graph, which writes to what it is given, was planned."
                     )
 
 
-def _called(node: fx.Node) -> str:
+def _node_text(node: fx.Node) -> str:
     return f"{'constant' if node.op == 'get_attr' else 'input'} '{node.name}'"
 
 
@@ -221,7 +221,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False)
 
 
-def _apart(block: Tensor, values: Mapping[fx.Node, Any]) -> None:
+def _require_apart(block: Tensor, values: Mapping[fx.Node, Any]) -> None:
     """Refuse an arena in which an input or a constant lies: it would be written over.
 
     Raises:
@@ -234,7 +234,7 @@ def _apart(block: Tensor, values: Mapping[fx.Node, Any]) -> None:
         sizes = zip(value.shape, value.stride(), strict=True)
         end = value.data_ptr() + value.itemsize * (1 + sum((n - 1) * step for n, step in sizes))
         if value.data_ptr() < first + block.numel() and first < end:
-            raise MemoryPlanError(f"{_called(node)} lies in the arena that was given.")
+            raise MemoryPlanError(f"{_node_text(node)} lies in the arena that was given.")
 
 
 def constant(module: Any, target: str) -> Any:

@@ -292,7 +292,7 @@ def plan(
         MemoryPlanError: shapes depend on data, inputs are missing, or scipy is.
     """
     start = time.monotonic()
-    solver = _known(solver)
+    solver = _known_solver(solver)
     # A power of two has one bit, which the number below does not have.
     if alignment is not None and (alignment < ALIGNMENT or alignment & (alignment - 1)):
         raise MemoryPlanError(f"alignment {alignment}: a power of two from {ALIGNMENT} on.")
@@ -396,7 +396,7 @@ def _with_workspaces(of: TracedGraph, workspaces: Mapping[str, int]) -> TracedGr
     return replace(of, program=replace(of.program, operations=operations))
 
 
-def _known(solver: str) -> Any:
+def _known_solver(solver: str) -> Any:
     if solver not in SOLVERS:
         raise MemoryPlanError(
             f"solver {solver!r}: there are {', '.join(SOLVERS)}.{did_you_mean(solver, SOLVERS)}"

@@ -200,7 +200,7 @@ def delayed(of: Program, base: Sequence[int]) -> tuple[int, ...]:
         here = step[operation]
         there = min((step[later] for later in of.after[operation]), default=here + 1) - 1
         # What it reads lives on until it runs, which may be more than what it makes.
-        if there <= here or of.made[operation] <= _held(of, operation, step, there):
+        if there <= here or of.made[operation] <= _bytes_longer(of, operation, step, there):
             continue
         order[here:there] = order[here + 1 : there + 1]
         order[there] = operation
@@ -209,7 +209,7 @@ def delayed(of: Program, base: Sequence[int]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _held(of: Program, operation: int, step: Sequence[int], there: int) -> int:
+def _bytes_longer(of: Program, operation: int, step: Sequence[int], there: int) -> int:
     """Bytes that would live longer if an operation ran at step `there`."""
     held = 0
     for at in of.touched[operation]:

@@ -34,7 +34,7 @@ def zb_greedy(
     if len(each) != ranks:
         raise PlanError(f"schedule zb-greedy: {len(each)} times for {ranks} stages.")
     # As much as 1F1B keeps on its first rank.
-    rows = _found(ranks, microbatches, each, ranks)
+    rows = _greedy_order(ranks, microbatches, each, ranks)
     return Schedule("zb-greedy", rows, looped(ranks, 1), microbatches)
 
 
@@ -50,7 +50,7 @@ class _Rank:
         self.row: list[Action] = []
 
 
-def _found(
+def _greedy_order(
     ranks: int, microbatches: int, times: Sequence[StageTimes], most: int
 ) -> tuple[tuple[Action, ...], ...]:
     """Run ranks side by side, each doing what is most urgent when it is free."""

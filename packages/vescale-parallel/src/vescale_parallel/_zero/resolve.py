@@ -196,7 +196,7 @@ def buffers_of(
             # What one collective shares. Frozen parameters apart: zeros would be sent for them.
             dtypes = (row.dtype, row.compute, row.reduce)
             kind = (row.unit, row.zero, trainable, *dtypes, row.owned, row.offload)
-            groups.setdefault(kind, []).append(_wanted(row, rules.tile_rows))
+            groups.setdefault(kind, []).append(_slot_request(row, rules.tile_rows))
     owned = [one for kind, wanted in groups.items() if kind[-2] for one in wanted]
     # Over all units at once: a rank that owns the large matrix of one has less of the next.
     owners = balanced_owners([one.shape for one in owned], sizes[rules.over])
@@ -244,7 +244,7 @@ def _is_owned(row: ParameterRow, rules: ZeroRules) -> bool:
     return any(matches(glob, name) for glob in rules.owned for name in row.names)
 
 
-def _wanted(row: ParameterRow, tile_rows: int) -> SlotRequest:
+def _slot_request(row: ParameterRow, tile_rows: int) -> SlotRequest:
     # Where another axis shards it unevenly, its ranks hold different numbers of elements, which no
     # one proportion shards: it stays on one rank of `over` for each coordinate there.
     granule = math.prod(row.local_shape) if row.uneven else 1

@@ -68,7 +68,7 @@ def recipe_of(distribution: Distribution, dtype: torch.dtype) -> Recipe:
         case LogNormal(mean, std):
             return _real("log_normal", double, mean, std)
         case Bernoulli(p):
-            return _real("bernoulli" if _known(dtype) else None, double, p)
+            return _real("bernoulli" if _is_known(dtype) else None, double, p)
         case Exponential(rate):
             return _real("exponential", double, _minus_mean(rate, double))
         case Geometric(p):
@@ -88,7 +88,7 @@ def recipe_of(distribution: Distribution, dtype: torch.dtype) -> Recipe:
     )
 
 
-def _known(dtype: torch.dtype) -> bool:
+def _is_known(dtype: torch.dtype) -> bool:
     return dtype in _DIGITS or dtype in _INTEGERS or dtype == torch.bool
 
 
@@ -131,7 +131,7 @@ def _integers(low: int, high: int | None, dtype: torch.dtype) -> Recipe:
         high = _beyond(dtype)
     span = high - low
     unroll = 2 if span >= _TWO_WORDS_FROM else 4
-    known = _known(dtype) and span < 1 << 64
+    known = _is_known(dtype) and span < 1 << 64
     if dtype in _DIGITS:
         # Bounds that the dtype cannot tell apart are moved by ATen.
         known = known and -(1 << _DIGITS[dtype]) <= low and high <= (1 << _DIGITS[dtype]) + 1
@@ -148,7 +148,7 @@ def _beyond(dtype: torch.dtype) -> int:
 
 def _random(dtype: torch.dtype) -> Recipe:
     """Return the recipe of `random_()`: all integers that the dtype holds, or none negative."""
-    if not _known(dtype):
+    if not _is_known(dtype):
         return Recipe(4, None)
     unroll = 2 if dtype in (torch.float64, torch.int64) else 4
     return Recipe(unroll, "modulo", (_signed(_beyond(dtype)), 0, 0))

@@ -58,10 +58,12 @@ def spans_of(layout: ShardLayout, order: Ints | None) -> tuple[Span, ...]:
             row-major.
     """
     strides = dense_strides(layout.global_shape, order)
-    return tuple(span for box in layout.boxes if 0 not in box.shape for span in _cut(box, strides))
+    return tuple(
+        span for box in layout.boxes if 0 not in box.shape for span in _cut_box(box, strides)
+    )
 
 
-def _cut(box: Box, strides: Ints) -> Iterator[Span]:
+def _cut_box(box: Box, strides: Ints) -> Iterator[Span]:
     first = _dot(box.global_offset, strides)
     # Sorted from slow to fast in the global tensor, so that neighbours can be merged.
     dims = _merged(sorted(zip(strides, box.shape, box.local_strides, strict=True), reverse=True))

@@ -65,7 +65,7 @@ def fill_plan_of(layout: ShardLayout, shape: Ints, strides: Ints) -> FillPlan:
     check_global(layout)
     check_local(layout, shape, strides)
     window_plan = window_plan_of(layout)
-    kept = _kept(window_plan)
+    kept = _few_windows(window_plan)
     # An upper bound; where the windows are known, the scratch can be as small as the longest.
     longest = window_plan.longest
     if kept is not None:
@@ -82,7 +82,7 @@ def fill_plan_of(layout: ShardLayout, shape: Ints, strides: Ints) -> FillPlan:
     )
 
 
-def _kept(window_plan: WindowPlan) -> tuple[Window, ...] | None:
+def _few_windows(window_plan: WindowPlan) -> tuple[Window, ...] | None:
     windows, pieces = [], 0
     for window in window_plan.windows():
         windows.append(window)

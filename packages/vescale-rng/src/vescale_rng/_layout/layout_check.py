@@ -90,7 +90,7 @@ def check_local(layout: ShardLayout, shape: Ints, strides: Ints) -> None:
         box = _pattern(boxes[0].shape, boxes[0].local_strides)
         # Boxes may not share an element with themselves: an expanded tensor (stride 0) goes on to
         # the marks, which refuse it.
-        if _apart(box) and box == _pattern(shape, strides):
+        if _are_apart(box) and box == _pattern(shape, strides):
             return
     _check_marks(boxes, shape, strides)
 
@@ -132,7 +132,7 @@ def _pattern(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, in
     return merged
 
 
-def _apart(pattern: Sequence[tuple[int, int]]) -> bool:
+def _are_apart(pattern: Sequence[tuple[int, int]]) -> bool:
     """Tell whether no two indices share an address (never a wrong yes)."""
     # The farthest address of the faster dims: the next stride has to step over it.
     reach = 0

@@ -96,7 +96,7 @@ def layout_of_slices(
     shape = integers("global_shape", global_shape)
     order = None if memory_order is None else integers("memory_order", memory_order)
     check_order(shape, order)
-    given = _given(slices)
+    given = _slices_of(slices)
     if len(given) > len(shape) or not all(isinstance(one, slice) for one in given):
         raise LayoutError(
             f"`slices`: at most one slice for each dim of {shape}, such as slice(0, 2): got "
@@ -113,7 +113,7 @@ def layout_of_slices(
     return ShardLayout(shape, _boxes(held, strides), memory_order=order, local_shape=local_shape)
 
 
-def _given(slices: slice | Sequence[slice]) -> tuple[slice, ...]:
+def _slices_of(slices: slice | Sequence[slice]) -> tuple[slice, ...]:
     if isinstance(slices, slice):
         return (slices,)
     if not isinstance(slices, Sequence):

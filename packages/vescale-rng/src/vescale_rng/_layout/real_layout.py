@@ -7,10 +7,10 @@ from vescale_rng._layout.layout import Box, ShardLayout
 
 def real_layout_of(layout: ShardLayout) -> ShardLayout:
     """Return the layout of `torch.view_as_real` of a local tensor; kept on the given one."""
-    return layout.remembered("real", lambda: _made(layout))
+    return layout.remembered("real", lambda: _make_real(layout))
 
 
-def _made(layout: ShardLayout) -> ShardLayout:
+def _make_real(layout: ShardLayout) -> ShardLayout:
     order, local = layout.memory_order, layout.local_shape
     return replace(
         layout,

@@ -74,7 +74,7 @@ def _value(word, a, b, KIND: tl.constexpr):
 
 
 @triton.jit
-def _put(out, value, place, mask, high, low, EXCLUDED: tl.constexpr):
+def _store(out, value, place, mask, high, low, EXCLUDED: tl.constexpr):
     if out.dtype.element_ty == tl.bfloat16:
         # To nearest, ties to even, by hand: the interpreter's own conversion truncates.
         value = value.to(tl.float32)
@@ -157,4 +157,4 @@ def fill_tile(
     for lane in tl.static_range(4):
         value = v0 if lane == 0 else (v1 if lane == 1 else (v2 if lane == 2 else v3))
         mask = held & (inside + lane >= 0) & (inside + lane < length)
-        _put(out, value, place + (inside + lane) * l3, mask, high, low, EXCLUDED)
+        _store(out, value, place + (inside + lane) * l3, mask, high, low, EXCLUDED)

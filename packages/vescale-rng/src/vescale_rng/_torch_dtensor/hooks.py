@@ -100,7 +100,7 @@ def _install(handlers: dict[Any, Any]) -> Callable[[], None]:
     handlers.update(ours)
     setattr(api, BORN, _born(helper))
     setattr(init, TRUNCATED, _truncating(truncated))
-    _replace_to_local(_telling(to_local))
+    _replace_to_local(_marking_to_local(to_local))
 
     def undo() -> None:
         setattr(api, BORN, helper)
@@ -170,7 +170,7 @@ def _replace_to_local(function: Callable[..., Any]) -> None:
     torch_tensor.DTensor.to_local = function  # type: ignore[method-assign]
 
 
-def _telling(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _marking_to_local(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def to_local(self: Any, *args: Any, **kwargs: Any) -> Any:
         local = stock(self, *args, **kwargs)

@@ -95,7 +95,7 @@ class OneDataRankRule(PassRule):
             named = named_arguments(func, args, kwargs)
             target = _target(named)
             if is_local_shard(target) and not draws_nothing(named):
-                raise _of_a_shard(func, _said(named, target))
+                raise _of_a_shard(func, _draw_text(named, target))
         return drawn_whole(func, args, kwargs)
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
@@ -105,7 +105,7 @@ class OneDataRankRule(PassRule):
     def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
         """See `Placing.held`."""
         if self._is_shard(tensor):
-            raise _of_a_shard(op, _said({}, tensor))
+            raise _of_a_shard(op, _draw_text({}, tensor))
         return super().held(op, tensor, generator)
 
     def local_taken(self, source: DTensor, local: torch.Tensor) -> None:
@@ -134,12 +134,12 @@ class UnsaidRule(BlockRule):
             known = isinstance(target, DTensor) or target.ndim == 0 or is_parameter(target)
         if known or draws_nothing(named):
             return drawn_whole(func, args, kwargs)
-        raise _unsaid(func, _said(named, target))
+        raise _unsaid(func, _draw_text(named, target))
 
     def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
         """See `Placing.held`."""
         if not isinstance(tensor, DTensor) and not is_parameter(tensor):
-            raise _unsaid(op, _said({}, tensor))
+            raise _unsaid(op, _draw_text({}, tensor))
         return held_by_placements(op, tensor)
 
 
@@ -174,7 +174,7 @@ class BatchRule(BlockRule):
         if target is None:
             return self._make(func, args, kwargs, named)
         if self._is_shard(target) and not draws_nothing(named):
-            self._refuse(str(func), target, _of_a_shard(func, _said(named, target)))
+            self._refuse(str(func), target, _of_a_shard(func, _draw_text(named, target)))
         # What a parameter, or a DTensor that is global already, draws is known without a question;
         # 0 dims have no rows.
         if not self._of_rows(target) or target.ndim == 0 or draws_nothing(named):
@@ -182,16 +182,16 @@ class BatchRule(BlockRule):
         name = _name(func)
         run = HANDLERS.get(name)
         if run is None or name in DATA_DEPENDENT:
-            raise _not_by_rows(func, _said(named, target))
+            raise _not_by_rows(func, _draw_text(named, target))
         if _is_one_row(name, target):
             # Of other ranks' parts it may be a matrix, as where a batch of one was squeezed.
-            self._refuse(str(func), target, _not_by_rows(func, _said(named, target)))
+            self._refuse(str(func), target, _not_by_rows(func, _draw_text(named, target)))
         return run(self, func, **named)
 
     def held(self, op: Any, tensor: torch.Tensor, generator: Any = None) -> ShardLayout:
         """See `Placing.held`; every data rank must call it."""
         if self._is_shard(tensor):
-            self._refuse(str(op), tensor, _of_a_shard(op, _said({}, tensor)))
+            self._refuse(str(op), tensor, _of_a_shard(op, _draw_text({}, tensor)))
         if not isinstance(tensor, DTensor):
             part, held = part_of(str(op), tensor)
             return self._rows.layout(part, held, generator or _default_generator(tensor))
@@ -212,7 +212,7 @@ class BatchRule(BlockRule):
             return held_by_placements(op, tensor)
         if self._factories == "rows":
             return self.held(op, tensor)
-        raise _unknown_factory(op, _said({}, tensor))
+        raise _unknown_factory(op, _draw_text({}, tensor))
 
     def local_taken(self, source: DTensor, local: torch.Tensor) -> None:
         """See `Placing.local_taken`."""
@@ -249,7 +249,7 @@ class BatchRule(BlockRule):
             return drawn_whole(func, args, kwargs)
         empty = _empty_and_distribution(func, named)
         if self._factories is None or empty is None:
-            raise _unknown_factory(func, _said(named, None))
+            raise _unknown_factory(func, _draw_text(named, None))
         return fill_made(self, func, *empty)
 
 
@@ -322,7 +322,7 @@ def _name(func: Any) -> str:
     return f"{func._schema.name.partition('::')[2]}.{func._overloadname}"
 
 
-def _said(named: dict[str, Any], target: torch.Tensor | None) -> str:
+def _draw_text(named: dict[str, Any], target: torch.Tensor | None) -> str:
     if target is None:
         return f"a new tensor of size {named.get('size', named.get('n'))}"
     kind = type(target).__name__ if isinstance(target, DTensor) else "plain tensor"

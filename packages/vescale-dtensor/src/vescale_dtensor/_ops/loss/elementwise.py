@@ -34,7 +34,7 @@ Letters = Callable[[OpCall], tuple[tuple[Dims, ...], Dims] | None]
 
 def _loss(letters: Letters) -> Callable[[OpCall], Strategy | None]:
     def strategy(call: OpCall) -> Strategy | None:
-        given = _given(call.func, call.args, call.kwargs)
+        given = _named_arguments(call.func, call.args, call.kwargs)
         if given is None:
             return None
         reduction = reduction_of(given)
@@ -84,7 +84,7 @@ def _names(func: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(func).parameters)
 
 
-def _given(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
+def _named_arguments(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
     names = _names(func)
     if len(args) > len(names):
         return None
@@ -102,7 +102,7 @@ def _reduced_locally(elements: Dims, reduction: str) -> Callable[..., Tensor]:
         # No rank lacks an element: torch's own reduction rounds as on one device.
         if reduction == "none" or replicated:
             return context.call.func(*args, **kwargs)  # type: ignore[no-any-return]
-        given = _given(context.call.func, args, kwargs)
+        given = _named_arguments(context.call.func, args, kwargs)
         assert given is not None
         # Torch's own mean divides by the local count: elements of uneven shards would weigh
         # differently.
@@ -125,7 +125,7 @@ def _refuse_negative_variance(context: LocalContext, args: Any, kwargs: Any) -> 
     Raises:
         ValueError: torch's. On every rank.
     """
-    given = _given(context.call.func, args, kwargs)
+    given = _named_arguments(context.call.func, args, kwargs)
     variance = None if given is None else given.get("var")
     if not isinstance(variance, Tensor):
         return

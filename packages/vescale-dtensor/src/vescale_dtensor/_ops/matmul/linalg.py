@@ -196,7 +196,7 @@ def _places(name: str) -> tuple[Any, ...]:
     return (torch.linalg,) if other else _PLACES
 
 
-def _found(names: str) -> list[Any]:
+def _functions_of(names: str) -> list[Any]:
     return [func for name in names.split() for func in functions(name, _places(name))]
 
 
@@ -204,12 +204,12 @@ RULES: dict[Any, Rule] = {
     **{
         f: Rule("linear algebra", unless_refused(_batched(*row)), _READS)
         for names, row in _TABLE.items()
-        for f in _found(names)
+        for f in _functions_of(names)
     },
     torch.linalg.lu: Rule("linear algebra", _batched((2,), (2, 2, 2)), _READS),
-    **{f: Rule("linear algebra", _tolerant(2), _READS) for f in _found("pinv")},
-    **{f: Rule("linear algebra", _tolerant(0), _READS) for f in _found("matrix_rank")},
-    **{f: Rule("linear algebra", _solve, _READS) for f in _found("solve solve_ex")},
+    **{f: Rule("linear algebra", _tolerant(2), _READS) for f in _functions_of("pinv")},
+    **{f: Rule("linear algebra", _tolerant(0), _READS) for f in _functions_of("matrix_rank")},
+    **{f: Rule("linear algebra", _solve, _READS) for f in _functions_of("solve solve_ex")},
     torch.linalg.lstsq: Rule("linear algebra", _least_squares, _READS),
-    **{f: Rule("linear algebra", _lu_solve, _READS) for f in _found("lu_solve")},
+    **{f: Rule("linear algebra", _lu_solve, _READS) for f in _functions_of("lu_solve")},
 }

@@ -42,14 +42,16 @@ def require_accepted(call: OpCall, given: Mapping[str, Any]) -> None:
     if key.ndim > 1 < value.ndim and key.shape[-2] != value.shape[-2]:
         # torch's kernels read as many values as there are keys, wherever these end.
         raise LayoutError(
-            f"{_said(given)}: {key.shape[-2]} keys and {value.shape[-2]} values. Give as many"
+            f"{_call_text(given)}: {key.shape[-2]} keys and {value.shape[-2]} values. Give as many"
         )
     if _is_usual(given):
         return
     _ask(call, given)
     rate = given.get("dropout_p", 0.0)
     if not 0 <= rate <= 1:
-        raise UnsupportedError(f"{_said(given)}: dropout_p={rate} is no probability, from 0 to 1")
+        raise UnsupportedError(
+            f"{_call_text(given)}: dropout_p={rate} is no probability, from 0 to 1"
+        )
 
 
 def _is_usual(given: Mapping[str, Any]) -> bool:
@@ -96,7 +98,7 @@ def _ask(call: OpCall, given: Mapping[str, Any]) -> None:
         with no_torch_function(), kernels:
             call.func(**asked)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        said = f"{error} [{_said(given)}; asked before anything was sent]"
+        said = f"{error} [{_call_text(given)}; asked before anything was sent]"
         raise type(error)(said) from None
 
 
@@ -125,7 +127,7 @@ def _stand_in(name: str, value: Any, known: Mapping[int, int]) -> Any:
     return made.requires_grad_() if value.requires_grad else made
 
 
-def _said(given: Mapping[str, Any]) -> str:
+def _call_text(given: Mapping[str, Any]) -> str:
     """A call in words: layouts of its operands, and what else was given."""
     words = [f"{name}: {_described(value)}" for name, value in given.items() if value is not None]
     return f"scaled_dot_product_attention({', '.join(words)})"

@@ -42,7 +42,7 @@ def _forward(*args: Any, **kwargs: Any) -> Any:
     """`torch.nn.functional.multi_head_attention_forward`."""
     given: dict[str, Any] = {name: None for name in _NAMES}
     given |= _DEFAULTS | by_name(_NAMES, args, kwargs)
-    if not _known(given):  # also where torch has to say what is wrong
+    if not _is_covered(given):  # also where torch has to say what is wrong
         return fallback(F.multi_head_attention_forward, args, kwargs)
     batched = given["query"].ndim == 3
     heads = _heads(given if batched else _with_batch(given))
@@ -59,7 +59,7 @@ def _forward(*args: Any, **kwargs: Any) -> Any:
     return result.squeeze(1), None if weights is None else weights.squeeze(0)
 
 
-def _known(given: dict[str, Any]) -> bool:
+def _is_covered(given: dict[str, Any]) -> bool:
     """Whether torch would take this call, and the decomposition covers it."""
     query, key, value = given["query"], given["key"], given["value"]
     if given["static_k"] is not None or given["static_v"] is not None:

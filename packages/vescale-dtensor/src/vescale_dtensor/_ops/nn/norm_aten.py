@@ -55,7 +55,7 @@ def _of_images_here(context: LocalContext, args: Any, kwargs: Any) -> Any:
     return context.call.func(*args[:3], args[0].shape[0], *args[4:])
 
 
-def _known(input: Tensor, momentum: Any) -> bool:
+def _are_statistics_known(input: Tensor, momentum: Any) -> bool:
     """Whether torch returns the statistics below: others on accelerators, and in half precision."""
     wide = input.dtype in (torch.float32, torch.float64)
     return input.device.type == "cpu" and wide and input.ndim > 1 and momentum is not None
@@ -77,7 +77,7 @@ def _native(func: Callable[..., Any]) -> Callable[..., Any]:
     """`native_batch_norm`, and `_native_batch_norm_legit`, also without running statistics."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) not in (6, 8) or not _known(args[0], args[-2]):
+        if kwargs or len(args) not in (6, 8) or not _are_statistics_known(args[0], args[-2]):
             return fallback(func, args, kwargs)
         running = (args[3], args[4]) if len(args) == 8 else (None, None)
         training, momentum, eps = args[-3:]
@@ -98,7 +98,7 @@ def _updating(func: Callable[..., Any]) -> Callable[..., Any]:
     """`aten._batch_norm_with_update`: always in training; its reserved workspace stays empty."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 7 or not _known(args[0], args[5]):
+        if kwargs or len(args) != 7 or not _are_statistics_known(args[0], args[5]):
             return fallback(func, args, kwargs)
         # By the global count, so that no rank leaves alone before the collectives that follow.
         if args[0].numel() <= args[0].shape[1]:

@@ -120,11 +120,11 @@ def blocks(
     next block is under way while the caller computes with one.
     """
     flat = torch.cat([key.reshape(-1), value.reshape(-1)]) if schedule else key
-    coming = _asked(flat, (key, value), ring, schedule[:1])
+    coming = _start_turn(flat, (key, value), ring, schedule[:1])
     yield ring.group.rank, key, value
     for index, turn in enumerate(schedule):
         (came,) = [one.wait() for one in coming]
-        coming = _asked(flat, (key, value), ring, schedule[index + 1 : index + 2])
+        coming = _start_turn(flat, (key, value), ring, schedule[index + 1 : index + 2])
         if turn.source is None:
             yield None
             continue
@@ -133,7 +133,7 @@ def blocks(
         yield turn.source, keys.view(shapes[0]), values.view(shapes[1])
 
 
-def _asked(
+def _start_turn(
     flat: Tensor, own: tuple[Tensor, Tensor], ring: Ring, schedule: list[Turn]
 ) -> list[Pending[Tensor]]:
     """Start the first of these turns, if there is one."""

@@ -63,10 +63,10 @@ def _slopes(call: OpCall) -> Strategy | None:
     # A difference at the edge of a shard would need the neighbour's elements.
     operand = letters(x.ndim, unsharded)
     places = [no_letters(operand) for operand in call.operands[1:]]
-    return Signature((operand, *places), (operand,), linear=((0,),), local=_called).strategy()
+    return Signature((operand, *places), (operand,), linear=((0,),), local=_call_local).strategy()
 
 
-def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:
+def _call_local(context: LocalContext, args: Any, kwargs: Any) -> Any:
     return context.call.func(*args, **kwargs)
 
 

@@ -106,13 +106,13 @@ def _split_where(call: OpCall) -> Strategy | None:
     return Signature(
         (dims, no_letters(places)),
         (dims,),
-        local=_called,
+        local=_call_local,
         output_orders=(order_of_operand(call),),
         data_dependent_shape=True,
     ).strategy()
 
 
-def _called(context: LocalContext, args: Any, kwargs: Any) -> Any:
+def _call_local(context: LocalContext, args: Any, kwargs: Any) -> Any:
     return context.call.func(*args, **kwargs)
 
 

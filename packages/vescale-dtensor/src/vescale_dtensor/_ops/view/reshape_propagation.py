@@ -77,7 +77,7 @@ def reshape_placements(layout: Layout, source: Shape, target: Shape) -> tuple[Pl
         if stopped.isdisjoint(dims):
             passage = next((p for p in passages if dims[0] in p.group.source), None)
             if passage is not None:
-                alone = _alone(axis, layout.placements, passage.group.source)
+                alone = _is_only_axis(axis, layout.placements, passage.group.source)
                 shard = passage.through(placement, count, alone)
             elif len(dims) == 1:
                 owned.append(axis)
@@ -107,7 +107,7 @@ def owner_shard(owner: Sequence[int], others: Iterable[Placement], ndim: int) ->
     return Replicate() if chosen is None else RaggedShard((chosen,), owner)
 
 
-def _alone(axis: int, placements: Sequence[Placement], dims: Iterable[int]) -> bool:
+def _is_only_axis(axis: int, placements: Sequence[Placement], dims: Iterable[int]) -> bool:
     """Whether no other axis shards these dims."""
     wanted = set(dims)
     others = (p for a, p in enumerate(placements) if a != axis and isinstance(p, Sharded))

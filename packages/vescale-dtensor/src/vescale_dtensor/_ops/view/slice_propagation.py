@@ -206,7 +206,7 @@ def _recognized(
         shards = _shards_of(intervals, placement, count)
         if part.step > 1 and any(len(own) > 1 for own in shards):
             return None  # each interval would begin at another phase of the step
-        extent, found = _within(part, intervals, shards)
+        extent, found = _part_in(part, intervals, shards)
         if extent:  # a context that has nothing of the slice agrees with any placement
             wanted.append((extent, found))
     if not wanted:
@@ -230,7 +230,7 @@ def _different(contexts: list[Intervals], part: DimSlice) -> Iterator[Intervals]
         yield intervals
 
 
-def _within(
+def _part_in(
     part: DimSlice, intervals: Intervals, shards: list[Intervals]
 ) -> tuple[int, list[Intervals]]:
     """How much of a slice is in `intervals`, and which part of that each of `shards` has."""

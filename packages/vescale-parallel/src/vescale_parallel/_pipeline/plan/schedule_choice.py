@@ -95,13 +95,13 @@ def schedule_for(
     if isinstance(asked, str):
         made = make_schedule(asked, ranks, microbatches, chunks=chunks)
     else:
-        made = asked if isinstance(asked, Schedule) else _called(asked, ranks, microbatches)
+        made = asked if isinstance(asked, Schedule) else _called_own(asked, ranks, microbatches)
         _require_counts(made, ranks, microbatches)
     check_schedule(made)
     return made
 
 
-def _called(own: Own, ranks: int, microbatches: int) -> Schedule:
+def _called_own(own: Own, ranks: int, microbatches: int) -> Schedule:
     found = own(ranks, microbatches)
     name = getattr(own, "__name__", type(own).__name__)
     if isinstance(found, Schedule):

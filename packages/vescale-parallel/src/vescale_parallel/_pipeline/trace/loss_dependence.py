@@ -37,13 +37,13 @@ def reaches_of(
     """
     nodes = {p: get_gradient_edge(one).node for p, one in received.items() if one.requires_grad}
     return [
-        (stage, path, _reached(get_gradient_edge(one).node, nodes))
+        (stage, path, _reachable_leaves(get_gradient_edge(one).node, nodes))
         for path, one in given.items()
         if one.requires_grad
     ]
 
 
-def _reached(root: Node, leaves: Mapping[str, Node]) -> tuple[str, ...]:
+def _reachable_leaves(root: Node, leaves: Mapping[str, Node]) -> tuple[str, ...]:
     seen = {root}
     left = [root]
     while left:
@@ -74,8 +74,10 @@ def agreed_kinds(
     own = [one for rank, one in heard.items() if rank in pipeline or len(heard) == 1]
     found = []
     for at, kind in enumerate(kinds):
-        here = _used([reach for one in own for reach in one[at]], len(kind.ends))
-        anywhere = _used([reach for one in heard.values() for reach in one[at]], len(kind.ends))
+        here = _uses_by_stage([reach for one in own for reach in one[at]], len(kind.ends))
+        anywhere = _uses_by_stage(
+            [reach for one in heard.values() for reach in one[at]], len(kind.ends)
+        )
         entries = {}
         for stage, entry in kind.entries.items():
             alone = here[stage] - {path for there, path in kind.doubled if there == stage}
@@ -85,7 +87,7 @@ def agreed_kinds(
     return found
 
 
-def _used(reaches: Iterable[Reach], stages: int) -> dict[int, set[str]]:
+def _uses_by_stage(reaches: Iterable[Reach], stages: int) -> dict[int, set[str]]:
     """By stage, what the loss depends on of that which the stage receives."""
     links: dict[tuple[int, str], set[str]] = {}
     for stage, path, below in reaches:

@@ -58,11 +58,13 @@ class Entry(NamedTuple):
     @property
     def wanting(self) -> tuple[TensorSpec, ...]:
         """Those that gradients go back to: the same object each time, as messages are known by."""
-        return self.specs if all(self.backs) else _wanting(self.specs, self.backs)
+        return self.specs if all(self.backs) else _specs_with_gradients(self.specs, self.backs)
 
 
 @lru_cache(maxsize=1024)
-def _wanting(specs: tuple[TensorSpec, ...], backs: tuple[bool, ...]) -> tuple[TensorSpec, ...]:
+def _specs_with_gradients(
+    specs: tuple[TensorSpec, ...], backs: tuple[bool, ...]
+) -> tuple[TensorSpec, ...]:
     return tuple(one for one, goes in zip(specs, backs, strict=True) if goes)
 
 

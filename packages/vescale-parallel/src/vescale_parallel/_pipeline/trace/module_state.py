@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     def put(self, model: nn.Module, value: Any) -> None:
         """Let the module hold a value that `value` has given."""
-        _put(self.table(model), self.name, value)
+        _put_value(self.table(model), self.name, value)
 
     def table(self, model: nn.Module) -> dict[str, Any]:
         """What holds it: past `__setattr__`, by which modules sort parameters and modules out."""
@@ -53,7 +53,7 @@ class Place(NamedTuple):
         return module._buffers if self.is_buffer else vars(module)
 
 
-def _put(table: dict[str, Any], name: str, value: Any) -> None:
+def _put_value(table: dict[str, Any], name: str, value: Any) -> None:
     if value is _MISSING:
         table.pop(name, None)
     else:

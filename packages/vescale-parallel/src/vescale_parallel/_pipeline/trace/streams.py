@@ -120,10 +120,10 @@ def words_between(start: Place, end: Place, what: str) -> Words:
         PipelineError: the generator was set to another place meanwhile, or a normal sample that it
             keeps for later came or went: other stages could not know it.
     """
-    return tuple(_between(a, b, what) for a, b in zip(start, end, strict=True))
+    return tuple(_draws_between(a, b, what) for a, b in zip(start, end, strict=True))
 
 
-def _between(start: Position | CudaPosition, end: Position | CudaPosition, what: str) -> int:
+def _draws_between(start: Position | CudaPosition, end: Position | CudaPosition, what: str) -> int:
     if isinstance(start, CudaPosition):
         assert isinstance(end, CudaPosition)
         return end.offset - start.offset

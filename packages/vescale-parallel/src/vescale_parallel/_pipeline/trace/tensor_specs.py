@@ -190,7 +190,7 @@ class Blanks:
         # The model may write to a result of a block: what others share has to tell that it is none.
         self._is_written = self._is_written or (found is not None and found[0]._version != found[1])
         if found is None or found[0]._version != found[1]:
-            made = _nothing(spec, self._device)
+            made = _empty_values(spec, self._device)
             if made.is_inference():
                 return made  # of which torch counts no versions
             found = self._made[key] = made, made._version
@@ -214,12 +214,12 @@ def placeholders(
     """
     made = []
     for spec in described.specs:
-        local = _nothing(spec, mesh.device_type) if blanks is None else blanks.local(spec)
+        local = _empty_values(spec, mesh.device_type) if blanks is None else blanks.local(spec)
         made.append(wrapped(spec, local, mesh))
     return map_tensors(lambda number: made[int(number)], described.nesting), made
 
 
-def _nothing(spec: TensorSpec, device: str) -> Tensor:
+def _empty_values(spec: TensorSpec, device: str) -> Tensor:
     # What slips past all checks shall at least be seen in the loss.
     number = spec.dtype.is_floating_point or spec.dtype.is_complex
     nothing = float("nan") if number else 0

@@ -96,9 +96,9 @@ def _read(value: Any) -> Any:
     if "record" in value:
         return _RECORDS[value["record"]](*map(_read, value["of"]))
     if "dtype" in value:
-        return _known(torch, value["dtype"], lambda one: isinstance(one, torch.dtype))
+        return _known_attribute(torch, value["dtype"], lambda one: isinstance(one, torch.dtype))
     if "placement" in value:
-        made = _known(vescale_dtensor, value["placement"], _is_placement)
+        made = _known_attribute(vescale_dtensor, value["placement"], _is_placement)
         return made(*_read(value["of"]))
     if "number" in value:
         return torch.tensor(value["number"], device="cpu")
@@ -113,7 +113,7 @@ def _read(value: Any) -> Any:
     return {"list": list, "tuple": tuple}[kind](map(_read, entries))
 
 
-def _known(module: Any, name: str, fits: Callable[[Any], bool]) -> Any:
+def _known_attribute(module: Any, name: str, fits: Callable[[Any], bool]) -> Any:
     """What a module has under a name, of the one kind that is meant."""
     found = vars(module).get(name)
     if not fits(found):
