@@ -126,8 +126,8 @@ class Results:
             earlier = "none" if found is None else f"{found.operator} of {found.inputs}"
             raise ParallelError(
                 f"checkpoint: recomputation calls {operator} of {_shapes_of(args)}, and forward's "
-                f"call number {index} was {earlier}. A module that is recomputed has to do the same "
-                "again: branch on its arguments only, or give it 'none'."
+                f"call number {index} was {earlier}. A module that is recomputed has to do the "
+                "same again: branch on its arguments only, or give it 'none'."
             )
         if tuple(one._version for one in tensors_within(found.outputs)) != found.versions:
             return None
