@@ -156,7 +156,7 @@ PACKAGES = (
         requires=(TORCH, RNG, COMM),
         test_requires=(NUMPY, CKPT),
         layers=(
-            "debug | experimental | parallel | state_dict",
+            "debug | experimental | parallel | state_dict | storage",
             "placement_types | rules",
             "_joint",
             "_capture",

@@ -6,7 +6,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
+from vescale_dtensor import Placement, distribute_tensor
+from vescale_dtensor.storage import set_gradient_reducer, sum_whole
 
 from vescale_parallel._apply.attention_install import Within, install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary

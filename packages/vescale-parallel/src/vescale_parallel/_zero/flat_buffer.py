@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from vescale_comm import Group, all_gather_into, reduce_scatter
-from vescale_dtensor import (
+from vescale_dtensor.storage import (
     keep_gradient,
     local_leaf,
     local_leaves,

@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from vescale_comm.nested import named_tensors_within
-from vescale_dtensor import before_backward, keep_alive, untraced
+from vescale_dtensor import untraced
+from vescale_dtensor.storage import before_backward, keep_alive
 
 from vescale_parallel._common.interrupted import is_running
 from vescale_parallel._common.optimizer_hooks import watch_steps
