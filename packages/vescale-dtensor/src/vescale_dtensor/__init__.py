@@ -22,10 +22,9 @@ from vescale_dtensor._errors import (
     StrictError,
     UnsupportedError,
 )
-from vescale_dtensor._inspect.explain import Explanation, explain
+from vescale_dtensor._inspect.explain import explain
 from vescale_dtensor._inspect.op_support import op_support
 from vescale_dtensor._inspect.strict import strict
-from vescale_dtensor._inspect.torch_layouts import layout_differences
 from vescale_dtensor._inspect.visualize import visualize
 from vescale_dtensor._joint import Joint, joint
 from vescale_dtensor._layout.placement_base import Placement
@@ -35,7 +34,6 @@ from vescale_dtensor._layout.placements import (
     RaggedShard,
     Replicate,
     Shard,
-    StridedShard,
 )
 from vescale_dtensor._ops.families import install as _install_rules
 from vescale_dtensor._planning.attention_way import (
@@ -60,7 +58,6 @@ __all__ = [
     "DTensorError",
     "DeviceMesh",
     "DisagreementError",
-    "Explanation",
     "InterleavedShard",
     "Joint",
     "LayoutError",
@@ -73,7 +70,6 @@ __all__ = [
     "Replicate",
     "Shard",
     "StrictError",
-    "StridedShard",
     "UnsupportedError",
     "__version__",
     "arange",
@@ -89,7 +85,6 @@ __all__ = [
     "half_sums",
     "init_device_mesh",
     "joint",
-    "layout_differences",
     "linspace",
     "local_map",
     "logspace",
