@@ -13,7 +13,7 @@ from vescale_parallel import PipelineError
 from vescale_parallel._pipeline.described import Described, TensorSpec
 from vescale_parallel._pipeline.streams import Streams, after, words_between
 from vescale_parallel._pipeline.text import from_text, to_text
-from vescale_rng import position
+from vescale_rng.streams import position
 
 
 def moved(seed: int) -> random.Random:
