@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import local_leaves
+from vescale_dtensor.storage import local_leaves
 
 from vescale_parallel._zero.unit import Held, Unit, cast, put_all
 from vescale_parallel._zero.written import written_past_versions
