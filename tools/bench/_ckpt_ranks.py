@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `ckpt`: save and load, in turns with the others' ways."""
+"""Saves and loads on every rank in the benchmark `ckpt`, in turns with the others' ways."""
 
 from __future__ import annotations
 

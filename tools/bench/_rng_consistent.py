@@ -1,4 +1,4 @@
-"""What `torch_dtensor.consistent()` adds to a dropout and to other ops, in real processes.
+"""Measures what `torch_dtensor.consistent()` adds to a dropout and to other ops.
 
 Each of two ranks drops its rows of a batch, as under FSDP2 or DDP: stock draws for these rows
 alone, the block for the rows of the one device. Rank 0 is timed, by the time of its thread.

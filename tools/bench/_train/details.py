@@ -1,4 +1,4 @@
-"""What a training benchmark found beside ratios, case by case."""
+"""Collects what a training benchmark found beside ratios, case by case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `cost`: calibrate, measure a step, and predict it."""
+"""Calibrates, measures a step and predicts it, on every rank of the benchmark `cost`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank does in the benchmark `train`: check, count, and then time in turns.
+"""Checks, counts, and times in turns, on every rank of the benchmark `train`.
 
 All variants live in the same processes and take turns of a few steps, so that whatever else the
 machine does hits them alike.

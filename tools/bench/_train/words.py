@@ -1,4 +1,4 @@
-"""What was found beside ratios, as tables for people."""
+"""Writes what was found beside ratios as tables for people."""
 
 from __future__ import annotations
 

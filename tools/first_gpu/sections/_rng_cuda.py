@@ -1,4 +1,4 @@
-"""What only a GPU has: waves beside kernels, draws under a CUDA graph, very large tensors."""
+"""Checks what only a GPU has: waves, draws under a CUDA graph, very large tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine is: device, driver, memory, versions, and which parts are there."""
+"""Describes this machine: device, driver, memory, versions, and which parts are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step makes the host wait for the device: each place, with its line.
+"""Finds where a step makes the host wait for the device: each place, with its line.
 
 On every device by a mode that sees operators which tell the host a value, or make a tensor of a
 size that only the values tell; on a GPU also by torch's own debug mode, which sees what waits.
@@ -206,7 +206,7 @@ def _said(found: list[Counter[str]], most: int | None) -> Found:
 
 
 def _local(device: torch.device) -> Found:
-    """Each rank passes its own rows: how many those are, others have to be told."""
+    """Each rank passes its own rows: how many those are, others have to learn."""
     from vescale_comm import simulate
 
     of = Training({"dp": 2}, {"batch": "dp:0", "batch_is": "local"})

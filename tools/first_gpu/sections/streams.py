@@ -1,4 +1,4 @@
-"""What runs beside the step: collectives, gathers ahead, offload, saves; and steps on a stream."""
+"""Checks what runs beside the step: collectives, gathers, offload, saves; other streams."""
 
 from __future__ import annotations
 

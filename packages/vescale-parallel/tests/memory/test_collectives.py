@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_comm import all_gather, all_reduce, reduce_scatter
 from vescale_comm.testing import run
 from vescale_parallel import mesh
-from vescale_parallel._memory.traced import traced
+from vescale_parallel._memory.tracing import traced
 from vescale_parallel.memory import measured, plan
 
 

@@ -12,10 +12,10 @@ from vescale_parallel import ParallelError
 from vescale_parallel._memory.caching import CachingAllocator
 from vescale_parallel._memory.highs import by_highs
 from vescale_parallel._memory.layout import Block, checked_layout, laid_out, most_at_once
-from vescale_parallel._memory.ordered import ordered, ordered_by_ilp
+from vescale_parallel._memory.order_choice import ordered, ordered_by_ilp
 from vescale_parallel._memory.program import Operation, Program, Storage, checked_order, program
 from vescale_parallel._memory.reach import Reach
-from vescale_parallel._memory.simulated import Running, lifetimes, profile
+from vescale_parallel._memory.simulation import PrefixState, lifetimes, profile
 
 
 def random_program(seed: int, size: int) -> Program:
@@ -109,7 +109,7 @@ def test_without_time_there_is_still_a_plan_and_it_says_so(seconds: float):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_prefix_knows_what_the_simulator_knows(seed: int):
     of = random_program(seed, 40)
-    running = Running(of)
+    running = PrefixState(of)
     levels = []
     for at in range(len(of)):
         running.run(at)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from vescale_parallel import ParallelError
-from vescale_parallel._memory import traced as traced_room
-from vescale_parallel._memory.copied import copied_module
+from vescale_parallel._memory import tracing as traced_room
+from vescale_parallel._memory.graph_copy import copied_module
 from vescale_parallel._memory.program import Program
-from vescale_parallel._memory.traced import Traced, Tracing, traced
+from vescale_parallel._memory.tracing import TracedGraph, Tracing, traced
 
 
-def of_function(function: Callable[..., Any], *inputs: Any) -> Traced:
+def of_function(function: Callable[..., Any], *inputs: Any) -> TracedGraph:
     return traced(make_fx(function, tracing_mode="fake")(*inputs), None)
 
 
-def named(found: Traced, part: str) -> list[int]:
+def named(found: TracedGraph, part: str) -> list[int]:
     return [at for at, node in enumerate(found.nodes) if part in node.name]
 
 

@@ -1,4 +1,4 @@
-"""What an argument must be, by its name: the same word means the same in every public function.
+"""Checks arguments by their names: a word means the same in every public function.
 
 `checked` refuses what is something else before anything is drawn, with the name of the argument
 and what it was. Values that only torch can judge (a negative deviation) are left to torch, whose

@@ -77,7 +77,7 @@ def nothing() -> None:
     """Return at once: the wait of a rank that has no others to meet."""
 
 
-def met(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
+def meet_after(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
     """Run `prepare` on this rank, and then wait until all ranks have come to `call`.
 
     If it raises, the other ranks are told: they raise at once, and do not wait for this one.
@@ -90,7 +90,7 @@ def met(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
 
 
 def told_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
-    """Run `prepare` on this rank; if it raises, the ranks that wait for this one are told."""
+    """Run `prepare` on this rank; if it raises, report it to the ranks that wait."""
     try:
         return prepare()
     except Exception as error:

@@ -282,7 +282,7 @@ def async_save_with(
     # The background is idle here (`wait` above), so no thread holds or awaits a buffer.
     staging.buffers.reopen()
     channel = staging.channel(coordinator)
-    saving = _Saving(storage, coordinator, staging, channel, options, arrived)
+    saving = _AsyncSave(storage, coordinator, staging, channel, options, arrived)
     prepared, staged, matching = saving.agree(location_of(storage, path, options), state)
     handle = SaveHandle(prepared.location.target)
     if not prepared.agreed.own_processes:
@@ -301,7 +301,7 @@ def async_save_with(
 
 
 @dataclass(frozen=True)
-class _Saving:
+class _AsyncSave:
     """One asynchronous save."""
 
     storage: Storage

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from vescale_comm._checks.p2p_checks import checked_message
-from vescale_comm._engine.annotated import BACKWARD_DIFFERS
+from vescale_comm._engine.annotated_groups import BACKWARD_DIFFERS
 from vescale_comm._engine.hooks import Proceed, hooked
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable

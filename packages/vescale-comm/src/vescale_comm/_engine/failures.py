@@ -18,7 +18,7 @@ from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.own_calls import own_calls
 from vescale_comm._torch.ranks import named
 from vescale_comm._watchdog.channel import Answer
-from vescale_comm._watchdog.current import current
+from vescale_comm._watchdog.current_watcher import current
 from vescale_comm._watchdog.places import site_of
 from vescale_comm._watchdog.report import is_lost_connection, is_timeout, missing
 
@@ -63,7 +63,7 @@ def explained_failures(
     Raises:
         CommTimeoutError: a member did not come.
         RankFailedError: a member ended; the message says which, and why.
-        CommMismatchError: the ranks have drifted apart.
+        CommMismatchError: the ranks have diverged.
         CollectiveError: the backend failed for another reason.
 
     Examples:
@@ -90,7 +90,7 @@ def failures_in_words(op: str, x: Tensor, where: Group) -> Iterator[None]:
 
 
 def drifted() -> str | None:
-    """Return how the ranks have drifted apart, if that is known by now: the cause of the rest.
+    """Return how the ranks have diverged, if that is known by now: the cause of the rest.
 
     The caller raises it.
     """

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from vescale_comm._engine.annotated import AnnotatedGroup
+from vescale_comm._engine.annotated_groups import AnnotatedGroup
 from vescale_comm._engine.failures import failure
 from vescale_comm._engine.functional import functional
 from vescale_comm._engine.hooks import hooks, through_hooks
+from vescale_comm._engine.log_events import recorded
 from vescale_comm._engine.primitives import Primitive, Steps
-from vescale_comm._engine.recorded import recorded
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.compat import being_traced
 from vescale_comm._torch.own_calls import own_calls
@@ -48,7 +48,7 @@ def _rest(steps: Steps[Result], arrived: Any, in_graph: bool) -> Result:
         return result
 
 
-class Started:
+class StartedCollective:
     """A collective of which the first primitive is under way."""
 
     __slots__ = ("_arrived", "_in_graph", "_primitive", "_result", "_steps", "_work")

@@ -108,7 +108,7 @@ class _Trouble:
         if not corrupt:
             return work
         if work is not None:
-            return _Corrupted(work, primitive, dice)
+            return _CorruptedWork(work, primitive, dice)
         _flip(primitive.written(), dice)
         return None
 
@@ -129,7 +129,7 @@ def _die(primitive: Primitive, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Corrupted:
+class _CorruptedWork:
     work: Waitable
     primitive: Primitive
     dice: random.Random

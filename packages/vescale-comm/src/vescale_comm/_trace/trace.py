@@ -19,7 +19,7 @@ from vescale_comm._trace.clock import aligned_clock
 from vescale_comm._trace.record import Record
 from vescale_comm._trace.table import table
 from vescale_comm._trace.torch_calls import TorchCalls
-from vescale_comm._trace.unrecorded import calls_so_far, unrecorded, warn_of
+from vescale_comm._trace.unrecorded_calls import calls_so_far, unrecorded, warn_of
 
 
 @dataclass(slots=True, eq=False)
@@ -160,14 +160,14 @@ class _Watch:
         self.trace.records.append(record)
         work = proceed()
         if work is not None:
-            return _Timed(work, record)
+            return _TimedWork(work, record)
         # Synchronous: there is no handle to wait for, so it is complete here.
         record.end = time.time_ns()
         return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Timed:
+class _TimedWork:
     work: Waitable
     record: Record
 

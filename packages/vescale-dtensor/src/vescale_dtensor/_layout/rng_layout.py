@@ -6,7 +6,7 @@ import torch
 import vescale_rng
 from torch import Tensor
 
-from vescale_dtensor._layout.executed import record_draw
+from vescale_dtensor._layout.execution_events import record_draw
 from vescale_dtensor._layout.layout import Layout, Shape
 from vescale_dtensor._layout.protocol import described
 from vescale_dtensor._layout.spec import Spec
@@ -24,7 +24,7 @@ def random_layout(
         local: the local tensor to draw into; its strides tell where each element is stored.
         generator: what is drawn from; None is the default one of the device.
 
-    The ranks' generators are compared at some of the draws: see `executed`.
+    The ranks' generators are compared at some of the draws: see `execution_events`.
 
     Raises:
         CommMismatchError: the ranks' generators differ.

@@ -1,4 +1,4 @@
-"""What a training step would cost on a cluster: bytes per rank, flops, and seconds by part.
+"""Estimates a training step on a cluster: bytes per rank, flops, and seconds by part.
 
 Pure functions of shapes: no processes, no tensors. Top to bottom (imports point down):
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, local_map
 
 from vescale_parallel._errors import ParallelError
+from vescale_parallel._experts.empty_experts import untouched
 from vescale_parallel._experts.exchange import Shares, exchanged
 from vescale_parallel._experts.kinds import Kind
 from vescale_parallel._experts.moe import Experts
-from vescale_parallel._experts.untouched import untouched
 
 Placements = tuple[Any, ...]
 

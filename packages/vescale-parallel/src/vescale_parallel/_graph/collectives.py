@@ -13,8 +13,8 @@ from vescale_comm import as_group
 
 from vescale_parallel._errors import GraphError, MemoryPlanError
 from vescale_parallel._memory.program import Program
-from vescale_parallel._memory.simulated import profile
-from vescale_parallel._memory.traced import Tracing, traced
+from vescale_parallel._memory.simulation import profile
+from vescale_parallel._memory.tracing import Tracing, traced
 
 ops: Any = torch.ops._c10d_functional
 NAMESPACE: Final = "_c10d_functional"
@@ -158,7 +158,7 @@ def dependencies(
 
     Args:
         module: the graph.
-        memory: see `traced`.
+        memory: see `tracing`.
 
     Raises:
         GraphError: the graph cannot run without values.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._common.rearranged import rearranged
+from vescale_parallel._common.mesh_axes import rearranged
 
 ALONE = "shard"
 """The axis of a mesh of one rank, where no other axis is left."""

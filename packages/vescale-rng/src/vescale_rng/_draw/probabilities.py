@@ -162,11 +162,11 @@ def _drawn_from(drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
     """Show a draw to autograd as torch does: made of its parameters, with gradients of zero."""
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
         return drawn
-    result: torch.Tensor = _Drawn.apply(drawn, *parameters)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _DrawFunction.apply(drawn, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Drawn(torch.autograd.Function):
+class _DrawFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, drawn: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.parameters = [(p.shape, p.dtype, p.device) for p in parameters]

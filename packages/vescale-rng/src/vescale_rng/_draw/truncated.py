@@ -22,7 +22,7 @@ from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy, use
 
-_Draw = Callable[["Truncated", ShardLayout, torch.Tensor, torch.Generator], None]
+_Draw = Callable[["TruncatedNormal", ShardLayout, torch.Tensor, torch.Generator], None]
 
 # No normal of torch's is farther out: the logarithm of the least double above 0 that is drawn,
 # 2**-53, gives 8.6 deviations. The rest is for rounding.
@@ -69,7 +69,7 @@ def trunc_normal_(
     target = local_of(local)
     check_device(target)
     generator = cpu_generator(generator)
-    wanted = Truncated(mean, std, a, b)
+    wanted = TruncatedNormal(mean, std, a, b)
     if not (std > 0 and a < b and target.is_floating_point()):
         raise DistributionError(
             f"trunc_normal_ takes std > 0, a < b and a floating point `local`, got std={std}, "
@@ -88,7 +88,7 @@ def trunc_normal_(
 
 
 @dataclass(frozen=True)
-class Truncated:
+class TruncatedNormal:
     """The parameters of `trunc_normal_`."""
 
     mean: float
@@ -115,7 +115,7 @@ class Way(Enum):
 
 
 def _draw(
-    wanted: Truncated, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
+    wanted: TruncatedNormal, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
 ) -> None:
     plan = plan_for(layout, local)
     if policy() == "portable":
@@ -134,7 +134,7 @@ def _draw(
 
 
 def _draw_again(
-    wanted: Truncated, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
+    wanted: TruncatedNormal, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
 ) -> None:
     if wanted.unreachable:
         fill_(local, Normal(wanted.mean, wanted.std), layout, generator)
@@ -146,7 +146,7 @@ def _draw_again(
 
 
 def _draw_inverse(
-    wanted: Truncated, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
+    wanted: TruncatedNormal, layout: ShardLayout, local: torch.Tensor, generator: torch.Generator
 ) -> None:
     low, high = wanted.below(wanted.a), wanted.below(wanted.b)
     fill_(local, Uniform(2 * low - 1, 2 * high - 1), layout, generator)
@@ -161,7 +161,7 @@ def _way() -> Way:
         DistributionError: it goes another.
     """
     # One with many normals inside, one with few: torch draws again by normals, or by uniforms.
-    examples = (Truncated(0, 1, -1, 2), Truncated(0, 1, 1, 2))
+    examples = (TruncatedNormal(0, 1, -1, 2), TruncatedNormal(0, 1, 1, 2))
     # Whatever policy the caller has: it is torch's own stream that is asked about.
     with use("native"):
         for way, draw in ((Way.AGAIN, _draw_again), (Way.INVERSE, _draw_inverse)):
@@ -173,7 +173,7 @@ def _way() -> Way:
     )
 
 
-def _agrees(draw: _Draw, wanted: Truncated) -> bool:
+def _agrees(draw: _Draw, wanted: TruncatedNormal) -> bool:
     # So many elements that some are out of bounds at first, and the two ways part.
     expected, found = (torch.empty(40, dtype=torch.float64, device="cpu") for _ in range(2))
     one, other = (torch.Generator().manual_seed(5) for _ in range(2))
