@@ -167,7 +167,7 @@ class Channel:
         """Say that this rank has read what others said at their end."""
         self._store.add("heard", 1)
 
-    def parsed_json(self) -> int:
+    def heard(self) -> int:
         """Return how many ranks have."""
         return self._store.add("heard", 0)
 
