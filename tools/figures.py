@@ -47,7 +47,7 @@ def record(document: dict[str, Any], folder: Path = RECORDED) -> Path:
     return path
 
 
-def recorded(folder: Path = RECORDED) -> dict[Path, dict[str, Any]]:
+def recorded_runs(folder: Path = RECORDED) -> dict[Path, dict[str, Any]]:
     """All runs that are kept, by file, in the order of their names."""
     return {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
@@ -86,7 +86,7 @@ def markdown(document: dict[str, Any]) -> str:
 
 def by_name(folder: Path = RECORDED) -> dict[str, dict[str, Any]]:
     """The runs that are kept, by the name of their benchmark."""
-    return {one["benchmark"]: one for one in recorded(folder).values()}
+    return {one["benchmark"]: one for one in recorded_runs(folder).values()}
 
 
 def differences(*, write: bool) -> Iterator[str]:

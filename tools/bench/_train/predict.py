@@ -46,7 +46,7 @@ def predicted(sizes: Sizes, mesh: DeviceMesh) -> Cost:
     )
 
 
-def measured(
+def measure_step(
     rank: int, world_size: int, axes: dict[str, int], sizes: Sizes, rounds: int
 ) -> Measured:
     """The step by hand, whose work is what the model counts, and the prediction of it."""

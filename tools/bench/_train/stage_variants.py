@@ -28,7 +28,7 @@ _OF_TORCH: dict[str, tuple[Any, int]] = {
 """torch's schedules, and how many stages a rank has in them."""
 
 
-class Staged:
+class StagedVariant:
     """Ours: the model as it is, under a plan; with `static` its blocks are captured."""
 
     def __init__(

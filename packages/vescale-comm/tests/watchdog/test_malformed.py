@@ -10,7 +10,7 @@ from vescale_comm._watchdog.crash import crash_of
 from vescale_comm._watchdog.log_store import (
     LogStore,
     alarm_of,
-    heard_entries,
+    parsed_entries,
     positions_of,
 )
 from vescale_comm._watchdog.state_message import parsed_state
@@ -50,7 +50,7 @@ def test_answers_endings_and_processes(store, said):
 
 @pytest.mark.parametrize("said", ODD, ids=range(len(ODD)))
 def test_words_of_logs(said):
-    assert not heard_entries(said)
+    assert not parsed_entries(said)
     assert not parsed_json(said, positions_of)
     assert not parsed_json(said, alarm_of)
 
@@ -85,6 +85,6 @@ def test_words_with_changes():
         for _ in range(dice.randrange(1, 4)):
             at = dice.randrange(len(said))
             said[at : at + dice.randrange(3)] = dice.choice((b"", b"[", b'"', b"9", b"{}", b"null"))
-        heard_entries(bytes(said))
+        parsed_entries(bytes(said))
         parsed_json(bytes(said), positions_of)
         parsed_json(bytes(said), alarm_of)

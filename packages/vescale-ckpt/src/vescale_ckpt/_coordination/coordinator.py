@@ -84,12 +84,12 @@ def meet_after(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) 
     """
     # `prepare` may fail on this rank alone (a path that it cannot resolve), and the others wait in
     # the store. So it runs before this rank announces itself, and its failure is announced instead.
-    prepared = told_if_it_fails(coordinator, call, prepare)
+    prepared = report_if_it_fails(coordinator, call, prepare)
     coordinator.meet(call)()
     return prepared
 
 
-def told_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
+def report_if_it_fails(coordinator: Coordinator, call: Call, prepare: Callable[[], _T]) -> _T:
     """Run `prepare` on this rank; if it raises, report it to the ranks that wait."""
     try:
         return prepare()

@@ -12,7 +12,7 @@ from vescale_ckpt._coordination.coordinator import (
     Coordinator,
     all_or_none,
     meet_after,
-    told_if_it_fails,
+    report_if_it_fails,
 )
 from vescale_ckpt._coordination.groups import coordinator_of
 from vescale_ckpt._coordination.meeting import Call, call_of
@@ -251,7 +251,7 @@ class CheckpointManager:
         self.wait()
         coordinator, call = self._begin("async_save", step)
         asked = (coordinator.rank, step, overwrite, metric, healthy, progress)
-        options = told_if_it_fails(coordinator, call, lambda: self._options(*asked))
+        options = report_if_it_fails(coordinator, call, lambda: self._options(*asked))
         path, staging = self.path(step), self._staging
         handle = async_save_with(self._storage, coordinator, path, state, options, staging, call)
         # Only after the save has begun: if it was refused, there is nothing to prune after.

@@ -27,7 +27,7 @@ def failure(primitive: Primitive, error: Exception) -> Exception:
     """Say what failed, over which group, and which rank did not come, or ended."""
     if isinstance(error, CommError):  # it has its words already
         return error
-    drift = drifted()
+    drift = divergence()
     if drift is not None:
         return CommMismatchError(f"{_described(primitive)} failed, because {drift}")
     text = str(error)
@@ -89,7 +89,7 @@ def failures_in_words(op: str, x: Tensor, where: Group) -> Iterator[None]:
         raise failure(Barrier(op, where, 0, x), error) from error
 
 
-def drifted() -> str | None:
+def divergence() -> str | None:
     """Return how the ranks have diverged, if that is known by now: the cause of the rest.
 
     The caller raises it.

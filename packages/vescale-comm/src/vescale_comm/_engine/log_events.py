@@ -22,7 +22,7 @@ _TOGETHER = (AllGather, AllToAll, ReduceScatter, Barrier)
 _IN_GRAPH = "of an input that requires a gradient"
 
 
-def recorded(log: ExecutionLog, primitive: Primitive, *, together: bool) -> None:
+def record_event(log: ExecutionLog, primitive: Primitive, *, together: bool) -> None:
     """Record a collective that is about to be launched.
 
     Args:

@@ -11,7 +11,7 @@ from vescale_comm._engine.annotated_groups import AnnotatedGroup
 from vescale_comm._engine.failures import failure
 from vescale_comm._engine.functional import functional
 from vescale_comm._engine.hooks import hooks, through_hooks
-from vescale_comm._engine.log_events import recorded
+from vescale_comm._engine.log_events import record_event
 from vescale_comm._engine.primitives import Primitive, Steps
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.compat import being_traced
@@ -104,7 +104,7 @@ def _launch(primitive: Primitive, async_op: bool) -> Waitable | None:
     log = primitive.group._log
     if log is not None:
         # After the hooks: what a check of theirs refuses has not been executed.
-        recorded(log, primitive, together=not async_op)
+        record_event(log, primitive, together=not async_op)
     process_group: Any = primitive.group.process_group
     annotated: Any = process_group
     work: Waitable | None

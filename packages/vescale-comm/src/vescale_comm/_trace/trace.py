@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from vescale_comm._engine.hooks import Proceed, hooked
+from vescale_comm._engine.hooks import Proceed, with_hook
 from vescale_comm._engine.primitives import Primitive
 from vescale_comm._engine.waitable import Waitable
 from vescale_comm._torch.call_site import call_site
@@ -123,7 +123,7 @@ def trace(*, align: bool = False, torch: bool = False) -> Iterator[Trace]:
         opened.clock = aligned_clock()
     # Innermost: it times what reaches torch, after checks and faults had their say.
     before = calls_so_far()
-    with hooked(_Watch(opened), innermost=True), counting_own_calls() as own:
+    with with_hook(_Watch(opened), innermost=True), counting_own_calls() as own:
         try:
             with TorchCalls(opened.records.append, own) if torch else nullcontext():
                 yield opened

@@ -27,10 +27,10 @@ from vescale_comm._watchdog.last_comparison import LastComparison
 from vescale_comm._watchdog.log_store import (
     LogStore,
     alarm_of,
-    heard_entries,
+    entries_text,
+    parsed_entries,
     position_of,
     positions_of,
-    told_entries,
 )
 from vescale_comm._watchdog.store_reads import parsed_json
 
@@ -398,7 +398,7 @@ class Comparison:
                 continue
             log = next((each for each in self._of_now() if each.key == said["key"]), None)
             if log is not None and self._rank in said["tellers"]:
-                self._store.set(f"window/{number}/{self._rank}", told_entries(log))
+                self._store.set(f"window/{number}/{self._rank}", entries_text(log))
             self._end(self._report_of(said, number))
 
     def _report_of(self, said: Mapping[str, Any], number: int) -> str:
@@ -411,7 +411,7 @@ class Comparison:
         ended = {rank: last for key, rank in left.items() if (last := self._store.get(key))}
         asked = [key for key, rank in windows.items() if rank not in ended]
         told = ended | {windows[key]: window for key, window in self._awaited(asked).items()}
-        entries = {rank: heard_entries(told[rank]) for rank in sorted(told)}
+        entries = {rank: parsed_entries(told[rank]) for rank in sorted(told)}
         known = {rank: found for rank, found in entries.items() if found is not None}
         return drift_report(said["ranks"], known, ended=ended.keys() & known.keys())
 

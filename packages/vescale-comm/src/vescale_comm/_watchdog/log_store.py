@@ -49,7 +49,7 @@ class LogStore:
     def publish(self, log: ExecutionLog) -> int:
         """Say how far a log of this rank is; return the number of its last event."""
         digests = log.digests()
-        self.set(f"state/{log.key}/{self.rank}", packed(digests))
+        self.set(f"state/{log.key}/{self.rank}", packed_digests(digests))
         return max(digests, default=0)
 
     def published(self, log: ExecutionLog, rank: int) -> dict[int, int]:
@@ -91,12 +91,12 @@ class LogStore:
         return self._store.add(key, amount)
 
 
-def packed(digests: dict[int, int]) -> bytes:
+def packed_digests(digests: dict[int, int]) -> bytes:
     """Write digests by number as they are published."""
     return b"".join(_PAIR.pack(*item) for item in digests.items())
 
 
-def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False) -> bytes:
+def entries_text(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False) -> bytes:
     """Write the last events of a log as they are reported to other ranks.
 
     Args:
@@ -118,8 +118,8 @@ def told_entries(log: ExecutionLog, most: int = WINDOW, *, at_end: bool = False)
     return json.dumps(rows).encode()
 
 
-def heard_entries(told: bytes) -> Sequence[Entry] | None:
-    """Return what `told_entries` has written; None where it is nothing of the kind."""
+def parsed_entries(told: bytes) -> Sequence[Entry] | None:
+    """Return what `entries_text` has written; None where it is nothing of the kind."""
     return parsed_json(told, lambda rows: [_entry(*row) for row in rows])
 
 

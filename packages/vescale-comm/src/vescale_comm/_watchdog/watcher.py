@@ -257,7 +257,7 @@ class Watcher:
         if not communicates(frame):
             return Answer(f"at {site_of(frame)}")
         wait = wait_of(frame)
-        return Answer(described(wait), wait.op, wait.ranks)
+        return Answer(wait_text(wait), wait.op, wait.ranks)
 
     def _answer(self, now: float) -> None:
         last = self._channel.asked()
@@ -374,7 +374,7 @@ class Watcher:
         return WorldState(self._channel.size, endings=endings, answered=False)
 
 
-def described(wait: Wait) -> str:
+def wait_text(wait: Wait) -> str:
     """Write a wait as text, the same for all members that are in the same collective."""
     shape = f" of {wait.shape}" if wait.shape else ""
     group = f" over ranks {compact(wait.ranks)}" if wait.ranks else ""

@@ -25,9 +25,9 @@ from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.clipping import Clip
 from vescale_dtensor._joint.lowering import LoweredGraph
 from vescale_dtensor._joint.storage import ParameterStorage
-from vescale_dtensor._joint.tracing import GradientTarget, Step, StoredPlaces, traced
+from vescale_dtensor._joint.tracing import GradientTarget, Step, StoredPlaces, trace_joint
 from vescale_dtensor._joint.update import Update
-from vescale_dtensor._joint.update_graph import outermost_first, updated
+from vescale_dtensor._joint.update_graph import outermost_first, with_update
 from vescale_dtensor._layout.layout import Layout, axes_in
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._torch.compat import any_autocast
@@ -137,7 +137,7 @@ class Joint:
                 "joint: with_optimizer() comes first: call it on what joint() returned"
             )
         clip = None if max_norm is None else Clip(max_norm, norm_type)
-        module, update, rest, spec = updated(self, optimizer, clip)
+        module, update, rest, spec = with_update(self, optimizer, clip)
         norm = None if clip is None else (partial(wrap, spec=spec) if spec else _itself)
         return replace(
             self, graph_module=module, run=module, _update=update, _returned=rest, _norm=norm
@@ -312,7 +312,7 @@ def _traced(
     loss, layout = _loss(program)
     sources = tuple(names.get(id(s.holder), s.name) for s in program.sources)
     places = tuple(_places(program, one) for one in stored)
-    module = traced(Step(program.module, sources, loss, layout, wanted, places), arguments)
+    module = trace_joint(Step(program.module, sources, loss, layout, wanted, places), arguments)
     owed = tuple((leaf, one.owed) for leaf, one in zip(leaves, wanted, strict=True))
     gone = {id(leaf) for one in stored for leaf in one.stand_ins}
     held = {

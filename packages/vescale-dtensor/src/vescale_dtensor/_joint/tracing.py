@@ -82,7 +82,7 @@ class Step:
     stored: tuple[StoredPlaces, ...] = ()
 
 
-def traced(step: Step, arguments: Sequence[Any]) -> fx.GraphModule:
+def trace_joint(step: Step, arguments: Sequence[Any]) -> fx.GraphModule:
     """The joint graph: it takes the program's arguments, and returns its results and gradients.
 
     Behind the arguments it takes the inputs of each storage, in the place of their stand-ins.

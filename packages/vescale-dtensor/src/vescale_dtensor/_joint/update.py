@@ -168,7 +168,7 @@ def local_moment(state: Mapping[str, Any], name: str, one: UpdatedParameter) -> 
     )
 
 
-def planned(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
+def plan_update(optimizer: Optimizer, named: Mapping[int, str]) -> Update:
     """How an optimizer is to step these parameters; makes the state of those without one.
 
     Args:

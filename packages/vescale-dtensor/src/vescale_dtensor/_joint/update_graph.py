@@ -15,7 +15,7 @@ from vescale_dtensor._joint.builder import Builder, copied
 from vescale_dtensor._joint.clipping import Clip, add_clip
 from vescale_dtensor._joint.storage import ParameterStorage
 from vescale_dtensor._joint.tracing import describe_memory
-from vescale_dtensor._joint.update import Update, add_update, planned
+from vescale_dtensor._joint.update import Update, add_update, plan_update
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.dtensor import DTensor
 
@@ -43,7 +43,7 @@ class JointGraph(Protocol):
     def _stored(self) -> tuple[ParameterStorage, ...]: ...
 
 
-def updated(
+def with_update(
     whole: JointGraph, optimizer: Optimizer, clip: Clip | None
 ) -> tuple[fx.GraphModule, Update, tuple[int, ...], Spec | None]:
     """Add clipping and an update to a copy of a graph.
@@ -67,7 +67,7 @@ def updated(
         if node is not None
     }
     names = {id(leaf): name for leaf, name in zip(whole._leaves, whole.parameters, strict=True)}
-    update = planned(optimizer, {one: name for one, name in names.items() if one in totals})
+    update = plan_update(optimizer, {one: name for one, name in names.items() if one in totals})
     if not update.stepped:
         raise CaptureError("joint: the optimizer steps no parameter that gets a gradient")
     make = Builder(graph)

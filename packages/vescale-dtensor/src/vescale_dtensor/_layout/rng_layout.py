@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vescale_dtensor._layout.execution_events import record_draw
 from vescale_dtensor._layout.layout import Layout, Shape
-from vescale_dtensor._layout.protocol import described
+from vescale_dtensor._layout.protocol import describe_owned
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._torch.worlds import cached
 
@@ -44,4 +44,4 @@ def rng_layout_of(spec: Spec, strides: Shape) -> vescale_rng.ShardLayout:
 # object would plan again.
 @cached(1024)
 def _random_layout(layout: Layout, shape: Shape, strides: Shape) -> vescale_rng.ShardLayout:
-    return vescale_rng.as_layout(described(layout, shape, strides))
+    return vescale_rng.as_layout(describe_owned(layout, shape, strides))

@@ -21,7 +21,7 @@ from vescale_parallel._apply.zero_install import (
 )
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._common.mesh_axes import rearranged
+from vescale_parallel._common.mesh_axes import with_axes
 from vescale_parallel._common.optimizer_hooks import Watcher, watch_steps
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.rows import ParameterRow
@@ -96,7 +96,7 @@ def stage_placements(mesh: DeviceMesh, report: Report) -> StagePlacements:
         return _with_shares(mesh, report, report.split, others)
     # Activations need a mesh as well; that of a stage of one rank has one axis of one.
     axes: dict[str, tuple[str, ...]] = {name: (name,) for name in others} or {"dp": ()}
-    stored = rearranged(mesh, {**axes, AXIS: (AXIS,)})
+    stored = with_axes(mesh, {**axes, AXIS: (AXIS,)})
     return StagePlacements(stored[tuple(axes)], stored, report.split.owners, {})
 
 
@@ -106,7 +106,7 @@ def _with_shares(
     rest = {name: (name,) for name in others if name != report.over}
     # Stages outermost, then the shards of `zero`: number `stage * shards + shard` on the joint
     # axis, which is the order of `shares` below.
-    stored = rearranged(mesh, {**rest, f"{AXIS}_{report.over}": (AXIS, report.over)})
+    stored = with_axes(mesh, {**rest, f"{AXIS}_{report.over}": (AXIS, report.over)})
     stages = mesh_sizes(mesh)[AXIS]
     shares = {}
     for rank, buffers in enumerate(split.buffers):

@@ -14,7 +14,7 @@ from vescale_dtensor import Placement, RaggedShard
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._check.report import Report
 from vescale_parallel._common.mesh import mesh_sizes
-from vescale_parallel._common.mesh_axes import rearranged
+from vescale_parallel._common.mesh_axes import with_axes
 from vescale_parallel._notation.layout import RuleLayout, block_sizes
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._zero import host
@@ -82,7 +82,7 @@ def stored_placements(
 def _with_last(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     names = list(mesh_sizes(mesh))
     order = [*(name for name in names if name != axis), axis]
-    return mesh if order == names else rearranged(mesh, {name: (name,) for name in order})
+    return mesh if order == names else with_axes(mesh, {name: (name,) for name in order})
 
 
 def install_zero(

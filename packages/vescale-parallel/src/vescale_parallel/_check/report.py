@@ -22,7 +22,7 @@ from vescale_parallel._cost import (
     Cost,
     Piece,
     Precision,
-    Scene,
+    StepPlace,
     Workload,
     estimate,
     packed_bytes,
@@ -179,7 +179,7 @@ class Report:
             **workload,
         )
         sizes = dict(self.mesh)
-        scene = Scene(
+        scene = StepPlace(
             mesh=sizes,
             batch=self.batch.axes if self.batch else (),
             over=self.over or "dp",  # a plan without levels has no axis

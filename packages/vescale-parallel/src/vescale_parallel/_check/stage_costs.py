@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from vescale_parallel._cost import Cost, Piece, Precision, Scene, Transfer, Workload, estimate
+from vescale_parallel._cost import Cost, Piece, Precision, StepPlace, Transfer, Workload, estimate
 from vescale_parallel._cost import waited as waited_for
 from vescale_parallel._pipeline.plan.rules import AXIS
 from vescale_parallel._pipeline.plan.split import Split
@@ -15,7 +15,7 @@ from vescale_parallel._schedules.timeline import StageTimes, simulate_schedule
 def staged_cost(
     pieces: Sequence[Piece],
     split: Split,
-    scene: Scene,
+    scene: StepPlace,
     work: Workload,
     precision: Precision | None = None,
 ) -> Cost:
@@ -89,7 +89,7 @@ class _Busy(NamedTuple):
         return StageTimes(each, each * (1 + self.again), each, kept, kept)
 
 
-def _busy(cost: Cost, pieces: Sequence[Piece], scene: Scene, work: Workload) -> _Busy:
+def _busy(cost: Cost, pieces: Sequence[Piece], scene: StepPlace, work: Workload) -> _Busy:
     within = [one for one in cost.transfers if not _is_of_parameters(one[0], scene)]
     outside = [one for one in cost.transfers if _is_of_parameters(one[0], scene)]
     cluster = scene.cluster
@@ -103,7 +103,7 @@ def _busy(cost: Cost, pieces: Sequence[Piece], scene: Scene, work: Workload) -> 
     return _Busy(seconds, waits, again, cost.memory.activations)
 
 
-def _is_of_parameters(one: Transfer, scene: Scene) -> bool:
+def _is_of_parameters(one: Transfer, scene: StepPlace) -> bool:
     return one.axis == scene.over or one.axis in scene.batch
 
 
@@ -122,7 +122,7 @@ def _of_rank(
 
 
 def _message(
-    pieces: Sequence[Piece], split: Split, scene: Scene, work: Workload, precision: Precision
+    pieces: Sequence[Piece], split: Split, scene: StepPlace, work: Workload, precision: Precision
 ) -> Transfer:
     """Return what a stage sends of one microbatch: as wide as its first norm or matrix takes it."""
     first = split.blocks[0]

@@ -56,7 +56,7 @@ class PlanCost:
         return self.cost.memory.total <= self.memory
 
 
-def priced(
+def price_plan(
     model: nn.Module,
     plan: Plan,
     sizes: Mapping[str, int],

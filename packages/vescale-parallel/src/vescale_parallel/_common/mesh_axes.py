@@ -12,7 +12,7 @@ from vescale_comm import group_alone, group_of
 from vescale_parallel._common.mesh import mesh_sizes
 
 
-def rearranged(mesh: DeviceMesh, axes: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
+def with_axes(mesh: DeviceMesh, axes: Mapping[str, tuple[str, ...]]) -> DeviceMesh:
     """Return a mesh of the same ranks with other axes. Collective of its ranks.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def untouched(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def empty_result(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return no rows, as `rows` has none, computed from all of these; their gradients are zeros."""
     result: Tensor = _EmptyResult.apply(rows, *parameters)  # type: ignore[no-untyped-call]
     return result

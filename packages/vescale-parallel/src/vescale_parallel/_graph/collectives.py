@@ -14,7 +14,7 @@ from vescale_comm import as_group
 from vescale_parallel._errors import GraphError, MemoryPlanError
 from vescale_parallel._memory.program import Program
 from vescale_parallel._memory.simulation import profile
-from vescale_parallel._memory.tracing import Tracing, traced
+from vescale_parallel._memory.tracing import Tracing, trace_program
 
 ops: Any = torch.ops._c10d_functional
 NAMESPACE: Final = "_c10d_functional"
@@ -165,7 +165,7 @@ def dependencies(
     """
     try:
         # Without the chain of collectives: their order is what a schedule is about to choose.
-        of = traced(module, None, ("draws", "effects"), memory)
+        of = trace_program(module, None, ("draws", "effects"), memory)
     except MemoryPlanError as error:
         raise GraphError(str(error)) from error
     nodes = of.nodes

@@ -12,7 +12,7 @@ from vescale_dtensor.storage import joint_stored
 from vescale_parallel._errors import GraphError
 from vescale_parallel._graph.agreement import agreed
 from vescale_parallel._graph.collectives import collectives, dependencies, needs
-from vescale_parallel._graph.placement import placed
+from vescale_parallel._graph.placement import place_collectives
 from vescale_parallel._graph.stored_units import StoredUnit
 from vescale_parallel._zero.schedule import zero_schedule_of
 
@@ -69,7 +69,7 @@ def train_step(model: nn.Module, function: Callable[..., Any], *args: Any, **kwa
         for one in stored:
             one.let_go()
     again = {one.names[0] for one in stored if _is_given_back(one)}
-    made = placed(whole.graph_module, again)
+    made = place_collectives(whole.graph_module, again)
     found = collectives(made.graph)
     waits, *_ = dependencies(made)
     # Only to compare: ranks whose gathers stood in another order would wait for each other in the

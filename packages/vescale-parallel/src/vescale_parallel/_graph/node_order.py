@@ -41,7 +41,7 @@ class Memory:
     bound: int | None
 
 
-def emitted(waits: Waits, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def order_nodes(waits: Waits, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """These nodes, in this order as far as each comes after what it waits for."""
     run = _NodeOrder(waits)
     run.all_of(nodes)

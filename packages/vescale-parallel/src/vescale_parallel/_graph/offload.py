@@ -28,7 +28,7 @@ from vescale_parallel._graph.rewrite import copied
 from vescale_parallel._graph.timeline import computing_seconds
 from vescale_parallel._graph.values import say_value
 from vescale_parallel._memory.simulation import profile
-from vescale_parallel._memory.tracing import Result, TracedGraph, Tracing, traced
+from vescale_parallel._memory.tracing import Result, TracedGraph, Tracing, trace_program
 
 aten: Any = torch.ops.aten
 _ALIGNMENT: Final = 64
@@ -179,7 +179,7 @@ def _attempt(
     made = _GraphEdits(module, 0 if held is None else _aligned(held.numel()))
     peaks: list[int] = []
     while True:
-        of = traced(made.module, inputs, memory=tracing)
+        of = trace_program(made.module, inputs, memory=tracing)
         peaks.append(profile(of.program, range(len(of.program))).peak)
         stuck = len(peaks) > _PATIENCE and min(peaks[-_PATIENCE:]) >= min(peaks[:-_PATIENCE])
         chosen: list[_Move | Choice] = []
@@ -199,7 +199,7 @@ def _attempt(
     _start_early(of, max(goal, peaks[-1]), machine)
     made.module.graph.lint()
     made.module.recompile()
-    of = traced(made.module, inputs, memory=tracing)
+    of = trace_program(made.module, inputs, memory=tracing)
     return Offloaded(
         made.module,
         peaks[0],

@@ -16,7 +16,7 @@ from vescale_parallel._graph.node_order import Waits
 from vescale_parallel._graph.rewrite import copied
 
 
-def placed(module: fx.GraphModule, again: Collection[str]) -> fx.GraphModule:
+def place_collectives(module: fx.GraphModule, again: Collection[str]) -> fx.GraphModule:
     """A copy of a traced graph with its gathers and sums in their places.
 
     Args:

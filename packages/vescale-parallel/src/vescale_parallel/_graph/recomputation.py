@@ -21,7 +21,7 @@ from vescale_parallel._graph.machine import Machine
 from vescale_parallel._graph.rewrite import copied
 from vescale_parallel._graph.timeline import computing_seconds
 from vescale_parallel._memory.simulation import profile
-from vescale_parallel._memory.tracing import TracedGraph, Tracing, traced
+from vescale_parallel._memory.tracing import TracedGraph, Tracing, trace_program
 
 _LONGEST: Final = 64  # operators that are repeated for one value, at most
 _ROUNDS: Final = 64
@@ -132,7 +132,7 @@ def _attempt(
     seconds: dict[str, float] = {}
     peaks: list[int] = []
     while True:
-        of = traced(module, inputs, memory=tracing)
+        of = trace_program(module, inputs, memory=tracing)
         peaks.append(profile(of.program, range(len(of.program))).peak)
         stuck = len(peaks) > _PATIENCE and min(peaks[-_PATIENCE:]) >= min(peaks[:-_PATIENCE])
         chosen = []

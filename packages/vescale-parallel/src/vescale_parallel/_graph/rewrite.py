@@ -17,7 +17,7 @@ from torch import fx
 
 from vescale_parallel._graph.collective_plan import Buckets
 from vescale_parallel._graph.collectives import Collective, collectives, dependencies, ops
-from vescale_parallel._graph.node_order import Memory, Waits, emitted, overlapped
+from vescale_parallel._graph.node_order import Memory, Waits, order_nodes, overlapped
 from vescale_parallel._graph.values import fake_mode_of, say_value
 from vescale_parallel._memory.graph_copy import copied_module
 from vescale_parallel._memory.simulation import profile
@@ -32,7 +32,7 @@ def copied(module: fx.GraphModule, waits: Waits) -> tuple[fx.GraphModule, Waits]
     return made, {copies[node]: {copies[one] for one in before} for node, before in waits.items()}
 
 
-def rearranged(
+def rewrite_graph(
     module: fx.GraphModule,
     waits: Waits,
     buckets: Buckets,
@@ -82,7 +82,7 @@ def rearranged(
         waits[after].add(before)
     # Sorting is stable, and a bucket stands where its last member does.
     steps = [node for node in sorted(place, key=place.__getitem__) if node in waits]
-    plain = emitted(waits, steps)
+    plain = order_nodes(waits, steps)
     _put(made, plain)
     _, peak, program = dependencies(made, tracing)
     order = plain

@@ -19,7 +19,7 @@ from vescale_parallel._graph.agreement import Agreed, agreed
 from vescale_parallel._graph.budget import Bytes, bytes_of
 from vescale_parallel._graph.collectives import Collective, collectives, dependencies, needs
 from vescale_parallel._graph.node_order import Waits
-from vescale_parallel._graph.rewrite import rearranged
+from vescale_parallel._graph.rewrite import rewrite_graph
 from vescale_parallel._memory.tracing import Tracing
 
 Wanted = Literal["auto"] | Sequence[str | Sequence[str]] | None
@@ -173,7 +173,9 @@ def _least(
         rest: collective_plan.Buckets, moved: bool
     ) -> tuple[Schedule, int, Collection[int]]:
         bounds = {"ahead_bytes": ahead_bytes, "memory_bytes": bound}
-        made, peak, alive = rearranged(graph, waits, rest, overlap=moved, tracing=tracing, **bounds)
+        made, peak, alive = rewrite_graph(
+            graph, waits, rest, overlap=moved, tracing=tracing, **bounds
+        )
         # Peaks differ over ranks. Each takes the number of the one that is worst off, so that
         # all stop at the same candidate, and none goes on to a collective alone.
         over = _highest(peak if bound is None else max(0, peak - bound))

@@ -24,7 +24,7 @@ from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._invariant.delivery import Destination, destinations_of
-from vescale_parallel._invariant.exchange import exchanged
+from vescale_parallel._invariant.exchange import exchange_sums
 from vescale_parallel._invariant.facts import Told, tell
 from vescale_parallel._invariant.metrics import PackedResult, form_of, values_within, with_values
 from vescale_parallel._invariant.norms import RunningStatistics
@@ -272,7 +272,7 @@ class InvariantStep:
             mine = sums.take()
             # The same on every rank, as `told` is: nobody waits in an exchange that others skip.
             if any(told.arrived[number] for number in one.bundle.parameters):
-                summed = exchanged(one.bundle, mine, nodes, self.row.shards, self.group)
+                summed = exchange_sums(one.bundle, mine, nodes, self.row.shards, self.group)
                 found.append(summed)
             else:
                 found.append(None)

@@ -17,11 +17,16 @@ from vescale_parallel._memory.caching import reserved
 from vescale_parallel._memory.graph_copy import copied_module
 from vescale_parallel._memory.highs import by_highs, has_highs
 from vescale_parallel._memory.layout import ArenaLayout, Block, aligned, laid_out, most_at_once
-from vescale_parallel._memory.order_choice import ChosenOrder, by_search, ordered, ordered_by_ilp
+from vescale_parallel._memory.order_choice import (
+    ChosenOrder,
+    by_search,
+    choose_order,
+    ordered_by_ilp,
+)
 from vescale_parallel._memory.picture import as_svg
 from vescale_parallel._memory.places import Place, arena_device, places
 from vescale_parallel._memory.simulation import lifetimes
-from vescale_parallel._memory.tracing import TracedGraph, traced
+from vescale_parallel._memory.tracing import TracedGraph, trace_program
 
 Solver = Literal["auto", "search", "highs", "rules", "ilp"]
 _HEIGHTS: Final = 60  # of an arena that are compared, at most
@@ -301,14 +306,14 @@ def plan(
         )
     # Nodes can be changed later: `run` and `apply` compare with what was planned.
     calls = _calls(module)
-    of = _with_workspaces(traced(module, inputs), workspaces or {})
+    of = _with_workspaces(trace_program(module, inputs), workspaces or {})
     # Two thirds of the time are for the order, as layouts hardly ever need any.
     deadline = start + seconds * 2 / 3
     if solver == "ilp":
         found = ordered_by_ilp(of.program, deadline=deadline)
     else:
         solve = {"rules": None, "highs": by_highs}.get(solver, by_search)
-        found = ordered(of.program, deadline=deadline, solve=solve)
+        found = choose_order(of.program, deadline=deadline, solve=solve)
     if alignment is None:
         alignment = ALIGNMENT if arena_device(of).type == "cpu" else _ON_DEVICES
     ways = places(of)

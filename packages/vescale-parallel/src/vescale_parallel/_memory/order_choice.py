@@ -49,7 +49,7 @@ def by_search(items: Items, upper: int, floor: int, deadline: float) -> SearchRe
     return searched(items, upper, floor, deadline=deadline)
 
 
-def ordered(of: Program, *, deadline: float, solve: Solve | None = by_search) -> ChosenOrder:
+def choose_order(of: Program, *, deadline: float, solve: Solve | None = by_search) -> ChosenOrder:
     """Find an order whose peak is never above program order's; `solve` None leaves out searches."""
     reach = Reach(of)
     planner = _Planner(of, reach.lower_bound(), deadline)

@@ -222,7 +222,7 @@ CHAINS: Final = ("draws", "communicates", "effects")
 """What has to stay in the order of the graph among itself."""
 
 
-def traced(
+def trace_program(
     module: fx.GraphModule,
     inputs: Sequence[Any] | None,
     chains: Sequence[str] = CHAINS,

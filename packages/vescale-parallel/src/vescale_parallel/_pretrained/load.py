@@ -21,7 +21,7 @@ from vescale_parallel._deferred.tape import Fill
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._pretrained.folder import stored_in
 from vescale_parallel._pretrained.model_mesh import mesh_of
-from vescale_parallel._pretrained.name_match import SavedTensor, matched, saved_tensors
+from vescale_parallel._pretrained.name_match import SavedTensor, match_names, saved_tensors
 from vescale_parallel._pretrained.weight_file import FileTensor, fill_from_file
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -61,7 +61,7 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
         tensors = saved_tensors(model)
         _require_memory(tensors)
         stored = stored_in(Path(folder))
-        pairs = matched(tensors, stored, folder, cast=cast)
+        pairs = match_names(tensors, stored, folder, cast=cast)
     except Exception as error:  # whatever it is, the other ranks must hear of it before it leaves
         problem = error
     mesh = mesh_of(model)

@@ -33,7 +33,7 @@ def saved_tensors(model: nn.Module) -> list[SavedTensor]:
     return [SavedTensor(tuple(names[key]), one) for key, one in tensors.items()]
 
 
-def matched(
+def match_names(
     tensors: list[SavedTensor], stored: Mapping[str, FileTensor], folder: object, *, cast: bool
 ) -> list[tuple[SavedTensor, tuple[FileTensor, ...]]]:
     """Each tensor with what is stored of it; several where a shared one is stored under two names.

@@ -127,7 +127,7 @@ def exchanged_axes(context: LocalContext) -> list[int]:
     return [axis for axis, one in enumerate(placements) if _is_rows(one)]
 
 
-def exchanged(
+def exchange_attention(
     context: LocalContext,
     axes: Sequence[int],
     given: dict[str, Any],
