@@ -253,8 +253,8 @@ def in_stages(name: str, schedule: str, layout: str) -> nn.Module:
     """The model on the mesh of a layout."""
     sizes, fields = LAYOUTS[layout]
     model = made(name)
-    pipeline = {**MODELS[name][1], "schedule": schedule, "microbatches": MICROBATCHES}
-    plan = Plan.from_hf(model, pipeline=pipeline, **fields)
+    words = {**MODELS[name][1], **fields, "microbatches": MICROBATCHES}
+    plan = Plan.from_hf(model, pipeline=schedule, **words)
     parallelize(model, make_mesh(device_type="cpu", **sizes), plan)
     return model
 

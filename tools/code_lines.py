@@ -38,7 +38,7 @@ ROWS = {
     "TP + SP": (),
     "TP + SP + ZeRO-3": ("zero=3",),
     "TP + SP + ZeRO-3 + checkpointing": ("zero=3", 'checkpoint="full"'),
-    "TP + SP + ZeRO-3 + PP": ("zero=3", 'pipeline={"microbatches": 2}'),
+    "TP + SP + ZeRO-3 + PP": ("zero=3", 'pipeline="1f1b"', "microbatches=2"),
 }
 
 

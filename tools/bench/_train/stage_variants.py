@@ -34,10 +34,8 @@ class StagedVariant:
     def __init__(
         self, sizes: Sizes, mesh: DeviceMesh, *, schedule: str, static: bool = False
     ) -> None:
-        words = {"schedule": schedule, "microbatches": MICROBATCHES}
-        self.model = parallelize(
-            seeded(sizes), mesh, Plan(pipeline=words), static=static, check=None
-        )
+        plan = Plan(pipeline=schedule, microbatches=MICROBATCHES)
+        self.model = parallelize(seeded(sizes), mesh, plan, static=static, check=None)
         self.optimizer: Optimizer = adamw(self.model.parameters())
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ def cases() -> list[Case]:
 
 def _captured(device: torch.device) -> CaseResult:
     """Draws with a `GraphGenerator` under a CUDA graph, replayed."""
-    from vescale_rng import GraphGenerator, Normal, dropout, fill_, layout_of, position
+    from vescale_rng import Normal, dropout, fill_, layout_of
+    from vescale_rng.cuda import GraphGenerator
+    from vescale_rng.streams import position
 
     layout: Any = layout_of((3000, 1001), [Shard(1)], (2,), (1,))
     generator = torch.Generator(device)
@@ -91,7 +93,8 @@ def _undisturbed(device: torch.device) -> CaseResult:
 
 def _refused(device: torch.device) -> CaseResult:
     """What would have to be found out while a graph is captured is an error in words."""
-    from vescale_rng import DeviceError, GraphGenerator, Uniform, fill_, layout_of
+    from vescale_rng import DeviceError, Uniform, fill_, layout_of
+    from vescale_rng.cuda import GraphGenerator
 
     layout: Any = layout_of((33, 3), [Shard(0)], (2,), (1,))
     local = torch.empty(layout.local_shape, dtype=torch.float64, device=device)

@@ -190,7 +190,8 @@ def _probabilities(dtype: torch.dtype, device: torch.device) -> CaseResult:
 
 def _how_far(device: torch.device) -> CaseResult:
     """`skip` moves a generator as far as the op does, without running it."""
-    from vescale_rng import BernoulliOf, Dropout, Normal, Uniform, skip
+    from vescale_rng import Normal, Uniform
+    from vescale_rng.streams import BernoulliOf, Dropout, skip
 
     ops: list[tuple[Any, Callable[[Tensor], Tensor]]]
     ops = [(Dropout(), F.dropout), (BernoulliOf(), torch.bernoulli)]

@@ -17,7 +17,7 @@ from tools.first_gpu.models import TRAININGS, Training, parallelised, step_of, t
 
 ZERO = "dp=2 zero 3"
 OFFLOADS: dict[str, dict[str, Any]] = {
-    "zero 3": {"zero": 3, "offload": True, "behind": 1},
+    "zero 3": {"zero": 3, "offload": True, "reduce_ahead": 1},
     "zero 3, optimizer": {"zero": 3, "offload": "optimizer"},
     "zero 2": {"zero": 2, "offload": True},
     "zero 1": {"zero": 1, "offload": True},
@@ -113,18 +113,18 @@ def _trained(words: dict[str, Any], device: torch.device, sizes: Any = None) -> 
 
 def _overlapped(device: torch.device) -> CaseResult:
     """The same bits however much is gathered ahead and on its way behind."""
-    expected = _trained({"prefetch": 0, "behind": 0}, device)
+    expected = _trained({"prefetch": 0, "reduce_ahead": 0}, device)
     pairs: dict[str, Any] = {}
-    for words in ({"prefetch": 1, "behind": 1}, {"prefetch": 2, "behind": 3}, {}):
+    for words in ({"prefetch": 1, "reduce_ahead": 1}, {"prefetch": 2, "reduce_ahead": 3}, {}):
         for rank, found in enumerate(_trained(words, device)):
             name = str(words) if words else "auto"
             pairs |= {f"{name}, rank {rank}: {k}": (expected[rank][k], v) for k, v in found.items()}
-    return same_bits(pairs, "the bits of prefetch=0, behind=0")
+    return same_bits(pairs, "the bits of prefetch=0, reduce_ahead=0")
 
 
 def _offloaded(words: dict[str, Any], device: torch.device) -> CaseResult:
     """Parameters and states in pinned memory of the host, beside the same on the device."""
-    plain = {name: one for name, one in words.items() if name not in ("offload", "behind")}
+    plain = {name: one for name, one in words.items() if name not in ("offload", "reduce_ahead")}
     pairs: dict[str, Any] = {}
     expected = _trained(plain, device)
     for rank, found in enumerate(_trained(words, device)):
@@ -270,8 +270,8 @@ def _stages(device: torch.device) -> CaseResult:
 
     found: dict[str, list[Any]] = {}
     for schedule in ("gpipe", "1f1b", "zb-h1"):
-        pipeline = {"stages": "blocks.*", "schedule": schedule, "microbatches": 4}
-        of = Training({"pp": 2}, {"pipeline": pipeline}, microbatches=4)
+        words = {"stages": "blocks.*", "schedule": schedule, "microbatches": 4}
+        of = Training({"pp": 2}, words, microbatches=4)
 
         def body(rank: int, world_size: int, of: Training = of) -> dict[str, Tensor]:
             torch.manual_seed(0)

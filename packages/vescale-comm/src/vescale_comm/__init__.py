@@ -10,10 +10,10 @@ from vescale_comm._collectives.bucket import Bucket, Buffer
 from vescale_comm._collectives.bucketed_calls import Reducer, all_reduce_bucketed, gather_ahead
 from vescale_comm._collectives.hierarchical import all_reduce_hierarchical
 from vescale_comm._collectives.in_place import (
-    all_gather_into,
+    all_gather_into_tensor,
     all_reduce_,
     broadcast_,
-    reduce_scatter_into,
+    reduce_scatter_tensor,
 )
 from vescale_comm._collectives.permute import permute
 from vescale_comm._collectives.reduce_scatter import reduce_scatter
@@ -76,7 +76,7 @@ __all__ = [
     "Wire",
     "__version__",
     "all_gather",
-    "all_gather_into",
+    "all_gather_into_tensor",
     "all_reduce",
     "all_reduce_",
     "all_reduce_bucketed",
@@ -103,7 +103,7 @@ __all__ = [
     "permute",
     "recv",
     "reduce_scatter",
-    "reduce_scatter_into",
+    "reduce_scatter_tensor",
     "scatter",
     "send",
     "simulate",

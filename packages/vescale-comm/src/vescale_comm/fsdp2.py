@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from vescale_comm._collectives.in_place import reduce_scatter_into
+from vescale_comm._collectives.in_place import reduce_scatter_tensor
 from vescale_comm._collectives.replicated_shards import ReplicaGrid
 from vescale_comm._engine.operators import FinishedHandle
 from vescale_comm._errors import CommArgumentError
@@ -62,7 +62,7 @@ class ReduceScatter:
         """Reduce `input_tensor` over the group; this rank's shard goes to `output_tensor`."""
         # torch calls this from backward hooks, where grad mode is whatever the user's backward has.
         with torch.no_grad():
-            return reduce_scatter_into(
+            return reduce_scatter_tensor(
                 output_tensor,
                 input_tensor,
                 group,

@@ -27,11 +27,11 @@ def gathered(rank, world_size):
             of_torch = torch.empty((world_size * shape[0], *shape[1:]), dtype=dtype)
             gather_single(of_torch, x)
             into = torch.empty_like(of_torch)
-            started = vc.all_gather_into(torch.empty_like(into), x, async_op=True)
+            started = vc.all_gather_into_tensor(torch.empty_like(into), x, async_op=True)
             found = [
                 vc.all_gather(x),
                 vc.all_gather(x),
-                vc.all_gather_into(into, x),
+                vc.all_gather_into_tensor(into, x),
                 started.wait(),
             ]
             assert all(torch.equal(one, of_torch) for one in found), (shape, dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vescale_comm import SimulationError, execution_log, simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
-from vescale_parallel import PipelineError, Plan, forward_backward, parallelize
+from vescale_parallel import Pipeline, PipelineError, Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
 from vescale_parallel._step.forward_backward import step_of
 
@@ -68,14 +68,14 @@ class Hook:
             raise ValueError("not today")
 
 
-STAGES = {"schedule": "1f1b", "microbatches": 2}
+STAGES = {"pipeline": "1f1b", "microbatches": 2}
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "microbatches": ({"dp": 2}, {"batch": "dp:0", "microbatches": 2}),
     "zero": ({"dp": 2}, {"batch": "dp:0", "microbatches": 2, "zero": 3}),
-    "1f1b": ({"pp": 2}, {"pipeline": {"schedule": "1f1b", "microbatches": 3}}),
-    "halves": ({"pp": 2}, {"pipeline": {"schedule": "zb-h1", "microbatches": 3}}),
-    "everywhere": ({"pp": 2}, {"pipeline": STAGES | {"everywhere": "embed"}}),
-    "stages of two": ({"pp": 2, "dp": 2}, {"batch": "dp:0", "pipeline": STAGES}),
+    "1f1b": ({"pp": 2}, {"pipeline": "1f1b", "microbatches": 3}),
+    "halves": ({"pp": 2}, {"pipeline": "zb-h1", "microbatches": 3}),
+    "everywhere": ({"pp": 2}, STAGES | {"pipeline": Pipeline(everywhere="embed")}),
+    "stages of two": ({"pp": 2, "dp": 2}, {"batch": "dp:0", **STAGES}),
 }
 
 

@@ -28,7 +28,7 @@ def test_a_function_makes_the_schedule():
 def test_a_file_has_the_schedule(tmp_path: Path):
     path = tmp_path / "mine.csv"
     path.write_text(make_schedule("zbv", 2, 4).to_csv())
-    how = Plan(pipeline={"schedule": str(path)})
+    how = Plan(pipeline=str(path))
     path.unlink()
     assert Plan.from_json(how.to_json()) == how
     simulate(2)(train, {"pp": 2}, how, False, 8)
@@ -52,7 +52,7 @@ def test_what_is_no_schedule_is_refused(case: str):
     given, words = WRONG[case]
     microbatches = 1 if case in ("a deadlock", "half a backward") else 4
     with pytest.raises(PlanError, match=words):
-        Plan(pipeline={"schedule": given, "microbatches": microbatches}).check(make(), {"pp": 2})
+        Plan(pipeline=given, microbatches=microbatches).check(make(), {"pp": 2})
 
 
 def test_functions_are_not_written():

@@ -164,8 +164,7 @@ class Turns(nn.Module):
 def test_ranks_without_rows_gather_what_others_gather(schedule: str, zero: int):
     """Of 7 rows the last microbatch has one, so one of two ranks has other kernels in its graph."""
     plain, model = Turns(), Turns()
-    words = {"schedule": schedule, "microbatches": 4}
-    how = Plan(pipeline=words, zero=zero)
+    how = Plan(pipeline=schedule, microbatches=4, zero=zero)
     parallelize(model, make_mesh(device_type="cpu", pp=2, dp=2), how)
     for step in range(2):
         x = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(step))

@@ -39,7 +39,7 @@ FUSED: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 def staged(sizes: dict[str, int]) -> nn.Module:
     torch.manual_seed(3)
-    how = Plan(parameters=PARAMETERS, pipeline={"microbatches": 2})
+    how = Plan(parameters=PARAMETERS, pipeline="1f1b", microbatches=2)
     return parallelize(Decoder(blocks=2), make_mesh(device_type="cpu", **sizes), how)
 
 

@@ -174,8 +174,8 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "last stage in the step": ({"fails": 2, "when": 2}, 4, "a block does not like this"),
     "reads a value": ({"through": reads}, 4, "reads a value that another stage"),
     "uses what is not passed on": ({"through": adds}, 4, "takes values that only other stages"),
-    "computes with another stage's weight": ({"through": late_embed}, 4, "'everywhere': 'embed'"),
-    "reads a row of another stage's weight": ({"through": late_row}, 4, "'everywhere': 'embed'"),
+    "computes with another stage's weight": ({"through": late_embed}, 4, "everywhere='embed'"),
+    "reads a row of another stage's weight": ({"through": late_row}, 4, "everywhere='embed'"),
     "hides a value": ({"through": hides}, 4, "no numbers"),
     "uses what a block did not return": ({"through": leaks}, 4, "is not what that returns"),
     "takes what it finds of what blocks leave": (
@@ -280,7 +280,7 @@ NO_STAGES = [
     ({"stages": ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]}, "follow the order"),
     ({"schedule": "zbv"}, "leave a stage empty"),
     ({"schedule": "1f2b"}, "no schedule"),
-    ({"stage": "blocks.*"}, "no word 'stage'"),
+    ({"stage": "blocks.*"}, "no 'stage'. Did you mean 'pipeline.stages'"),
     ({"microbatches": 0}, "positive number"),
     ({"schedule": "interleaved", "chunks": 2}, "leave a stage empty"),
 ]
@@ -289,11 +289,11 @@ NO_STAGES = [
 @pytest.mark.parametrize(("pipeline", "words"), NO_STAGES, ids=str)
 def test_plans_that_make_no_stages_are_refused(pipeline: dict[str, Any], words: str):
     with pytest.raises(PlanError, match=words):
-        Plan(pipeline=pipeline).check(Model(), {"pp": 4})
+        Plan(pipeline="1f1b").with_(**pipeline).check(Model(), {"pp": 4})
 
 
 def test_stages_are_balanced_and_explained():
-    report = Plan(pipeline=PIPELINE | {"stages": "blocks.*"}).check(Model(), {"pp": 2})
+    report = Plan().with_(**PIPELINE, stages="blocks.*").check(Model(), {"pp": 2})
     assert report.split is not None
     assert report.split.stages == (("blocks.0", "blocks.1"), ("blocks.2", "blocks.3"))
     assert report.split.owners["embed.weight"] == 0

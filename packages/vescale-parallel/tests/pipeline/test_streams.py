@@ -7,12 +7,13 @@ from collections import namedtuple
 
 import pytest
 import torch
-from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, StridedShard
+from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor.placement_types import StridedShard
 from vescale_parallel import PipelineError
 from vescale_parallel._pipeline.trace.streams import Streams, after, words_between
 from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs, TensorSpec
 from vescale_parallel._pipeline.trace.text import from_text, to_text
-from vescale_rng import position
+from vescale_rng.streams import position
 
 
 def moved(seed: int) -> random.Random:

@@ -103,10 +103,8 @@ def trained(schedule: str, sizes: dict[str, int], zero: int, seed: int, rows: in
 
     def on_a_rank(rank: int, world_size: int) -> None:
         plain, model = Pairs(seed), Pairs(seed)
-        words = {"schedule": schedule, "microbatches": count}
-        how = Plan(
-            pipeline=words, zero=zero, **({"parameters": PARAMETERS} if "tp" in sizes else {})
-        )
+        how = Plan(pipeline=schedule, microbatches=count, zero=zero)
+        how = how | Plan(parameters=PARAMETERS) if "tp" in sizes else how
         parallelize(model, make_mesh(device_type="cpu", **sizes), how)
         compare(model, plain, rows, count)
 

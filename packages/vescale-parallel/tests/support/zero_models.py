@@ -87,7 +87,7 @@ SEQUENCE_PARALLEL = {"embed": "-> tp:1", "blocks.*.mlp": "tp:full -> tp:1", "hea
 
 
 def plan_for(sizes: Mapping[str, int], zero: Any = 3, **words: Any) -> Plan:
-    """The decoder's plan on a mesh of these sizes."""
+    """The decoder's plan on a mesh of these sizes; `words` are those of `Plan.with_`."""
     batch = "replica:0, dp:0" if "replica" in sizes else "dp:0"
     known: dict[str, Any] = {
         "parameters": PARAMETERS,
@@ -96,7 +96,7 @@ def plan_for(sizes: Mapping[str, int], zero: Any = 3, **words: Any) -> Plan:
         "axes": ("replica", "dp", "tp"),
         "zero": zero,
     }
-    return Plan(**(known | words))
+    return Plan(**known).with_(**words)
 
 
 def make(seed: int = 0, **options: Any) -> Decoder:

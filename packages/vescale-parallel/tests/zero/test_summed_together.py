@@ -1,6 +1,6 @@
 """Gradients of small units are reduced by one collective, with the bits of those by themselves.
 
-Left open (`behind="auto"`), beside a plan that says of how many units gradients are under way.
+Left open (`reduce_ahead="auto"`), beside a plan that says of how many units they are under way.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def backward(model: nn.Module, seed: int) -> int:
 
 
 def trained(rank: int, world_size: int, zero: Any, words: dict[str, Any], sent: int) -> None:
-    models = [distributed(make(), DP, zero, behind=n, **words) for n in (BLOCKS, "auto")]
+    models = [distributed(make(), DP, zero, reduce_ahead=n, **words) for n in (BLOCKS, "auto")]
 
     def step(model: nn.Module, seed: int) -> int:
         found = backward(model, seed)
@@ -68,8 +68,8 @@ def test_no_more_than_the_bound_are_reduced_together(monkeypatch: pytest.MonkeyP
 
 def asked(rank: int, world_size: int, behind: int) -> None:
     """Totals are asked for while further units come: of few units gradients are on their way."""
-    models = [distributed(make(), DP, 3, behind=n) for n in (behind, "auto")]
-    schedule_of(models[1]).behind = behind  # as beside a unit that is as large as all may be
+    models = [distributed(make(), DP, 3, reduce_ahead=n) for n in (behind, "auto")]
+    schedule_of(models[1]).reduce_ahead = behind  # as beside a unit that is as large as all may be
 
     def step(model: nn.Module, seed: int) -> None:
         with no_sync(model):
@@ -86,7 +86,7 @@ def test_what_was_asked_for_takes_nothing_along(behind: int):
 
 def unlike(rank: int, world_size: int) -> None:
     """Frozen units, and units that a step does not reach, have nothing to send."""
-    models = [distributed(make(), DP, 3, behind=n) for n in (BLOCKS, "auto")]
+    models = [distributed(make(), DP, 3, reduce_ahead=n) for n in (BLOCKS, "auto")]
     kinds = [(1, None), (0, None), (2, 1), (None, 2), (None, 0)]
 
     def step(model: nn.Module, seed: int) -> None:
@@ -110,7 +110,7 @@ def test_units_without_gradients():
 def static(rank: int, world_size: int) -> None:
     mesh = make_mesh(device_type="cpu", **DP)
     models = [
-        parallelize(make(), mesh, plan_for(DP, 3, behind=n), static=n == "auto")
+        parallelize(make(), mesh, plan_for(DP, 3, reduce_ahead=n), static=n == "auto")
         for n in (BLOCKS, "auto")
     ]
 

@@ -75,7 +75,7 @@ def test_the_bits_of_units_that_are_gathered_one_by_one(sizes: dict[str, int], z
     "words",
     [
         {"precision": {"compute": "bfloat16", "reduce": "float32"}},
-        {"behind": 0},
+        {"reduce_ahead": 0},
         {"checkpoint": "full"},
     ],
     ids=str,

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from vescale_comm._checks.arguments import check_tensor
 from vescale_comm._collectives.all_reduce import plan_all_reduce
 from vescale_comm._collectives.bucket import CAP_BYTES, Bucket
-from vescale_comm._collectives.in_place import all_gather_into, all_reduce_
+from vescale_comm._collectives.in_place import all_gather_into_tensor, all_reduce_
 from vescale_comm._collectives.reduce_scatter import reduce_scatter
 from vescale_comm._engine import flat_ops
 from vescale_comm._engine.autograd import StartedLinear, apply
@@ -274,7 +274,9 @@ def _gathered(
             part = parts[index].detach()
             # New for each buffer, and kept by its views alone: freed as soon as they are.
             out = part.new_empty(bucket.buffers[index].numel)
-            under_way.append(all_gather_into(out, part, group, sizes=sizes[index], async_op=True))
+            under_way.append(
+                all_gather_into_tensor(out, part, group, sizes=sizes[index], async_op=True)
+            )
 
     for _ in range(ahead):
         _start_next()

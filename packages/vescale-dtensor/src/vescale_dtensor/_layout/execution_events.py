@@ -208,6 +208,6 @@ def _state(local: Tensor, generator: torch.Generator | None) -> int | None:
         generator = torch.cuda.default_generators[local.device.index or 0]
     try:
         with no_torch_function():  # no part of a program that a mode records
-            return vescale_rng.fingerprint(generator)
+            return vescale_rng.streams.fingerprint(generator)
     except vescale_rng.RngError:  # captured into a graph: its state is not known here
         return None

@@ -104,17 +104,19 @@ def _described(describe: Callable[[], dict[str, str]]) -> dict[str, str]:
         return {UNDESCRIBED: f"{type(error).__name__}: {error}"}
 
 
-def _plan(plan: Any) -> dict[str, str]:
-    facts = {}
-    for name, value in dataclasses.asdict(plan).items():
-        if isinstance(value, dict):
+def _plan(plan: Any, within: str = "") -> dict[str, str]:
+    facts: dict[str, str] = {}
+    for field in dataclasses.fields(plan):
+        name, value = within + field.name, getattr(plan, field.name)
+        if dataclasses.is_dataclass(value):
+            facts |= _plan(value, f"{name}.")
+        elif isinstance(value, dict):
             # The order counts: the first rule that matches wins.
             for position, (glob, layout) in enumerate(value.items(), 1):
-                # A function prints its address, which differs between processes.
-                said = getattr(layout, "__qualname__", None) or repr(layout)
-                facts[f"{name} {glob}"] = f"{said} (rule {position})"
+                facts[f"{name} {glob}"] = f"{layout!r} (rule {position})"
         else:
-            facts[name] = repr(value)
+            # A function prints its address, which differs between processes.
+            facts[name] = getattr(value, "__qualname__", None) or repr(value)
     return facts
 
 

@@ -6,7 +6,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from vescale_dtensor import Placement, distribute_tensor, set_gradient_reducer, sum_whole
+from vescale_dtensor import Placement, distribute_tensor
+from vescale_dtensor.storage import set_gradient_reducer, sum_whole
 
 from vescale_parallel._apply.attention_install import ForwardHooks, install_attention
 from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
@@ -40,6 +41,7 @@ from vescale_parallel._invariant.meshes import compute_mesh
 from vescale_parallel._invariant.step import InvariantStep
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._plan.data import device_memory
+from vescale_parallel._plan.fields import as_zero
 from vescale_parallel._plan.plan import Plan
 from vescale_parallel._static.units import install_compile_entries, install_static
 from vescale_parallel._step.distribute_batch import install_distribution
@@ -114,11 +116,11 @@ def parallelize(
         _install_hooks(model, where.mesh, here, plan.batch_is)
         install_experts(model, here, where.mesh)
     if isinstance(where, StoredPlacements):
-        install_zero(model, report, where, plan.prefetch)
+        install_zero(model, report, where, as_zero(plan.zero).prefetch)
     within = install_attention(model, plan.sequence)
     scene = None
     if isinstance(where, StagePlacements):
-        scene = install_stages(model, here, mesh, where, plan.prefetch)
+        scene = install_stages(model, here, mesh, where, as_zero(plan.zero).prefetch)
     if scene is None:
         _install_whole_forwards(model, static, check)
     # Around what is captured: a recomputation then replays it, too.

@@ -129,10 +129,11 @@ def install_zero(
         )
         for name in names
     ]
-    behind = 0 if report.behind is None else report.behind.units
+    units_ahead = 0 if report.reduce_ahead is None else report.reduce_ahead.units
     # As the plan leaves open. Stages have units of their own, which others do not wait for.
-    sums = report.behind is not None and report.behind.is_chosen and is_alike
-    how: Any = {"joins": isinstance(ahead, str), "behind": behind, "sums_together": sums}
+    sums = report.reduce_ahead is not None and report.reduce_ahead.is_chosen and is_alike
+    how: Any = {"joins": isinstance(ahead, str), "sums_together": sums}
+    how["reduce_ahead"] = units_ahead
     how["is_alike"] = is_alike
     schedule = Schedule(units, 1 if isinstance(ahead, str) else ahead, log, **how)
     install_schedule(model, schedule)

@@ -47,7 +47,7 @@ class Rules:
         if self.batch is not None:
             named[f"batch '{self.batch}'"] = self.batch.axes
         if self.zero.is_used:
-            named[f"over '{self.zero.over}'"] = (self.zero.over,)
+            named[f"zero.over '{self.zero.over}'"] = (self.zero.over,)
         if self.pipeline.is_used:
             named["pipeline"] = (AXIS,)
         for glob, axes in {"*": self.experts.axes, **self.experts.globs}.items():

@@ -7,6 +7,7 @@ from typing import Any
 from vescale_parallel._cli.step_costs import PlanCost
 from vescale_parallel._common.messages import count, human_bytes, listed, table
 from vescale_parallel._cost import Cost
+from vescale_parallel._plan.fields import as_zero
 
 
 def as_text(one: PlanCost) -> str:
@@ -106,7 +107,8 @@ def _advice(one: PlanCost) -> str:
     # Where it helps: a model without repeated blocks has nothing to compute again.
     if not one.chosen and one.costs[True].memory.total < one.cost.memory.total:
         tried.append("--checkpoint full")
-    if isinstance(one.plan.zero, int) and one.plan.zero < 3:
+    level = as_zero(one.plan.zero).level
+    if isinstance(level, int) and level < 3:
         tried.append("--zero 3")
     tried += ["more ranks of tp or dp", "fewer --sequences"]
     return f"\ntry {listed(tried)}"

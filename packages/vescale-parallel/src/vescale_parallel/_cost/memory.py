@@ -120,7 +120,7 @@ def reduced_bytes(pieces: Sequence[Piece], dp: int, precision: Precision, work: 
     root = units.pop("", 0)
     # The root's are sent at last, when those of others may be on their way still.
     packed = sorted([root * precision.wire, *packed_bytes(pieces, precision)], reverse=True)
-    found += 2 * sum(packed[: 1 + work.behind])
+    found += 2 * sum(packed[: 1 + work.reduce_ahead])
     # As backward makes them: a unit's are packed when all are there, and those of the root (of a
     # head, and at last of an embedding) are there from the beginning.
     found += (root + max(units.values(), default=0)) * precision.compute

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from vescale_rng import at
+from vescale_rng.streams import at
 
 from vescale_parallel._deferred.tape import Constant, Step, Value, ValueSteps, making_of
 from vescale_parallel._errors import DeferredError

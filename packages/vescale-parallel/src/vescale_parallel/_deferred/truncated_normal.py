@@ -17,15 +17,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn import init
-from vescale_rng import (
-    CudaPosition,
-    Position,
-    RngError,
-    ShardLayout,
-    position,
-    trunc_normal_,
-    use,
-)
+from vescale_rng import RngError, ShardLayout, trunc_normal_, use
+from vescale_rng.cuda import CudaPosition
+from vescale_rng.streams import Position, position
 
 from vescale_parallel._deferred.tape import Fill
 

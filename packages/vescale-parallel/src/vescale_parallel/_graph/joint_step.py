@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from vescale_dtensor import Joint, capture, joint_stored
+from vescale_dtensor import Joint, capture
+from vescale_dtensor.storage import joint_stored
 
 from vescale_parallel._errors import GraphError
 from vescale_parallel._graph.agreement import agreed

@@ -20,7 +20,7 @@ def place_collectives(module: fx.GraphModule, again: Collection[str]) -> fx.Grap
     """A copy of a traced graph with its gathers and sums in their places.
 
     Args:
-        module: as `vescale_dtensor.joint_stored` made it; it stays.
+        module: as `vescale_dtensor.storage.joint_stored` made it; it stays.
         again: first parameters of the units that are gathered again for the backward.
     """
     made, _ = copied(module, {})

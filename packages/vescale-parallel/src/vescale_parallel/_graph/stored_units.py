@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from vescale_comm import all_gather, reduce_scatter
-from vescale_dtensor import DTensor, Gathering, StoredSlice, local_leaf, local_leaves
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import Gathering, StoredSlice, local_leaf, local_leaves
 
 from vescale_parallel._errors import GraphError
 from vescale_parallel._zero.flat_buffer import FlatBuffer
@@ -18,7 +19,7 @@ from vescale_parallel._zero.unit import Unit, put_all
 
 
 class StoredUnit:
-    """A unit of ZeRO, as a `vescale_dtensor.ParameterStorage`.
+    """A unit of ZeRO, as a `vescale_dtensor.storage.ParameterStorage`.
 
     Attributes:
         name: of the unit.

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import DTensor, Partial, Replicate, local_leaf
+from vescale_dtensor import DTensor, Partial, Replicate
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_sizes

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor, nn
-from vescale_dtensor import gradient_total, local_leaf
+from vescale_dtensor import gradient_total
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.value_changes import CHECKED, SMALL, Before

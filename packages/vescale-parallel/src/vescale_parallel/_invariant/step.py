@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
 from vescale_comm.generators import States, generators_of
-from vescale_dtensor import DTensor, local_leaf
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.agreement import checksum, require_same
 from vescale_parallel._common.forward_counters import Counts, places_of

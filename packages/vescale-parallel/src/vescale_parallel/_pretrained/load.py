@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from vescale_comm.agreement import by_ranks, gather_failures
-from vescale_dtensor import DTensor, local_leaf
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaf
 from vescale_rng import ShardLayout, as_layout, whole
 
 from vescale_parallel._common.agreement import everyone, require_same

@@ -2,7 +2,7 @@
 
 - `rules`: the words of a plan; `resolve`: what they mean for a model, in rows and bytes. Pure.
 - `flat_plan`: where the parameters of a unit are in its flat buffer, and who owns what. Pure.
-- `behind`: of how many units gradients are on their way at a time. Pure.
+- `reduce_ahead`: of how many units gradients are on their way at a time. Pure.
 - `units`: which modules are gathered as one, from names alone. Pure.
 - `offload`: what a plan says of the host's memory, and what that means. Pure.
 - `precision`: the dtypes that a plan says; `dtypes`: those of each parameter. Pure.

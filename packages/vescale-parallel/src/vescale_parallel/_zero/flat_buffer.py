@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from vescale_comm import Group, all_gather_into, reduce_scatter
-from vescale_dtensor import (
+from vescale_comm import Group, all_gather_into_tensor, reduce_scatter
+from vescale_dtensor.storage import (
     keep_gradient,
     local_leaf,
     local_leaves,
@@ -178,7 +178,7 @@ class FlatBuffer:
         # In any grad mode: neither the shard nor what it is gathered into has a history.
         group, sizes = self.group, self._sizes
         if self.host is None:
-            return all_gather_into(target, sent, group, sizes=sizes, async_op=True)
+            return all_gather_into_tensor(target, sent, group, sizes=sizes, async_op=True)
         start = self.row.plan.start(group.rank)
         return self.host.gather(sent, target, group, start, sizes, is_old=is_old)
 

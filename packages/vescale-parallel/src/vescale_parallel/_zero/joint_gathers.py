@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from vescale_comm import all_gather_into
+from vescale_comm import all_gather_into_tensor
 
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.unit import Unit
@@ -59,7 +59,7 @@ def _start(buffers: Sequence[FlatBuffer]) -> None:
     sent = [buffer.begin() for buffer in buffers]
     flat, group = torch.cat(sent), buffers[0].group
     out = flat.new_empty(group.size * flat.numel())
-    pending = all_gather_into(out, flat, group, async_op=True)
+    pending = all_gather_into_tensor(out, flat, group, async_op=True)
     together = _JointGather(pending, out, [one.numel() for one in sent])
     for number, buffer in enumerate(buffers):
         buffer.pending = (_Part(together, number), None)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from vescale_dtensor import DTensor, distribute_tensor, gradient_total, local_leaf
+from vescale_dtensor import DTensor, distribute_tensor, gradient_total
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.torch_compat import has_step_hooks
 from vescale_parallel._errors import ParallelError

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from vescale_dtensor import Gathering, local_leaf, refuse_writes
+from vescale_dtensor.storage import Gathering, local_leaf, refuse_writes
 
 from vescale_parallel._errors import ParallelError
 from vescale_parallel._zero.flat_buffer import FlatBuffer

@@ -179,7 +179,7 @@ def _stored_otherwise(row: ParameterRow, over: str, sizes: Mapping[str, int]) ->
     return (
         f"parameter '{row.name}': '{row.layout}' shards dim {dim} over '{over}' and {listed(same)}"
         f", which a plan with zero over '{over}' cannot store. Shard it over one of them, or "
-        "choose another axis in over=."
+        "choose another axis: Zero(over=...)."
     )
 
 

@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from vescale_comm.nested import named_tensors_within
-from vescale_dtensor import before_backward, keep_alive, untraced
+from vescale_dtensor import untraced
+from vescale_dtensor.storage import before_backward, keep_alive
 
 from vescale_parallel._common.interrupts import is_running
 from vescale_parallel._common.optimizer_hooks import watch_steps
@@ -46,7 +47,7 @@ class Schedule:
         root: the unit of the model itself.
         ahead: how many units are gathered ahead.
         joins: whether forward gathers small units together, and so more of them ahead.
-        behind: of how many units gradients are reduced while others compute.
+        reduce_ahead: of how many units gradients are reduced while others compute.
         sums: what reduces gradients of small units together; None: each goes by itself.
         log: of gathers and reductions.
         is_alike: whether all ranks have these units; of a model in stages each has its own.
@@ -60,12 +61,12 @@ class Schedule:
         log: GatherLog,
         *,
         joins: bool = False,
-        behind: int = 0,
+        reduce_ahead: int = 0,
         sums_together: bool = False,
         is_alike: bool = True,
     ) -> None:
         self.is_alike, self.joins = is_alike, joins
-        self.units, self.ahead, self.behind, self.log = units, ahead, behind, log
+        self.units, self.ahead, self.reduce_ahead, self.log = units, ahead, reduce_ahead, log
         self.root = units[0]
         self.order: list[Unit] = []
         self._backwards: list[Unit] = [self.root]
@@ -99,9 +100,9 @@ class Schedule:
         made = object.__new__(Schedule)
         memo[id(self)] = made  # first: by the hooks of their modules, units lead back here
         units = [deepcopy(one, memo) for one in self.units]
-        how: Any = {"joins": self.joins, "behind": self.behind, "is_alike": self.is_alike}
-        together = self.sums is not None
-        Schedule.__init__(made, units, self.ahead, self.log, sums_together=together, **how)
+        how: Any = {"joins": self.joins, "is_alike": self.is_alike}
+        how |= {"reduce_ahead": self.reduce_ahead, "sums_together": self.sums is not None}
+        Schedule.__init__(made, units, self.ahead, self.log, **how)
         return made
 
     @property
@@ -375,17 +376,17 @@ class Schedule:
         """Make the last nodes of the units that come next, before what this unit computes.
 
         Backward then reduces their gradients while it computes this one, and waits before it packs
-        this one's: no more than `behind` are under way.
+        this one's: no more than `reduce_ahead` are under way.
         """
-        if not self.behind or in_backward() or unit not in self.order:
+        if not self.reduce_ahead or in_backward() or unit not in self.order:
             return
         if unit is self.root or self.root.depth:
             at = self.order.index(unit)
-            for other in self.order[at + 1 : at + 1 + self.behind]:
+            for other in self.order[at + 1 : at + 1 + self.reduce_ahead]:
                 other.prepare()
 
     def _forget_prepared(self) -> None:
-        if self.behind:
+        if self.reduce_ahead:
             for unit in self.units:
                 unit.forget_prepared()
 

@@ -7,7 +7,7 @@ from operator import is_
 from typing import Any, Final, Protocol
 
 from torch.optim import Optimizer
-from vescale_dtensor import reduce_gradients
+from vescale_dtensor.storage import reduce_gradients
 
 from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._common.plain_steps import HelpedSteps

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import Gathering, local_leaf, local_leaves, permit_writes
+from vescale_dtensor.storage import Gathering, local_leaf, local_leaves, permit_writes
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._errors import StaleParameterError

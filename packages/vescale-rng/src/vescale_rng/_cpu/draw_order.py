@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 
 from vescale_rng._cpu import generator_state as cpu_state
+from vescale_rng._distributions import Distribution
 from vescale_rng._errors import DistributionError
-from vescale_rng.distributions import Distribution
 
 # The Box-Muller blocks of a contiguous `normal_`; a smaller tensor is drawn in pairs.
 BLOCK = 16

@@ -11,8 +11,8 @@ import torch
 from vescale_rng._arguments import DTYPE, INTEGER, TRUTH, argument_error
 from vescale_rng._cpu import generator_state as cpu_state
 from vescale_rng._cpu.draw_order import draw_order_of
+from vescale_rng._distributions import Bernoulli
 from vescale_rng._errors import DistributionError
-from vescale_rng.distributions import Bernoulli
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ from vescale_rng._cuda.recipes import Recipe, recipe_of
 from vescale_rng._cuda.spans import spans_of
 from vescale_rng._cuda.thread_map import segments_of
 from vescale_rng._cuda.waves import Waves
-from vescale_rng._errors import DeviceError, DistributionError
-from vescale_rng._layout.layout import whole
-from vescale_rng.distributions import (
+from vescale_rng._distributions import (
     Bernoulli,
     Cauchy,
     Distribution,
@@ -33,6 +31,8 @@ from vescale_rng.distributions import (
     Normal,
     Uniform,
 )
+from vescale_rng._errors import DeviceError, DistributionError
+from vescale_rng._layout.layout import whole
 
 # Both halves of the seed are used, and the counter carries into its upper half on the way.
 PLACE = CudaPosition(0x9E3779B97F4A7C15, 4 * (2**32 - 1))

@@ -10,6 +10,7 @@ from vescale_rng._arguments import checked
 from vescale_rng._cpu.fill import fill_cpu
 from vescale_rng._cuda.fill import fill_cuda
 from vescale_rng._cuda.generator_state import GraphGenerator
+from vescale_rng._distributions import Distribution, Normal
 from vescale_rng._draw.devices import (
     check_device,
     cpu_generator,
@@ -23,7 +24,6 @@ from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._layout.real_layout import real_layout_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Distribution, Normal
 
 
 @checked()

@@ -11,6 +11,7 @@ from vescale_rng._cpu.fill import Parameter, fill_with_parameter
 from vescale_rng._cpu.samplers import SerialOp
 from vescale_rng._cpu.stream_ops import words_of_bernoulli
 from vescale_rng._cuda.bernoulli import fill_each_cuda
+from vescale_rng._distributions import Bernoulli, Distribution, Normal
 from vescale_rng._draw.devices import check_device, cpu_generator, cuda_generator, is_cuda
 from vescale_rng._draw.fill import fill_, write_target
 from vescale_rng._errors import DistributionError, LayoutError
@@ -19,7 +20,6 @@ from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout
 from vescale_rng._layout.local_like import make_like, make_new
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy
-from vescale_rng.distributions import Bernoulli, Distribution, Normal
 
 
 @checked(p=EACH)

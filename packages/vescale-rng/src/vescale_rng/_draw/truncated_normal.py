@@ -13,6 +13,7 @@ from torch.nn import init
 from vescale_rng import _portable as portable
 from vescale_rng._arguments import checked
 from vescale_rng._cpu.rejection import Bounds, draw_normals, draw_uniforms
+from vescale_rng._distributions import Normal, Uniform
 from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
 from vescale_rng._errors import DistributionError
@@ -20,7 +21,6 @@ from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout, whole
 from vescale_rng._layout.of_tensor import layout_of_tensor, local_of
 from vescale_rng._policy import policy, use
-from vescale_rng.distributions import Normal, Uniform
 
 _Draw = Callable[["TruncatedNormal", ShardLayout, torch.Tensor, torch.Generator], None]
 

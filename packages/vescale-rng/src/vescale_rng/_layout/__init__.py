@@ -14,5 +14,4 @@ Reading guide:
     local_like, feature_layout: layouts of tensors that go with a given one (a mask, the noise of
         features).
     real_layout: complex tensors as real ones.
-    former_names: public names that were changed.
 """

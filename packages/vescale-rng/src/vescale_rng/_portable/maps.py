@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_rng._errors import PolicyError
-from vescale_rng._portable.arrays import Arrays
-from vescale_rng._portable.functions import DOUBLE, SINGLE, Format, cos_sin, exp, minus_log
-from vescale_rng._portable.scalars import minus_log1p_of_minus
-from vescale_rng.distributions import (
+from vescale_rng._distributions import (
     Bernoulli,
     Cauchy,
     Distribution,
@@ -29,6 +25,10 @@ from vescale_rng.distributions import (
     Random,
     Uniform,
 )
+from vescale_rng._errors import PolicyError
+from vescale_rng._portable.arrays import Arrays
+from vescale_rng._portable.functions import DOUBLE, SINGLE, Format, cos_sin, exp, minus_log
+from vescale_rng._portable.scalars import minus_log1p_of_minus
 
 
 @dataclass(frozen=True)

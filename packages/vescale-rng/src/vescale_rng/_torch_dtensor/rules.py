@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale_rng._distributions import Distribution, Normal, RandInt, Uniform
 from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.native_ops import draws_nothing, named_arguments
 from vescale_rng._draw.sampling import randperm
@@ -26,7 +27,6 @@ from vescale_rng._torch_dtensor.ops import (
 )
 from vescale_rng._torch_dtensor.parameters import is_parameter
 from vescale_rng._torch_dtensor.row_messages import RankPart
-from vescale_rng.distributions import Distribution, Normal, RandInt, Uniform
 
 _MADE: dict[str, Callable[..., Distribution]] = {
     "rand": lambda **_: Uniform(),

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from vescale_comm import Group, as_group
 from vescale_comm.agreement import gather_bytes, several_ranks
-from vescale_dtensor import DTensor, Replicate, local_leaf, reduce_gradients
+from vescale_dtensor import DTensor, Replicate
+from vescale_dtensor.storage import local_leaf, reduce_gradients
 
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._errors import PipelineError

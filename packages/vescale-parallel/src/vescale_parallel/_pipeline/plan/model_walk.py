@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vescale_dtensor import DTensor, local_leaves
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaves
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import any_hooks, hooks_of

@@ -1,10 +1,8 @@
 """Parses what a plan says about its pipeline, before there is a model."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from vescale_parallel._common.messages import did_you_mean
 from vescale_parallel._errors import PlanError
 from vescale_parallel._notation.batch import dim_of_rows
 from vescale_parallel._notation.glob import expand_braces
@@ -14,8 +12,6 @@ from vescale_parallel._schedules.actions import Schedule
 
 AXIS: Final = "pp"
 """The mesh axis that stages lie on."""
-
-_WORDS: Final = ("stages", "schedule", "microbatches", "chunks", "memory", "everywhere")
 
 
 @dataclass(frozen=True)
@@ -44,48 +40,46 @@ class PipelineRules:
     everywhere: tuple[str, ...] = ()
 
 
-def parse_pipeline(said: Mapping[str, Any] | None, microbatches: int | None) -> PipelineRules:
-    """Read the words of a plan.
+class PipelineWords(Protocol):
+    """What a plan says of `pipeline`, as a user wrote it: anything at all."""
+
+    @property
+    def schedule(self) -> Any: ...
+    @property
+    def stages(self) -> Any: ...
+    @property
+    def chunks(self) -> Any: ...
+    @property
+    def memory(self) -> Any: ...
+    @property
+    def everywhere(self) -> Any: ...
+
+
+def parse_pipeline(said: PipelineWords | None, microbatches: int | None) -> PipelineRules:
+    """Read what a plan says of its stages and microbatches.
 
     Args:
         said: the field `pipeline`.
         microbatches: the field `microbatches`.
 
     Raises:
-        PlanError: a word is not known, or its value is none that it can have.
+        PlanError: a value is none that its field can have.
     """
     if said is None:
         return PipelineRules(microbatches=_count(microbatches))
-    if not isinstance(said, Mapping):
-        raise PlanError(
-            "plan pipeline: expected a mapping, as {'stages': 'blocks.*', 'schedule': '1f1b', "
-            f"'microbatches': 8}}, got {said!r}."
-        )
-    for word in said:
-        if word not in _WORDS:
-            raise PlanError(
-                f"plan pipeline: no word {word!r}.{did_you_mean(str(word), _WORDS)} There are "
-                f"{', '.join(_WORDS)}."
-            )
-    schedule = parse_schedule(said.get("schedule", "1f1b"))
-    inside = said.get("microbatches")
+    schedule = parse_schedule(said.schedule)
     # A schedule of the user's own says by itself how many there are.
-    if isinstance(schedule, Schedule) and inside is None and microbatches is None:
-        inside = schedule.microbatches
-    if None not in (inside, microbatches) and inside != microbatches:
-        raise PlanError(
-            f"plan: pipeline says microbatches {inside}, and the plan {microbatches}. Say it once."
-        )
-    stages = said.get("stages")
+    if isinstance(schedule, Schedule) and microbatches is None:
+        microbatches = schedule.microbatches
     return PipelineRules(
         is_used=True,
-        stages=_globs("stages", stages),
-        by_stage=isinstance(stages, list | tuple),
+        stages=_globs("stages", said.stages),
+        by_stage=isinstance(said.stages, list | tuple),
         schedule=schedule,
-        microbatches=_count(microbatches if inside is None else inside),
-        chunks=_positive("chunks", said.get("chunks", 2)),
-        memory=None if said.get("memory") is None else float(_positive("memory", said["memory"])),
-        everywhere=_globs("everywhere", said.get("everywhere")),
+        microbatches=_count(microbatches),
+        chunks=_positive("pipeline.chunks", said.chunks),
+        memory=None if said.memory is None else float(_positive("pipeline.memory", said.memory)),
+        everywhere=_globs("everywhere", said.everywhere),
     )
 
 
@@ -150,7 +144,7 @@ def _positive(word: str, value: object) -> int:
 def _globs(word: str, value: object) -> tuple[str, ...]:
     globs = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(globs, list | tuple) or not all(isinstance(one, str) for one in globs):
-        raise PlanError(f"plan pipeline {word}: expected a glob, or a list of them, got {value!r}.")
+        raise PlanError(f"plan pipeline.{word}: expected a glob, or a list of them, got {value!r}.")
     for glob in globs:
         expand_braces(glob)
     return tuple(globs)

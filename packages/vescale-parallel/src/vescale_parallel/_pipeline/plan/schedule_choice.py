@@ -7,7 +7,7 @@ is decided by times and bytes that were measured, see `measurements`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ def require_text(plan: Any) -> Any:
     Raises:
         PlanError: the schedule of its pipeline is a function.
     """
-    if callable((plan.pipeline or {}).get("schedule")):
+    if plan.pipeline is not None and callable(plan.pipeline.schedule):
         raise PlanError(
             "a plan whose schedule is a function cannot be written: let its schedule be the CSV of "
             "what the function returns (Schedule.to_csv())."
@@ -38,19 +38,17 @@ def require_text(plan: Any) -> Any:
 
 
 def read_schedule(said: Any) -> Any:
-    """Return the words of a plan with the text of a CSV file in place of its name.
+    """Return the schedule of a plan, of a CSV file its text.
 
     Raises:
         PlanError: there is no such file.
     """
-    name = said.get("schedule") if isinstance(said, Mapping) else None
-    if not (isinstance(name, str | Path) and str(name).endswith(".csv")):
+    if not (isinstance(said, str | Path) and str(said).endswith(".csv")):
         return said
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        return Path(said).read_text(encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"plan pipeline: the schedule '{name}' cannot be read: {error}") from error
-    return {**said, "schedule": text}
+        raise PlanError(f"plan pipeline.schedule: '{said}' cannot be read: {error}") from error
 
 
 def parse_schedule(given: object) -> str | Schedule | Own:
@@ -70,8 +68,9 @@ def parse_schedule(given: object) -> str | Schedule | Own:
         return given
     near = did_you_mean(str(given), [*SCHEDULES, AUTO])
     raise PlanError(
-        f"plan pipeline: no schedule {given!r}.{near} There are {', '.join(SCHEDULES)}, auto, a "
-        "CSV file (a name that ends in .csv, or its text), and functions of ranks and microbatches."
+        f"plan pipeline.schedule: no schedule {given!r}.{near} There are {', '.join(SCHEDULES)}, "
+        "auto, a CSV file (a name that ends in .csv, or its text), and functions of ranks and "
+        "microbatches."
     )
 
 
@@ -173,7 +172,7 @@ def best_in_place(
         raise PlanError(
             f"schedule 'auto': no schedule of {count(schedule.stages, 'stage')} keeps at most "
             f"{memory:,.0f} bytes; {least.schedule.name} keeps least, {least.peak:,.0f}. Make "
-            "microbatches smaller, compute blocks again (checkpoint=), or take other 'chunks'."
+            "microbatches smaller, compute blocks again (checkpoint=), or take other chunks=."
         )
     return min(fitting, key=_order)
 

@@ -127,7 +127,7 @@ def _blocks(rules: PipelineRules, model: nn.Module, modules: Mapping[str, nn.Mod
         raise PlanError(
             f"pipeline: {type(model).__name__} has repeated blocks in "
             f"{listed(parents) or 'no list'}; a pipeline runs along one list. Name its blocks: "
-            "{'stages': 'blocks.*'}."
+            "Pipeline(stages='blocks.*')."
         )
     return found
 

@@ -30,7 +30,7 @@ def handed_over(
         raise PipelineError(
             f"stage {stage} cannot give {listed(missing)} of the (args, kwargs) of the next block: "
             "an earlier stage has them, and did not pass them on. Let every stage hold what makes "
-            "them: pipeline={'everywhere': ...}."
+            "them: Pipeline(everywhere=...)."
         )
     return [call[path] for path in entry_paths]
 
@@ -84,5 +84,5 @@ def require_values(name: str, stage: int, given: tuple[Any, ...]) -> None:
                 "no numbers: a value that only an earlier stage has went through code that torch "
                 "does not show (an autograd.Function, a redistribution of the model's own), or the "
                 "model has diverged. Let every stage hold what makes it: "
-                "pipeline={'everywhere': ...}."
+                "Pipeline(everywhere=...)."
             )

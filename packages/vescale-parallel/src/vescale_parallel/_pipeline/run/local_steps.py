@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from vescale_dtensor import DTensor, local_leaves, note_written, reduce_gradients
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaves, note_written, reduce_gradients
 
 from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._common.plain_steps import Counts, Given, Held, Helped, HelpedSteps

@@ -220,7 +220,7 @@ class StageForward:
             raise PipelineError(
                 "the loss is computed from values that only earlier stages have, beside what went "
                 "through the blocks. Let the blocks pass them on, or let every stage hold what "
-                "makes them: pipeline={'everywhere': ...}."
+                "makes them: Pipeline(everywhere=...)."
             )
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -359,7 +359,7 @@ class StageForward:
                 f"'{name}' on stage {self.stage} takes values that only other stages have: "
                 f"{listed(unknown)} of its (args, kwargs). What passes between stages are the "
                 "arguments of their first block; let every stage hold what makes these: "
-                "pipeline={'everywhere': ...}."
+                "Pipeline(everywhere=...)."
             )
         if self.is_trial and self.stage:
             require_values(name, self.stage, (args, kwargs))
@@ -463,7 +463,7 @@ class StageForward:
             raise PipelineError(
                 f"'{name}' is on another stage, and stage {self.stage} needs it: it lies where it "
                 "is registered, or where a call by inputs= uses it. Pass parallelize(inputs=...), "
-                f"or let every stage hold it: pipeline={{'everywhere': '{name}'}}."
+                f"or let every stage hold it: Pipeline(everywhere='{name}')."
             )
         self._look_away_here()
         # As if it had run: what comes after it draws the numbers that one device draws there.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_dtensor import local_leaves
+from vescale_dtensor.storage import local_leaves
 
 from vescale_parallel._zero.parameter_writes import written_past_versions
 from vescale_parallel._zero.unit import Unit, UnitParameter, cast, put_all

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from vescale_comm import CommError
 from vescale_comm.generators import States, generators_of
-from vescale_dtensor import DTensor, local_leaf
+from vescale_dtensor import DTensor
+from vescale_dtensor.storage import local_leaf
 
 from vescale_parallel._common.messages import listed
 from vescale_parallel._errors import PipelineError

@@ -166,8 +166,8 @@ class ForeignValues(TorchFunctionMode):
         raise PipelineError(
             f"{name_of(func)} computes with '{parameter}' on stage {self.stage}, which does not "
             "hold it, and not by calling the module that does. If that lies outside of the blocks, "
-            "let every stage hold it, as for tied weights: pipeline={'everywhere': "
-            f"'{parameter.rpartition('.')[0] or parameter}'}}; if within one, compute it there."
+            "let every stage hold it, as for tied weights: Pipeline(everywhere="
+            f"'{parameter.rpartition('.')[0] or parameter}'); if within one, compute it there."
         )
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

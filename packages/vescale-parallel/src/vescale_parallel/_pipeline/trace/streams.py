@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from vescale_rng import CudaPosition, Position, advance, position, seek
+from vescale_rng.cuda import CudaPosition
+from vescale_rng.streams import Position, advance, position, seek
 
 from vescale_parallel._errors import PipelineError
 

@@ -9,9 +9,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
-import vescale_dtensor
 from torch import Tensor
-from vescale_dtensor import Placement
+from vescale_dtensor import Placement, placement_types
 
 from vescale_parallel._errors import PipelineError
 from vescale_parallel._pipeline.trace.tensor_specs import NestedSpecs, TensorSpec
@@ -98,7 +97,7 @@ def _read(value: Any) -> Any:
     if "dtype" in value:
         return _known_attribute(torch, value["dtype"], lambda one: isinstance(one, torch.dtype))
     if "placement" in value:
-        made = _known_attribute(vescale_dtensor, value["placement"], _is_placement)
+        made = _known_attribute(placement_types, value["placement"], _is_placement)
         return made(*_read(value["of"]))
     if "number" in value:
         return torch.tensor(value["number"], device="cpu")

@@ -1,4 +1,4 @@
-"""With `behind=n` gradients of n units are reduced while others compute, with the same bits.
+"""With `reduce_ahead=n` gradients of n units are reduced while others compute, with the same bits.
 
 Left open, as many units are as cost no memory that matters.
 
@@ -18,8 +18,8 @@ from torch import nn
 from vescale_comm import simulate, trace
 from vescale_parallel import no_sync
 from vescale_parallel._plan.report_json import report_json
-from vescale_parallel._zero.behind import Behind, behind_of
 from vescale_parallel._zero.flat_buffer import FlatBuffer
+from vescale_parallel._zero.reduce_ahead import ReduceAhead, reduce_ahead_of
 from zero_models import (
     Decoder,
     backward,
@@ -111,13 +111,15 @@ STEPS: tuple[Step, ...] = (
 def alike(
     rank: int, world_size: int, sizes: dict[str, int], zero: Any, step: Step, behind: Any, how: Any
 ) -> None:
-    models = [distributed(make(**how), sizes, zero, behind=n) for n in (0, behind)]
+    models = [distributed(make(**how), sizes, zero, reduce_ahead=n) for n in (0, behind)]
     # Before any step: a schedule adds a hook to all optimizers, and simulated ranks share those.
     copied = copy.deepcopy(models[1])
     train_alike(models, step, 3)
     backward(copied, 9)
     # These blocks are small: all of them may be on their way.
-    assert schedule_of(copied).behind == (len(models[1].blocks) if behind == "auto" else behind)
+    assert schedule_of(copied).reduce_ahead == (
+        len(models[1].blocks) if behind == "auto" else behind
+    )
     for unit in schedule_of(models[1]).units:
         assert unit._early is None
 
@@ -141,7 +143,7 @@ def test_recomputed_blocks(how: dict[str, bool]):
 
 def under_way(rank: int, world_size: int, behind: Any) -> list[int]:
     """How many reductions were under way after each start and end, in the third step."""
-    model = distributed(make(blocks=4), {"dp": world_size}, 3, behind=behind)
+    model = distributed(make(blocks=4), {"dp": world_size}, 3, reduce_ahead=behind)
     seen: list[int] = []
     ours = {id(b) for unit in schedule_of(model).units for b in unit.buffers}
     for seed in range(3):
@@ -219,23 +221,27 @@ MIB = 1 << 20
     ],
 )
 def test_as_many_as_cost_nothing(said: int | None, buffers: Any, units: int, packed: int):
-    found = behind_of(said, buffers)
-    assert found == Behind(units, packed, said is None)
+    found = reduce_ahead_of(said, buffers)
+    assert found == ReduceAhead(units, packed, said is None)
 
 
 def test_of_the_rest_alone_nothing_is_chosen():
-    assert behind_of(None, [Rows("", MIB)]) is None
-    assert behind_of(None, []) is None
+    assert reduce_ahead_of(None, [Rows("", MIB)]) is None
+    assert reduce_ahead_of(None, []) is None
 
 
 @pytest.mark.parametrize(
     ("words", "width", "text"),
     [
         ({}, 12, "up to 3 units are reduced while backward computes, in 2.6 KiB at most"),
-        ({}, 12, "(behind='auto': as many as stay below 4.0 MiB)"),
-        ({}, 1 << 16, "waits for each reduction (behind='auto': one more would take over 4.0 MiB)"),
-        ({"behind": 1}, 1 << 16, "up to 1 unit are reduced"),
-        ({"behind": 0}, 12, "backward waits for each reduction (behind=0)"),
+        ({}, 12, "(reduce_ahead='auto': as many as stay below 4.0 MiB)"),
+        (
+            {},
+            1 << 16,
+            "waits for each reduction (reduce_ahead='auto': one more would take over 4.0 MiB)",
+        ),
+        ({"reduce_ahead": 1}, 1 << 16, "up to 1 unit are reduced"),
+        ({"reduce_ahead": 0}, 12, "backward waits for each reduction (reduce_ahead=0)"),
     ],
 )
 def test_what_is_chosen_is_told(words: Any, width: int, text: str):
@@ -243,9 +249,9 @@ def test_what_is_chosen_is_told(words: Any, width: int, text: str):
         model = Decoder(width=width)
     report = plan_for(DP, 3, **words).check(model, DP)
     assert text in str(report)
-    assert json.loads(report_json(report))["behind"]["units"] == report.behind.units
+    assert json.loads(report_json(report))["reduce_ahead"]["units"] == report.reduce_ahead.units
 
 
 def test_where_nothing_is_reduced_behind_nothing_is_told():
-    assert plan_for(DP, 0).check(make(), DP).behind is None
-    assert plan_for({"dp": 1}, 3).check(make(), {"dp": 1}).behind is None
+    assert plan_for(DP, 0).check(make(), DP).reduce_ahead is None
+    assert plan_for({"dp": 1}, 3).check(make(), {"dp": 1}).reduce_ahead is None

@@ -19,7 +19,7 @@ wire. Where units are large, a unit more of gradients is a peak that a device ma
 
 
 @dataclass(frozen=True)
-class Behind:
+class ReduceAhead:
     """How many units of a model, and why.
 
     Attributes:
@@ -43,8 +43,8 @@ class Behind:
             why = f"as many as stay below {free}"
         else:
             what, why = "backward waits for each reduction", f"one more would take over {free}"
-        said = f"behind='{AUTO}': {why}" if self.is_chosen else f"behind={self.units}"
-        return f"{what} ({said})"
+        said = f"'{AUTO}': {why}" if self.is_chosen else f"{self.units}"
+        return f"{what} (reduce_ahead={said})"
 
 
 class ReducedBuffer(Protocol):
@@ -60,7 +60,7 @@ class ReducedBuffer(Protocol):
     def packed_bytes(self) -> int: ...
 
 
-def behind_of(said: int | None, buffers: Iterable[ReducedBuffer]) -> Behind | None:
+def reduce_ahead_of(said: int | None, buffers: Iterable[ReducedBuffer]) -> ReduceAhead | None:
     """Return how many units may be on their way; None: none can be, and the plan does not say.
 
     Args:
@@ -72,16 +72,16 @@ def behind_of(said: int | None, buffers: Iterable[ReducedBuffer]) -> Behind | No
         return None
     units = fitting(sizes) if said is None else said
     # The largest ones: which units are on their way together changes as backward goes on.
-    return Behind(units, sum(sizes[:units]), said is None)
+    return ReduceAhead(units, sum(sizes[:units]), said is None)
 
 
 def _sizes(buffers: Iterable[ReducedBuffer]) -> list[int]:
-    """Bytes of packed gradients, a number for each unit that can be behind, largest first."""
+    """Bytes of packed gradients, a number for each unit that can be reduced ahead."""
     found: dict[str, int] = {}
     for one in buffers:
-        # The root comes last in backward: nothing is computed that its reduction could be behind.
+        # The root comes last in backward: nothing is computed while it is reduced.
         if one.trainable and one.unit != ROOT:
-            # Of level 1 that memory is kept from step to step, whether anything is behind or not.
+            # Of level 1 that memory is kept from step to step, whatever is reduced when.
             found[one.unit] = found.get(one.unit, 0) + one.packed_bytes * (one.zero > 1)
     return sorted(found.values(), reverse=True)
 

@@ -1,7 +1,4 @@
-"""Distributions: frozen values, each of which knows the one torch call that draws it.
-
-The same names are in `vescale_rng`.
-"""
+"""Distributions: frozen values, each of which knows the one torch call that draws it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
