@@ -9,22 +9,20 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.agreement import Facts, require_same
 from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, Placement, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.written_back import WrittenBack
-from vescale_parallel._common.agreement import checksum, require_same
-from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
+from vescale_parallel._common.checksums import CHECKED_BATCHES, forms, values
+from vescale_parallel._common.mesh import everyone, mesh_sizes
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._common.unpickled import Unpickled
-from vescale_parallel._errors import PlanError
+from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
 from vescale_parallel._notation.layout import Chosen, RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow
-
-_CHECKED_BATCHES: Final = 2
-"""How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
 
 _WHOLE_BATCH: Final = (
     "Pass the whole batch on every rank: the plan's 'batch' layout says which shard of it each "
@@ -128,7 +126,7 @@ class DistributeBatch(Unpickled):
 
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh, *, compares: bool = True) -> None:
         self.layout, self.mesh = layout, mesh
-        checked = _CHECKED_BATCHES if compares else 0
+        checked = CHECKED_BATCHES if compares else 0
         # Apart: a loop that distributes labels by itself has the model's own batches compared, too.
         self._unchecked = {"the model": checked, "outside": checked}
         self.back = WrittenBack()
@@ -170,14 +168,9 @@ class DistributeBatch(Unpickled):
         found = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
         # Of a distributed tensor the local parts are meant to differ.
         plain = {name: one for name, one in found.items() if not isinstance(one, DTensor)}
-        facts = {
-            "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in plain.items()},
-            "value of": {name: f"checksum {checksum(one):08x}" for name, one in plain.items()},
-        }
+        held = {"tensor": forms(plain), "value of": values(plain)}
         head = "the batches that enter the model differ between ranks:"
-        peers = mesh_ranks(self.mesh)
-        advice = dict.fromkeys(facts, _WHOLE_BATCH)
-        require_same(facts, peers=peers, head=head, advice=advice, mesh=self.mesh)
+        require_same(Facts(held, head, _WHOLE_BATCH, DisagreementError), everyone(self.mesh))
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-from vescale_comm.agreement import gather_texts
+from vescale_comm.agreement import Facts, gather_texts, require_alike
 
-from vescale_parallel._common.agreement import require_alike
 from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.collectives import Collective
 
-HEAD: Final = "graphs of ranks would start different collectives:"
-ADVICE: Final = {
+_HEAD: Final = "graphs of ranks would start different collectives:"
+_ADVICE: Final = {
     "option": "Pass the same on all ranks (of memory that is free: the least of all).",
     "collective": "Trace the same step, for batches of the same layout, on all ranks.",
 }
@@ -97,26 +96,11 @@ def agreed(
         ]
         for one in found
     ]
-    mine: dict[str, object] = {
-        "rows": rows,
-        "needs": [sorted(one) for one in needs],
-        "groups": [*groups],
-    }
-    # Told, and not raised: the others would wait for this rank.
-    mine["fault"] = fault
-    mine["facts"] = {
-        "option": {name: repr(one) for name, one in (options or {}).items()},
-        # Without bytes and shapes, in which ranks with uneven shards differ.
-        "collective": {
-            f"number {at}": f"{row[4]} {_entry(row, 0)}".lstrip() for at, row in enumerate(rows)
-        },
-    }
-    told = [json.loads(one) for one in gather_texts(json.dumps(mine))]
-    # Only now, although this rank knew its own fault before: all have to come to the exchange.
-    for rank, one in enumerate(told):
-        if one["fault"]:
-            raise GraphError(f"rank {rank}: {one['fault']}")
-    require_alike([one["facts"] for one in told], head=HEAD, advice=ADVICE)
+    mine = {"rows": rows, "needs": [sorted(one) for one in needs], "groups": [*groups]}
+    given = {name: repr(one) for name, one in (options or {}).items()}
+    # Without bytes and shapes, in which ranks with uneven shards differ.
+    starts = [f"{row[4]} {_entry(row, 0)}".lstrip() for row in rows]
+    told = compared(mine, given, starts, fault)
     _check_groups(told)
     # The most of all ranks: where shards are uneven, each would fill buckets to another size.
     entries = tuple(
@@ -132,6 +116,47 @@ def agreed(
         frozenset(need for one in told for need in one["needs"][at]) for at in range(len(entries))
     )
     return Agreed(entries, united)
+
+
+def compared(
+    mine: Mapping[str, Any],
+    options: Mapping[str, str],
+    starts: Sequence[str],
+    fault: str,
+    by: str = "",
+) -> list[dict[str, Any]]:
+    """What each rank tells, if all have the same options and start the same. Collective.
+
+    Args:
+        mine: what this rank tells besides.
+        options: what ranks decide by.
+        starts: the collectives of this rank, in words.
+        fault: why there are none.
+        by: the beginning of an error about a fault.
+
+    Raises:
+        GraphError: on every rank, if one has a fault.
+        DisagreementError: on every rank, if ranks have different collectives, or other options.
+    """
+    held = {
+        "option": options,
+        "collective": {f"number {at}": one for at, one in enumerate(starts)},
+    }
+    told = exchanged({**mine, "facts": held, "fault": fault})
+    # Only now, although this rank knew its own fault before: all have to come to the exchange.
+    for rank, one in enumerate(told):
+        if one["fault"]:
+            raise GraphError(f"{by}rank {rank}: {one['fault']}")
+    facts = Facts(held, _HEAD, _ADVICE, DisagreementError)
+    require_alike(facts, [one["facts"] for one in told])
+    return told
+
+
+def exchanged(mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each rank says. Collective."""
+    # What this rank says comes back by way of JSON, too: tuples of its own would differ from the
+    # lists of others.
+    return [json.loads(one) for one in gather_texts(json.dumps(mine))]
 
 
 def _entry(row: Sequence[Any], size: int, *, even: bool = False) -> Entry:

@@ -9,15 +9,14 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from vescale_comm.agreement import by_ranks, gather_failures
+from vescale_comm.agreement import Facts, by_ranks, gather_failures, require_same
 from vescale_dtensor import DTensor, local_leaf
 from vescale_rng import ShardLayout, as_layout, whole
 
-from vescale_parallel._common.agreement import everyone, require_same
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.mesh import everyone
 from vescale_parallel._deferred.recording import DeferredTensor, fill_with
 from vescale_parallel._deferred.tape import Fill
-from vescale_parallel._errors import PretrainedError
+from vescale_parallel._errors import DisagreementError, PretrainedError
 from vescale_parallel._pretrained.folder import stored_in
 from vescale_parallel._pretrained.matched import Saved, matched, saved_tensors
 from vescale_parallel._pretrained.together import mesh_of
@@ -25,10 +24,7 @@ from vescale_parallel._pretrained.weight_file import Stored, fill_from_file
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_ADVICE = {
-    "weights": "Let the folder be the same on every rank.",
-    "problem": "Mend that, on all ranks alike.",
-}
+_ADVICE = {"weights": "Let the folder be the same on every rank."}
 
 
 def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> Model:
@@ -65,15 +61,12 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
         problem = error
     mesh = mesh_of(model)
     if mesh is not None:
-        facts = {
-            # By samples of the values: names and shapes of two checkpoints of one model are the
-            # same.
-            "weights": {n: f"{one}, sample {one.sample:08x}" for n, one in stored.items()},
-            "problem": {} if problem is None else {type(problem).__name__: str(problem)},
-        }
+        # By samples of the values: names and shapes of two checkpoints of one model are the same.
+        held = {"weights": {n: f"{one}, sample {one.sample:08x}" for n, one in stored.items()}}
         head = "load_pretrained was not given the same on all ranks, and has changed nothing:"
-        require_same(facts, peers=mesh_ranks(mesh), head=head, advice=_ADVICE, mesh=mesh)
-    if problem is not None:
+        facts = Facts(held, head, _ADVICE, DisagreementError)
+        require_same(facts, everyone(mesh), problem=problem)
+    elif problem is not None:
         raise problem
     try:
         for one, found in pairs:
