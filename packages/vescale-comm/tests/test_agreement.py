@@ -112,13 +112,16 @@ def test_who_waits_later_hears_of_a_member_that_ended():
 
 def failures(rank, world_size, bad):
     failure = FileNotFoundError(2, "No such file", "notes.txt") if rank in bad else None
-    return agreement.gather_failures(failure)
+    agreement.require_success(failure)
 
 
-@pytest.mark.parametrize("bad", [(), (1,), (0, 2)])
-def test_every_rank_knows_who_failed(bad):
+def test_one_failure_is_everyones():
+    run(failures, 3, ())
+    own, others, _ = outcomes(failures, 3, (0, 2))
+    assert own.type_name.endswith("FileNotFoundError")
     words = "FileNotFoundError: [Errno 2] No such file: 'notes.txt'"
-    assert run(failures, 3, bad) == [dict.fromkeys(bad, words)] * 3
+    assert others.type_name.endswith("CommError")
+    assert others.message.endswith(f"ranks 0, 2: {words}")
 
 
 def in_groups(rank, world_size):
@@ -136,8 +139,9 @@ def test_alone_nothing_is_sent():
     assert agreement.gather_numbers([3, 4]) == [(3, 4)]
     assert agreement.gather_texts("mine") == ["mine"]
     assert agreement.broadcast_text("mine", 0) == "mine"
-    assert agreement.gather_failures(ValueError("no")) == {0: "ValueError: no"}
-    assert agreement.gather_failures(None) == {}
+    agreement.require_success(None)
+    with pytest.raises(ValueError, match="no"):
+        agreement.require_success(ValueError("no"))
     compare({"a": "1"})
     with pytest.raises(ValueError, match="mine"):
         compare({}, problem=ValueError("mine"))

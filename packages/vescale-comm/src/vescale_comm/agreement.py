@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vescale_comm._engine.failures import explained_failures, failures_in_words
 from vescale_comm._engine.pending import Pending, ready
-from vescale_comm._errors import CommMismatchError
+from vescale_comm._errors import CommError, CommMismatchError
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.ranks import named
 
@@ -33,13 +33,13 @@ __all__ = [
     "by_ranks",
     "digest",
     "gather_bytes",
-    "gather_failures",
     "gather_numbers",
     "gather_texts",
     "message_device",
     "named",
     "require_alike",
     "require_same",
+    "require_success",
     "several_ranks",
     "start_same",
 ]
@@ -137,13 +137,10 @@ def require_alike(facts: Facts, told: Sequence[Sections], group: GroupLike = Non
         told: what each rank holds, in the order of the group.
         group: who has told it; None: all processes.
     """
-    if any(held != told[0] or _orders(held) != _orders(told[0]) for held in told):
+    # Written, as the order of names counts.
+    if len(set(map(json.dumps, told))) > 1:
         ranks = as_group(group).ranks
         raise _error(facts, [([([r], held) for r, held in zip(ranks, told, strict=True)], [])])
-
-
-def _orders(held: Sections) -> list[list[str]]:
-    return [[*values] for values in held.values()]
 
 
 def several_ranks(group: GroupLike = None) -> bool:
@@ -223,20 +220,31 @@ def gather_bytes(content: bytes, group: GroupLike = None) -> list[bytes]:
     ]
 
 
-def gather_failures(failure: BaseException | None, group: GroupLike = None) -> dict[int, str]:
-    """Return by global rank what failed there, `"OSError: no such file"`. A collective.
+def require_success(
+    failure: BaseException | None,
+    group: GroupLike = None,
+    *,
+    error: Callable[[str], BaseException] = CommError,
+) -> None:
+    """Raise on every rank where one of them has failed. A collective.
 
-    What one rank alone may be unable to do is tried before it, and raised after it: the other
-    ranks come here as well, and then raise, too.
+    What one rank alone may be unable to do is tried before it, and raised by it: the other ranks
+    come here as well, and then raise, too.
 
-    Returns:
-        Words of the ranks that failed, in the order of the group; nothing where none did.
+    Args:
+        failure: what this rank could not do, if anything.
+        group: who tells; None: all processes.
+        error: makes what is raised of words such as `rank 1: OSError: no such file`.
+
+    Raises:
+        BaseException: `failure` where there is one, and on all others `error`.
     """
-    words = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    told = gather_texts(words, group)
-    alone = not several_ranks(group)
-    ranks = _own_rank() if alone else as_group(group).ranks
-    return {rank: said for rank, said in zip(ranks, told, strict=True) if said}
+    told = gather_texts("" if failure is None else f"{type(failure).__name__}: {failure}", group)
+    if failure is not None:
+        raise failure
+    if any(told):
+        failed = {r: said for r, said in zip(as_group(group).ranks, told, strict=True) if said}
+        raise error(by_ranks(failed.values(), failed))
 
 
 def broadcast_text(text: str, source: int, group: GroupLike = None) -> str:
@@ -423,8 +431,3 @@ def _holders(told: Iterable[tuple[list[int], _T]]) -> dict[_T, list[int]]:
     for ranks, one in told:
         holders.setdefault(one, []).extend(ranks)
     return {one: sorted(of_one) for one, of_one in holders.items()}
-
-
-def _own_rank() -> tuple[int, ...]:
-    started = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank() if started else 0,)

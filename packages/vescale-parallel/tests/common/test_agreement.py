@@ -27,7 +27,7 @@ def test_one_failure_is_everyones():
     assert all(isinstance(one, Failed) for one in results)
     assert {one.type_name.rpartition(".")[2] for one in results} == {"TrainError"}
     assert all("notes.txt" in one.message for one in results)
-    assert "rank 1 reports" in results[0].message
+    assert "rank 1: " in results[0].message
 
 
 def test_alone_nothing_is_exchanged():

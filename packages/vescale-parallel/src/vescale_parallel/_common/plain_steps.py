@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, Final, Protocol
@@ -95,11 +95,12 @@ class HelpedSteps:
     """Steps of optimizers on what one model has.
 
     Args:
-        make: by the class of an optimizer, for one such. By exact type: a subclass may do anything.
+        make: for one optimizer that goes element by element.
+        others: by class, for one of another kind. By exact type: a subclass may do anything.
     """
 
-    def __init__(self, make: Mapping[Any, Callable[[], Helped]]) -> None:
-        self._make = make
+    def __init__(self, make: type[Helped], others: Mapping[Any, type[Helped]] | None = None):
+        self._make = dict.fromkeys(ELEMENTWISE, make) | dict(others or {})
         # Weakly: this must not keep an optimizer whose owner has let it go.
         self._of: weakref.WeakKeyDictionary[Optimizer, Helped] = weakref.WeakKeyDictionary()
 

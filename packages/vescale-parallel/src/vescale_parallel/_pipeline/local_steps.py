@@ -21,14 +21,7 @@ from torch.optim import Optimizer
 from vescale_dtensor import DTensor, local_leaves, note_written, reduce_gradients
 
 from vescale_parallel._common.optimizer_hooks import Args, Call, Watcher
-from vescale_parallel._common.plain_steps import (
-    ELEMENTWISE,
-    Counts,
-    Given,
-    Held,
-    Helped,
-    HelpedSteps,
-)
+from vescale_parallel._common.plain_steps import Counts, Given, Held, Helped, HelpedSteps
 from vescale_parallel._pipeline.stepped import OptimizersOf
 
 
@@ -41,7 +34,7 @@ class LocalSteps(Watcher):
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._optimizers = weakref.ref(model), OptimizersOf(model)
-        self._steps = HelpedSteps(dict.fromkeys(ELEMENTWISE, _LocalGroups))
+        self._steps = HelpedSteps(_LocalGroups)
 
     def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
         """Return what steps in an optimizer's place, if anything does."""

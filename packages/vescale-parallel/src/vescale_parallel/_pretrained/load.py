@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from vescale_comm.agreement import Facts, by_ranks, gather_failures, require_same
+from vescale_comm.agreement import Facts, require_same, require_success
 from vescale_dtensor import DTensor, local_leaf
 from vescale_rng import ShardLayout, as_layout, whole
 
@@ -75,15 +75,16 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
         problem = error
     # Also of ranks that read all they wanted: a collective, to which those whose disk failed come,
     # too.
-    failed = {} if mesh is None else gather_failures(problem, everyone(mesh))
-    if problem is not None:
+    if mesh is not None:
+        require_success(problem, everyone(mesh), error=_unread)
+    elif problem is not None:
         raise problem
-    if failed:
-        told = by_ranks(failed.values(), failed)
-        raise PretrainedError(
-            f"the weights could not be read on {told}. The model holds some of them only."
-        )
     return model
+
+
+def _unread(told: str) -> PretrainedError:
+    words = f"the weights could not be read on {told}. The model holds some of them only."
+    return PretrainedError(words)
 
 
 def _load_and_compare(tensor: Tensor, found: Sequence[Stored]) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from vescale_dtensor import reduce_gradients
 
 from vescale_parallel._common.optimizer_hooks import Args, Call, Watcher
-from vescale_parallel._common.plain_steps import ELEMENTWISE, HelpedSteps
+from vescale_parallel._common.plain_steps import HelpedSteps
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.flat_steps import FlatGroups
 from vescale_parallel._zero.owner_steps import MUON, OwnedGroups
@@ -37,7 +37,7 @@ class Steps(Watcher):
     def __init__(self, schedule: SteppedUnits) -> None:
         # Weakly: what steps refer to is freed with the model, and not by a collection of garbage.
         self._schedule = weakref.ref(schedule)
-        self._helped = HelpedSteps(dict.fromkeys(ELEMENTWISE, FlatGroups) | {MUON: OwnedGroups})
+        self._helped = HelpedSteps(FlatGroups, {MUON: OwnedGroups})
         # For each optimizer its parameters, and what was found for them.
         self._known: _Known = weakref.WeakKeyDictionary()
 
