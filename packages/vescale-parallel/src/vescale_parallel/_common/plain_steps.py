@@ -125,22 +125,23 @@ class HelpedSteps:
         known = self._of.get(optimizer)
         if known is None:
             known = self._of[optimizer] = make()
+        known.running = None
         # A closure computes gradients within the step, and other hooks may change them there.
-        # Another optimizer in its place: tensors of a second model are stepped already.
-        is_its = len(args) == 1 and args[0] is optimizer and not has_step_hooks(optimizer)
-        if not is_its or any([value is not None for value in kwargs.values()]):
+        alone = len(args) == 1 and not has_step_hooks(optimizer)
+        if not alone or any([value is not None for value in kwargs.values()]):
             if known.refusal:
                 raise ParallelError(known.refusal)
             return None
         with torch.no_grad():
-            helper = known.helper(optimizer, of)
+            # In its place may be a helper already, which steps tensors of another model.
+            helper = known.helper(args[0], of)
         return None if helper is None else ((helper,), kwargs)
 
     def end(self, optimizer: Optimizer, args: Args) -> None:
         """The step is done."""
         known = self._of.get(optimizer)
         # Where the optimizer was not helped, it stands there itself.
-        if known is not None and args and args[0] is known.running:
+        if known is not None and known.running is not None and args[:1] != (optimizer,):
             parts, known.running, known.parts = known.parts, None, []
             with torch.no_grad():
                 for one in parts:
