@@ -4,6 +4,8 @@ Every decision here is made from types, dims and placements, which are the same 
 rank skips a redistribution that another one waits in.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
 from vescale_parallel._notation.layout import Chosen, RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow
+from vescale_parallel._step.distribute_batch import Distribution
 
 _WHOLE_BATCH: Final = (
     "Pass the whole batch on every rank: the plan's 'batch' layout says which shard of it each "
@@ -106,22 +109,18 @@ class _Redistribute(Unpickled):
         placed: Tensor = tensor.redistribute(self.mesh, wanted)
         return placed
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Redistribute":
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Redistribute:
         # A copy of the model is on the same mesh; process groups cannot be copied.
         return self
 
 
-class DistributeBatch(Unpickled):
-    """The root's forward pre-hook: plain tensors become shards of the global batch.
-
-    The first batches are compared between ranks, because passing each rank its own shard where the
-    whole batch is expected trains wrongly and looks right. Later ones are looked at now and then,
-    without a collective: a loader or an augmentation may drift.
+class BatchHook(Unpickled, Distribution):
+    """The root's forward pre-hook, which distributes the plain tensors of a batch.
 
     Args:
         layout: of the batch.
         mesh: of the activations.
-        compares: whether batches are compared here; stages do not come here at one time.
+        compares: whether the first batches are compared; stages do not come here at one time.
     """
 
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh, *, compares: bool = True) -> None:
@@ -129,7 +128,7 @@ class DistributeBatch(Unpickled):
         checked = CHECKED_BATCHES if compares else 0
         # Apart: a loop that distributes labels by itself has the model's own batches compared, too.
         self._unchecked = {"the model": checked, "outside": checked}
-        self.back = WrittenBack()
+        self._back = WrittenBack()
 
     @untraced
     def __call__(
@@ -138,8 +137,27 @@ class DistributeBatch(Unpickled):
         """Distribute arguments and keyword arguments."""
         copied: Copied = []
         placed = self.distributed(args, kwargs, copied, "the model")
-        self.back.watch(module, copied)
+        self._back.watch(module, copied)
         return placed
+
+    def _compares(self, of: str) -> bool:
+        # Counted down alike on every rank, as batches come alike: all of them come to the
+        # comparison, or none does.
+        self._unchecked[of] -= 1
+        return self._unchecked[of] >= 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
+        # A copy of the model is on the same mesh; process groups cannot be copied.
+        return self
+
+
+class DistributeBatch(BatchHook):
+    """Plain tensors become shards of the global batch, which every rank passes.
+
+    The first batches are compared between ranks, because passing each rank its own shard where the
+    whole batch is expected trains wrongly and looks right. Later ones are looked at now and then,
+    without a collective: a loader or an augmentation may drift.
+    """
 
     def distributed(
         self,
@@ -150,14 +168,8 @@ class DistributeBatch(Unpickled):
         *,
         beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count.
-
-        Whole batches are compared one by one: what is `beside` them does not matter.
-        """
-        if self._unchecked[of] > 0:
-            # Counted down alike on every rank, as batches come alike: all of them come to the
-            # comparison, or none does.
-            self._unchecked[of] -= 1
+        """See `Distribution`. Whole batches are compared alone: `beside` does not matter."""
+        if self._compares(of):
             with no_torch_function():  # not a part of what a recording repeats
                 self._require_same(args, kwargs)
         placed = map_tensors(self._tensor, args, copied=copied)
@@ -191,6 +203,3 @@ class DistributeBatch(Unpickled):
             Replicate() if any(map(one.is_sharded, ones)) else one
             for one in placements(self.layout, self.mesh, tensor.ndim)
         ]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributeBatch":
-        return self

@@ -115,12 +115,9 @@ def _plan(plan: Any) -> dict[str, str]:
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules(remove_duplicate=False):
-        kind = type(module)
-        # torch's own modules print what they compute with (sizes, eps, p); others may print
-        # addresses, which differ between processes that are right.
-        printed = module.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
+        # What it computes with (sizes, eps, p) is among its attributes.
         mode = "training" if module.training else "evaluating"
-        yield name or "(the model)", f"{kind.__qualname__}({printed}) {mode}"
+        yield name or "(the model)", f"{type(module).__qualname__} {mode}"
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_gather, group_of
 from vescale_comm.agreement import (
@@ -18,15 +18,14 @@ from vescale_comm.agreement import (
     several_ranks,
 )
 from vescale_comm.nested import Copied, map_tensors, named_tensors_within
-from vescale_dtensor import DTensor, RaggedShard, Replicate, untraced
+from vescale_dtensor import DTensor, RaggedShard, Replicate
 
+from vescale_parallel._apply.boundaries import BatchHook
 from vescale_parallel._apply.placements import placements
-from vescale_parallel._apply.written_back import WrittenBack
-from vescale_parallel._common.checksums import CHECKED_BATCHES, checksum, values
+from vescale_parallel._common.checksums import checksum, values
 from vescale_parallel._common.mesh import everyone, mesh_ranks, mesh_sizes
 from vescale_parallel._common.rows import row_counts, shard_of, sharing_axes
 from vescale_parallel._common.torch_compat import no_torch_function
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.layout import RuleLayout
 
@@ -47,8 +46,8 @@ _REPLICAS: Final = (
 )
 
 
-class LocalBatch(Unpickled):
-    """The root's forward pre-hook: plain tensors are this rank's rows of the global batch.
+class LocalBatch(BatchHook):
+    """Plain tensors are this rank's rows of the global batch.
 
     The global batch is that of all ranks' rows in the order of the ranks. Forms and numbers of rows
     are exchanged for every batch, in one collective of a few bytes, so a rank with other rows than
@@ -57,10 +56,7 @@ class LocalBatch(Unpickled):
     """
 
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh) -> None:
-        self.layout, self.mesh = layout, mesh
-        # Apart: a loop that distributes labels by itself has the model's own batches compared, too.
-        self._unchecked = {"the model": CHECKED_BATCHES, "outside": CHECKED_BATCHES}
-        self._back = WrittenBack()
+        super().__init__(layout, mesh)
         sizes = mesh_sizes(mesh)
         self._axes = sharing_axes(mesh, layout.axes)
         self._sizes = [sizes[axis] for axis in self._axes]
@@ -71,16 +67,6 @@ class LocalBatch(Unpickled):
             for at in product(*(range(size) for size in sizes.values()))
         ]
 
-    @untraced
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Distribute arguments and keyword arguments."""
-        copied: Copied = []
-        placed = self.distributed(args, kwargs, copied, "the model")
-        self._back.watch(module, copied)
-        return placed
-
     def distributed(
         self,
         args: tuple[Any, ...],
@@ -90,7 +76,7 @@ class LocalBatch(Unpickled):
         *,
         beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
+        """See `Distribution`."""
         # Beside the arguments of a model they are those of a loss, and are called so.
         named = named_tensors_within(args, "loss" if beside else "args")
         plain = _plain(named | named_tensors_within(kwargs, "kwargs"))
@@ -99,8 +85,7 @@ class LocalBatch(Unpickled):
         self._require_own_rows(every, rows)
         # Those of `plain` are the first ones.
         counts = iter(rows)
-        if self._unchecked[of] > 0:
-            self._unchecked[of] -= 1
+        if self._compares(of):
             with no_torch_function():
                 self._require_same_values(plain)
 
@@ -246,9 +231,6 @@ class LocalBatch(Unpickled):
         local = tensor.contiguous()
         made: DTensor = DTensor.from_local(local, self.mesh, where, shape=shape, stride=strides)
         return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalBatch":
-        return self
 
 
 def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
