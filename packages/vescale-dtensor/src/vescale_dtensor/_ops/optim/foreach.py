@@ -260,7 +260,7 @@ def _ready(call: OpCall, plan: OpPlan) -> list[Tensor]:
         # The operand's own local tensor, not a redistributed one: the write has to reach it.
         if plan.rule.writes == index:
             check_writable(operand, function_name(call.func))
-            refuse_overlapping(operand, call.func, len(call.operands))
+            refuse_overlapping(operand, call.func, call.operands)
             locals_.append(local_of(operand))
         else:
             locals_.append(local_for_use(used, use.varying))
