@@ -24,13 +24,14 @@ from vescale_comm._engine.failures import explained_failures, failures_in_words
 from vescale_comm._engine.pending import Pending, ready
 from vescale_comm._errors import CommError, CommMismatchError
 from vescale_comm._groups.group import Group, GroupLike, as_group
-from vescale_comm._torch.ranks import named
+from vescale_comm._torch.ranks import compact, named
 
 __all__ = [
     "UNDESCRIBED",
     "Facts",
     "broadcast_text",
     "by_ranks",
+    "compact",
     "digest",
     "gather_bytes",
     "gather_numbers",

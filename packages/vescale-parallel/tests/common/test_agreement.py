@@ -5,7 +5,6 @@ import torch
 from vescale_comm.testing import Failed, outcomes, run
 from vescale_parallel import TrainError
 from vescale_parallel._common.checksums import checksum
-from vescale_parallel._common.messages import numbers
 from vescale_parallel.train.all_or_none import all_or_none
 
 
@@ -38,20 +37,6 @@ def test_alone_nothing_is_exchanged():
 
 def fail() -> None:
     raise TrainError("broken")
-
-
-LISTED = [
-    ([], ""),
-    ([3], "3"),
-    ([0, 1], "0, 1"),
-    ([0, 1, 2, 5], "0-2, 5"),
-    (list(range(0, 40, 2)), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
-]
-
-
-@pytest.mark.parametrize(("numbers_", "text"), LISTED)
-def test_ranks_are_listed_in_one_line(numbers_: list[int], text: str):
-    assert numbers(numbers_) == text
 
 
 def test_checksums_see_order_and_every_bit():

@@ -198,13 +198,12 @@ def agreed(mesh: DeviceMesh, asked: Asked) -> Agreed:
             return Agreed(order=_whole_order(tuple(asked.local.shape), asked.local.stride()))
         told = _told(asked, group)
     differ = _orders_differ(told, asked.computed)
-    held = [
-        {"local tensor": one.facts | ({"memory order": str(list(one.order))} if differ else {})}
-        for one in told
-    ]
-    head = f"{asked.by} on {describe(mesh)}: the ranks disagree:"
-    advice = "Pass the same on every rank; only extents of sharded dims may differ."
-    require_alike(Facts(held[0], head, advice, DisagreementError), held, group)
+    if differ or any(one.facts != told[0].facts for one in told):
+        orders = [{"memory order": str(list(one.order))} if differ else {} for one in told]
+        held = [{"local tensor": a.facts | b} for a, b in zip(told, orders, strict=True)]
+        head = f"{asked.by} on {describe(mesh)}: the ranks disagree:"
+        advice = "Pass the same on every rank; only extents of sharded dims may differ."
+        require_alike(Facts(held[0], head, advice, DisagreementError), held, group)
     # Of a dim of which it holds one index, a rank cannot tell the place, and of nothing no order.
     most = max(told, key=lambda one: (len(one.order), prod(one.shape)))
     order = _whole_order(most.shape, most.strides)
