@@ -36,7 +36,7 @@ def tell(
     losses: Mapping[int, float],
     arrived: Sequence[bool],
     alike: Sequence[object],
-    problem: str,
+    problem: Exception | None,
     spans: Sequence[Span],
     group: Group | None,
 ) -> Told:
@@ -47,7 +47,7 @@ def tell(
         arrived: whether this rank has a gradient, for each parameter.
         alike: seeds and rows of all shards, checksums of some batches, calls of batch norms: every
             rank has the same.
-        problem: what is wrong here; empty if nothing is.
+        problem: what is wrong here, if anything. It is raised.
         spans: the shards of each rank.
         group: the ranks that share the batch; None: this one alone.
 
@@ -62,7 +62,7 @@ def tell(
     own = [losses.get(shard, 0.0) for shard in range(low, low + room)]
     flags = sum(has << at for at, has in enumerate(arrived))
     # Not `hash`, which is another one in each process.
-    head = form.pack(bool(problem), zlib.crc32(repr(list(alike)).encode()), *own)
+    head = form.pack(problem is not None, zlib.crc32(repr(list(alike)).encode()), *own)
     rows = _gathered(head + flags.to_bytes(-(-len(arrived) // 8), "little"), group)
     told = [form.unpack_from(row) for row in rows]
     # Before anything is compared: what else a rank in trouble has told may mean nothing.
@@ -70,7 +70,8 @@ def tell(
         rank for rank, row in zip(group.ranks if group else (0,), told, strict=True) if row[0]
     ]
     if troubled:
-        raise ParallelError(problem or f"the step was given up: see the error of {named(troubled)}")
+        words = f"the step was given up: see the error of {named(troubled)}."
+        raise problem or ParallelError(words)
     if len({row[1] for row in told}) > 1:
         raise DisagreementError(
             "ranks have drawn different seeds for the logical shards, as their random generators "

@@ -230,7 +230,7 @@ class InvariantStep:
         digest = [*alike, form_of(values)]
         # Before anything is exchanged: ranks whose functions return other forms would exchange
         # vectors of other lengths.
-        tell({}, [], digest, "", self.spans, self.group)
+        tell({}, [], digest, None, self.spans, self.group)
         empty = Packed.of(values, self.mesh.device_type)
         told = [
             rows_of_all(
@@ -247,18 +247,10 @@ class InvariantStep:
         return summed.unpacked(values)
 
     def _tell(self, ran: _Ran, alike: Sequence[object]) -> Told:
-        problem = self.collected.problem() or self._norms.problem()
-        # A rank that raised says only that: its error is raised there, with its own traceback.
-        problem = problem if ran.error is None else "it raised"
-        try:
-            # Raises on every rank where one has a problem, so `ran.error` does not get lost behind
-            # another's words.
-            arrived = self.collected.arrived
-            return tell(ran.losses, arrived, alike, problem, self.spans, self.group)
-        except ParallelError:
-            if ran.error is not None:
-                raise ran.error from None
-            raise
+        said = self.collected.problem() or self._norms.problem()
+        problem = ran.error or (ParallelError(said) if said else None)
+        arrived = self.collected.arrived
+        return tell(ran.losses, arrived, alike, problem, self.spans, self.group)
 
     def _summed(self, told: Told, sizes: Sequence[int]) -> list[Tensor | None]:
         """Return for each destination the sum over all shards; None where nothing arrived."""
