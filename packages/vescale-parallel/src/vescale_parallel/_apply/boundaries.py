@@ -16,11 +16,11 @@ from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, Placement, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
-from vescale_parallel._apply.written_back import WrittenBack
+from vescale_parallel._apply.write_back import WrittenBack
 from vescale_parallel._common.checksums import CHECKED_BATCHES, forms, values
 from vescale_parallel._common.mesh import everyone, mesh_sizes
+from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.torch_compat import no_torch_function
-from vescale_parallel._common.unpickled import Unpickled
 from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
 from vescale_parallel._notation.layout import Chosen, RuleLayout
@@ -51,7 +51,7 @@ def install_boundary(module: nn.Module, row: BoundaryRow, mesh: DeviceMesh) -> N
         module.register_forward_hook(leave.result)
 
 
-class _Redistribute(Unpickled):
+class _Redistribute(NotPickled):
     """One side of one rule, as the hooks of one module."""
 
     def __init__(
@@ -114,7 +114,7 @@ class _Redistribute(Unpickled):
         return self
 
 
-class BatchHook(Unpickled, Distribution):
+class BatchHook(NotPickled, Distribution):
     """The root's forward pre-hook, which distributes the plain tensors of a batch.
 
     Args:

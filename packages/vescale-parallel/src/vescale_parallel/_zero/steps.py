@@ -1,4 +1,4 @@
-"""What happens around an optimizer's step of stored parameters, to the buffers they lie in."""
+"""Completes gradients before an optimizer's step, and has parameters gathered anew after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import is_
 from typing import Any, Final, Protocol
 
 from torch.optim import Optimizer
-from vescale_dtensor import reduce_gradients
+from vescale_dtensor.storage import reduce_gradients
 
 from vescale_parallel._common.optimizer_hooks import Args, Call, Watcher
 from vescale_parallel._common.plain_steps import HelpedSteps
@@ -58,7 +58,7 @@ class Steps(Watcher):
         reduce_gradients([one for buffer in buffers for one in buffer.parameters])
         schedule = self._schedule()
         # Of stages each rank has other buffers, and all of them the optimizer's other parameters:
-        # stepped by buffer, ranks would write to different ones, and be taken for drifting apart.
+        # stepped by buffer, ranks would write to different ones, and be taken for diverging.
         if schedule is None or not schedule.is_alike:
             return None
         return self._helped.begin(optimizer, buffers, args, kwargs)
