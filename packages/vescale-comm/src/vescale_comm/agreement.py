@@ -131,11 +131,11 @@ def start_same(facts: Facts, group: GroupLike = None, *, told: int = 0) -> Calla
 
 
 def require_alike(facts: Facts, told: Sequence[Sections], group: GroupLike = None) -> None:
-    """Raise what `require_same` does, of what every rank has told all others. Nothing is sent.
+    """Raise what `require_same` does, of what was gathered on every rank. Nothing is sent.
 
     Args:
         facts: what this rank holds, and the words.
-        told: what each rank holds, in the order of the group.
+        told: what each rank reports, in the order of the group.
         group: who has told it; None: all processes.
     """
     # Written, as the order of names counts.

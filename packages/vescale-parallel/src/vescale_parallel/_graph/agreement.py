@@ -101,7 +101,7 @@ def agreed(
     }
     given = {name: repr(one) for name, one in (options or {}).items()}
     # Without bytes and shapes, in which ranks with uneven shards differ.
-    told = compared(mine, given, [f"{one.direction} {one}".lstrip() for one in own], fault)
+    told = compare_reports(mine, given, [f"{one.direction} {one}".lstrip() for one in own], fault)
     _check_groups(told)
     every = [[Entry(**one) for one in rank["entries"]] for rank in told]
     # The most of all ranks: where shards are uneven, each would fill buckets to another size.
@@ -116,7 +116,7 @@ def agreed(
     return Agreed(entries, united)
 
 
-def compared(
+def compare_reports(
     mine: Mapping[str, Any],
     options: Mapping[str, str],
     starts: Sequence[str],
@@ -140,7 +140,7 @@ def compared(
         "option": options,
         "collective": {f"number {at}": one for at, one in enumerate(starts)},
     }
-    told = exchanged({**mine, "facts": held, "fault": fault})
+    told = gather_reports({**mine, "facts": held, "fault": fault})
     # Only now, although this rank knew its own fault before: all have to come to the exchange.
     for rank, one in enumerate(told):
         if one["fault"]:
@@ -150,7 +150,7 @@ def compared(
     return told
 
 
-def exchanged(mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+def gather_reports(mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What each rank says. Collective."""
     # What this rank says comes back by way of JSON, too: tuples of its own would differ from the
     # lists of others.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from vescale_parallel._common.messages import listed, table
 from vescale_parallel._errors import GraphError
-from vescale_parallel._graph.agreement import compared, exchanged
+from vescale_parallel._graph.agreement import compare_reports, gather_reports
 from vescale_parallel._graph.numbers import TakingNumbers, with_tensors
 from vescale_parallel._graph.regions import (
     FEW,
@@ -126,7 +126,7 @@ def compile_regions(
             regions[at] = replace(one, why_not=why)
     # On every rank, also where all of its regions compiled: a region that one rank runs as it is,
     # all do, or values that they compute for themselves would round apart.
-    regions = _agreed(regions, exchanged(_whys(regions)), lined_up)
+    regions = _agreed(regions, gather_reports(_whys(regions)), lined_up)
     for one in regions:
         if not one.why_not:
             # Only now: until ranks have agreed, all regions of the module are as they were.
@@ -200,7 +200,7 @@ def _compared(
         mine["between"] = parts.between
         mine["contents"] = {name: content(one) for name, one in parts.regions.items()}
     starts = [] if parts is None else parts.starts
-    told = compared(mine, options, starts, fault, "compile_regions, ")
+    told = compare_reports(mine, options, starts, fault, "compile_regions, ")
     lined_up = matching_gaps([one["between"] for one in told])
     same = alike([one.name for one in regions], [one["contents"] for one in told], lined_up)
     regions = _agreed(regions, [one["why"] for one in told], lined_up)
