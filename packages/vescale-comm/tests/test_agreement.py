@@ -1,4 +1,4 @@
-"""What each rank tells is heard by every rank: numbers, texts, failures, on real and simulated."""
+"""What each rank tells is heard by every rank, and what differs is named on every rank."""
 
 import os
 import random
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from vescale_comm import agreement, group_of, recv, send, simulate, trace, unwaited
 from vescale_comm._watchdog.comparison import Comparison
-from vescale_comm.testing import WorkerError, device_mesh, run
+from vescale_comm.testing import WorkerError, device_mesh, outcomes, run
 
 # Nothing, what goes along with its length, what does not, what is not ASCII, and the name of a file
 # that is no UTF-8, as Python has it.
@@ -112,13 +112,16 @@ def test_who_waits_later_hears_of_a_member_that_ended():
 
 def failures(rank, world_size, bad):
     failure = FileNotFoundError(2, "No such file", "notes.txt") if rank in bad else None
-    return agreement.gather_failures(failure)
+    agreement.require_success(failure)
 
 
-@pytest.mark.parametrize("bad", [(), (1,), (0, 2)])
-def test_every_rank_knows_who_failed(bad):
+def test_one_failure_is_everyones():
+    run(failures, 3, ())
+    own, others, _ = outcomes(failures, 3, (0, 2))
+    assert own.type_name.endswith("FileNotFoundError")
     words = "FileNotFoundError: [Errno 2] No such file: 'notes.txt'"
-    assert run(failures, 3, bad) == [dict.fromkeys(bad, words)] * 3
+    assert others.type_name.endswith("CommError")
+    assert others.message.endswith(f"ranks 0, 2: {words}")
 
 
 def in_groups(rank, world_size):
@@ -136,8 +139,12 @@ def test_alone_nothing_is_sent():
     assert agreement.gather_numbers([3, 4]) == [(3, 4)]
     assert agreement.gather_texts("mine") == ["mine"]
     assert agreement.broadcast_text("mine", 0) == "mine"
-    assert agreement.gather_failures(ValueError("no")) == {0: "ValueError: no"}
-    assert agreement.gather_failures(None) == {}
+    agreement.require_success(None)
+    with pytest.raises(ValueError, match="no"):
+        agreement.require_success(ValueError("no"))
+    compare({"a": "1"})
+    with pytest.raises(ValueError, match="mine"):
+        compare({}, problem=ValueError("mine"))
 
 
 def device(rank, world_size):
@@ -146,6 +153,94 @@ def device(rank, world_size):
 
 def test_numbers_are_sent_from_the_host_where_they_can():
     assert run(device, 2) == [(True, "cpu")] * 2
+
+
+def compare(section, peers=(), problem=None):
+    advice = {"value of": "Seed alike."}
+    facts = agreement.Facts({"value of": section}, "Differ:", advice)
+    agreement.require_same(facts, peers=peers, problem=problem)
+
+
+def hold_something(rank, world_size, bad_rank):
+    compare({"same": "1", "weight": "3" if rank == bad_rank else "2"})
+
+
+def test_same_values_pass_and_others_are_named_everywhere():
+    run(hold_something, 3, -1)
+    for one in outcomes(hold_something, 3, 2):
+        assert one.type_name.endswith("CommMismatchError")
+        said = "Differ:\n  - value of 'weight': 2 on ranks 0, 1; 3 on rank 2\nSeed alike."
+        assert one.message.endswith(said)
+
+
+def hold_other_names(rank, world_size):
+    compare({f"tensor {index}": str(rank) for index in range(rank + 1)})
+
+
+def test_lists_of_other_lengths_are_named_everywhere_and_messages_end():
+    for one in simulate(6).outcomes(hold_other_names):
+        assert one.type_name.endswith("CommMismatchError")
+        for part in (
+            "value of 'tensor 0': 0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3",
+            "value of 'tensor 3': not there on ranks 0-2; 3 on rank 3",
+            "value of: ranks 4, 5 not told",
+        ):
+            assert part in one.message
+
+
+def hold_another_order(rank, world_size):
+    compare(dict.fromkeys(["a", "b"] if rank else ["b", "a"], "1"))
+
+
+def test_the_order_of_names_counts():
+    for one in simulate(3).outcomes(hold_another_order):
+        assert "value of: another order on rank 0" in one.message
+
+
+def peers_side_by_side(rank, world_size, bad_rank):
+    """Two teams of two, each of which holds something of its own."""
+    team = rank // 2
+    held = "wrong" if rank == bad_rank else str(team)
+    compare({"x": held}, peers=[2 * team, 2 * team + 1])
+
+
+def test_only_peers_must_agree_but_all_raise():
+    simulate(4)(peers_side_by_side, -1)
+    for one in simulate(4).outcomes(peers_side_by_side, 3):
+        assert "value of 'x': 1 on rank 2; wrong on rank 3" in one.message
+
+
+def with_a_problem(rank, world_size, bad):
+    compare({"x": "y" * 300}, problem=ValueError("no such thing") if rank in bad else None)
+
+
+def test_a_problem_of_one_rank_is_told_and_that_of_all_is_raised():
+    for one in simulate(3).outcomes(with_a_problem, {1}):
+        assert "ValueError': not there on ranks 0, 2; no such thing on rank 1" in one.message
+        assert one.message.endswith("Mend that, on all ranks alike.")
+    assert {one.type_name for one in simulate(3).outcomes(with_a_problem, {0, 1, 2})} == {
+        "ValueError"
+    }
+
+
+def begun(rank, world_size, bad_rank):
+    facts = agreement.Facts({"x": {"y": str(rank == bad_rank)}}, "Differ:", "Mend it.")
+    return agreement.start_same(facts, told=rank)()
+
+
+def told(rank, world_size, bad_rank):
+    """What all have told each other by themselves."""
+    held = [{"x": {"y": "z" * 300 + str(one == bad_rank)}} for one in range(world_size)]
+    agreement.require_alike(agreement.Facts(held[rank], "Differ:", "Mend it."), held)
+
+
+def test_what_is_begun_or_was_told_is_compared_alike():
+    assert run(begun, 3, -1) == [[0, 1, 2]] * 3
+    assert "y': False on ranks 0, 2; True on rank 1" in simulate(3).outcomes(begun, 1)[0].message
+    simulate(3)(told, -1)
+    (said,) = {one.message for one in simulate(3).outcomes(told, 1)}
+    assert "z… (305 characters, digest" in said
+    assert "on ranks 0, 2; " in said
 
 
 def test_who_says_what():

@@ -1,18 +1,20 @@
 """Gathers what each rank reports on every rank: all then go on, or all raise the same error.
 
-    rows = gather_numbers([digest(settings)], group)
-    if len(set(rows)) > 1:
-        raise ValueError(f"the settings differ: {by_ranks(rows, as_group(group).ranks)}")
+    settings = {"option": {"rate": repr(rate), "batch": repr(batch)}}
+    require_same(Facts(settings, "the ranks differ:", "Pass the same on every rank."), group)
 
 Every function that sends is a collective of the members of a group, and returns the same on each of
 them. So whatever follows from the result alone is decided alike: no member waits for one that has
 raised. These are checks beside a program: `trace` does not see them.
 """
 
+import json
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal, overload
+from itertools import chain
+from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -20,25 +22,126 @@ from torch import Tensor
 
 from vescale_comm._engine.failures import explained_failures, failures_in_words
 from vescale_comm._engine.handles import Pending, ready
+from vescale_comm._errors import CommError, CommMismatchError
 from vescale_comm._groups.group import Group, GroupLike, as_group
-from vescale_comm._torch.ranks import named
+from vescale_comm._torch.ranks import compact, named
 
 __all__ = [
+    "UNDESCRIBED",
+    "Facts",
     "broadcast_text",
     "by_ranks",
+    "compact",
     "digest",
     "gather_bytes",
-    "gather_failures",
     "gather_numbers",
     "gather_texts",
     "message_device",
     "named",
+    "require_alike",
+    "require_same",
+    "require_success",
     "several_ranks",
+    "start_same",
 ]
 
 # Of a text: its length, and what of it goes along.
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 504
+
+Sections = Mapping[str, Mapping[str, str]]
+"""Section to name to value."""
+
+UNDESCRIBED: Final = "cannot be described"
+"""The one fact of a section that could not be asked for: why, in place of all others."""
+
+_MOST_LINES: Final = 8
+_MOST_WORDS: Final = 256
+_MOST_VARIANTS: Final = 4
+"""How many ranks that hold different things tell what they hold: messages, and traffic, end."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ranks have to hold alike, in the words of the error where they do not.
+
+    Attributes:
+        held: by section and name; every rank has the same sections.
+        head: the beginning of the message.
+        advice: its end: what to do, or that by section, of which the first that differs counts.
+        error: what is raised.
+    """
+
+    held: Sections
+    head: str
+    advice: str | Mapping[str, str]
+    error: type[Exception] = CommMismatchError
+
+
+def require_same(
+    facts: Facts,
+    group: GroupLike = None,
+    *,
+    peers: Sequence[int] = (),
+    problem: BaseException | None = None,
+) -> None:
+    """Raise on every rank, naming ranks and values, unless all hold the same. A collective.
+
+    One collective of a few bytes for each section; more only where something differs.
+
+    Args:
+        facts: what this rank holds.
+        group: who compares; None: all processes.
+        peers: the ranks that must hold the same, this one among them; empty: all of the group.
+        problem: why this rank cannot go on, if so. It is told, and raised on all ranks: where
+            something differs, that is why it is wrong on some of them only.
+
+    Raises:
+        Exception: `facts.error`, on every rank, also on those whose own peers agree; else `problem`
+            on every rank.
+    """
+    said = {} if problem is None else {type(problem).__name__: str(problem)}
+    facts = replace(facts, held={**facts.held, "problem": said})
+    _compare(facts, gather_numbers(_row(facts, peers), group), group)
+    if problem is not None:
+        raise problem
+
+
+def start_same(facts: Facts, group: GroupLike = None, *, told: int = 0) -> Callable[[], list[int]]:
+    """Begin what `require_same` does; returns what waits for the others, and raises. A collective.
+
+    Until that is called, once, nothing may be sent that only ranks which hold the same expect.
+    Ranks need not agree on what they do meanwhile.
+
+    Args:
+        facts: what this rank holds.
+        group: who compares; None: all processes.
+        told: a number that ranks need not share. What is returned gives that of every rank.
+    """
+    started = gather_numbers([*_row(facts), told], group, async_op=True)
+
+    def require() -> list[int]:
+        rows = started.wait()
+        _compare(facts, [row[:-1] for row in rows], group)
+        return [row[-1] for row in rows]
+
+    return require
+
+
+def require_alike(facts: Facts, told: Sequence[Sections], group: GroupLike = None) -> None:
+    """Raise what `require_same` does, of what was gathered on every rank. Nothing is sent.
+
+    Args:
+        facts: what this rank holds, and the words.
+        told: what each rank reports, in the order of the group.
+        group: who has told it; None: all processes.
+    """
+    # Written, as the order of names counts.
+    if len(set(map(json.dumps, told))) > 1:
+        ranks = as_group(group).ranks
+        raise _error(facts, [([([r], held) for r, held in zip(ranks, told, strict=True)], [])])
 
 
 def several_ranks(group: GroupLike = None) -> bool:
@@ -118,20 +221,31 @@ def gather_bytes(content: bytes, group: GroupLike = None) -> list[bytes]:
     ]
 
 
-def gather_failures(failure: BaseException | None, group: GroupLike = None) -> dict[int, str]:
-    """Return by global rank what failed there, `"OSError: no such file"`. A collective.
+def require_success(
+    failure: BaseException | None,
+    group: GroupLike = None,
+    *,
+    error: Callable[[str], BaseException] = CommError,
+) -> None:
+    """Raise on every rank where one of them has failed. A collective.
 
-    What one rank alone may be unable to do is tried before it, and raised after it: the other
-    ranks come here as well, and then raise, too.
+    What one rank alone may be unable to do is tried before it, and raised by it: the other ranks
+    come here as well, and then raise, too.
 
-    Returns:
-        Words of the ranks that failed, in the order of the group; nothing where none did.
+    Args:
+        failure: what this rank could not do, if anything.
+        group: who tells; None: all processes.
+        error: makes what is raised of words such as `rank 1: OSError: no such file`.
+
+    Raises:
+        BaseException: `failure` where there is one, and on all others `error`.
     """
-    words = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    told = gather_texts(words, group)
-    alone = not several_ranks(group)
-    ranks = _own_rank() if alone else as_group(group).ranks
-    return {rank: said for rank, said in zip(ranks, told, strict=True) if said}
+    told = gather_texts("" if failure is None else f"{type(failure).__name__}: {failure}", group)
+    if failure is not None:
+        raise failure
+    if any(told):
+        failed = {r: said for r, said in zip(as_group(group).ranks, told, strict=True) if said}
+        raise error(by_ranks(failed.values(), failed))
 
 
 def broadcast_text(text: str, source: int, group: GroupLike = None) -> str:
@@ -174,10 +288,8 @@ def by_ranks(said: Iterable[Hashable], ranks: Iterable[int]) -> str:
         said: by every rank.
         ranks: in the same order.
     """
-    holders: dict[Hashable, list[int]] = {}
-    for rank, one in zip(ranks, said, strict=True):
-        holders.setdefault(one, []).append(rank)
-    return "; ".join(f"{named(sorted(of_one))}: {one}" for one, of_one in holders.items())
+    holders = _holders(([rank], one) for rank, one in zip(ranks, said, strict=True))
+    return "; ".join(f"{named(of_one)}: {one}" for one, of_one in holders.items())
 
 
 def message_device(group: GroupLike = None) -> str:
@@ -242,6 +354,81 @@ def _broadcast(x: Tensor, source: int, group: GroupLike) -> None:
         dist.broadcast(x, source, group=members.process_group)
 
 
-def _own_rank() -> tuple[int, ...]:
-    started = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank() if started else 0,)
+def _row(facts: Facts, peers: Sequence[int] = ()) -> list[int]:
+    """What a rank sends: of a fixed length, so that lists of different lengths are compared too."""
+    return [digest(json.dumps(one)) for one in (list(peers), *map(dict, facts.held.values()))]
+
+
+def _compare(facts: Facts, rows: Sequence[tuple[int, ...]], group: GroupLike) -> None:
+    """Raise if peers have other rows: all members have the same, and decide alike. Collective."""
+    if len(set(rows)) == 1:
+        return
+    # By set of peers, the ranks that hold the same.
+    teams: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for rank, row in sorted(zip(as_group(group).ranks, rows, strict=True)):
+        teams.setdefault(row[0], {}).setdefault(row, []).append(rank)
+    mine = json.dumps({section: dict(one) for section, one in facts.held.items()})
+    found = []
+    for team in teams.values():
+        # First what most ranks hold; of two that equally many hold, that of the lower rank.
+        variants = sorted(team.values(), key=len, reverse=True)
+        # The lowest rank of each speaks for the others, and everybody hears it.
+        asked = variants[:_MOST_VARIANTS] if len(variants) > 1 else []
+        told = [(ranks, json.loads(broadcast_text(mine, ranks[0], group))) for ranks in asked]
+        found.append((told, sorted(chain(*variants[_MOST_VARIANTS:]))))
+    if any(told for told, _ in found):
+        raise _error(facts, found)
+
+
+_Told = Sequence[tuple[list[int], Sections]]
+
+
+def _error(facts: Facts, teams: Iterable[tuple[_Told, list[int]]]) -> Exception:
+    """What differs among the ranks of each team that say something, and who was not asked."""
+    lines = []
+    for section in facts.held:
+        for told, rest in teams:
+            found = _differences(section, [(ranks, held[section]) for ranks, held in told])
+            lines += [(section, line) for line in found]
+            if found and rest:
+                lines.append((section, f"{section}: {named(rest)} not told"))
+    shown = [line for _, line in lines[:_MOST_LINES]]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more differences")
+    advice = facts.advice
+    if not isinstance(advice, str):
+        advice = advice.get(lines[0][0], "Mend that, on all ranks alike.")
+    return facts.error("\n  - ".join([facts.head, *shown]) + f"\n{advice}")
+
+
+def _differences(section: str, told: Sequence[tuple[list[int], Mapping[str, str]]]) -> list[str]:
+    """A line for each name whose value differs among ranks that say the same."""
+    names = dict.fromkeys(name for _, values in told for name in values)
+    lines = []
+    # What cannot be described first: it is why all else of that rank is not there.
+    for name in sorted(names, key=lambda name: name != UNDESCRIBED):
+        held = _holders((ranks, values.get(name, "not there")) for ranks, values in told)
+        if len(held) > 1:
+            said = "; ".join(f"{_short(one)} on {named(ranks)}" for one, ranks in held.items())
+            lines.append(f"{section} '{name}': {said}")
+    orders = _holders((ranks, tuple(values)) for ranks, values in told)
+    if not lines and len(orders) > 1:
+        # Optimizers and buckets go by the order of parameters, so it is a difference as well.
+        lines.append(f"{section}: another order on {named([*orders.values()][-1])}")
+    return lines
+
+
+def _short(text: str) -> str:
+    """As much of a text as a message has room for."""
+    # With the digest, as texts that differ behind their beginning would look equal.
+    if len(text) <= _MOST_WORDS:
+        return text
+    return f"{text[:_MOST_WORDS]}… ({len(text)} characters, digest {digest(text):x})"
+
+
+def _holders(told: Iterable[tuple[list[int], _T]]) -> dict[_T, list[int]]:
+    """Who says each thing."""
+    holders: dict[_T, list[int]] = {}
+    for ranks, one in told:
+        holders.setdefault(one, []).extend(ranks)
+    return {one: sorted(of_one) for one, of_one in holders.items()}

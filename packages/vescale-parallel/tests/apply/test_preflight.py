@@ -127,17 +127,19 @@ CASES: dict[str, tuple[Callable[[Given], Any], str]] = {
     ),
     "train mode": (
         set_model(lambda m: m.drop.eval()),
-        "module 'drop': Dropout(p=0.1, inplace=False) training on ranks 0, 1, 3; "
-        "Dropout(p=0.1, inplace=False) evaluating on rank 2",
+        "module 'drop': Dropout training on ranks 0, 1, 3; Dropout evaluating on rank 2",
     ),
-    "dropout": (set_model(lambda m: setattr(m.drop, "p", 0.2)), "Dropout(p=0.2, inplace=False)"),
+    "dropout": (
+        set_model(lambda m: setattr(m.drop, "p", 0.2)),
+        "attribute 'p of drop': 0.1 on ranks 0, 1, 3",
+    ),
     "a factor": (
         set_model(lambda m: setattr(m.up, "factor", 0.5)),
         "attribute 'factor of up': not there on ranks 0, 1, 3; 0.5 on rank 2",
     ),
     "another class": (
         set_model(lambda m: setattr(m, "drop", nn.Identity())),
-        "Identity() training on rank 2",
+        "Identity training on rank 2",
     ),
     "values": (set_model(lambda m: m.up.weight.data.mul_(-1)), "value of 'up.weight': checksum "),
     "values of buffers": (set_model(lambda m: m.scale.mul_(2)), "value of 'scale': checksum "),

@@ -158,6 +158,31 @@ def test_muon_steps_as_one_device_does(sizes: Any, zero: int, owned: Any):
     run(step_muon, torch.Size(sizes.values()).numel(), sizes, zero, owned)
 
 
+def two_models(rank: int, world_size: int) -> None:
+    """One optimizer of two models, each with units of its own."""
+    ours, plain = ([distributed(make(), {"dp": 2}, 3) for _ in range(2)], [make(), make()])
+    optimizers = [
+        muon([p for one in models for p in one.parameters() if p.ndim == 2])
+        for models in (ours, plain)
+    ]
+    for step in range(2):
+        for one, two in zip(ours, plain, strict=True):
+            one.zero_grad()
+            one(*batch(step)).backward()
+            for mine, other in zip(one.parameters(), two.parameters(), strict=True):
+                other.grad = whole(mine.grad).detach().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, two in zip(ours, plain, strict=True):
+        for (name, mine), other in zip(one.named_parameters(), two.parameters(), strict=True):
+            assert torch.equal(whole(mine.detach()), other.detach()), name
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_one_muon_steps_two_models():
+    simulate(2)(two_models)
+
+
 def closure_and_hooks(rank: int, world_size: int) -> None:
     model = distributed(make(), {"dp": 2}, 3, owned=MATRICES)
     model(*batch(0)).backward()

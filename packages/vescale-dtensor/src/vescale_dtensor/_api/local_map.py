@@ -99,7 +99,7 @@ def local_map(
         spmd_types: only False. torch 2.14 and later let a package of that name check what `func`
             does inside; here only inputs and outputs have types, by their placements.
         out_shapes: global shapes of the outputs. Default: the ranks find them out together, as for
-            `from_local`. That is one all-reduce of about two hundred bytes for each output with a
+            `from_local`. That is one all-reduce of sixteen bytes for each output with a
             sharded dim, at every call, and one more exchange if the shards are uneven. With
             `out_shapes`, and with nothing sharded, only the first two calls compare what the ranks
             hold. Placements that shard several dims as one need it. Where nothing can be exchanged

@@ -88,7 +88,7 @@ def from_local(
             axis is looked at now and then, and ranks that hold other values are told where the
             result is communicated.
         shape: global shape. Default: the ranks find it out together. That is one all-reduce of
-            about two hundred bytes at every call with a sharded dim, and one more exchange if the
+            sixteen bytes at every call with a sharded dim, and one more exchange if the
             shards are uneven. With `shape`, and with nothing sharded, only the first two calls
             compare what ranks pass. Placements that shard several dims as one need it.
         stride: global strides. Default: the memory order of the local tensors, that of the one

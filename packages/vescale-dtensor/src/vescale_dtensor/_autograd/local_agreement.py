@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, broadcast, explained_failures, group_of
-from vescale_comm.agreement import by_ranks, digest, gather_texts, message_device
+from vescale_comm.agreement import (
+    Facts,
+    by_ranks,
+    digest,
+    gather_texts,
+    message_device,
+    require_alike,
+)
 
 from vescale_dtensor._errors import DisagreementError, LayoutError
 from vescale_dtensor._layout.derived_placements import as_placement
@@ -47,11 +54,6 @@ Shape = tuple[int, ...]
 _FIRST_USES = 2
 # Calls of a kind: from one option, on one mesh, with these placements, with `shape=` or not.
 _uses = FirstUses(_FIRST_USES, most_kinds=256)
-
-# The first exchange has room for so many extents; those of further dims are part of the digest.
-_TOLD = 12
-# So many characters of what one rank passes stand in an error.
-_QUOTED = 256
 
 
 class Asked(NamedTuple):
@@ -78,21 +80,23 @@ class Asked(NamedTuple):
     computed: bool = False
 
     @property
-    def text(self) -> str:
-        """Everything that has to be the same on every rank; local shapes may differ."""
-        # It is compared, and quoted in the error: what may be long (ragged units) comes last, as
-        # there is room for the beginning only.
-        given = (("shape", self.shape), ("stride", self.stride))
-        rest = [f"{k}={v}" for k, v in given if v is not None]
-        grad = ["requires_grad"] if self.local.requires_grad else []
-        dims = f"{short_dtype(self.local.dtype)} of {self.local.ndim} dims"
-        return ", ".join([dims, *grad, *rest, *self.rest, f"as {list(self.placements)}"])
+    def facts(self) -> dict[str, str]:
+        """Everything that has to be the same on every rank, by name; local shapes may differ."""
+        return {
+            "dtype": short_dtype(self.local.dtype),
+            "dims": str(self.local.ndim),
+            "requires_grad": str(self.local.requires_grad),
+            self.option: str(self.shape),
+            "stride=": str(self.stride),
+            "options": ", ".join(self.rest) or "none",
+            "placements": str(list(self.placements)),
+        }
 
     @property
     def order(self) -> Shape:
         """The dims of more than one index, from the slowest in memory to the fastest.
 
-        Empty if `stride=` was passed: that decides then, and is compared as part of `text`.
+        Empty if `stride=` was passed: that decides then, and is one of `facts`.
         """
         if self.stride is not None:
             return ()
@@ -116,7 +120,7 @@ class Agreed(NamedTuple):
 class Told(NamedTuple):
     """What one rank sent to all others: see `Asked`."""
 
-    text: str
+    facts: dict[str, str]
     order: Shape
     shape: Shape
     strides: Shape
@@ -193,19 +197,17 @@ def agreed(mesh: DeviceMesh, asked: Asked) -> Agreed:
         if _all_same(asked, group) and _is_even(asked):
             return Agreed(order=_whole_order(tuple(asked.local.shape), asked.local.stride()))
         told = _told(asked, group)
-    texts, shapes = [one.text for one in told], [one.shape for one in told]
-    if _orders_differ(told, asked.computed):
-        texts = [f"{one.text}, memory order {list(one.order)}" for one in told]
-    if len(set(texts)) > 1:
-        words = by_ranks(map(_quoted, texts), group.ranks)
-        raise DisagreementError(
-            f"{asked.by} on {describe(mesh)}: the ranks disagree ({words}). All need the same "
-            f"dtype, dims, placements, {asked.option}, requires_grad, memory order and options."
-        )
+    differ = _orders_differ(told, asked.computed)
+    if differ or any(one.facts != told[0].facts for one in told):
+        orders = [{"memory order": str(list(one.order))} if differ else {} for one in told]
+        held = [{"local tensor": a.facts | b} for a, b in zip(told, orders, strict=True)]
+        head = f"{asked.by} on {describe(mesh)}: the ranks disagree:"
+        advice = "Pass the same on every rank; only extents of sharded dims may differ."
+        require_alike(Facts(held[0], head, advice, DisagreementError), held, group)
     # Of a dim of which it holds one index, a rank cannot tell the place, and of nothing no order.
     most = max(told, key=lambda one: (len(one.order), prod(one.shape)))
     order = _whole_order(most.shape, most.strides)
-    return Agreed(_joined(mesh, asked, shapes, group), order)
+    return Agreed(_joined(mesh, asked, [one.shape for one in told], group), order)
 
 
 def _whole_order(shape: Shape, strides: Sequence[int]) -> Shape:
@@ -239,37 +241,22 @@ def _is_even(asked: Asked) -> bool:
 def _all_same(asked: Asked, group: Group) -> bool:
     """Whether all ranks pass the same and hold local tensors of one shape. Collective."""
     shape = tuple(asked.local.shape)
-    # Padded with -1, which is no extent, to one length on every rank, whatever its number of dims.
-    extents = (*shape, *[-1] * _TOLD)[:_TOLD]
     # Of a dim of one index the stride says where it lies, if all ranks say the same.
     whole = order_of(shape, asked.local.stride()) if 1 in shape else None
-    rest = digest(f"{asked.text} {asked.order} {whole} {shape[_TOLD:]}")
-    own = torch.tensor([rest, *extents], dtype=torch.int64, device="cpu")
+    own = digest(f"{asked.facts} {asked.order} {whole} {shape}")
     # The minimum is the negative of the maximum of the negatives: one collective for both.
-    both = torch.cat([own, -own]).to(message_device(group))
+    both = torch.tensor([own, -own], device=message_device(group))
     with explained_failures("all_reduce", both, group):
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group.process_group)
-    greatest, least = both.cpu().chunk(2)
-    return torch.equal(greatest, -least)
+    return not both.sum().item()
 
 
 def _told(asked: Asked, group: Group) -> list[Told]:
-    """Gather what every rank passes, in the order of the group. Collective.
-
-    Texts are equal where the ranks passed the same, and only there.
-    """
+    """Gather what every rank passes, in the order of the group. Collective."""
     local = asked.local
-    mine = Told(asked.text, asked.order, tuple(local.shape), tuple(local.stride()))
+    mine = Told(asked.facts, asked.order, tuple(local.shape), tuple(local.stride()))
     rows = [json.loads(row) for row in gather_texts(json.dumps(mine), group)]
-    return [Told(text, *map(tuple, numbers)) for text, *numbers in rows]
-
-
-def _quoted(text: str) -> str:
-    """As much of a text as an error has room for."""
-    # With the digest, as texts that differ behind their beginning would look equal.
-    if len(text) <= _QUOTED:
-        return text
-    return f"{text[:_QUOTED]}… ({len(text.encode())} bytes, digest {digest(text):x})"
+    return [Told(facts, *map(tuple, numbers)) for facts, *numbers in rows]
 
 
 def _joined(mesh: DeviceMesh, asked: Asked, shapes: list[Shape], group: Group) -> Shape:

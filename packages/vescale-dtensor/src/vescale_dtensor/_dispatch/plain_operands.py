@@ -15,8 +15,8 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from vescale_comm import Group, group_of
-from vescale_comm.agreement import by_ranks, gather_numbers
+from vescale_comm import group_of
+from vescale_comm.agreement import Facts, gather_numbers, require_alike
 
 from vescale_dtensor._autograd.conversion import as_replicated, refuse_transformed
 from vescale_dtensor._dispatch.observers import plain_comparison_mode
@@ -32,6 +32,11 @@ from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._tensor.value_digest import digest, unread_operands
 from vescale_dtensor._torch.bounded_cache import Subscribers
 from vescale_dtensor._torch.compat import is_traced, no_torch_function
+
+_ADVICE = (
+    "If each rank holds its part of a batch, wrap it: DTensor.from_local(x, mesh, [Shard(0), …]). "
+    "If it should be the same everywhere, distribute_tensor(x, mesh) takes that of the first rank."
+)
 
 # The first executions of each kind of call are compared.
 _compared = FirstUses(2, most_kinds=256)
@@ -151,25 +156,16 @@ def compare(operand: Tensor, mesh: DeviceMesh, call: OpCall) -> None:
     record(mesh, f"compares operand {place} of {function_name(call.func)}")
     # Unseen by modes: capture would record the comparison as a part of the program.
     with torch.no_grad(), no_torch_function():
-        rows = _gathered(operand, group)
+        # Rows of one length: the number of dims is part of the kind, hence equal on all ranks.
+        rows = gather_numbers([*operand.shape, int(digest(operand).item())], group)
     if all(row == rows[0] for row in rows):
         return
-    said = [f"shape {list(row[:-1])}, digest {row[-1] & (1 << 64) - 1:016x}" for row in rows]
-    told = by_ranks(said, group.ranks)
-    raise DisagreementError(_message(operand, place, mesh, call, told))
-
-
-def _gathered(operand: Tensor, group: Group) -> list[tuple[int, ...]]:
-    """Shape and digest of every rank's tensor, in the order of the group. Collective."""
-    # Rows are of one length: the number of dims is part of the kind, hence equal on all ranks.
-    return gather_numbers([*operand.shape, int(digest(operand).item())], group)
-
-
-def _message(operand: Tensor, place: int, mesh: DeviceMesh, call: OpCall, told: str) -> str:
-    return (
+    head = (
         f"{function_name(call.func)}: operand {place} is a plain {short_dtype(operand.dtype)} "
-        f"tensor among DTensors on {describe(mesh)}. It counts as replicated, but the ranks "
-        f"disagree ({told}). If each rank holds its part of a batch, wrap it: "
-        "DTensor.from_local(x, mesh, [Shard(0), …]). If it should be the same everywhere, "
-        "distribute_tensor(x, mesh) takes that of the first rank."
+        f"tensor among DTensors on {describe(mesh)}, and counts as replicated. The ranks disagree:"
     )
+    told = [
+        {"operand": {"shape": str(list(row[:-1])), "digest": f"{row[-1] & (1 << 64) - 1:016x}"}}
+        for row in rows
+    ]
+    require_alike(Facts(told[0], head, _ADVICE, DisagreementError), told, group)

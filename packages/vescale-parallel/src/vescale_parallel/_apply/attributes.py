@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import checksum
+from vescale_parallel._common.checksums import checksum
 from vescale_parallel._deferred.recording import DeferredTensor
 
 # Words of names whose values belong to one process.

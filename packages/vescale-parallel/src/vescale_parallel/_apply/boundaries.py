@@ -4,27 +4,28 @@ Every decision here is made from types, dims and placements, which are the same 
 rank skips a redistribution that another one waits in.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.agreement import Facts, require_same
 from vescale_comm.nested import Copied, map_tensors, named_tensors_within
 from vescale_dtensor import DTensor, Placement, Replicate, untraced
 
 from vescale_parallel._apply.placements import placements
 from vescale_parallel._apply.write_back import WrittenBack
-from vescale_parallel._common.agreement import checksum, require_same
-from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
+from vescale_parallel._common.checksums import CHECKED_BATCHES, forms, values
+from vescale_parallel._common.mesh import everyone, mesh_sizes
 from vescale_parallel._common.pickle_refusal import NotPickled
 from vescale_parallel._common.torch_compat import no_torch_function
-from vescale_parallel._errors import PlanError
+from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.arguments import argument_names, place_arguments, place_results
 from vescale_parallel._notation.layout import Chosen, RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow
-
-_CHECKED_BATCHES: Final = 2
-"""How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
+from vescale_parallel._step.distribute_batch import Distribution
 
 _WHOLE_BATCH: Final = (
     "Pass the whole batch on every rank: the plan's 'batch' layout says which shard of it each "
@@ -108,30 +109,26 @@ class _Redistribute(NotPickled):
         placed: Tensor = tensor.redistribute(self.mesh, wanted)
         return placed
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Redistribute":
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Redistribute:
         # A copy of the model is on the same mesh; process groups cannot be copied.
         return self
 
 
-class DistributeBatch(NotPickled):
-    """The root's forward pre-hook: plain tensors become shards of the global batch.
-
-    The first batches are compared between ranks, because passing each rank its own shard where the
-    whole batch is expected trains wrongly and looks right. Later ones are looked at now and then,
-    without a collective: a loader or an augmentation may drift.
+class BatchHook(NotPickled, Distribution):
+    """The root's forward pre-hook, which distributes the plain tensors of a batch.
 
     Args:
         layout: of the batch.
         mesh: of the activations.
-        compares: whether batches are compared here; stages do not come here at one time.
+        compares: whether the first batches are compared; stages do not come here at one time.
     """
 
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh, *, compares: bool = True) -> None:
         self.layout, self.mesh = layout, mesh
-        checked = _CHECKED_BATCHES if compares else 0
+        checked = CHECKED_BATCHES if compares else 0
         # Apart: a loop that distributes labels by itself has the model's own batches compared, too.
         self._unchecked = {"the model": checked, "outside": checked}
-        self.back = WrittenBack()
+        self._back = WrittenBack()
 
     @untraced
     def __call__(
@@ -140,8 +137,27 @@ class DistributeBatch(NotPickled):
         """Distribute arguments and keyword arguments."""
         copied: Copied = []
         placed = self.distributed(args, kwargs, copied, "the model")
-        self.back.watch(module, copied)
+        self._back.watch(module, copied)
         return placed
+
+    def _compares(self, of: str) -> bool:
+        # Counted down alike on every rank, as batches come alike: all of them come to the
+        # comparison, or none does.
+        self._unchecked[of] -= 1
+        return self._unchecked[of] >= 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
+        # A copy of the model is on the same mesh; process groups cannot be copied.
+        return self
+
+
+class DistributeBatch(BatchHook):
+    """Plain tensors become shards of the global batch, which every rank passes.
+
+    The first batches are compared between ranks, because passing each rank its own shard where the
+    whole batch is expected trains wrongly and looks right. Later ones are looked at now and then,
+    without a collective: a loader or an augmentation may drift.
+    """
 
     def distributed(
         self,
@@ -152,14 +168,8 @@ class DistributeBatch(NotPickled):
         *,
         beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count.
-
-        Whole batches are compared one by one: what is `beside` them does not matter.
-        """
-        if self._unchecked[of] > 0:
-            # Counted down alike on every rank, as batches come alike: all of them come to the
-            # comparison, or none does.
-            self._unchecked[of] -= 1
+        """See `Distribution`. Whole batches are compared alone: `beside` does not matter."""
+        if self._compares(of):
             with no_torch_function():  # not a part of what a recording repeats
                 self._require_same(args, kwargs)
         placed = map_tensors(self._tensor, args, copied=copied)
@@ -170,14 +180,9 @@ class DistributeBatch(NotPickled):
         found = named_tensors_within(args, "args") | named_tensors_within(kwargs, "kwargs")
         # Of a distributed tensor the local parts are meant to differ.
         plain = {name: one for name, one in found.items() if not isinstance(one, DTensor)}
-        facts = {
-            "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in plain.items()},
-            "value of": {name: f"checksum {checksum(one):08x}" for name, one in plain.items()},
-        }
+        held = {"tensor": forms(plain), "value of": values(plain)}
         head = "the batches that enter the model differ between ranks:"
-        peers = mesh_ranks(self.mesh)
-        advice = dict.fromkeys(facts, _WHOLE_BATCH)
-        require_same(facts, peers=peers, head=head, advice=advice, mesh=self.mesh)
+        require_same(Facts(held, head, _WHOLE_BATCH, DisagreementError), everyone(self.mesh))
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         # A tensor without the batch dim (a scale, a table) stays plain, which means replicated.
@@ -198,6 +203,3 @@ class DistributeBatch(NotPickled):
             Replicate() if any(map(one.is_sharded, ones)) else one
             for one in placements(self.layout, self.mesh, tensor.ndim)
         ]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributeBatch":
-        return self

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from vescale_comm.agreement import UNDESCRIBED, named
 from vescale_dtensor import DTensor
 
 from vescale_parallel._apply.attributes import attributes
 from vescale_parallel._apply.optimizers import state_facts
-from vescale_parallel._common.agreement import UNDESCRIBED, checksum
+from vescale_parallel._common.checksums import checksum
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_ranks
-from vescale_parallel._common.messages import numbers
 from vescale_parallel._deferred.recording import DeferredTensor, value_of
 from vescale_parallel._deferred.value_digest import digest_of
 
@@ -29,7 +29,6 @@ ADVICE: Final = {
     "mesh": "Every rank of a mesh passes that mesh, as mesh(dp=..., tp=...) makes it.",
     "plan": "Pass the same plan on every rank.",
     "option": "Pass the same options on every rank.",
-    "problem": "Mend that, on all ranks alike.",
     "module": "Build the same model in the same mode (train or eval) on every rank.",
     "attribute": "Build the same model on every rank. What belongs to one rank is not compared "
     "where the name of the attribute begins with an underscore, or has a part such as 'rank' or "
@@ -55,7 +54,7 @@ def mesh_facts(mesh: Any) -> dict[str, str]:
     sizes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     # The order of the ranks matters too, and a list of thousands is no message: its checksum is.
     order = "" if ranks == sorted(ranks) else f", order {zlib.crc32(repr(ranks).encode()):08x}"
-    return {"mesh": f"{sizes} over ranks {numbers(sorted(ranks))}{order} ({mesh.device_type})"}
+    return {"mesh": f"{sizes} over {named(sorted(ranks))}{order} ({mesh.device_type})"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,6 @@ class Given:
         plan: the plan.
         options: the other arguments, by name.
         optimizers: those that hold parameters of the model already.
-        problem: why this rank cannot go on, if so.
     """
 
     model: Any
@@ -76,12 +74,11 @@ class Given:
     plan: Any
     options: dict[str, object]
     optimizers: list[Optimizer]
-    problem: BaseException | None
 
 
 def facts_of(given: Given) -> dict[str, dict[str, str]]:
     """Everything that must be the same on all ranks of a mesh, section by section."""
-    model, problem = given.model, given.problem
+    model = given.model
     return {
         "plan": _described(lambda: _plan(given.plan)),
         "option": {name: repr(value) for name, value in given.options.items()},
@@ -92,8 +89,6 @@ def facts_of(given: Given) -> dict[str, dict[str, str]]:
         "value of": _described(lambda: dict(_values(model))),
         "state of": _described(lambda: dict(state_facts(given.optimizers, model))),
         "random state of": _described(lambda: dict(_random_states(given.mesh))),
-        # Last: where something of the above differs, that is why it is wrong on one rank only.
-        "problem": {} if problem is None else {type(problem).__name__: str(problem)},
     }
 
 
@@ -122,12 +117,9 @@ def _plan(plan: Any, within: str = "") -> dict[str, str]:
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules(remove_duplicate=False):
-        kind = type(module)
-        # torch's own modules print what they compute with (sizes, eps, p); others may print
-        # addresses, which differ between processes that are right.
-        printed = module.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
+        # What it computes with (sizes, eps, p) is among its attributes.
         mode = "training" if module.training else "evaluating"
-        yield name or "(the model)", f"{kind.__qualname__}({printed}) {mode}"
+        yield name or "(the model)", f"{type(module).__qualname__} {mode}"
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -155,8 +147,8 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for named in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in named:
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in tensors:
             if isinstance(tensor, DeferredTensor):
                 # Nothing is computed: what would be is compared.
                 yield name, f"made by {digest_of(value_of(tensor))}"

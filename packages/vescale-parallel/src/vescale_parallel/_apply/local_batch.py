@@ -6,25 +6,28 @@ from itertools import product
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import all_gather, group_of
-from vescale_comm.agreement import digest, message_device, named, several_ranks
+from vescale_comm.agreement import (
+    Facts,
+    by_ranks,
+    digest,
+    message_device,
+    require_same,
+    several_ranks,
+)
 from vescale_comm.nested import Copied, map_tensors, named_tensors_within
-from vescale_dtensor import DTensor, RaggedShard, Replicate, untraced
+from vescale_dtensor import DTensor, RaggedShard, Replicate
 
+from vescale_parallel._apply.boundaries import BatchHook
 from vescale_parallel._apply.placements import placements
-from vescale_parallel._apply.write_back import WrittenBack
-from vescale_parallel._common.agreement import checksum, require_same
-from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
-from vescale_parallel._common.pickle_refusal import NotPickled
+from vescale_parallel._common.checksums import checksum, values
+from vescale_parallel._common.mesh import everyone, mesh_ranks, mesh_sizes
 from vescale_parallel._common.rows import row_counts, shard_of, sharing_axes
 from vescale_parallel._common.torch_compat import no_torch_function
 from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.layout import RuleLayout
-
-_CHECKED_BATCHES: Final = 2
-"""In how many batches values are compared between the ranks that pass the same rows."""
 
 _TENSORS: Final = 30
 """Of how many tensors of a batch the rows travel in the first message."""
@@ -43,8 +46,8 @@ _REPLICAS: Final = (
 )
 
 
-class LocalBatch(NotPickled):
-    """The root's forward pre-hook: plain tensors are this rank's rows of the global batch.
+class LocalBatch(BatchHook):
+    """Plain tensors are this rank's rows of the global batch.
 
     The global batch is that of all ranks' rows in the order of the ranks. Forms and numbers of rows
     are exchanged for every batch, in one collective of a few bytes, so a rank with other rows than
@@ -53,10 +56,7 @@ class LocalBatch(NotPickled):
     """
 
     def __init__(self, layout: RuleLayout, mesh: DeviceMesh) -> None:
-        self.layout, self.mesh = layout, mesh
-        # Apart: a loop that distributes labels by itself has the model's own batches compared, too.
-        self._unchecked = {"the model": _CHECKED_BATCHES, "outside": _CHECKED_BATCHES}
-        self._back = WrittenBack()
+        super().__init__(layout, mesh)
         sizes = mesh_sizes(mesh)
         self._axes = sharing_axes(mesh, layout.axes)
         self._sizes = [sizes[axis] for axis in self._axes]
@@ -67,16 +67,6 @@ class LocalBatch(NotPickled):
             for at in product(*(range(size) for size in sizes.values()))
         ]
 
-    @untraced
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Distribute arguments and keyword arguments."""
-        copied: Copied = []
-        placed = self.distributed(args, kwargs, copied, "the model")
-        self._back.watch(module, copied)
-        return placed
-
     def distributed(
         self,
         args: tuple[Any, ...],
@@ -86,7 +76,7 @@ class LocalBatch(NotPickled):
         *,
         beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `Distribution` in `_step/distribute_batch.py`; `of`: whose first batches count."""
+        """See `Distribution`."""
         # Beside the arguments of a model they are those of a loss, and are called so.
         named = named_tensors_within(args, "loss" if beside else "args")
         plain = _plain(named | named_tensors_within(kwargs, "kwargs"))
@@ -95,8 +85,7 @@ class LocalBatch(NotPickled):
         self._require_own_rows(every, rows)
         # Those of `plain` are the first ones.
         counts = iter(rows)
-        if self._unchecked[of] > 0:
-            self._unchecked[of] -= 1
+        if self._compares(of):
             with no_torch_function():
                 self._require_same_values(plain)
 
@@ -153,26 +142,22 @@ class LocalBatch(NotPickled):
         return found
 
     def _require_same_forms(self, forms: dict[str, str]) -> None:
-        require_same(
-            {"tensor": forms},
-            peers=mesh_ranks(self.mesh),
-            head="the rows that ranks pass to the model differ in their form:",
-            advice={"tensor": _FORM},
-            mesh=self.mesh,
-        )
+        head = "the rows that ranks pass to the model differ in their form:"
+        facts = Facts({"tensor": forms}, head, _FORM, DisagreementError)
+        require_same(facts, everyone(self.mesh))
 
     def _by_shard(self, rows: list[int]) -> list[int]:
         """Rows of each shard, from those of each rank."""
-        found: dict[int, dict[int, list[int]]] = {}
+        found: dict[int, dict[int, int]] = {}
         for rank, shard, number in zip(mesh_ranks(self.mesh), self._shards, rows, strict=True):
-            found.setdefault(shard, {}).setdefault(number, []).append(rank)
-        for holders in found.values():
-            if len(holders) > 1:
-                told = "; ".join(f"{n} rows on {named(sorted(r))}" for n, r in holders.items())
+            found.setdefault(shard, {})[rank] = number
+        for held in found.values():
+            if len(set(held.values())) > 1:
+                told = by_ranks([f"{number} rows" for number in held.values()], held)
                 raise DisagreementError(
                     f"ranks that pass the same shard of the batch differ: {told}.\n{_REPLICAS}"
                 )
-        return [next(iter(found[shard])) for shard in range(math.prod(self._sizes))]
+        return [next(iter(found[shard].values())) for shard in range(math.prod(self._sizes))]
 
     def _require_own_rows(self, plain: dict[str, Tensor], rows: list[list[int]]) -> None:
         """Refuse a tensor of the whole batch beside rows of it: it would count once a rank."""
@@ -198,20 +183,16 @@ class LocalBatch(NotPickled):
                 )
 
     def _require_same_values(self, plain: dict[str, Tensor]) -> None:
-        values = {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
-        rows = {name for name, one in plain.items() if self._has_rows(one)}
+        head = "the batches that enter the model differ between ranks:"
+        rows = {name: one for name, one in plain.items() if self._has_rows(one)}
+        others = {name: one for name, one in plain.items() if name not in rows}
         here = self._shards[mesh_ranks(self.mesh).index(_rank())]
         pairs = zip(mesh_ranks(self.mesh), self._shards, strict=True)
         alike = [rank for rank, shard in pairs if shard == here]
         # Twice on every rank, also with nothing to compare: each is a collective of the whole mesh.
-        for names, peers in ((rows, alike), (set(values) - rows, mesh_ranks(self.mesh))):
-            require_same(
-                {"value of": {name: one for name, one in values.items() if name in names}},
-                peers=peers,
-                head="the batches that enter the model differ between ranks:",
-                advice={"value of": _REPLICAS},
-                mesh=self.mesh,
-            )
+        for tensors, peers in ((rows, alike), (others, [])):
+            facts = Facts({"value of": values(tensors)}, head, _REPLICAS, DisagreementError)
+            require_same(facts, everyone(self.mesh), peers=peers)
 
     def _placed(self, tensor: Tensor, counts: list[int]) -> Tensor:
         dim = self._dim(tensor)
@@ -250,9 +231,6 @@ class LocalBatch(NotPickled):
         local = tensor.contiguous()
         made: DTensor = DTensor.from_local(local, self.mesh, where, shape=shape, stride=strides)
         return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalBatch":
-        return self
 
 
 def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vescale_comm.agreement import Facts, require_same
 from vescale_dtensor import DTensor, RaggedShard
 from vescale_dtensor.storage import set_gradient_reducer
 
 from vescale_parallel._apply.gradients import BUCKET_BYTES, BucketedReducer
 from vescale_parallel._apply.optimizers import Distribute, optimizers_of, take_over
-from vescale_parallel._common.agreement import UNDESCRIBED, require_same
 from vescale_parallel._common.gradient_dtypes import keep_gradient_dtype
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.mesh import everyone
 from vescale_parallel._common.messages import listed
-from vescale_parallel._errors import ParallelError
+from vescale_parallel._errors import DisagreementError, ParallelError
 from vescale_parallel._experts.forward import ExpertsForward
 from vescale_parallel._experts.partition import partition
 
 _HEAD = "balance_experts was not given the same on all ranks, and has moved nothing:"
-_FACT = "shares of experts"
 _ADVICE = "Pass the counts of all tokens, as Routing.load gives them, on every rank."
 
 
@@ -69,14 +68,10 @@ def balance_experts(
             counts[name] = _counts(name, _experts(known, name), load, most)
     except Exception as error:  # told first: the others would wait for a rank that raises here
         failure = error
-    told = {name: str(one) for name, one in counts.items()}
-    facts = {_FACT: told if failure is None else {UNDESCRIBED: str(failure)}}
-    mesh = next(iter(known.values())).mesh
-    # Among its ranks only: others may hold another model, and never come here.
-    require_same(facts, peers=mesh_ranks(mesh), head=_HEAD, advice={_FACT: _ADVICE}, mesh=mesh)
-    # On all ranks alike, or the comparison would have raised: each can use its own words.
-    if failure is not None:
-        raise failure
+    held = {"shares of experts": {name: str(one) for name, one in counts.items()}}
+    # Among the ranks of its mesh only: others may hold another model, and never come here.
+    group = everyone(next(iter(known.values())).mesh)
+    require_same(Facts(held, _HEAD, _ADVICE, DisagreementError), group, problem=failure)
     # Only now: up to here nothing has changed, and every rank goes on.
     optimizers = optimizers_of(model)
     for name, share in counts.items():

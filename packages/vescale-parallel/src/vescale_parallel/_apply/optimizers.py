@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vescale_parallel._common.agreement import checksum
+from vescale_parallel._common.checksums import checksum
 
 Distribute = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from vescale_dtensor import Placement, distribute_tensor
 from vescale_dtensor.storage import set_gradient_reducer, sum_whole
 
 from vescale_parallel._apply.attention_install import ForwardHooks, install_attention
-from vescale_parallel._apply.boundaries import DistributeBatch, install_boundary
+from vescale_parallel._apply.boundaries import BatchHook, DistributeBatch, install_boundary
 from vescale_parallel._apply.experts_install import install_experts
 from vescale_parallel._apply.gradients import (
     BUCKET_BYTES,
@@ -230,7 +230,7 @@ def _parameter_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 def _install_hooks(model: nn.Module, mesh: DeviceMesh, report: Report, batch_is: str) -> None:
     # The batch first: a rule about the root's inputs then sees distributed tensors.
     if report.batch is not None and report.invariant is None:
-        distribute: LocalBatch | DistributeBatch
+        distribute: BatchHook
         if batch_is == "local":
             distribute = LocalBatch(report.batch, mesh)
         else:

@@ -4,22 +4,23 @@ A rank that found a problem does not raise at once: the others would wait for it
 for ever. It takes part in the comparison, and then all ranks raise.
 """
 
+import json
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from vescale_comm.agreement import gather_numbers, named, several_ranks
+from vescale_comm.agreement import Facts, digest, gather_numbers, named, require_same, several_ranks
 from vescale_dtensor import DTensor
 
 from vescale_parallel._apply.experts_trial import why_not_apart
 from vescale_parallel._apply.facts import ADVICE, Given, facts_of, mesh_facts
 from vescale_parallel._apply.gradients import BucketedReducer
 from vescale_parallel._check.report import Report
-from vescale_parallel._common.agreement import ranks_that_hold, require_same, world_ranks
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
@@ -74,13 +75,11 @@ def preflight(
         options = options | {name: f"digest {one:08x}" for name, one in digests.items()}
     # The mesh first: it says which ranks the rest is compared among.
     _require_same_mesh(mesh)
-    given = Given(model, mesh, plan, options, optimizers, problem)
+    given = Given(model, mesh, plan, options, optimizers)
+    facts = Facts(facts_of(given), _HEAD, ADVICE, DisagreementError)
     # The ranks of one mesh hold one model; several meshes side by side may hold several.
-    peers = mesh_ranks(mesh) if isinstance(mesh, DeviceMesh) else world_ranks()
-    require_same(facts_of(given), peers=peers, head=_HEAD, advice=ADVICE)
-    # The same on all ranks, or the comparison would have raised: each can use its own words.
-    if problem is not None:
-        raise problem
+    peers = mesh_ranks(mesh) if isinstance(mesh, DeviceMesh) else ()
+    require_same(facts, peers=peers, problem=problem)
     assert report is not None
     return report
 
@@ -90,12 +89,13 @@ def _require_same_mesh(mesh: object) -> None:
     if not several_ranks():
         return
     said = mesh_facts(mesh)
-    passed_by = ranks_that_hold(said)
+    told = gather_numbers([digest(json.dumps(said))])
+    passed_by = [rank for rank, one in enumerate(told) if one == told[dist.get_rank()]]
     # Ranks of one mesh can still be in order while those of another are not: all have to know.
     fits = isinstance(mesh, DeviceMesh) and passed_by == sorted(mesh_ranks(mesh))
     if all(flag for (flag,) in gather_numbers([fits])):
         return
-    require_same({"mesh": said}, peers=world_ranks(), head=_HEAD, advice=ADVICE)
+    require_same(Facts({"mesh": said}, _HEAD, ADVICE, DisagreementError))
     raise DisagreementError(
         f"{_HEAD}\n  - mesh: {said['mesh']} is passed by {named(passed_by)}\n{ADVICE['mesh']}"
     )

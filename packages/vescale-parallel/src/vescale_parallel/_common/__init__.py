@@ -1,8 +1,8 @@
-"""Holds what every other room imports: the mesh, agreement between ranks, messages.
+"""Holds what every other room imports: the mesh, what ranks compare of tensors, messages.
 
 - `mesh`: `mesh(dp=2, tp=2)`, and the sizes of a mesh's axes by name.
-- `agreement`: whether all ranks hold the same, told by a few bytes; who differs, where they do not
-  (on what `vescale_comm.agreement` sends and hears).
+- `checksums`: tensors in words that ranks can compare, by `require_same` of
+  `vescale_comm.agreement`.
 - `messages`: lists of names, the names nearest to a wrong one, bytes as people read them.
 - `numbers`: numbers on command lines, within bounds.
 - `value_changes`: whether a tensor has other values than before.

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from vescale_comm import DEFAULT_TIMEOUT, bound_waits, init_process_group
+from vescale_comm import DEFAULT_TIMEOUT, Group, bound_waits, group_of, init_process_group
+from vescale_comm.agreement import Facts, require_same
 
-from vescale_parallel._common.agreement import require_same, world_ranks
-from vescale_parallel._errors import MeshError
+from vescale_parallel._errors import DisagreementError, MeshError
 
 AXES: Final = ("pp", "dp", "cp", "ep", "tp")
 """The axes the field knows, outermost first: neighbours on `tp` talk most and sit closest."""
@@ -107,16 +107,11 @@ def _resolved(
 
 def _require_same_call(sizes: dict[str, int], device: str, problem: MeshError | None) -> None:
     """All ranks make one mesh, or all raise: groups of other ranks would wait for each other."""
-    said = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    facts = {"mesh": {"sizes": said or str(problem), "device type": device}}
-    require_same(
-        facts,
-        peers=world_ranks(),
-        head="mesh was not called with the same on all ranks:",
-        advice={"mesh": "Ask for the same sizes, in the same order, on every rank."},
-    )
-    if problem is not None:
-        raise problem
+    asked = {"sizes": ", ".join(f"{axis}={size}" for axis, size in sizes.items())}
+    held = {"mesh": (asked if problem is None else {}) | {"device type": device}}
+    head = "mesh was not called with the same on all ranks:"
+    advice = "Ask for the same sizes, in the same order, on every rank."
+    require_same(Facts(held, head, advice, DisagreementError), problem=problem)
 
 
 def world_size() -> int:
@@ -267,6 +262,15 @@ def mesh_sizes(mesh_shape: Mapping[str, int] | DeviceMesh) -> dict[str, int]:
 def mesh_ranks(mesh: DeviceMesh) -> list[int]:
     """Return the ranks of a mesh in the order of its coordinates."""
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def everyone(mesh: DeviceMesh | None) -> Group | None:
+    """Return the group of all ranks of a mesh; None where these are all processes."""
+    # Not a group of its own where it is the world: a mesh of all processes may be one of several,
+    # and what they compare goes the same way whichever of them asks.
+    if mesh is None or not dist.is_initialized() or mesh.mesh.numel() == dist.get_world_size():
+        return None
+    return group_of(mesh, tuple(range(mesh.ndim)))
 
 
 def _ensure_process_group(device: str, timeout: float) -> None:

@@ -16,25 +16,6 @@ def listed(names: Iterable[object], limit: int = 6) -> str:
     return f"{shown} and {surplus} more" if surplus > 0 else shown
 
 
-def numbers(all_numbers: Sequence[int], limit: int = 8) -> str:
-    """Whole numbers in one line, runs of three and more shortened: `0-5, 7 and 3 more`."""
-    runs: list[list[int]] = []
-    for number in all_numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [
-        part
-        for run in runs
-        # A range of two is no shorter than the two.
-        for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])
-    ]
-    surplus = len(parts) - limit
-    shown = ", ".join(parts[:limit])
-    return f"{shown} and {surplus} more" if surplus > 0 else shown
-
-
 def nearest(wrong: str, names: Iterable[str], limit: int = 3) -> list[str]:
     """Return the names that look most like `wrong`, best first; empty when none does."""
     # Each name once: a name that comes twice would take the place of another.

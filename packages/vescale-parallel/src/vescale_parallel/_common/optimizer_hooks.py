@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -22,11 +22,12 @@ Call = tuple[Args, dict[str, Any]]
 """What `step` is called with, itself first."""
 
 
-class Watcher(Protocol):
+class Watcher:
     """What is called for steps, for as long as somebody holds it."""
 
     def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> Call | None:
         """Before a step; returns what it is to be called with in place of these, if anything."""
+        return None
 
     def after_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> None:
         """Behind it."""

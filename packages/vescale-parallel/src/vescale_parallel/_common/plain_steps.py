@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, Final, Protocol
@@ -24,9 +24,9 @@ from vescale_dtensor import DTensor
 
 from vescale_parallel._common.optimizer_hooks import Args, Call
 from vescale_parallel._common.torch_compat import has_step_hooks
+from vescale_parallel._errors import ParallelError
 
 _KINDS: Final = ("Adadelta", "Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
-"""By exact type: a subclass may do anything."""
 
 ELEMENTWISE: Final = frozenset(
     kind for name in _KINDS if (kind := getattr(torch.optim, name, None)) is not None
@@ -48,9 +48,12 @@ class Helped(ABC):
     """One optimizer, in whose place a helper steps.
 
     Attributes:
+        refusal: why nobody makes a step that may do more; empty: the optimizer itself does.
         running: the helper, during a step.
         parts: what it steps.
     """
+
+    refusal = ""
 
     def __init__(self) -> None:
         self.running: Any = None
@@ -92,11 +95,12 @@ class HelpedSteps:
     """Steps of optimizers on what one model has.
 
     Args:
-        make: for one optimizer.
+        make: for one optimizer that goes element by element.
+        others: by class, for one of another kind. By exact type: a subclass may do anything.
     """
 
-    def __init__(self, make: Callable[[], Helped]) -> None:
-        self._make = make
+    def __init__(self, make: type[Helped], others: Mapping[Any, type[Helped]] | None = None):
+        self._make = dict.fromkeys(ELEMENTWISE, make) | dict(others or {})
         # Weakly: this must not keep an optimizer whose owner has let it go.
         self._of: weakref.WeakKeyDictionary[Optimizer, Helped] = weakref.WeakKeyDictionary()
 
@@ -110,21 +114,34 @@ class HelpedSteps:
             of: what its parameters are part of.
             args: of `step`, itself first.
             kwargs: of `step`.
+
+        Raises:
+            ParallelError: on every rank: gradients would come, or change, within the step, and
+                that step cannot be made without help.
         """
-        if torch.compiler.is_compiling() or not _can_be_helped(optimizer, args, kwargs):
+        make = self._make.get(type(optimizer))
+        if make is None or torch.compiler.is_compiling():
             return None
         known = self._of.get(optimizer)
         if known is None:
-            known = self._of[optimizer] = self._make()
+            known = self._of[optimizer] = make()
+        known.running = None
+        # A closure computes gradients within the step, and other hooks may change them there.
+        alone = len(args) == 1 and not has_step_hooks(optimizer)
+        if not alone or any([value is not None for value in kwargs.values()]):
+            if known.refusal:
+                raise ParallelError(known.refusal)
+            return None
         with torch.no_grad():
-            helper = known.helper(optimizer, of)
+            # In its place may be a helper already, which steps tensors of another model.
+            helper = known.helper(args[0], of)
         return None if helper is None else ((helper,), kwargs)
 
     def end(self, optimizer: Optimizer, args: Args) -> None:
         """The step is done."""
         known = self._of.get(optimizer)
         # Where the optimizer was not helped, it stands there itself.
-        if known is not None and args and args[0] is known.running:
+        if known is not None and known.running is not None and args[:1] != (optimizer,):
             parts, known.running, known.parts = known.parts, None, []
             with torch.no_grad():
                 for one in parts:
@@ -207,17 +224,6 @@ class _States(dict[Any, Any]):
 
     def __missing__(self, parameter: Any) -> Any:
         return self._others[parameter]
-
-
-def _can_be_helped(optimizer: Optimizer, args: Args, kwargs: dict[str, Any]) -> bool:
-    """Whether a helper of its class can make a step in an optimizer's place."""
-    if type(optimizer) not in ELEMENTWISE:
-        return False
-    # A closure computes gradients within the step, and other hooks may change them there.
-    # Another optimizer in its place: tensors of a second model are stepped already.
-    if len(args) != 1 or args[0] is not optimizer or has_step_hooks(optimizer):
-        return False
-    return all([value is None for value in kwargs.values()])
 
 
 def _lie(parameter: DTensor, state: Mapping[str, Any]) -> bool:

@@ -17,10 +17,10 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+from vescale_comm.agreement import Facts, require_same
 from vescale_comm.generators import States, generators_of, mixed
 
-from vescale_parallel._common.agreement import require_same
-from vescale_parallel._common.mesh import mesh_ranks, mesh_sizes
+from vescale_parallel._common.mesh import everyone, mesh_sizes
 from vescale_parallel._common.rows import shard_of, sharing_axes
 from vescale_parallel._data.draws import CollateRead, SeededSamples
 from vescale_parallel._data.rows import (
@@ -31,7 +31,7 @@ from vescale_parallel._data.rows import (
     without_rows,
 )
 from vescale_parallel._data.samplers import SamplerGenerators
-from vescale_parallel._errors import PlanError
+from vescale_parallel._errors import DisagreementError, PlanError
 from vescale_parallel._notation.layout import parse_layout
 from vescale_parallel._plan.plan import Plan
 
@@ -415,10 +415,5 @@ class Loader:
         )
 
     def _agree(self, facts: dict[str, str]) -> None:
-        require_same(
-            {"loader": facts},
-            peers=mesh_ranks(self._mesh),
-            head=_HEAD,
-            advice={"loader": _ADVICE},
-            mesh=self._mesh,
-        )
+        held = {"loader": facts}
+        require_same(Facts(held, _HEAD, _ADVICE, DisagreementError), everyone(self._mesh))

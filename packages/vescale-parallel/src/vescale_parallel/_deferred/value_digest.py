@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from vescale_parallel._common.agreement import checksum
+from vescale_parallel._common.checksums import checksum
 from vescale_parallel._deferred.tape import Constant, Fill, Value, making_of
 
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Final
 
-from vescale_comm.agreement import gather_texts
+from vescale_comm.agreement import Facts, gather_texts, require_alike
 
-from vescale_parallel._common.agreement import require_alike
 from vescale_parallel._errors import DisagreementError, GraphError
 from vescale_parallel._graph.collectives import Collective
 
-HEAD: Final = "graphs of ranks would start different collectives:"
-ADVICE: Final = {
+_HEAD: Final = "graphs of ranks would start different collectives:"
+_ADVICE: Final = {
     "option": "Pass the same on all ranks (of memory that is free: the least of all).",
     "collective": "Trace the same step, for batches of the same layout, on all ranks.",
 }
@@ -88,44 +87,27 @@ def agreed(
     # By number, since ranks of other groups have other members: rank 0 says (0, 1), rank 2 (2, 3),
     # and it is the same collective. `_check_groups` looks at the members.
     groups: dict[tuple[int, ...], int] = {}
-    rows = [
-        [
-            *(one.kind, one.how, str(one.dtype).removeprefix("torch."), one.parameter),
-            one.direction,
-            *(groups.setdefault(one.ranks, len(groups)), len(one.ranks)),
-            *(one.bytes, prod(one.shape), one.even),
-        ]
-        for one in found
-    ]
-    mine: dict[str, object] = {
-        "rows": rows,
+    own = []
+    for one in found:
+        dtype = str(one.dtype).removeprefix("torch.")
+        group = groups.setdefault(one.ranks, len(groups)), len(one.ranks)
+        what = one.kind, one.how, dtype, one.parameter, one.direction
+        own.append(Entry(*what, *group, one.bytes, one.even))
+    mine = {
+        "entries": [asdict(one) for one in own],
+        "elements": [prod(one.shape) for one in found],
         "needs": [sorted(one) for one in needs],
         "groups": [*groups],
     }
-    # Told, and not raised: the others would wait for this rank.
-    mine["fault"] = fault
-    mine["facts"] = {
-        "option": {name: repr(one) for name, one in (options or {}).items()},
-        # Without bytes and shapes, in which ranks with uneven shards differ.
-        "collective": {
-            f"number {at}": f"{row[4]} {_entry(row, 0)}".lstrip() for at, row in enumerate(rows)
-        },
-    }
-    told = [json.loads(one) for one in gather_texts(json.dumps(mine))]
-    # Only now, although this rank knew its own fault before: all have to come to the exchange.
-    for rank, one in enumerate(told):
-        if one["fault"]:
-            raise GraphError(f"rank {rank}: {one['fault']}")
-    require_alike([one["facts"] for one in told], head=HEAD, advice=ADVICE)
+    given = {name: repr(one) for name, one in (options or {}).items()}
+    # Without bytes and shapes, in which ranks with uneven shards differ.
+    told = compare_reports(mine, given, [f"{one.direction} {one}".lstrip() for one in own], fault)
     _check_groups(told)
+    every = [[Entry(**one) for one in rank["entries"]] for rank in told]
     # The most of all ranks: where shards are uneven, each would fill buckets to another size.
     entries = tuple(
-        _entry(
-            row,
-            max(one["rows"][at][7] for one in told),
-            even=all(one["rows"][at][9] for one in told),
-        )
-        for at, row in enumerate(told[0]["rows"])
+        replace(same[0], bytes=max(one.bytes for one in same), even=all(one.even for one in same))
+        for same in zip(*every, strict=True)
     )
     # What one rank waits for, all do: an order that suits them all suits each.
     united = tuple(
@@ -134,9 +116,45 @@ def agreed(
     return Agreed(entries, united)
 
 
-def _entry(row: Sequence[Any], size: int, *, even: bool = False) -> Entry:
-    kind, how, dtype, parameter, direction, group, members = row[:7]
-    return Entry(kind, how, dtype, parameter, direction, group, members, size, even)
+def compare_reports(
+    mine: Mapping[str, Any],
+    options: Mapping[str, str],
+    starts: Sequence[str],
+    fault: str,
+    by: str = "",
+) -> list[dict[str, Any]]:
+    """What each rank tells, if all have the same options and start the same. Collective.
+
+    Args:
+        mine: what this rank tells besides.
+        options: what ranks decide by.
+        starts: the collectives of this rank, in words.
+        fault: why there are none.
+        by: the beginning of an error about a fault.
+
+    Raises:
+        GraphError: on every rank, if one has a fault.
+        DisagreementError: on every rank, if ranks have different collectives, or other options.
+    """
+    held = {
+        "option": options,
+        "collective": {f"number {at}": one for at, one in enumerate(starts)},
+    }
+    told = gather_reports({**mine, "facts": held, "fault": fault})
+    # Only now, although this rank knew its own fault before: all have to come to the exchange.
+    for rank, one in enumerate(told):
+        if one["fault"]:
+            raise GraphError(f"{by}rank {rank}: {one['fault']}")
+    facts = Facts(held, _HEAD, _ADVICE, DisagreementError)
+    require_alike(facts, [one["facts"] for one in told])
+    return told
+
+
+def gather_reports(mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each rank says. Collective."""
+    # What this rank says comes back by way of JSON, too: tuples of its own would differ from the
+    # lists of others.
+    return [json.loads(one) for one in gather_texts(json.dumps(mine))]
 
 
 def _check_groups(told: Sequence[dict[str, Any]]) -> None:
@@ -149,11 +167,11 @@ def _check_groups(told: Sequence[dict[str, Any]]) -> None:
                     f"group {number} of the graph has the ranks {ranks} on rank {rank}, and others "
                     f"on rank {(others or [rank])[0]}. Make meshes in the same way on all ranks"
                 )
-        for at, row in enumerate(one["rows"]):
+        for at, (entry, count) in enumerate(zip(one["entries"], one["elements"], strict=True)):
             # Beside the first member of this rank's own group: others have shards of other sizes.
-            first = told[one["groups"][row[5]][0]]["rows"][at]
-            if row[0] != "all_to_all" and row[8] != first[8]:
+            first = told[one["groups"][entry["group"]][0]]["elements"][at]
+            if entry["kind"] != "all_to_all" and count != first:
                 raise DisagreementError(
-                    f"collective number {at} of the graph ({_entry(row, 0)}) has {row[8]} "
-                    f"elements on rank {rank}, and {first[8]} on another member of its group"
+                    f"collective number {at} of the graph ({Entry(**entry)}) has {count} "
+                    f"elements on rank {rank}, and {first} on another member of its group"
                 )

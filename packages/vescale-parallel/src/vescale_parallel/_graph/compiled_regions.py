@@ -7,7 +7,6 @@ between them are regions, each a graph of its own for `torch.compile`.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from vescale_comm.agreement import gather_texts
 
-from vescale_parallel._common.agreement import require_alike
 from vescale_parallel._common.messages import listed, table
 from vescale_parallel._errors import GraphError
-from vescale_parallel._graph.agreement import ADVICE, HEAD
+from vescale_parallel._graph.agreement import compare_reports, gather_reports
 from vescale_parallel._graph.numbers import TakingNumbers, with_tensors
 from vescale_parallel._graph.regions import (
     FEW,
@@ -129,7 +126,7 @@ def compile_regions(
             regions[at] = replace(one, why_not=why)
     # On every rank, also where all of its regions compiled: a region that one rank runs as it is,
     # all do, or values that they compute for themselves would round apart.
-    regions = _agreed(regions, _told(_whys(regions)), lined_up)
+    regions = _agreed(regions, gather_reports(_whys(regions)), lined_up)
     for one in regions:
         if not one.why_not:
             # Only now: until ranks have agreed, all regions of the module are as they were.
@@ -198,18 +195,12 @@ def _compared(
         DisagreementError: collectives of ranks, or options, differ.
         GraphError: a rank has a fault.
     """
-    starts = {} if parts is None else {f"number {n}": one for n, one in enumerate(parts.starts)}
-    facts = {"option": options, "collective": starts}
-    mine: dict[str, Any] = {"fault": fault, "facts": facts, "why": _whys(regions)}
+    mine: dict[str, Any] = {"why": _whys(regions)}
     if parts is not None:
         mine["between"] = parts.between
         mine["contents"] = {name: content(one) for name, one in parts.regions.items()}
-    told = _told(mine)
-    # First faults of all ranks: who has one has told no collectives, which are compared below.
-    for rank, one in enumerate(told):
-        if one["fault"]:
-            raise GraphError(f"compile_regions, rank {rank}: {one['fault']}")
-    require_alike([one["facts"] for one in told], head=HEAD, advice=ADVICE)
+    starts = [] if parts is None else parts.starts
+    told = compare_reports(mine, options, starts, fault, "compile_regions, ")
     lined_up = matching_gaps([one["between"] for one in told])
     same = alike([one.name for one in regions], [one["contents"] for one in told], lined_up)
     regions = _agreed(regions, [one["why"] for one in told], lined_up)
@@ -226,10 +217,3 @@ def _agreed(
 
 def _whys(regions: Sequence[Region]) -> dict[str, str]:
     return {one.name: one.why_not for one in regions}
-
-
-def _told(mine: Any) -> list[Any]:
-    """What each rank says. Collective."""
-    # What this rank says comes back by way of JSON, too: tuples of its own would differ from the
-    # lists of others.
-    return [json.loads(one) for one in gather_texts(json.dumps(mine))]

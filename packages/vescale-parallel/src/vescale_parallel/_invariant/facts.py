@@ -13,13 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from vescale_comm import Group, all_gather
+from vescale_comm.agreement import message_device, named
 
-from vescale_parallel._common.messages import numbers
 from vescale_parallel._errors import DisagreementError, ParallelError
 from vescale_parallel._invariant.tree import Span
-
-_BITS = 62
-"""Flags in one number: torch's integers have a sign."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +36,9 @@ def tell(
     losses: Mapping[int, float],
     arrived: Sequence[bool],
     alike: Sequence[object],
-    problem: str,
+    problem: Exception | None,
     spans: Sequence[Span],
     group: Group | None,
-    device_type: str,
 ) -> Told:
     """Return what all ranks know. Collective.
 
@@ -51,83 +47,52 @@ def tell(
         arrived: whether this rank has a gradient, for each parameter.
         alike: seeds and rows of all shards, checksums of some batches, calls of batch norms: every
             rank has the same.
-        problem: what is wrong here; empty if nothing is.
+        problem: what is wrong here, if anything. It is raised.
         spans: the shards of each rank.
         group: the ranks that share the batch; None: this one alone.
-        device_type: of the mesh, for a group that cannot send from the host.
 
     Raises:
         ParallelError: on every rank: some rank has a problem.
         DisagreementError: on every rank: ranks have drawn different seeds, or cut other rows.
     """
-    own = spans[group.rank if group else 0]
+    low, _ = spans[group.rank if group else 0]
     # Rows of one collective are equally long: as those of the rank with most shards.
-    room = max(high - low for low, high in spans)
-    rows = _gathered(_row(losses, arrived, alike, problem, own, room), group, device_type)
-    ranks = group.ranks if group else (0,)
+    room = max(stop - start for start, stop in spans)
+    form = struct.Struct(f"<?I{room}d")
+    own = [losses.get(shard, 0.0) for shard in range(low, low + room)]
+    flags = sum(has << at for at, has in enumerate(arrived))
+    # Not `hash`, which is another one in each process.
+    head = form.pack(problem is not None, zlib.crc32(repr(list(alike)).encode()), *own)
+    rows = _gathered(head + flags.to_bytes(-(-len(arrived) // 8), "little"), group)
+    told = [form.unpack_from(row) for row in rows]
     # Before anything is compared: what else a rank in trouble has told may mean nothing.
-    troubled = [rank for rank, row in zip(ranks, rows, strict=True) if row[0]]
+    troubled = [
+        rank for rank, row in zip(group.ranks if group else (0,), told, strict=True) if row[0]
+    ]
     if troubled:
-        raise ParallelError(
-            problem or f"the step was given up: see the error of rank {numbers(troubled)}."
-        )
-    if len({row[1] for row in rows}) > 1:
+        words = f"the step was given up: see the error of {named(troubled)}."
+        raise problem or ParallelError(words)
+    if len({row[1] for row in told}) > 1:
         raise DisagreementError(
             "ranks have drawn different seeds for the logical shards, as their random generators "
             "differ, or have cut different numbers of rows, or rows of other values. Call "
             "torch.manual_seed with the same seed on every rank before the step, draw the same "
             "numbers on every rank, and pass the whole batch on every rank."
         )
-    found = {}
-    for (low, high), row in zip(spans, rows, strict=True):
-        for shard in range(low, high):
-            found[shard] = _float(row[2 + shard - low])
-    words = [_any(column) for column in zip(*(row[2 + room :] for row in rows), strict=True)]
-    flags = [bool(words[at // _BITS] >> at % _BITS & 1) for at in range(len(arrived))]
-    return Told(found, flags)
+    every = {
+        shard: loss
+        for span, row in zip(spans, told, strict=True)
+        for shard, loss in zip(range(*span), row[2:], strict=False)
+    }
+    anywhere = 0
+    for row in rows:
+        anywhere |= int.from_bytes(row[form.size :], "little")
+    return Told(every, [bool(anywhere >> at & 1) for at in range(len(arrived))])
 
 
-def _row(
-    losses: Mapping[int, float],
-    arrived: Sequence[bool],
-    alike: Sequence[object],
-    problem: str,
-    own: Span,
-    room: int,
-) -> list[int]:
-    low, high = own
-    # The bits of a float64 as an integer: so one collective of integers carries all that is told,
-    # and no loss is rounded on its way.
-    bits = [_bits(losses.get(shard, 0.0)) for shard in range(low, high)]
-    words = [0] * -(-len(arrived) // _BITS)
-    for at, has in enumerate(arrived):
-        words[at // _BITS] |= has << at % _BITS
-    # Not `hash`, which is another one in each process.
-    digest = zlib.crc32(repr(list(alike)).encode())
-    return [int(bool(problem)), digest, *bits, *[0] * (room - len(bits)), *words]
-
-
-def _gathered(row: list[int], group: Group | None, device_type: str) -> list[list[int]]:
+def _gathered(row: bytes, group: Group | None) -> list[bytes]:
     if group is None or group.size == 1:
         return [row]
     # On the host where it can be: what a device has still to do is not waited for.
-    device = "cpu" if "cpu" in group.backends else device_type
-    found: list[list[int]] = all_gather(torch.tensor([row], device=device), group).tolist()
-    return found
-
-
-def _any(column: Sequence[int]) -> int:
-    found = 0
-    for word in column:
-        found |= word
-    return found
-
-
-def _bits(value: float) -> int:
-    (found,) = struct.unpack("<q", struct.pack("<d", value))
-    return int(found)
-
-
-def _float(bits: int) -> float:
-    (found,) = struct.unpack("<d", struct.pack("<q", bits))
-    return float(found)
+    own = torch.tensor([list(row)], dtype=torch.uint8, device=message_device(group))
+    return [bytes(one) for one in all_gather(own, group).tolist()]

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import Group, group_of
+from vescale_comm.agreement import Facts, require_same
 from vescale_comm.generators import States, generators_of
 from vescale_dtensor import DTensor
 from vescale_dtensor.storage import local_leaf
 
-from vescale_parallel._common.agreement import checksum, require_same
+from vescale_parallel._common.checksums import CHECKED_BATCHES, checksum, forms, values
 from vescale_parallel._common.forward_counters import Counts, places_of
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.mesh import everyone
 from vescale_parallel._common.messages import listed
 from vescale_parallel._common.torch_compat import hooks_of
-from vescale_parallel._errors import ParallelError
+from vescale_parallel._errors import DisagreementError, ParallelError
 from vescale_parallel._invariant.delivery import Destination, destinations_of
 from vescale_parallel._invariant.exchange import exchange_sums
 from vescale_parallel._invariant.facts import Told, tell
@@ -34,9 +35,6 @@ from vescale_parallel._invariant.shard_rows import rows_of_all
 from vescale_parallel._invariant.tree import TreeSum, nodes_within, present, rows_of, shares, total
 from vescale_parallel._step.parts import Part, loss_of
 from vescale_parallel._zero.schedule import Schedule
-
-_CHECKED_BATCHES: Final = 2
-"""How many batches are compared between ranks: a loader that is wrong is wrong from the start."""
 
 _LOOKED_AT: Final = 16
 """Of later batches, each of so many is compared: a loader or an augmentation may drift."""
@@ -233,7 +231,7 @@ class InvariantStep:
         digest = [*alike, form_of(values)]
         # Before anything is exchanged: ranks whose functions return other forms would exchange
         # vectors of other lengths.
-        tell({}, [], digest, "", self.spans, self.group, self.mesh.device_type)
+        tell({}, [], digest, None, self.spans, self.group)
         empty = PackedResult.of(values, self.mesh.device_type)
         told = [
             rows_of_all(
@@ -250,18 +248,10 @@ class InvariantStep:
         return summed.unpacked(values)
 
     def _tell(self, ran: _Ran, alike: Sequence[object]) -> Told:
-        problem = self.collected.problem() or self._norms.problem()
-        # A rank that raised says only that: its error is raised there, with its own traceback.
-        problem = problem if ran.error is None else "it raised"
-        arrived, device = self.collected.arrived, self.mesh.device_type
-        try:
-            # Raises on every rank where one has a problem, so `ran.error` does not get lost behind
-            # another's words.
-            return tell(ran.losses, arrived, alike, problem, self.spans, self.group, device)
-        except ParallelError:
-            if ran.error is not None:
-                raise ran.error from None
-            raise
+        said = self.collected.problem() or self._norms.problem()
+        problem = ran.error or (ParallelError(said) if said else None)
+        arrived = self.collected.arrived
+        return tell(ran.losses, arrived, alike, problem, self.spans, self.group)
 
     def _summed(self, told: Told, sizes: Sequence[int]) -> list[Tensor | None]:
         """Return for each destination the sum over all shards; None where nothing arrived."""
@@ -358,21 +348,12 @@ class InvariantStep:
     def _require_same(self, part: Part) -> None:
         """Compare the first batches between ranks: each passes the whole one."""
         self._batches += 1
-        if self._batches > _CHECKED_BATCHES:
+        if self._batches > CHECKED_BATCHES:
             return
-        found = part.tensors()
-        facts = {
-            "tensor": {name: f"{tuple(one.shape)} {one.dtype}" for name, one in found.items()},
-            "value of": {name: f"checksum {checksum(one):08x}" for name, one in found.items()},
-        }
+        held = {"tensor": forms(part.tensors()), "value of": values(part.tensors())}
+        head = "the batches that are passed to forward_backward differ between ranks:"
         advice = "Pass the whole batch on every rank; each computes its logical shards of it."
-        require_same(
-            facts,
-            peers=mesh_ranks(self.mesh),
-            head="the batches that are passed to forward_backward differ between ranks:",
-            advice=dict.fromkeys(facts, advice),
-            mesh=self.mesh,
-        )
+        require_same(Facts(held, head, advice, DisagreementError), everyone(self.mesh))
 
     def _looked_at(self, part: Part) -> list[int]:
         """Return checksums of the batch now and then: they travel with what is sent anyway."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import CommError, compare_anew
 from vescale_comm.agreement import gather_numbers
 
-from vescale_parallel._common.agreement import everyone
+from vescale_parallel._common.mesh import everyone
 from vescale_parallel._common.messages import listed
 from vescale_parallel._pipeline.finish.outputs import broadcast_output, transfer_problem
 from vescale_parallel._pipeline.finish.refused_hooks import AutogradHooks

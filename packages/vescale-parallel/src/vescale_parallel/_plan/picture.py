@@ -11,8 +11,10 @@ from html import escape
 from itertools import accumulate, product
 from typing import Any, Final
 
+from vescale_comm.agreement import compact
+
 from vescale_parallel._check.report import Report
-from vescale_parallel._common.messages import human_bytes, numbers
+from vescale_parallel._common.messages import human_bytes
 from vescale_parallel._notation.rows import ParameterRow
 from vescale_parallel._notation.segments import Place, Segment, segments_of
 from vescale_parallel._zero.flat_plan import FlatPlan
@@ -134,7 +136,7 @@ def _without(places: Sequence[Place], row: ParameterRow, report: Report) -> Iter
         if row.layout.dim_of(axis, ndim) is not None and size <= _MOST_CELLS:
             idle = sorted(set(range(size)) - {dict(place).get(axis, -1) for place in places})
             if idle:
-                yield f"{axis}={numbers(idle)} holds nothing"
+                yield f"{axis}={compact(idle)} holds nothing"
 
 
 def _zero(row: ParameterRow, report: Report) -> str:

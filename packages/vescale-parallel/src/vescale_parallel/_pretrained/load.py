@@ -9,16 +9,15 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from vescale_comm.agreement import by_ranks, gather_failures
+from vescale_comm.agreement import Facts, require_same, require_success
 from vescale_dtensor import DTensor
 from vescale_dtensor.storage import local_leaf
 from vescale_rng import ShardLayout, as_layout, whole
 
-from vescale_parallel._common.agreement import everyone, require_same
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.mesh import everyone
 from vescale_parallel._deferred.recording import DeferredTensor, fill_with
 from vescale_parallel._deferred.tape import Fill
-from vescale_parallel._errors import PretrainedError
+from vescale_parallel._errors import DisagreementError, PretrainedError
 from vescale_parallel._pretrained.folder import stored_in
 from vescale_parallel._pretrained.model_mesh import mesh_of
 from vescale_parallel._pretrained.name_match import SavedTensor, match_names, saved_tensors
@@ -26,10 +25,7 @@ from vescale_parallel._pretrained.weight_file import FileTensor, fill_from_file
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_ADVICE = {
-    "weights": "Let the folder be the same on every rank.",
-    "problem": "Mend that, on all ranks alike.",
-}
+_ADVICE = {"weights": "Let the folder be the same on every rank."}
 
 
 def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> Model:
@@ -66,15 +62,12 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
         problem = error
     mesh = mesh_of(model)
     if mesh is not None:
-        facts = {
-            # By samples of the values: names and shapes of two checkpoints of one model are the
-            # same.
-            "weights": {n: f"{one}, sample {one.sample:08x}" for n, one in stored.items()},
-            "problem": {} if problem is None else {type(problem).__name__: str(problem)},
-        }
+        # By samples of the values: names and shapes of two checkpoints of one model are the same.
+        held = {"weights": {n: f"{one}, sample {one.sample:08x}" for n, one in stored.items()}}
         head = "load_pretrained was not given the same on all ranks, and has changed nothing:"
-        require_same(facts, peers=mesh_ranks(mesh), head=head, advice=_ADVICE, mesh=mesh)
-    if problem is not None:
+        facts = Facts(held, head, _ADVICE, DisagreementError)
+        require_same(facts, everyone(mesh), problem=problem)
+    elif problem is not None:
         raise problem
     try:
         for one, found in pairs:
@@ -83,15 +76,16 @@ def load_pretrained(model: Model, folder: str | Path, *, cast: bool = False) -> 
         problem = error
     # Also of ranks that read all they wanted: a collective, to which those whose disk failed come,
     # too.
-    failed = {} if mesh is None else gather_failures(problem, everyone(mesh))
-    if problem is not None:
+    if mesh is not None:
+        require_success(problem, everyone(mesh), error=_unread)
+    elif problem is not None:
         raise problem
-    if failed:
-        told = by_ranks(failed.values(), failed)
-        raise PretrainedError(
-            f"the weights could not be read on {told}. The model holds some of them only."
-        )
     return model
+
+
+def _unread(told: str) -> PretrainedError:
+    words = f"the weights could not be read on {told}. The model holds some of them only."
+    return PretrainedError(words)
 
 
 def _load_and_compare(tensor: Tensor, found: Sequence[FileTensor]) -> None:

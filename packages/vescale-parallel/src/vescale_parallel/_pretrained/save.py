@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import broadcast_text
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import everyone
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.mesh import everyone, mesh_ranks
 from vescale_parallel._common.messages import listed
 from vescale_parallel._deferred.recording import real
 from vescale_parallel._errors import PretrainedError

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from vescale_rng import ShardLayout
 
-from vescale_parallel._common.agreement import element_bytes
+from vescale_parallel._common.checksums import element_bytes
 from vescale_parallel._errors import PretrainedError
 from vescale_parallel._untrusted import DTYPES, open_regular, read_header
 

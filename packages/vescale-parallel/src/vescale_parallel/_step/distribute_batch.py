@@ -24,12 +24,14 @@ class Distribution(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         copied: Copied,
+        of: str = "outside",
         *,
         beside: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with their tensors distributed; `copied` as of `map_tensors`.
 
-        `beside`: tensors of the same batch, by name, which are not distributed here.
+        `of`: whose first batches count, "the model" or what is outside of it. `beside`: tensors of
+        the same batch, by name, which are not distributed here.
         """
 
 

@@ -9,11 +9,11 @@ from typing import Any, Final, Protocol
 from torch.optim import Optimizer
 from vescale_dtensor.storage import reduce_gradients
 
-from vescale_parallel._common.optimizer_hooks import Args, Call
+from vescale_parallel._common.optimizer_hooks import Args, Call, Watcher
 from vescale_parallel._common.plain_steps import HelpedSteps
 from vescale_parallel._zero.flat_buffer import FlatBuffer
 from vescale_parallel._zero.flat_steps import FlatGroups
-from vescale_parallel._zero.owner_steps import Taken, give_back, step_owned
+from vescale_parallel._zero.owner_steps import MUON, OwnedGroups
 from vescale_parallel._zero.unit import Unit
 
 _Known = weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[Unit], list[FlatBuffer]]]
@@ -27,7 +27,7 @@ class SteppedUnits(Protocol):
     is_alike: bool
 
 
-class Steps:
+class Steps(Watcher):
     """Reduces before a step what `no_sync` has kept, and has it gathered anew after it.
 
     Args:
@@ -37,8 +37,7 @@ class Steps:
     def __init__(self, schedule: SteppedUnits) -> None:
         # Weakly: what steps refer to is freed with the model, and not by a collection of garbage.
         self._schedule = weakref.ref(schedule)
-        self._taken: dict[int, Taken] = {}
-        self._flat = HelpedSteps(FlatGroups)
+        self._helped = HelpedSteps(FlatGroups, {MUON: OwnedGroups})
         # For each optimizer its parameters, and what was found for them.
         self._known: _Known = weakref.WeakKeyDictionary()
 
@@ -57,18 +56,16 @@ class Steps:
         # All sums over axes that only replicate, in one collective: an op of the optimizer that met
         # one unsummed might first redistribute it.
         reduce_gradients([one for buffer in buffers for one in buffer.parameters])
-        self._taken[id(optimizer)] = step_owned(optimizer, buffers, args[1:], kwargs)
         schedule = self._schedule()
         # Of stages each rank has other buffers, and all of them the optimizer's other parameters:
         # stepped by buffer, ranks would write to different ones, and be taken for diverging.
         if schedule is None or not schedule.is_alike:
             return None
-        return self._flat.begin(optimizer, buffers, args, kwargs)
+        return self._helped.begin(optimizer, buffers, args, kwargs)
 
     def after_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> None:
         """What was gathered is old."""
-        self._flat.end(optimizer, args)
-        give_back(self._taken.pop(id(optimizer), []))
+        self._helped.end(optimizer, args)
         units, buffers = self._of(optimizer)
         for buffer in buffers:
             buffer.stepped()

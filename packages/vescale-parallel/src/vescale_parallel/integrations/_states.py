@@ -11,7 +11,7 @@ import torch.distributed as dist
 import vescale_comm
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from vescale_comm.agreement import broadcast_text, gather_texts
+from vescale_comm.agreement import broadcast_text, gather_numbers
 from vescale_comm.nested import map_tensors
 from vescale_dtensor import DTensor, Replicate, distribute_tensor
 from vescale_dtensor.state_dict import full_state_dict
@@ -46,9 +46,7 @@ def barrier() -> None:
 
 def decided(decision: bool, *, every: bool) -> bool:
     """Return what the ranks decide together: whether all do, or any. Collective."""
-    if not dist.is_initialized():
-        return decision
-    told = [one == "yes" for one in gather_texts("yes" if decision else "no")]
+    told = [one for (one,) in gather_numbers([decision])]
     return all(told) if every else any(told)
 
 

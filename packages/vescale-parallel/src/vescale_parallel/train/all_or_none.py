@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from vescale_comm.agreement import gather_failures
+from vescale_comm.agreement import require_success
 
 from vescale_parallel._errors import ParallelError, TrainError
 
@@ -14,7 +14,7 @@ def all_or_none(action: Callable[[], T]) -> T:
     """Do it on every rank; if it fails on any, raise on all.
 
     Raises:
-        ParallelError: the error of this rank where it failed, else that of the first that did.
+        ParallelError: the error of this rank where it failed, else one that names who did.
     """
     # Only what files and options cause may differ over ranks; anything else is a bug, and raises
     # where it is.
@@ -27,8 +27,5 @@ def all_or_none(action: Callable[[], T]) -> T:
     except OSError as error:
         failure = TrainError(str(error))
     # Also the ranks that failed come here: a rank that raised at once would leave others waiting.
-    failed = gather_failures(failure)
-    if not failed:
-        return result[0]
-    first, words = next(iter(failed.items()))
-    raise failure or TrainError(f"rank {first} reports: {words}")
+    require_success(failure, error=TrainError)
+    return result[0]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._common.agreement import element_bytes
+from vescale_parallel._common.checksums import element_bytes
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

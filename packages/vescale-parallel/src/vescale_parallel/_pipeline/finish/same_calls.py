@@ -8,16 +8,15 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from vescale_comm.agreement import Facts, require_same, start_same
 from vescale_dtensor import DTensor
 
-from vescale_parallel._common.agreement import Facts, checksum, everyone, start_same
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.checksums import CHECKED_BATCHES, forms, values
+from vescale_parallel._common.mesh import everyone
+from vescale_parallel._errors import DisagreementError
 from vescale_parallel._pipeline.run.optimizer_watch import StepWatcher
 from vescale_parallel._pipeline.trace.streams import Place
 from vescale_parallel._step.parts import Part
-
-_CHECKED: Final = 2
-"""How many batches are compared by value: a loader that is wrong is wrong from the start."""
 
 _HEAD: Final = "forward_backward is not called with the same on all ranks:"
 _ADVICE: Final = "Pass the whole batch on every rank, on those of other stages as well."
@@ -38,7 +37,7 @@ class SameCalls:
     def __init__(self, mesh: DeviceMesh, stepped: StepWatcher) -> None:
         self._stepped = stepped
         # Asked for once: a mesh takes a hundred calls to tell how many ranks it has.
-        self._peers, self._group = mesh_ranks(mesh), everyone(mesh)
+        self._group = everyone(mesh)
         self._calls = 0
         # The modes of the latest call, and their digest: mostly they are those of this one, and
         # their text is long.
@@ -65,9 +64,8 @@ class SameCalls:
             DisagreementError: on every rank, by what is returned: ranks do not call alike.
             HooksChanged: on every rank, by what is returned, where `has_new` is true on one.
         """
-        found = {n: f"{tuple(one.shape)} {one.dtype}" for n, one in part.tensors().items()}
-        facts = {
-            "tensor": found,
+        held = {
+            "tensor": forms(part.tensors()),
             "value of": self._values_of(part),
             "argument": {name: repr(value) for name, value in plain_of(part).items()},
             "setting": {
@@ -78,7 +76,7 @@ class SameCalls:
                 **setting,
             },
         }
-        require = self._started(facts, int(has_new))
+        require = start_same(_facts(held), self._group, told=int(has_new))
 
         def agreed() -> None:
             told = require()
@@ -91,13 +89,7 @@ class SameCalls:
 
     def require(self, setting: Mapping[str, str]) -> None:
         """Compare what was found out since. Collective."""
-        self._started({"setting": setting})()
-
-    def _started(self, facts: Facts, told: int = 0) -> Callable[[], list[int]]:
-        advice = dict.fromkeys(facts, _ADVICE)
-        return start_same(
-            facts, peers=self._peers, head=_HEAD, advice=advice, group=self._group, told=told
-        )
+        require_same(_facts({"setting": setting}), self._group)
 
     def _digest_of(self, modes: object) -> str:
         """One number for thousands of modules: which of them differs is not said."""
@@ -106,11 +98,14 @@ class SameCalls:
         return self._digest[1]
 
     def _values_of(self, part: Part) -> dict[str, str]:
-        if self._calls >= _CHECKED:
+        if self._calls >= CHECKED_BATCHES:
             return {}
         # DTensors were compared when they were made, or differ by rank as they should.
-        plain = {n: one for n, one in part.tensors().items() if not isinstance(one, DTensor)}
-        return {name: f"checksum {checksum(one):08x}" for name, one in plain.items()}
+        return values({n: t for n, t in part.tensors().items() if not isinstance(t, DTensor)})
+
+
+def _facts(held: Mapping[str, Mapping[str, str]]) -> Facts:
+    return Facts(held, _HEAD, _ADVICE, DisagreementError)
 
 
 def drawn_from(start: Place) -> dict[str, str]:

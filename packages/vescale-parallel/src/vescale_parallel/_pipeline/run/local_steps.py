@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from vescale_dtensor import DTensor
 from vescale_dtensor.storage import local_leaves, note_written, reduce_gradients
 
-from vescale_parallel._common.optimizer_hooks import Args, Call
+from vescale_parallel._common.optimizer_hooks import Args, Call, Watcher
 from vescale_parallel._common.plain_steps import Counts, Given, Held, Helped, HelpedSteps
 from vescale_parallel._pipeline.run.optimizer_watch import OptimizersOf
 
 
-class LocalSteps:
+class LocalSteps(Watcher):
     """Lets optimizers of a model step its local tensors, where that is the same.
 
     Args:

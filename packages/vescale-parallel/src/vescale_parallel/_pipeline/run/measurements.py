@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm.agreement import broadcast_text
 
-from vescale_parallel._common.agreement import everyone
-from vescale_parallel._common.mesh import mesh_ranks
+from vescale_parallel._common.mesh import everyone, mesh_ranks
 from vescale_parallel._errors import PlanError
 from vescale_parallel._pipeline.plan.schedule_choice import best_in_place
 from vescale_parallel._pipeline.run.messages import Lines

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from vescale_parallel._common.optimizer_hooks import Args, watch_steps
+from vescale_parallel._common.optimizer_hooks import Args, Watcher, watch_steps
 
 
 class OptimizersOf:
@@ -41,7 +41,7 @@ class OptimizersOf:
         return found
 
 
-class StepWatcher:
+class StepWatcher(Watcher):
     """Is called for steps of optimizers of a model.
 
     Args:
@@ -55,9 +55,6 @@ class StepWatcher:
         self.lately = False
         self._optimizers = OptimizersOf(model)
         watch_steps(self)
-
-    def before_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> None:
-        """Nothing."""
 
     def after_step(self, optimizer: Optimizer, args: Args, kwargs: Any) -> None:
         """Note it, if it is one of the model's."""
