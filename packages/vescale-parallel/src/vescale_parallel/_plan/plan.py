@@ -389,7 +389,7 @@ class Plan:
         """Return the plan with other values of these fields; `|` merges rules instead.
 
         Fields of `Zero`, `Pipeline` and `Invariant` are named by themselves, and change nothing
-        beside them: `plan.with_(over="replica", chunks=4)`. So do a level or a schedule alone, as
+        beside them: `with_(over="replica", chunks=4)`. So do a level or a schedule alone, as
         `zero=3` or `pipeline="zbv"`: the rest of that field stays. `zero=Zero(3)` replaces it all.
 
         Raises:
