@@ -104,7 +104,7 @@ def a_view_that_was_written_from_outside(x):
 
 @refused("custom autograd.Function")
 def custom_function_that_returns_its_argument(x):
-    return Returned.apply(x * 1.0) * 2
+    return Returned.apply(x * torch.ones(4, requires_grad=True)) * 2
 
 
 @refused("full backward hook of a module")

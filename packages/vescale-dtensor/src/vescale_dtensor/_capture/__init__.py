@@ -8,8 +8,7 @@ How it works, in the order in which it happens:
   what code names, `code_files` whose code counts, `kinds` what sort of thing an object is, and
   `outside` which tensors were there before.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
-  cannot record, `constants` which tensors Python may read. `live_calls` and `custom_functions` are
-  calls that replays make again as they are, `regions` those that backward makes again. `running_on`
+  cannot record, `constants` which tensors Python may read, `regions` what backward makes again. `running_on`
   is what runs after a refusal, where that ends the recording and not the function
   (`refused="run"`), `nesting` which captured functions inside just run, or run on this rank alone.
 - `graph` is the graph as it grows, and where its arguments come from; `outputs` how to return;

@@ -14,7 +14,7 @@ from vescale_dtensor._capture.global_state import global_state
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.places import OF_TENSORS
 from vescale_dtensor._capture.records import Form as Tree
-from vescale_dtensor._capture.records import attributes_of, exact_keys, flatten, is_record
+from vescale_dtensor._capture.records import attributes_of, flatten, is_record
 from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
@@ -24,8 +24,8 @@ LEAVES = frozenset(
     {DTensor, Tensor, torch.nn.Parameter, bool, int, float, complex, str, type(None), torch.dtype}
 )
 """Types of which an argument is nothing that leads to more."""
-Form = tuple[int, tuple[str, ...]] | tuple[Tree, Any]
-"""How flat arguments are put together: how many by position and names, or a tree and its keys."""
+Form = tuple[int, tuple[str, ...]] | Tree
+"""How flat arguments are put together: how many by position and names, or a tree."""
 
 
 class KeyedCall:
@@ -46,7 +46,7 @@ class KeyedCall:
         flat = [*args, *kwargs.values()] if kwargs else list(args)
         form: Form = (len(args), tuple(kwargs))
         if not LEAVES.issuperset(map(type, flat)):
-            flat, form = _taken_apart(args, kwargs)
+            flat, form = flatten((args, kwargs))
         keys = [_key(value) for value in flat]
         self.flat, self.form = flat, form
         self.key = form, keys, _aliases(_locals_of(flat)), global_state()
@@ -66,18 +66,11 @@ class KeyedCall:
     def is_as_it_was(self) -> bool:
         """Whether the function changed none of the lists, dicts and objects it was given."""
         # Leaves alone, of which only tensors can be changed, and writes to those are recorded.
-        if isinstance(self.form[0], int):
+        if isinstance(self.form, tuple):
             return True
         # Identity of leaves, so that a tensor put in place of another is seen.
-        flat, form = _taken_apart(self.args, self.kwargs)
+        flat, form = flatten((self.args, self.kwargs))
         return form == self.form and all(map(same, flat, self.flat))
-
-
-def _taken_apart(args: Any, kwargs: Any) -> tuple[list[Any], Form]:
-    """Arguments, flat, with the tree that they make."""
-    flat, form = flatten((args, kwargs))
-    # Trees compare their keys by `==`, which takes 1 for True.
-    return flat, (form, exact_keys(form))
 
 
 def kind_of(key: tuple[Any, ...]) -> Hashable:

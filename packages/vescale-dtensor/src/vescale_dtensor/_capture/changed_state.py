@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
 from vescale_dtensor._capture.free_tensors import has_gradient
-from vescale_dtensor._capture.live_calls import Kept
 from vescale_dtensor._capture.program import Program
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import generator_states, set_generator_states
@@ -27,7 +25,6 @@ class ChangedState:
     def __init__(self, program: Program, flat: list[Any]) -> None:
         self.tensors = [local_of(t) for t in program.written(flat)]
         self.values = [t.detach().clone() for t in self.tensors]
-        self.kept = Kept(program.live)
         self.generators = generator_states()
         self.own = [(one, one.get_state()) for one in program.generators]
         leaves = leaves_of(program, flat)
@@ -35,8 +32,8 @@ class ChangedState:
         self.kinds = [None if s is None else (s.is_reduced, s.assigned) for s in self.states]
         self.leaves = [local_of(leaf) for leaf in leaves]
         self.gradients = [leaf.grad for leaf in self.leaves]
-        # Nothing else adds to gradients: without a backward they are no memory of this check's.
-        adds = program.differentiates or bool(program.live)
+        # Nothing else changes gradients: else they are no memory of this check's.
+        adds = program.has_gradients
         self.totals = [
             one.detach().clone() if adds and one is not None else one for one in self.gradients
         ]
@@ -45,7 +42,6 @@ class ChangedState:
         """Make everything what it was. Counts no versions: autograd saw these values."""
         for tensor, value in zip(self.tensors, self.values, strict=True):
             _write(tensor, value)
-        self.kept.put_back()
         set_generator_states(self.generators)
         for generator, state in self.own:
             generator.set_state(state)
@@ -68,9 +64,6 @@ class ChangedState:
         for index, (one, two) in enumerate(zip(self.values, other.values, strict=True)):
             if not same_values(one, two):
                 return f"tensor {index} of those written to, {list(one.shape)}"
-        ours, theirs = self.kept.values, other.kept.values
-        if len(ours) != len(theirs) or not all(map(same_values, ours, theirs)):
-            return "the state of an optimizer, a GradScaler or an average"
         for index, (mine, its) in enumerate(zip(self.totals, other.totals, strict=True)):
             if mine is not its and (mine is None or its is None or not same_values(mine, its)):
                 return f"the gradient of leaf {index}, {list(self.leaves[index].shape)}"
@@ -111,8 +104,4 @@ def leaves_of(program: Program, flat: list[Any]) -> list[Tensor]:
     # Twice is one: the gradient is put back once.
     found = {id(t): t for t in program.free.leaves}
     found |= {id(t): t for t in flat if isinstance(t, Tensor) and has_gradient(t)}
-    # Those of a step whose backward is elsewhere.
-    owners = [one for call in program.live for one in (call.owner, *call.more)]
-    groups = [g for one in owners if isinstance(one, Optimizer) for g in one.param_groups]
-    found |= {id(t): t for group in groups for t in group["params"] if has_gradient(t)}
     return list(found.values())

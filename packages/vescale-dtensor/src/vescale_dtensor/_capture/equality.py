@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._capture.kinds import kind_of_class, namespace_of, slots_of
+from vescale_dtensor._capture.kinds import slots_of
 
 # Immutable, and compared by value without code of the user's: exact types, no subclasses.
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None))
@@ -32,51 +32,10 @@ def same(one: Any, two: Any) -> bool:
     # Any other type has an `==` that may be the user's, or an op on tensors.
     if kind in _PLAIN:
         return bool(one == two)
-    if kind.__module__ == "numpy":
-        return _same_scalar(one, two)
-    if isinstance(one, tuple):
+    if isinstance(one, tuple) and not kind.__dictoffset__ and not slots_of(kind):
         # Named tuples, too: that the types are the same has been seen.
-        return len(one) == len(two) and all(map(same, one, two)) and _same_attributes(one, two)
+        return len(one) == len(two) and all(map(same, one, two))
     return _same_parts(kind, one, two)
-
-
-def lasting(one: Any, two: Any) -> bool:
-    """Whether, of two that are `same`, the second may be remembered in place of the first.
-
-    Not if it can be changed: what is guarded is the first one's attributes, not the second's.
-    """
-    if one is two:
-        return True
-    kind = type(two)
-    if isinstance(two, tuple):
-        return not has_attributes(kind) and all(map(lasting, one, two))
-    # A bound method has nothing of its own; a partial has keywords that can be written.
-    return kind is not partial
-
-
-def has_attributes(cls: type) -> bool:
-    """Whether instances of a class can have attributes."""
-    # Of the class, not of an instance: one that has none now may be given some.
-    return bool(cls.__dictoffset__) or bool(slots_of(cls))
-
-
-def _same_attributes(one: Any, two: Any) -> bool:
-    """Whether two objects of one class have the same attributes."""
-    if not has_attributes(type(one)):
-        return True
-    ones, twos = (_attributes(value) for value in (one, two))
-    return ones.keys() == twos.keys() and all(same(ones[name], twos[name]) for name in ones)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """What an object has in slots and in its namespace."""
-    found = dict(namespace_of(value) or {})
-    for name, slot in slots_of(type(value)).items():
-        try:
-            found[name] = slot.__get__(value, type(value))
-        except AttributeError:
-            continue
-    return found
 
 
 def _same_parts(kind: type, one: Any, two: Any) -> bool:
@@ -91,17 +50,8 @@ def _same_parts(kind: type, one: Any, two: Any) -> bool:
         # By identity of what it calls, and with the order of the keywords, which `**kwargs` shows.
         named = tuple(one.keywords.items()), tuple(two.keywords.items())
         alike = one.func is two.func and same(one.args, two.args) and same(*named)
-        return alike and _same_attributes(one, two)
+        return alike and not (vars(one) or vars(two))
     return kind is frozenset and bool(exactly(one) == exactly(two))
-
-
-def _same_scalar(one: Any, two: Any) -> bool:
-    """Whether two numpy scalars are the same."""
-    # Not arrays, those of no dims among them: the values of the second could be changed.
-    if kind_of_class(type(one)) != "constant" or not hasattr(one, "tobytes"):
-        return False
-    # By bytes: nan == nan, and 0.0 is not -0.0. Dates of one type count in several units.
-    return bool(one.dtype == two.dtype and one.tobytes() == two.tobytes())
 
 
 def exactly(value: Any) -> Any:

@@ -21,11 +21,11 @@ from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._capture.free_tensors import gradient_state, state_of
 from vescale_dtensor._capture.outside import OutsideTensors
 from vescale_dtensor._capture.step_arguments import extras_of, items_of, made_inside, remade
-from vescale_dtensor._capture.unsupported import refused
+from vescale_dtensor._capture.unsupported import OF_FUNCTION, refused
 from vescale_dtensor._capture.wrapper_snapshot import WrapperSnapshot, cached_uses
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import storage_identity
+from vescale_dtensor._torch.compat import hidden_node, storage_identity
 
 _PYTHON: tuple[type, ...] = (bool, int, float, complex, str, type(None), type(...))
 _TORCH: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -113,9 +113,6 @@ class TracedGraph:
         self.uses: dict[LeafGradient, LeafUse] = {}
         self.dropped_gradients: set[LeafGradient] = set()
         self._made_leaves: dict[LeafGradient, fx.Node] = {}
-        # By id: what custom Functions return, with their nodes, and what they were given.
-        self.returned: dict[int, tuple[DTensor, fx.Node]] = {}
-        self.given: dict[int, DTensor] = {}
         self._wrappers: list[tuple[DTensor, InputSource]] = []
         # Arguments are found as the recording goes on, and fx wants them before all steps.
         self._last_argument: fx.Node | None = None
@@ -236,19 +233,9 @@ class TracedGraph:
         found = self._known.get(id(tensor))
         return found is not None and found.tensor() is tensor
 
-    def wrapper_node(self, wrapper: DTensor) -> fx.Node | None:
-        """The node of a DTensor that a custom Function has returned; None of any other."""
-        found = self.returned.get(id(wrapper))
-        return None if found is None else found[1]
-
     def known_node(self, tensor: Tensor) -> fx.Node | None:
         """The node that made a tensor, if one did."""
         return self._known[id(tensor)].node if self.has_node(tensor) else None
-
-    def forget(self, nodes: set[fx.Node]) -> None:
-        """Forget the tensors that these nodes made, which are taken out of the graph."""
-        self._known = {k: known for k, known in self._known.items() if known.node not in nodes}
-        self._made_leaves = {k: n for k, n in self._made_leaves.items() if n not in nodes}
 
     def changed(self, tensor: Tensor) -> None:
         """A recorded step may have given this tensor another history."""
@@ -274,11 +261,7 @@ class TracedGraph:
             # Tensors are changed in place, also by nodes that no mode sees: such a tensor has a
             # node that the program would not make.
             if found.history != _history(tensor):
-                raise refused(
-                    f"{_described(tensor)} got its gradient from a custom autograd.Function (a "
-                    "full backward hook of a module is one), which torch's overrides do not see. "
-                    "Make it a torch.library.custom_op, or call it outside"
-                )
+                raise refused(OF_FUNCTION)
             return found.node
         # Asked before `outside`: what is left on an argument is read from the argument of each
         # call.
@@ -294,6 +277,20 @@ class TracedGraph:
                 "transform. Make it a torch.library.custom_op, or pass the tensor as an argument"
             )
         return self._add_free_tensor(tensor)
+
+    def check_histories(self) -> None:
+        """Ask whether writes have given arguments the histories that the program gives them.
+
+        Raises:
+            CaptureError: a custom Function wrote to one, and nothing has used it since.
+        """
+        for node, (reference, _) in self.versions.items():
+            tensor = reference()
+            if tensor is not None and self.was_written(node):
+                self.node_of(tensor)
+        for wrapper, source in self._wrappers:
+            if source.index is not None and hidden_node(wrapper) is not None:
+                raise refused(OF_FUNCTION)
 
     def meet(self, wrapper: DTensor) -> None:
         """See a DTensor in a call of the function."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
-from typing import Any
+from collections.abc import Hashable
 
 MOST_PROGRAMS = 32
 """How many programs a captured function keeps."""
@@ -31,12 +30,6 @@ _OFTEN_PART, _OFTEN_COUNT = MOST_PROGRAMS, MOST_PROGRAMS
 _MOST_KINDS = 1024
 _NAMED_AT = 8
 _MOST_REASONS = 256
-# Looking for a program takes a tenth of a small step, and a replay saves a fifth to a half of one.
-# So where fewer than half of the calls are replayed, most of those that have another layout than
-# every program's are not looked up. What a replay is worth, in calls that are not replayed; and how
-# many of these in a row it takes at most until calls rest.
-_WORTH, _MOST_WORTH = 1, 32
-_SHORTEST_REST, _RESTS = 8, 17
 
 
 class Misses:
@@ -52,10 +45,6 @@ class Misses:
         self.replays = 0
         self._runs = 0
         self._spent = 0
-        # Replays at the last miss, and what looking has brought since, see `_WORTH`.
-        self._seen = 0
-        self._worth = _MOST_WORTH
-        self._rest = self._turn = 0
         self._name = name
         self._reasons: Counter[str] = Counter()
         # By kind of call: how many missed, and how many were recorded.
@@ -103,32 +92,6 @@ class Misses:
     def _is_often(self, kind: Hashable) -> bool:
         count = self._missed[kind]
         return count * _OFTEN_PART >= self._total or count >= _OFTEN_COUNT
-
-    def rest(self, kind: Hashable, known: Collection[Any]) -> tuple[int, frozenset[Hashable]]:
-        """How many calls just run, after one that was not worth a recording, and are not looked up.
-
-        None of them rests while replays are as common as they have to be.
-
-        Args:
-            kind: of that call.
-            known: the kinds that have programs.
-
-        Returns:
-            The number, and the layouts of first arguments whose calls are looked up all the same.
-        """
-        found, self._seen = self.replays - self._seen, self.replays
-        self._worth = min(self._worth + found * _WORTH, _MOST_WORTH) - 1 - self._rest
-        self._rest = 0
-        if self._worth > 0:
-            return 0, frozenset()
-        self._worth = 0
-        # Another number each time: lengths of batches may come in turn.
-        self._turn = (self._turn + 7) % _RESTS
-        self._rest = _SHORTEST_REST + self._turn
-        self._runs += self._rest
-        # Where programs are of such calls and of another state, none of them wakes it up.
-        kinds: Iterable[Any] = () if kind in known else known
-        return self._rest, frozenset([one[1] for one in kinds if len(one) > 1])
 
     def wants_reason(self) -> bool:
         """Whether it matters why a call was not replayed, which takes a while to find out."""

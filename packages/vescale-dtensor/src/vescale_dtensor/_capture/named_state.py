@@ -399,9 +399,6 @@ class NamedState:
             self.contents.append(contents_of(group["params"], title))
             self._meet_all(group["params"], title)
             self._groups.append((group, title))
-        for state in value.state.values():
-            tensors = state.values() if isinstance(state, dict) else ()
-            self._meet_all([one for one in tensors if hasattr(one, "untyped_storage")], origin)
 
     def _take_numbers(self) -> None:
         """Take in the numbers of optimizers that code asks for itself, by constant keys."""

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, fx
@@ -19,25 +18,16 @@ from torch import Tensor, fx
 from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.call_key import LEAVES
-from vescale_dtensor._capture.code_files import is_library_class, is_users
-from vescale_dtensor._capture.equality import has_attributes
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.places import MISSING, OF_TENSORS
 from vescale_dtensor._capture.records import Form, flatten, is_record, unflatten
-from vescale_dtensor._capture.step_arguments import made_inside
-from vescale_dtensor._capture.unsupported import refused
+from vescale_dtensor._capture.unsupported import OF_FUNCTION, refused
 from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap
 from vescale_dtensor._torch.compat import hidden_node
-
-# Kinds with state of their own: a replay would give every caller the same object.
-_CHANGING = frozenset(
-    {"opaque", "contents", "object", "module", "array", "bytes", "method", "partial", "view"}
-    | {"weak", "property", "wrapped", "variable", "cell", "captured"}
-)
 
 Make = Callable[[list[Any], Sequence[Any]], Any]
 """An output, of the flat arguments of the call and the results of the program."""
@@ -113,7 +103,7 @@ def plan_outputs(
         CaptureError: an output that a replay could not make anew.
     """
     results: list[fx.Node] = []
-    _check_containers(outputs, {}, trace)
+    _check_factories(outputs, trace)
     values, form = flatten(outputs)
     first: dict[int, int] = {}
     repeats = []
@@ -128,25 +118,17 @@ def plan_outputs(
     ), results
 
 
-def _check_containers(tree: Any, seen: dict[int, Any], trace: TracedGraph) -> None:
-    """Refuse containers of which a replay would make something else.
+def _check_factories(tree: Any, trace: TracedGraph) -> None:
+    """Refuse default dicts whose factory holds what belongs to one call.
 
     Raises:
-        CaptureError: one is in two places, where replays would make two; the factory of a default
-            dict holds what belongs to one call.
+        CaptureError: one does.
     """
     if isinstance(tree, defaultdict) and tree.default_factory is not None:
         _of_python(tree.default_factory, trace)
-    if isinstance(tree, list | dict) or is_record(tree):
-        if id(tree) in seen:
-            raise refused(
-                f"a {type(tree).__name__} is returned in two places, of which replays would make "
-                "two. Return it once"
-            )
-        seen[id(tree)] = tree
     if isinstance(tree, list | dict | tuple):
         for item in tree.values() if isinstance(tree, dict) else tree:
-            _check_containers(item, seen, trace)
+            _check_factories(item, trace)
 
 
 def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node]) -> Make:
@@ -168,15 +150,12 @@ def _make(value: Any, flat: list[Any], trace: TracedGraph, results: list[fx.Node
         return _Same(value)
     if not isinstance(value, DTensor):
         return _Plain(_result(value, trace, results))
-    node = trace.wrapper_node(value)
-    if node is not None and hidden_node(value) is not None:
-        # What a custom Function returned, and no op has used: its node is on the object itself.
-        results.append(node)
-        return _Plain(len(results) - 1)
+    if hidden_node(value) is not None:  # what a Function returned, and no op has used
+        raise refused(OF_FUNCTION)
     # Its wrapper belongs to the leaf, which may replace it at the next accumulation.
     if value._grad_of is not None:
         raise refused("the gradient of a parameter is returned; read p.grad after the call")
-    return plan_wrapper(value, trace, results)
+    return _wrapped(value, trace, results)
 
 
 def _attributes(tensor: Tensor) -> set[str]:
@@ -190,33 +169,17 @@ def _of_python(value: Any, trace: TracedGraph) -> Make:
         return _Same(value)
     if is_record(value):
         return _Same(MISSING)  # made anew of the values that follow
-    if _belongs_to_one_call(value, trace):
-        raise refused(
-            f"a {type(value).__name__} that the function makes is returned, of which each call "
-            "would return the first one. Return what is in it, in a tuple, list or dict"
-        )
-    return _Same(value)
+    # Slices may hold tensors; enums of the user's have a kind for what has attributes.
+    constant = kind_of_class(type(value)) == "constant" and not isinstance(value, slice)
+    if constant or isinstance(value, Enum):
+        return _Same(value)
+    raise refused(
+        f"a {type(value).__name__} that the function makes is returned, of which each call would "
+        "return the first one. Return what is in it, in a tuple, list or dict"
+    )
 
 
-def _belongs_to_one_call(value: Any, trace: TracedGraph) -> bool:
-    """Whether an object that the function made has state, or holds what it made."""
-    kind = kind_of_class(type(value))
-    if kind in _CHANGING or getattr(value, "__closure__", None):
-        return True
-    if kind == "function":  # whose attributes and defaults can be set
-        return is_users(value.__code__)
-    if kind == "builtin":  # a method of a list, say; functions are bound to their modules
-        return not isinstance(value.__self__, ModuleType | type)
-    if kind == "class":
-        return not is_library_class(value)
-    if kind == "named":  # an exception, a number with attributes
-        return not isinstance(value, Enum)
-    if kind == "items" and has_attributes(type(value)):
-        return True
-    return made_inside(value, trace.outside.__contains__, trace.met) is not None
-
-
-def plan_wrapper(value: DTensor, trace: TracedGraph, results: list[fx.Node]) -> _Wrapped:
+def _wrapped(value: DTensor, trace: TracedGraph, results: list[fx.Node]) -> _Wrapped:
     """How a new DTensor is made: its local tensor, its caches, what it is a copied view of.
 
     Appends to `results` the nodes that it needs.
@@ -230,7 +193,7 @@ def plan_wrapper(value: DTensor, trace: TracedGraph, results: list[fx.Node]) -> 
         _result(value._local_tensor, trace, results),
         value._spec,
         tuple((mask, _result(alias, trace, results)) for mask, alias in masks),
-        None if cached is None else plan_wrapper(cached, trace, results),
+        None if cached is None else _wrapped(cached, trace, results),
         None if source is None else _result(source, trace, results),
         value._local_escaped,
     )

@@ -6,7 +6,6 @@ import linecache
 from operator import is_
 from typing import Any
 
-from vescale_dtensor._capture.code_files import is_installed
 from vescale_dtensor._capture.code_names import stored_at
 from vescale_dtensor._capture.equality import same
 from vescale_dtensor._capture.kinds import values_of
@@ -14,8 +13,6 @@ from vescale_dtensor._capture.named_state import Contents, NamedState, Namespace
 from vescale_dtensor._capture.places import MISSING, Origin
 from vescale_dtensor._capture.state_guard import different_item, same_contents
 from vescale_dtensor._errors import CaptureError
-
-_SEEDS = frozenset({"manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all"})
 
 
 def own_changes(state: NamedState) -> list[Origin]:
@@ -39,21 +36,6 @@ def own_changes(state: NamedState) -> list[Origin]:
     # Guards are made after the run, so they would take such a change for the state to expect.
     found += [place.origin for place in state.parts if place.origin and not _has_same(place)]
     return found
-
-
-def check_seeds(state: NamedState) -> None:
-    """Refuse code that sets seeds: to what they are at the moment, perhaps, which shows nowhere.
-
-    Raises:
-        CaptureError: with the line.
-    """
-    for code in state.codes:
-        found = next((name for name in code.co_names if name in _SEEDS), None)
-        if found is not None and not is_installed(code.co_filename):
-            raise CaptureError(
-                f"capture: a random generator was moved ({found}), which a replay would leave out. "
-                f"Do it outside{_line_of(Origin(None, found, found), state)}"
-            )
 
 
 def _names(space: Namespace, state: NamedState) -> set[str]:

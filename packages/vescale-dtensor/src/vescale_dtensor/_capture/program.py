@@ -18,15 +18,12 @@ from vescale_dtensor._capture.graph import InputSource, TracedGraph
 from vescale_dtensor._capture.leaf_uses import LeafUses
 from vescale_dtensor._capture.listing import listing
 from vescale_dtensor._capture.module_guards import ModuleGuard
-from vescale_dtensor._capture.nesting import running_inside
 from vescale_dtensor._capture.outputs import Outputs
 from vescale_dtensor._capture.outsiders import Outsiders
 from vescale_dtensor._capture.passes import differentiates, graph_module, is_free_local
 from vescale_dtensor._capture.pinned_names import pin
-from vescale_dtensor._capture.regions import every_node
 from vescale_dtensor._capture.state_guard import StateGuard
 from vescale_dtensor._dispatch.execute import after_mutation
-from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._torch.compat import set_grad_mode
 
@@ -66,8 +63,7 @@ class Program:
         sources: where each of its arguments comes from.
         key: what a call must look like.
         free: the tensors from outside.
-        live: the calls that it makes again as they are, see `live_calls`.
-        applies: whether it gives DTensors to custom autograd.Functions.
+        has_gradients: whether it reads gradients, adds to them or writes to them.
         carries_history: whether it gives an argument that it writes to an autograd history.
         uncompared: why its replays are not compared with the function, in words; None if they are,
             or nobody has asked for it.
@@ -93,9 +89,7 @@ class Program:
         self.uncompared: str | None = None
         self._outputs, self._modules = parts.outputs, parts.modules
         self._changes_modes, self._state = parts.modes, parts.state
-        self.live = [n.meta["live"] for n in self.graph.nodes if "live" in n.meta]
-        # Their backward, which may run inside, works on DTensors.
-        self.applies = any(["wrapped" in n.meta for n in every_node(self.graph)])
+        self.has_gradients = parts.gradients
         self._outsiders = parts.outsiders
         self._outsiders.leave_to(s.holder for s in self.sources if s.holder is not None)
 
@@ -166,12 +160,7 @@ class Program:
         if self._written:
             self.before_writes(flat)
         run = self._run_in_modes if self._changes_modes else self._run
-        if self.applies:
-            # As a recording does, which another rank may be making of this call.
-            with uncompared(), running_inside():
-                results = run(*arguments)
-        else:
-            results = run(*arguments)
+        results = run(*arguments)
         if self._written:
             self.after_writes(flat)
         return self._outputs(flat, results)

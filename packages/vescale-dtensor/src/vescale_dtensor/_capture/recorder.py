@@ -9,13 +9,15 @@ and becomes a node. Collectives, shared-use nodes and random fills appear as sin
 from __future__ import annotations
 
 import operator
-import sys
-from collections.abc import Callable
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from vescale_comm import Trace as Collectives
 from vescale_comm.nested import tensors_within
@@ -24,14 +26,12 @@ from vescale_dtensor._autograd.function_bridge import joined_local
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._autograd.leaf_use import leaf_for_use
 from vescale_dtensor._capture.constants import Constants, is_readable
-from vescale_dtensor._capture.custom_functions import CustomCalls, record_join
 from vescale_dtensor._capture.global_state import (
     GlobalState,
     global_state,
     set_autocast,
 )
 from vescale_dtensor._capture.graph import TracedGraph
-from vescale_dtensor._capture.live_calls import Kept, LiveCalls, call_again
 from vescale_dtensor._capture.module_names import ModuleNames
 from vescale_dtensor._capture.named_state import NamedState
 from vescale_dtensor._capture.program_modes import ProgramModes
@@ -43,11 +43,11 @@ from vescale_dtensor._capture.unsupported import (
     ASKED,
     FIXED,
     METADATA,
+    OF_FUNCTION,
     READERS,
     UNGUARDED,
     called_by_us,
     check_recordable,
-    check_text,
     name_of,
     refused,
     user_line,
@@ -105,10 +105,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._runs_on = runs_on
         self.trace = TracedGraph(state.tensors, state.has_met)
-        # The code of the caller, by which the frames of the recording end.
-        self._root = sys._getframe(1).f_code
-        self._live = LiveCalls(state.has_met)
-        self._custom = CustomCalls(self)
+        self._thread = get_ident()
         self.gradients = False
         self.failure: str | None = None
         self.layouts: dict[int, Layout] = {}
@@ -122,6 +119,34 @@ class Recorder(TorchFunctionMode):
         self._modules = ModuleNames()
         self._hooks: list[Any] = []
         self._constants = Constants(self.trace.known_node)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The block in which the function runs."""
+        steps = register_optimizer_step_pre_hook(self._refuse_step)
+        try:
+            # The snapshot is outermost: wrappers are restored whatever happens.
+            with self.trace.snapshot, self, self.regions.recording():
+                yield
+        except SystemError as error:  # C++ calls functions, and lets no error of a mode through
+            if self.failure is None:
+                raise
+            raise CaptureError(self.failure) from error.__cause__
+        finally:
+            steps.remove()
+
+    def _refuse_step(self, optimizer: Any, *_: Any) -> None:
+        """Refuse the step of an optimizer: a hook of all of them, in all threads."""
+        if get_ident() != self._thread or (self._runs_on and self.failure is not None):
+            return
+        error = refused(
+            f"the step of an optimizer ({type(optimizer).__name__}), of which replays would keep "
+            "the numbers (a learning rate). Take the step outside; joint(...).with_optimizer, and "
+            "vescale_parallel.graph.train_step, have it in the graph"
+        )
+        self.failure = self.failure or str(error)
+        if not self._runs_on:
+            raise error
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -149,7 +174,6 @@ class Recorder(TorchFunctionMode):
             self.failure = self.failure or str(error)
             if not self._runs_on:
                 raise
-            self._custom.stop()
         return done.results[0] if done.results else run_plainly(func, types, args, kwargs)
 
     def _recorded(
@@ -162,22 +186,11 @@ class Recorder(TorchFunctionMode):
                 "FakeTensorMode) is active inside, which a replay would leave out. Call it "
                 "outside, and pass what it gives"
             )
-        if self._is_of_one_step():
-            return done.run(func, *args, **kwargs)
         if isinstance(func, FunctionType):
             check_not_replaced(func)
         if any(map(_is_wrapper, types)):
             return self._through(func, types, args, kwargs, done)
         return self._local(func, args, kwargs, done)
-
-    def _is_of_one_step(self) -> bool:
-        """Whether a call is a part of one that programs make again; notes those that have ended."""
-        frames = _frames(self._root)
-        if self._live.are_running(frames):
-            return True
-        if self._live.ended:
-            self._note_live_calls()
-        return self._custom.see(frames)
 
     # --- calls with DTensors
 
@@ -232,7 +245,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a call on plain tensors, and make a node of it if it is a step."""
         if func is joined_local:
-            return record_join(args[0], self, done.run)
+            args[0]._may_have_hidden_node = True  # its next use, outside, joins it
+            raise refused(OF_FUNCTION)
         name = name_of(func)
         # Modes are sampled at each step instead; metadata is fixed by guards.
         if name in _MODES or name in METADATA or (name in ASKED and called_by_us()):
@@ -240,7 +254,6 @@ class Recorder(TorchFunctionMode):
         getter = getattr(func, "__name__", "") == _GETTER
         if getter and not isinstance(value := done.run(func, *args, **kwargs), Tensor):
             return self._python_value(func, name, value)
-        check_text(name)
         given = tensors_within((args, kwargs))
         _require_strided(name, given)
         constant = self._constants.holds(given)
@@ -336,25 +349,6 @@ class Recorder(TorchFunctionMode):
             "Keep to tensors, or call it outside"
         )
 
-    def _note_live_calls(self) -> None:
-        """Make a step of each call since the last one that replays make again."""
-        ended, self._live.ended = self._live.ended, []
-        for call, line, state in ended:
-            # It reads gradients, whatever it does with them.
-            self.gradients = True
-            self.modes.follow(state, True)
-            owners = (self.trace.constant(one) for one in (call.owner, *call.more))
-            arguments = (self.trace.constant(call.function, check=False), *owners)
-            node = self.trace.graph.call_function(call_again, arguments)
-            node.meta["op"], node.meta["line"] = call.function.__qualname__, line
-            found = Kept([call], copy=False).tensors
-            tensors = [tensor for tensor in found if tensor.layout is torch.strided]
-            node.meta["writes"] = [storage_identity(tensor) for tensor in tensors]
-            node.meta["effect"], node.meta["live"] = True, call
-            self._constants.note(node, call_again, tensors, False)
-        if ended:
-            self._surroundings.drew()
-
     # --- nodes
 
     def _node(self, func: Any, title: str | None, arguments: tuple[Any, dict[str, Any]]) -> fx.Node:
@@ -365,32 +359,9 @@ class Recorder(TorchFunctionMode):
         node.args = tuple(args)
         if kwargs:
             node.kwargs = kwargs
-        self._describe(node, self._call or (public_name(func), user_line()))
-        return node
-
-    def step(self, func: Any, first: Any, arguments: list[Any], call: tuple[str, str]) -> fx.Node:
-        """Make a step of a call; `call` is how it is listed, and the line."""
-        rest = [a if isinstance(a, fx.Node) else self.trace.argument(a) for a in arguments]
-        given = self.trace.constant(first), *rest
-        node = self.trace.graph.call_function(func, given)
-        self._describe(node, call)
-        return node
-
-    def _describe(self, node: fx.Node, call: tuple[str, str]) -> None:
-        """Note which call a step is of, the user's line, and the module that it runs in."""
-        node.meta["op"], node.meta["line"] = call
+        node.meta["op"], node.meta["line"] = self._call or (public_name(func), user_line())
         node.meta["module"] = self._modules.now()
-
-    def stop(self) -> None:
-        """Let go of the frames of the function, which has ended."""
-        self._custom.stop()
-        self._live.forget()
-
-    def function_ended(self, node: fx.Node, outputs: Any, modes: GlobalState) -> None:
-        """Note what a step gives that is a custom Function."""
-        self.modes.now = modes.grad, modes.autocast  # its forward's own are gone
-        self._constants.note(node, node.target, tensors_within(outputs), False)
-        self._results(outputs, node)
+        return node
 
     def _results(self, result: Any, node: fx.Node) -> None:
         """Remember which node made each tensor of a result."""
@@ -436,9 +407,6 @@ class Recorder(TorchFunctionMode):
         # First, since a function that swallowed the error may have left anything behind.
         if self.failure is not None:
             raise CaptureError(self.failure)
-        self._live.end()
-        self._custom.finish()
-        self._note_live_calls()
         # What changed after the last step shows here: eager would leave it so, a replay does not.
         self._surroundings.check(None, "")
         if torch.is_grad_enabled() != self._start.grad:
@@ -452,19 +420,10 @@ class Recorder(TorchFunctionMode):
             if hooks is not None and handle.id not in hooks:
                 raise refused("a gradient hook is registered and removed inside; do it outside")
         self.modes.follow(self._start, True)
+        self.trace.check_histories()
         # Last: uses that follow in later steps would be missing.
         self.trace.note_leaves()
         return any([n.target in (set_grad_mode, set_autocast) for n in self.trace.graph.nodes])
-
-
-def _frames(root: CodeType) -> list[FrameType]:
-    """The frames below the mode, up to one of this code, the innermost first."""
-    found = []
-    frame: FrameType | None = sys._getframe(4)  # who called what the mode sees
-    while frame is not None and frame.f_code is not root:
-        found.append(frame)
-        frame = frame.f_back
-    return found
 
 
 def _is_looked_into() -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vescale_dtensor._capture.equality import exactly
 from vescale_dtensor._capture.kinds import kind_of_class, namespace_of, slots_of
 from vescale_dtensor._capture.places import MISSING
 
@@ -95,28 +94,6 @@ def _has_more_than_items(value: Any) -> bool:
     derived = isinstance(value, tuple) and type(value) is not tuple
     # torch's pytree knows no other class whose objects have room for them.
     return (derived or type(value) is OrderedDict) and bool(attributes_of(value))
-
-
-def exact_keys(form: Form) -> Any:
-    """The keys of all dicts in a tree, so that 1 differs from True; None if all are strings."""
-    if isinstance(form, RecordForm):
-        found = [exact_keys(form.spec)]
-        found += [exact_keys(one.form) for one in form.records if one.form is not None]
-        return found if any(keys is not None for keys in found) else None
-    context = form.context
-    # Of dicts, a list; of default dicts, a list of the factory and the list of keys.
-    keys = _strings_and_others(context) if isinstance(context, list) else None
-    below = [exact_keys(child) for child in form.children()]
-    if keys is None and not any(one is not None for one in below):
-        return None
-    return keys, below
-
-
-def _strings_and_others(keys: Any) -> Any:
-    """Nested lists of keys, made comparable; None if all are strings."""
-    if all(type(key) is str for key in keys):
-        return None
-    return [_strings_and_others(k) if isinstance(k, list) else exactly(k) for k in keys]
 
 
 def unflatten(flat: list[Any], form: Form) -> Any:

@@ -254,7 +254,7 @@ def _fold(begin: fx.Node, end: fx.Node, trace: TracedGraph) -> None:
         step.meta |= {"effect": True, "region": region.graph, "line": begin.meta["line"]}
         for index, node in enumerate(outputs):
             part = graph.call_function(operator.getitem, (step, index))
-            part.meta |= {k: v for k, v in node.meta.items() if k not in ("records", "live")}
+            part.meta |= {k: v for k, v in node.meta.items() if k != "records"}
             node.replace_all_uses_with(part, lambda user: user not in within)
     for node in (*reversed(steps), begin, end):
         graph.erase_node(node)
@@ -284,7 +284,7 @@ def _check_again(steps: Sequence[fx.Node], line: str) -> None:
     }
     for node in steps:
         outside = [memory for memory in node.meta.get("writes", ()) if memory not in made - given]
-        if outside or "live" in node.meta:
+        if outside:
             raise refused(
                 f"a region that backward computes again ({line}) writes to a tensor that it has "
                 f"not made, by {node.meta.get('op', node.name)}, and would a second time. Leave "

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from vescale_comm import group_of
 from vescale_comm.agreement import gather_texts
@@ -41,7 +40,7 @@ from vescale_dtensor._capture.wrapper_snapshot import WrapperSnapshot
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
-from vescale_dtensor._torch.compat import has_step_hooks, no_torch_function
+from vescale_dtensor._torch.compat import no_torch_function
 
 Check = bool | Literal["sampled"] | None
 
@@ -146,14 +145,6 @@ def why_once(program: Program, call: KeyedCall) -> str | None:
             "the function writes to an argument and gives it an autograd history, which would be "
             "given twice where the function runs beside the replay. Return a new tensor, or "
             "capture it with check=None"
-        )
-    owners = (owner for call in program.live for owner in (call.owner, *call.more))
-    if any(isinstance(owner, Optimizer) and has_step_hooks(owner) for owner in owners):
-        # What they change is the user's, anywhere, so it cannot be put back.
-        return (
-            "an optimizer that reads values (a step count in Python) has hooks "
-            "around its step, which would run twice where the function runs beside the replay. "
-            "Remove the hooks, make the optimizer fused, or capture it with check=None"
         )
     return None
 

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
-from vescale_dtensor._capture.equality import exactly, lasting, same
+from vescale_dtensor._capture.equality import exactly, same
 from vescale_dtensor._capture.kinds import values_of
 from vescale_dtensor._capture.named_state import (
     Contents,
@@ -111,9 +111,6 @@ class StateGuard:
             if found is not None:
                 self._suspect = place
                 return found
-        # Else some place holds what is equal now and may be changed: it is asked at every call.
-        if all(map(_is_taken_in, places)):
-            self._keep()
         return None
 
 
@@ -144,9 +141,6 @@ class _Row:
             now = self.mapping.get(name, MISSING)
             if not same(now, self.values[index]):
                 return place.at(name)
-            # An equal constant that is another object is taken in, and is identical the next time.
-            if lasting(self.values[index], now):
-                self.values[index] = now
         # A name that was not there: it may hide an attribute of the class, or a builtin.
         new = self.absent if self.owner is None else self.attributes - set(self.names)
         return next((place.at(name) for name in new if name in self.mapping), None)
@@ -160,30 +154,14 @@ def _direct(look: Any) -> Any:
 
 
 def _difference(place: _Row | Contents | Look) -> Origin | None:
-    """What of a place is another than it was; takes in equal values if nothing is."""
+    """What of a place is another than it was."""
     if isinstance(place, _Row):
         return place.difference()
     if isinstance(place, Contents):
         return None if same_contents(place) else different_item(place)
-    now = place.look()
-    if not same(now, place.was):
+    if not same(place.look(), place.was):
         return place.origin or Origin(None, "a value", "")
-    if lasting(place.was, now):
-        place.was = now
     return None
-
-
-def _is_taken_in(place: _Row | Contents | Look) -> bool:
-    """Whether a place, whose values are the same, holds the very values that are compared with."""
-    if isinstance(place, _Row):
-        now = [place.mapping.get(name, MISSING) for name in place.names]
-        return all(map(is_, now, place.values))
-    if isinstance(place, Contents):
-        values = place.container.values() if place.values is not None else ()
-        return all(map(is_, place.container, place.items)) and all(
-            map(is_, values, place.values or ())
-        )
-    return lasting(place.was, place.look())
 
 
 def different_item(place: Contents) -> Origin:
@@ -202,22 +180,12 @@ def different_item(place: Contents) -> Origin:
 
 
 def same_contents(place: Contents) -> bool:
-    """Whether a container has equal contents; takes them in if so."""
+    """Whether a container has equal contents."""
     now, was = tuple(place.container), place.items
     if len(now) != len(was):
         return False
     if isinstance(place.container, set):
         # In order, which loops over equal sets may differ in; their own `==` takes 1 for True.
-        if list(map(exactly, now)) != list(map(exactly, was)):
-            return False
-    elif not all(map(same, now, was)):
-        return False
-    values = values_of(place.container)
-    if values is not None and place.values is not None:
-        if not all(map(same, values, place.values)):
-            return False
-        if all(map(lasting, place.values, values)):
-            place.values = values
-    if isinstance(place.container, set) or all(map(lasting, was, now)):
-        place.items = now
-    return True
+        return list(map(exactly, now)) == list(map(exactly, was))
+    values = values_of(place.container) or ()
+    return all(map(same, now, was)) and all(map(same, values, place.values or ()))

@@ -7,7 +7,6 @@ import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ size dim ndimension numel nelement stride is_contiguous element_size is_floating
 is_signed get_device is_same_size has_names dim_order
 is_set_to dense_dim sparse_dim __len__ __hash__ result_type can_cast
 promote_types type broadcast_shapes is_tensor is_storage
-__dir__ is_distributed _record_function_enter_new _record_function_exit
+__dir__ __repr__ is_distributed _record_function_enter_new _record_function_exit
 _cuda_isCurrentStreamCapturing
 """
 _NUMBERS = """
@@ -79,6 +78,15 @@ FIXED = frozenset(
     {getattr(torch.Tensor, name).__get__ for name in _PLAIN.split() if hasattr(torch.Tensor, name)}
 )
 """The functions that get properties of tensors which guards fix."""
+
+OF_FUNCTION = (
+    "a tensor got its gradient from a custom autograd.Function (a full backward hook of a module "
+    "is one), which torch's overrides do not see. Make it a torch.library.custom_op, or call it "
+    "outside"
+)
+
+# What a GradScaler notes in Python when it calls these is the step of one call.
+_OF_SCALERS = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"})
 
 # A 0-dim tensor where one of these asks for a number is read.
 _NUMBERS_ONLY = frozenset(_NUMBERS.split())
@@ -113,32 +121,6 @@ def called_by_us() -> bool:
     return False
 
 
-def called_to_print() -> bool:
-    """Whether `print` is given a tensor, or a logger formats a message: nobody reads the text."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    if frame is None or str(frame.f_globals.get("__name__")).startswith("logging"):
-        return frame is not None
-    positions = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-    line, _, column, _ = next(positions, (None, None, None, None))
-    text = linecache.getline(frame.f_code.co_filename, line or 0)
-    return text.encode()[column or 0 :].startswith(b"print(")
-
-
-def check_text(name: str) -> None:
-    """Refuse the text of a tensor, but for what is printed.
-
-    Raises:
-        CaptureError: the call makes a text of values, where a replay would go on with old ones.
-    """
-    if name == "__repr__" and not called_to_print():
-        raise refused(
-            "the text of a tensor has its values in it, where a replay would go on with old "
-            "ones. Keep to tensors, print() or log the tensor itself, or do it outside"
-        )
-
-
 def refused(why: str) -> CaptureError:
     """The error for what cannot be recorded, with the line of user code."""
     return CaptureError(f"capture: {why}\n  at {user_line()}")
@@ -155,6 +137,11 @@ def check_recordable(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         raise refused(
             f"{name} reads the value of a tensor into Python, where a replay would go on with the "
             "old one. Keep it a tensor (torch.where, masked_fill), or read it outside"
+        )
+    if name in _OF_SCALERS:
+        raise refused(
+            "a GradScaler's part of the step of an optimizer, which replays would leave out of its "
+            "state. Call unscale_, step and update outside; scale may be inside"
         )
     if name == "set_gathered_data":
         raise refused(

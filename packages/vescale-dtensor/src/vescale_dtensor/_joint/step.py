@@ -396,16 +396,6 @@ def _wanted(
     Raises:
         CaptureError: the step has what a joint graph cannot hold.
     """
-    if program.live:
-        raise CaptureError(
-            "joint: the step calls other libraries as they are (a metric, a logger), which a graph "
-            "of operators cannot hold. Call them outside"
-        )
-    if program.applies:
-        raise CaptureError(
-            "joint: a custom autograd.Function is given DTensors, and its backward runs on these. "
-            "Call it by local_map(F.apply, ...), which gives it local tensors"
-        )
     if any(_is_hook(node) for node in program.graph.nodes):
         raise CaptureError(
             "joint: the step registers a hook on an activation (register_hook, retain_grad), which "
