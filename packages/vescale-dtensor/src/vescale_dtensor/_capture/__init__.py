@@ -6,13 +6,14 @@ How it works, in the order in which it happens:
   `misses` decides whether a call that no program stands for is recorded or only run.
 - `named_state` finds what the code of the function names, before anything runs: `code_names` says
   what code names, `code_files` whose code counts, `kinds` what sort of thing an object is, and
-  `outside` which tensors were there before.
+  `free_tensors` which tensors were there before.
 - `recorder` is the torch function mode under which the function runs once; `unsupported` is what it
-  cannot record, `constants` which tensors Python may read, `regions` what backward makes again. `running_on`
-  is what runs after a refusal, where that ends the recording and not the function
-  (`refused="run"`), `nesting` which captured functions inside just run, or run on this rank alone.
+  cannot record, `constants` which tensors Python may read, `regions` what backward makes again,
+  `surroundings` the modes of the steps. `running_on` is what runs after a refusal, where that ends
+  the recording and not the function (`refused="run"`), `nesting` which captured functions inside
+  just run, or run on this rank alone.
 - `graph` is the graph as it grows, and where its arguments come from; `outputs` how to return;
-  `passes` removes what is not needed, `fx_compile` makes Python of it.
+  `passes` removes what is not needed, `pinned_names` fixes what its code calls.
 - `program` is the finished program: its guards (`free_tensors`, `module_guards`, `state_guard`,
   `leaf_uses`) and its replay. `listing` prints it.
 - `comparisons` decides which replays are compared with the function; `replay_check` compares one:

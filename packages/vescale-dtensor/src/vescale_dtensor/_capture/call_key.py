@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor._autograd.uses import UseAliases
 from vescale_dtensor._capture.code_files import is_library_class
 from vescale_dtensor._capture.equality import exactly, same
 from vescale_dtensor._capture.global_state import global_state
@@ -15,9 +16,9 @@ from vescale_dtensor._capture.kinds import kind_of_class
 from vescale_dtensor._capture.places import OF_TENSORS
 from vescale_dtensor._capture.records import Form as Tree
 from vescale_dtensor._capture.records import attributes_of, flatten, is_record
-from vescale_dtensor._capture.wrapper_snapshot import cached_uses
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
+from vescale_dtensor._tensor.state import result_outdated
 from vescale_dtensor._torch.compat import storage_identities, storage_identity
 
 LEAVES = frozenset(
@@ -173,6 +174,22 @@ def _cached_state(wrapper: DTensor) -> Any:
     aliases, result = cached_uses(wrapper)
     masks = None if aliases is None else tuple(aliases.known)
     return masks, None if result is None else (result._spec, _cached_state(result))
+
+
+def cached_uses(wrapper: DTensor) -> tuple[UseAliases | None, DTensor | None]:
+    """The valid caches that earlier uses left on a wrapper: aliases, cached redistribution."""
+    local = wrapper._local_tensor
+    # Only what is valid now: the next use would not take the others either.
+    aliases = wrapper._use_aliases
+    if aliases is not None and not aliases.is_current(local):
+        aliases = None
+    known = wrapper._cached_redistribution
+    if known is None:
+        return aliases, None
+    if not known.is_valid(local):
+        result_outdated(wrapper)  # as its next use would
+        return aliases, None
+    return aliases, known.result
 
 
 def _aliases(locals_: list[Tensor]) -> Any:

@@ -1,6 +1,10 @@
-"""Tensors from outside that a program uses: their state when recording began, guarded from then on.
+"""The tensors from outside that code can get at, and their states, which are guarded.
 
-The state is taken when a recording first meets a tensor, before the program changes anything.
+A tensor that a recording uses was made by one of its steps or is one of these. Any other was made
+where the recorder could not see it, and a replay would silently use its old values: refused. Of
+those that a program uses the state is taken when the recording first meets them, before anything
+changes. Of the others Python code may ask for a shape, or whether there is a gradient (also of
+arguments), and branch on it: no step shows that, so they are guarded as well.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
+from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._tensor.dtensor import DTensor
 
 
@@ -114,3 +119,109 @@ class FreeTensors:
     def _same_gradients(self) -> bool:
         """Whether each leaf has a gradient of the type that the recording found."""
         return [gradient_state(t) for t in self._kept] == self._gradients
+
+
+class OutsideTensors:
+    """The tensors that a recording met from outside; they stay alive as long as it runs."""
+
+    def __init__(self) -> None:
+        # By id, with the tensor held: DTensors compare by element, and a freed id could come again.
+        self._known: dict[int, Tensor] = {}
+        self._wrappers: dict[int, DTensor] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Take in a tensor, and the local tensor that it wraps."""
+        self._known[id(tensor)] = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+            self._known[id(local)] = local
+            # The first one met, until a call shows which one the function uses.
+            self._wrappers.setdefault(id(local), tensor)
+
+    def holders(self) -> list[Tensor]:
+        """All tensors as code has them: DTensors, not their local tensors."""
+        locals_ = {id(t._local_tensor) for t in self._known.values() if isinstance(t, DTensor)}
+        return [t for t in self._known.values() if id(t) not in locals_]
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._known
+
+    def prefer(self, wrapper: DTensor) -> None:
+        """Take this wrapper for its local tensor, where there are several."""
+        if wrapper in self:
+            self._wrappers[id(wrapper._local_tensor)] = wrapper
+
+    def wrapper_of(self, local: Tensor) -> DTensor | None:
+        """The DTensor that has this local tensor."""
+        # The wrapper may have been given another local tensor since.
+        wrapper = self._wrappers.get(id(local))
+        return wrapper if wrapper is not None and wrapper._local_tensor is local else None
+
+
+class Given:
+    """The tensors among the arguments of a call, before the function ran.
+
+    Args:
+        call: it.
+    """
+
+    def __init__(self, call: KeyedCall) -> None:
+        self.flat = call.flat
+        self.places = [i for i, value in enumerate(call.flat) if isinstance(value, Tensor)]
+        self.gradients = [_gradient_state(call.flat[i]) for i in self.places]
+
+
+class Outsiders:
+    """What code could ask of tensors from outside, and of arguments.
+
+    Args:
+        tensors: those from outside.
+        gradients: whether code asked for any.
+        given: the arguments of the call.
+    """
+
+    def __init__(self, tensors: OutsideTensors, gradients: bool, given: Given) -> None:
+        # Held, so that no other tensor gets the address of one.
+        self._others = tensors.holders()
+        self._met = {id(tensor): tensor for tensor in self._others}
+        self._places = given.places
+        self._identities = [self._met.get(id(given.flat[i])) for i in given.places]
+        self._gradients = gradients
+        self._leaves = list(zip(given.places, given.gradients, strict=True)) if gradients else []
+        self._states: list[Any] = []
+        self._unused = FreeTensors((), gradients=False, forgotten=())
+
+    def leave_to(self, free: Iterable[Tensor]) -> None:
+        """Leave these tensors to `FreeTensors`: those that a step of the finished program uses."""
+        # Not those of the recording: a step whose result decides a branch is dead code afterwards.
+        used = set(map(id, free))
+        self._others = [tensor for tensor in self._others if id(tensor) not in used]
+        # After the run: what the function itself changed of a tensor was a step that used it.
+        rows = [(one, state_of(one), None) for one in self._others]
+        # Compared as those are that the program uses: without a call for each.
+        self._unused = FreeTensors(rows, gradients=False, forgotten=())
+        if self._gradients:
+            self._states = [_gradient_state(tensor) for tensor in self._others]
+
+    def hold(self, call: KeyedCall) -> bool:
+        """Whether all of it is as it was, for a call."""
+        met, flat = self._met, call.flat
+        return (
+            all(map(is_, map(met.get, map(id, [flat[i] for i in self._places])), self._identities))
+            and self._unused.matching_locals() is not None
+            and (not self._gradients or self._same_gradients(flat))
+        )
+
+    def _same_gradients(self, flat: list[Any]) -> bool:
+        """Whether the leaves that have a gradient are the same."""
+        others = [_gradient_state(tensor) for tensor in self._others]
+        return others == self._states and all(
+            _gradient_state(flat[i]) == state for i, state in self._leaves
+        )
+
+
+def _gradient_state(tensor: Tensor) -> Any:
+    """Whether a leaf has a gradient; None of what is no leaf, and warns when asked."""
+    # Of the local tensor: asking a wrapper for its gradient may communicate.
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return (local.grad is None) if local.is_leaf else None

@@ -28,6 +28,7 @@ from vescale_dtensor._capture.code_files import (
     reads_modules,
 )
 from vescale_dtensor._capture.code_names import code_names
+from vescale_dtensor._capture.free_tensors import OutsideTensors
 from vescale_dtensor._capture.kinds import (
     kind_of_class,
     namespace_of,
@@ -36,7 +37,6 @@ from vescale_dtensor._capture.kinds import (
     values_of,
 )
 from vescale_dtensor._capture.module_guards import HOOKS, PARTS
-from vescale_dtensor._capture.outside import OutsideTensors
 from vescale_dtensor._capture.places import MISSING, OF_TENSORS, Origin
 from vescale_dtensor._torch.compat import global_module_hooks
 

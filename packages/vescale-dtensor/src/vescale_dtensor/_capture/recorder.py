@@ -34,11 +34,10 @@ from vescale_dtensor._capture.global_state import (
 from vescale_dtensor._capture.graph import TracedGraph
 from vescale_dtensor._capture.module_names import ModuleNames
 from vescale_dtensor._capture.named_state import NamedState
-from vescale_dtensor._capture.program_modes import ProgramModes
 from vescale_dtensor._capture.regions import Regions
 from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
 from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
-from vescale_dtensor._capture.surroundings import HOOKS_OF_SAVED_TENSORS, Surroundings
+from vescale_dtensor._capture.surroundings import HOOKS_OF_SAVED_TENSORS, ProgramModes, Surroundings
 from vescale_dtensor._capture.unsupported import (
     ASKED,
     FIXED,

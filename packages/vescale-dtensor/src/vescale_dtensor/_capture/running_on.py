@@ -1,19 +1,26 @@
-"""Goes on where a recording stops: what a refused call has run already is not run again.
+"""Refusals: what runs on in their place, and what other ranks are told.
 
 With `capture(..., refused="run")` a refusal ends the recording and not the function, which may have
 written, drawn random numbers and communicated by then: its remaining calls run as in eager mode.
+Without, all ranks raise, or none does. Whether the others refuse the same call is not asked: they
+may replay it, or be late. The refusal is an event instead, which all ranks come to or none may
+(`_layout/executed.py`): a rank that goes on has another event in its place, and both are told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from vescale_comm import CommMismatchError
 
 from vescale_dtensor._capture.code_files import is_users
 from vescale_dtensor._capture.unsupported import refused
+from vescale_dtensor._errors import CaptureError
+from vescale_dtensor._layout.executed import record
+from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor
 
 # Where torch looks up, by their names, functions that it has written in Python.
@@ -72,3 +79,38 @@ def run_plainly(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[st
     name = _replaced_in(func, (torch.Tensor,))
     original = None if name is None else getattr(torch._C.TensorBase, name, None)
     return (original or func)(*args, **kwargs)
+
+
+def place_of(function: Callable[..., Any], name: str) -> str:
+    """A function, by its name and where it is written: the same text on every rank."""
+    code = getattr(getattr(function, "forward", function), "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def tell_others(
+    error: CaptureError, place: str, flat: Sequence[Any], met: Mapping[int, Layout]
+) -> NoReturn:
+    """Raise a refusal, so that ranks which do not refuse the call raise as well.
+
+    Args:
+        error: the refusal.
+        place: which function it is of, see `place_of`.
+        flat: the arguments.
+        met: layouts of the DTensors that the function used, one for each mesh, the first one first.
+
+    Raises:
+        CaptureError: always; it says so where other ranks have gone on.
+    """
+    # One mesh: ranks that refuse at different lines may have met different further ones.
+    given = (value._spec.layout for value in flat if isinstance(value, DTensor))
+    layout = next(given, next(iter(met.values()), None))
+    try:
+        if layout is not None:
+            # By the name alone, since words may hold what differs from rank to rank.
+            record(layout.mesh, f"cannot capture {place}, as the error there says")
+    except CommMismatchError as mismatch:
+        raise CaptureError(f"{error}\nOther ranks do not refuse this call: {mismatch}") from error
+    else:
+        raise error
+    finally:
+        del error  # whose traceback holds this frame: a cycle, which would keep all that was made

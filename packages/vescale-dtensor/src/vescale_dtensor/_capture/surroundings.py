@@ -1,4 +1,8 @@
-"""What surrounds the steps of a recording, and has to be at each what the step before has left."""
+"""The modes, hooks, generators and kernels around the steps of a recording.
+
+A program changes grad mode and autocast where its steps would notice; what else changes between two
+steps, a replay would leave out: refused.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vescale_dtensor._capture.global_state import GlobalState, backend_flags, global_state
+from torch import fx
+
+from vescale_dtensor._capture.global_state import (
+    GlobalState,
+    backend_flags,
+    global_state,
+    is_off,
+    leave_autocast,
+    set_autocast,
+)
 from vescale_dtensor._capture.unsupported import refused
-from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks
+from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks, set_grad_mode
 
 # Fields of the global state that a program does not change on its way. The way of attention it may:
 # it decides which calls are recorded, and nothing afterwards.
@@ -87,3 +100,42 @@ class Surroundings:
         states = generator_states()
         drew, self._generators = states != self._generators, states
         return drew
+
+
+Modes = tuple[bool, Any]
+"""Grad mode, and autocast."""
+
+
+class ProgramModes:
+    """Grad mode and autocast of a program, changed only where a step would notice.
+
+    Args:
+        graph: the program as it grows.
+        start: the modes in which it begins.
+
+    Attributes:
+        now: the modes at its last step.
+    """
+
+    def __init__(self, graph: fx.Graph, start: GlobalState) -> None:
+        self._graph, self._start = graph, start
+        self.now: Modes = start.grad, start.autocast
+
+    def follow(self, state: GlobalState, sensitive: bool) -> None:
+        """Let the program change modes as the function has, where the next step would notice.
+
+        Args:
+            state: of the function.
+            sensitive: whether grad mode makes a difference to the step.
+        """
+        grad, autocast = self.now
+        # Put off until a step is sensitive: code under `no_grad` that needs none gets no steps.
+        if sensitive and state.grad != grad:
+            self._graph.call_function(set_grad_mode, (state.grad,)).meta["effect"] = True
+            grad = state.grad
+        if state.autocast != autocast:
+            # torch drops its cached casts where the outermost region ends, and only there.
+            leaving = is_off(state.autocast) and is_off(self._start.autocast)
+            change = leave_autocast if leaving else set_autocast
+            self._graph.call_function(change, state.autocast or ()).meta["effect"] = True
+        self.now = grad, state.autocast

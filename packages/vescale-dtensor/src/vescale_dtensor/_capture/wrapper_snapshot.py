@@ -55,19 +55,3 @@ class WrapperSnapshot:
             elif wrapper._cached_redistribution is not None:
                 result_outdated(wrapper)
         self._states.clear()
-
-
-def cached_uses(wrapper: DTensor) -> tuple[UseAliases | None, DTensor | None]:
-    """The valid caches that earlier uses left on a wrapper: aliases, cached redistribution."""
-    local = wrapper._local_tensor
-    # Only what is valid now: the next use would not take the others either.
-    aliases = wrapper._use_aliases
-    if aliases is not None and not aliases.is_current(local):
-        aliases = None
-    known = wrapper._cached_redistribution
-    if known is None:
-        return aliases, None
-    if not known.is_valid(local):
-        result_outdated(wrapper)  # as its next use would
-        return aliases, None
-    return aliases, known.result
