@@ -18,22 +18,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
-from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, kind_of, met_in
-from vescale_dtensor._capture.comparisons import Comparisons, check_of, why_left_out
-from vescale_dtensor._capture.free_tensors import Given, Outsiders
-from vescale_dtensor._capture.global_state import GlobalState
-from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
-from vescale_dtensor._capture.module_guards import ModuleGuard
-from vescale_dtensor._capture.named_state import NamedState
+from vescale_dtensor._capture.guard.call_key import KeyedCall, check_arguments, kind_of, met_in
+from vescale_dtensor._capture.guard.free_tensors import Given, Outsiders
+from vescale_dtensor._capture.guard.global_state import GlobalState
+from vescale_dtensor._capture.guard.module_guards import ModuleGuard
+from vescale_dtensor._capture.guard.named_state import NamedState
+from vescale_dtensor._capture.guard.own_changes import changed_error, own_changes
+from vescale_dtensor._capture.guard.places import Origin
+from vescale_dtensor._capture.guard.state_guard import StateGuard
 from vescale_dtensor._capture.nesting import is_alone, is_inside, run_uncompared, running_inside
-from vescale_dtensor._capture.outputs import drop_lineage, plan_outputs
-from vescale_dtensor._capture.own_changes import changed_error, own_changes
-from vescale_dtensor._capture.places import Origin
-from vescale_dtensor._capture.program import Parts, Program, Transform
-from vescale_dtensor._capture.recorder import Recorder
-from vescale_dtensor._capture.replay_check import Check, ReplayCheck, SeenLayouts, agreed, in_order
-from vescale_dtensor._capture.running_on import place_of, tell_others
-from vescale_dtensor._capture.state_guard import StateGuard
+from vescale_dtensor._capture.record.outputs import drop_lineage, plan_outputs
+from vescale_dtensor._capture.record.recorder import Recorder
+from vescale_dtensor._capture.record.refusals import place_of, tell_others
+from vescale_dtensor._capture.replay.comparisons import Comparisons, check_of, why_left_out
+from vescale_dtensor._capture.replay.misses import MOST_PROGRAMS, Misses
+from vescale_dtensor._capture.replay.program import Parts, Program, Transform
+from vescale_dtensor._capture.replay.replay_check import (
+    Check,
+    ReplayCheck,
+    SeenLayouts,
+    agreed,
+    in_order,
+)
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError

@@ -16,11 +16,11 @@ from vescale_comm import Group, group_of
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
-from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.capture import Captured
-from vescale_dtensor._capture.global_state import autocast_state, set_autocast
-from vescale_dtensor._capture.program import Program
-from vescale_dtensor._capture.replay_check import agreed
+from vescale_dtensor._capture.guard.call_key import KeyedCall
+from vescale_dtensor._capture.guard.global_state import autocast_state, set_autocast
+from vescale_dtensor._capture.replay.program import Program
+from vescale_dtensor._capture.replay.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.clipping import Clip
 from vescale_dtensor._joint.lowered import Lowered

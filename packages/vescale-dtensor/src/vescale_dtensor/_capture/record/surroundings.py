@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from vescale_dtensor._capture.global_state import (
+from vescale_dtensor._capture.guard.global_state import (
     GlobalState,
     backend_flags,
     global_state,
@@ -21,7 +21,7 @@ from vescale_dtensor._capture.global_state import (
     leave_autocast,
     set_autocast,
 )
-from vescale_dtensor._capture.unsupported import refused
+from vescale_dtensor._capture.record.unsupported import refused
 from vescale_dtensor._torch.compat import generator_states, saved_tensor_hooks, set_grad_mode
 
 # Fields of the global state that a program does not change on its way. The way of attention it may:

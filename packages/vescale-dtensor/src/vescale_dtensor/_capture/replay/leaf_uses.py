@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor._autograd.leaf_use import leaf_for_use, try_never_partial
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
-from vescale_dtensor._capture.graph import TracedGraph
+from vescale_dtensor._capture.record.graph import TracedGraph
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.overridable import implementation_of
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from vescale_comm import CommMismatchError
 
-from vescale_dtensor._capture.code_files import is_users
-from vescale_dtensor._capture.unsupported import refused
+from vescale_dtensor._capture.guard.code_files import is_users
+from vescale_dtensor._capture.record.unsupported import refused
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.executed import record
 from vescale_dtensor._layout.layout import Layout

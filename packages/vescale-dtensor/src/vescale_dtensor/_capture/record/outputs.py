@@ -17,12 +17,12 @@ from torch import Tensor, fx
 
 from vescale_dtensor._autograd.redistribution_cache import CachedRedistribution
 from vescale_dtensor._autograd.uses import UseAliases
-from vescale_dtensor._capture.call_key import LEAVES, cached_uses
-from vescale_dtensor._capture.graph import TracedGraph
-from vescale_dtensor._capture.kinds import kind_of_class
-from vescale_dtensor._capture.places import MISSING, OF_TENSORS
-from vescale_dtensor._capture.records import Form, flatten, is_record, unflatten
-from vescale_dtensor._capture.unsupported import OF_FUNCTION, refused
+from vescale_dtensor._capture.guard.call_key import LEAVES, cached_uses
+from vescale_dtensor._capture.guard.kinds import kind_of_class
+from vescale_dtensor._capture.guard.places import MISSING, OF_TENSORS
+from vescale_dtensor._capture.guard.records import Form, flatten, is_record, unflatten
+from vescale_dtensor._capture.record.graph import TracedGraph
+from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refused
 from vescale_dtensor._layout.spec import Spec
 from vescale_dtensor._tensor.copied_views import mark_copy
 from vescale_dtensor._tensor.dtensor import DTensor, wrap

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vescale_dtensor._capture.kinds import slots_of
+from vescale_dtensor._capture.guard.kinds import slots_of
 
 # Immutable, and compared by value without code of the user's: exact types, no subclasses.
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None))

@@ -6,12 +6,12 @@ import linecache
 from operator import is_
 from typing import Any
 
-from vescale_dtensor._capture.code_names import stored_at
-from vescale_dtensor._capture.equality import same
-from vescale_dtensor._capture.kinds import values_of
-from vescale_dtensor._capture.named_state import Contents, NamedState, Namespace
-from vescale_dtensor._capture.places import MISSING, Origin
-from vescale_dtensor._capture.state_guard import different_item, same_contents
+from vescale_dtensor._capture.guard.code_names import stored_at
+from vescale_dtensor._capture.guard.equality import same
+from vescale_dtensor._capture.guard.kinds import values_of
+from vescale_dtensor._capture.guard.named_state import Contents, NamedState, Namespace
+from vescale_dtensor._capture.guard.places import MISSING, Origin
+from vescale_dtensor._capture.guard.state_guard import different_item, same_contents
 from vescale_dtensor._errors import CaptureError
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from vescale_dtensor._capture.call_key import KeyedCall, difference
-from vescale_dtensor._capture.free_tensors import FreeTensors, Outsiders
-from vescale_dtensor._capture.global_state import autocast_state, set_autocast
-from vescale_dtensor._capture.graph import InputSource, TracedGraph
-from vescale_dtensor._capture.leaf_uses import LeafUses
-from vescale_dtensor._capture.listing import listing
-from vescale_dtensor._capture.module_guards import ModuleGuard
-from vescale_dtensor._capture.outputs import Outputs
-from vescale_dtensor._capture.passes import differentiates, graph_module, is_free_local
-from vescale_dtensor._capture.pinned_names import compilable, pin
-from vescale_dtensor._capture.state_guard import StateGuard
+from vescale_dtensor._capture.guard.call_key import KeyedCall, difference
+from vescale_dtensor._capture.guard.free_tensors import FreeTensors, Outsiders
+from vescale_dtensor._capture.guard.global_state import autocast_state, set_autocast
+from vescale_dtensor._capture.guard.module_guards import ModuleGuard
+from vescale_dtensor._capture.guard.state_guard import StateGuard
+from vescale_dtensor._capture.record.generated_code import compilable, pin
+from vescale_dtensor._capture.record.graph import InputSource, TracedGraph
+from vescale_dtensor._capture.record.outputs import Outputs
+from vescale_dtensor._capture.record.passes import differentiates, graph_module, is_free_local
+from vescale_dtensor._capture.replay.leaf_uses import LeafUses
+from vescale_dtensor._capture.replay.listing import listing
 from vescale_dtensor._dispatch.execute import after_mutation
 from vescale_dtensor._tensor.copied_views import check_writable
 from vescale_dtensor._torch.compat import set_grad_mode

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.uses import UseAliases
-from vescale_dtensor._capture.code_files import is_library_class
-from vescale_dtensor._capture.equality import exactly, same
-from vescale_dtensor._capture.global_state import global_state
-from vescale_dtensor._capture.kinds import kind_of_class
-from vescale_dtensor._capture.places import OF_TENSORS
-from vescale_dtensor._capture.records import Form as Tree
-from vescale_dtensor._capture.records import attributes_of, flatten, is_record
+from vescale_dtensor._capture.guard.code_files import is_library_class
+from vescale_dtensor._capture.guard.equality import exactly, same
+from vescale_dtensor._capture.guard.global_state import global_state
+from vescale_dtensor._capture.guard.kinds import kind_of_class
+from vescale_dtensor._capture.guard.places import OF_TENSORS
+from vescale_dtensor._capture.guard.records import Form as Tree
+from vescale_dtensor._capture.guard.records import attributes_of, flatten, is_record
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.state import result_outdated

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vescale_dtensor._capture.kinds import kind_of_class, namespace_of, slots_of
-from vescale_dtensor._capture.places import MISSING
+from vescale_dtensor._capture.guard.kinds import kind_of_class, namespace_of, slots_of
+from vescale_dtensor._capture.guard.places import MISSING
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from vescale_dtensor._capture.global_state import GlobalState, global_state
-from vescale_dtensor._capture.graph import TracedGraph
+from vescale_dtensor._capture.guard.global_state import GlobalState, global_state
 from vescale_dtensor._capture.nesting import is_inside, running_inside
-from vescale_dtensor._capture.pinned_names import pin
-from vescale_dtensor._capture.surroundings import ProgramModes, Surroundings
-from vescale_dtensor._capture.unsupported import refused, user_line
+from vescale_dtensor._capture.record.generated_code import pin
+from vescale_dtensor._capture.record.graph import TracedGraph
+from vescale_dtensor._capture.record.surroundings import ProgramModes, Surroundings
+from vescale_dtensor._capture.record.unsupported import refused, user_line
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._torch.compat import dispatch_modes, is_traced
 

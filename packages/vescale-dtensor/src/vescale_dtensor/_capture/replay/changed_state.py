@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
-from vescale_dtensor._capture.free_tensors import has_gradient
-from vescale_dtensor._capture.program import Program
+from vescale_dtensor._capture.guard.free_tensors import has_gradient
+from vescale_dtensor._capture.replay.program import Program
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import generator_states, set_generator_states
 

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from vescale_dtensor._autograd.grad_property import drop_gradient, drop_gradients
 from vescale_dtensor._autograd.hooks import hooked_node
 from vescale_dtensor._autograd.uses import CotangentReduction, alias_for_use, fork_uses
-from vescale_dtensor._capture.graph import InputSource, TracedGraph
-from vescale_dtensor._capture.regions import fold_regions, has_regions
+from vescale_dtensor._capture.record.graph import InputSource, TracedGraph
+from vescale_dtensor._capture.record.regions import fold_regions, has_regions
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.overridable import implementation_of
 

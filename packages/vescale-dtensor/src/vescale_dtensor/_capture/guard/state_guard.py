@@ -8,9 +8,9 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
-from vescale_dtensor._capture.equality import exactly, same
-from vescale_dtensor._capture.kinds import values_of
-from vescale_dtensor._capture.named_state import (
+from vescale_dtensor._capture.guard.equality import exactly, same
+from vescale_dtensor._capture.guard.kinds import values_of
+from vescale_dtensor._capture.guard.named_state import (
     Contents,
     Look,
     NamedState,
@@ -18,7 +18,7 @@ from vescale_dtensor._capture.named_state import (
     function_state,
     in_cell,
 )
-from vescale_dtensor._capture.places import MISSING, Origin
+from vescale_dtensor._capture.guard.places import MISSING, Origin
 
 _backwards: Any = reversed
 

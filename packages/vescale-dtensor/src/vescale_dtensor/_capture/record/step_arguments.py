@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from vescale_comm.nested import tensors_within
 
-from vescale_dtensor._capture.code_files import is_users
-from vescale_dtensor._capture.kinds import kind_of_class
-from vescale_dtensor._capture.records import attributes_of
-from vescale_dtensor._capture.unsupported import name_of
+from vescale_dtensor._capture.guard.code_files import is_users
+from vescale_dtensor._capture.guard.kinds import kind_of_class
+from vescale_dtensor._capture.guard.records import attributes_of
+from vescale_dtensor._capture.record.unsupported import name_of
 from vescale_dtensor._torch.overridable import implementation_of
 
 _GETTER, _SETTERS = "__get__", ("__set__", "__delete__")

@@ -20,24 +20,24 @@ from typing import Any
 
 from torch import nn
 
-from vescale_dtensor._capture.code_files import (
+from vescale_dtensor._capture.guard.code_files import (
     is_installed,
     is_library_class,
     is_library_module,
     is_users,
     reads_modules,
 )
-from vescale_dtensor._capture.code_names import code_names
-from vescale_dtensor._capture.free_tensors import OutsideTensors
-from vescale_dtensor._capture.kinds import (
+from vescale_dtensor._capture.guard.code_names import code_names
+from vescale_dtensor._capture.guard.free_tensors import OutsideTensors
+from vescale_dtensor._capture.guard.kinds import (
     kind_of_class,
     namespace_of,
     reads_all,
     slots_of,
     values_of,
 )
-from vescale_dtensor._capture.module_guards import HOOKS, PARTS
-from vescale_dtensor._capture.places import MISSING, OF_TENSORS, Origin
+from vescale_dtensor._capture.guard.module_guards import HOOKS, PARTS
+from vescale_dtensor._capture.guard.places import MISSING, OF_TENSORS, Origin
 from vescale_dtensor._torch.compat import global_module_hooks
 
 # Guarded by `ModuleGuard`, which knows cheaper ways.

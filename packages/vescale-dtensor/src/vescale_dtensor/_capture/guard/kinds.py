@@ -38,7 +38,7 @@ from torch.distributed.tensor import Placement
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from vescale_dtensor._capture.code_files import is_library_class
+from vescale_dtensor._capture.guard.code_files import is_library_class
 
 # What these hold is in C, and changes as they run.
 _RUNNING = (AsyncGeneratorType, CoroutineType, FrameType, TracebackType, Random)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_dtensor._capture.call_key import KeyedCall
-from vescale_dtensor._capture.program import Program
-from vescale_dtensor._capture.regions import every_node
-from vescale_dtensor._capture.replay_check import (
+from vescale_dtensor._capture.guard.call_key import KeyedCall
+from vescale_dtensor._capture.record.regions import every_node
+from vescale_dtensor._capture.replay.program import Program
+from vescale_dtensor._capture.replay.replay_check import (
     Check,
     Comparison,
     ReplayCheck,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from vescale_dtensor._capture.regions import every_node
+from vescale_dtensor._capture.record.regions import every_node
 
 _WIDEST = 88
 _STEPS = ("call_function", "call_method")

@@ -18,11 +18,11 @@ from torch import Tensor, fx
 from torch.nn.parameter import is_lazy
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
-from vescale_dtensor._capture.call_key import cached_uses
-from vescale_dtensor._capture.free_tensors import OutsideTensors, gradient_state, state_of
-from vescale_dtensor._capture.step_arguments import extras_of, items_of, made_inside, remade
-from vescale_dtensor._capture.unsupported import OF_FUNCTION, refused
-from vescale_dtensor._capture.wrapper_snapshot import WrapperSnapshot
+from vescale_dtensor._capture.guard.call_key import cached_uses
+from vescale_dtensor._capture.guard.free_tensors import OutsideTensors, gradient_state, state_of
+from vescale_dtensor._capture.record.step_arguments import extras_of, items_of, made_inside, remade
+from vescale_dtensor._capture.record.unsupported import OF_FUNCTION, refused
+from vescale_dtensor._capture.record.wrapper_snapshot import WrapperSnapshot
 from vescale_dtensor._layout.notation import short_dtype
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import hidden_node, storage_identity

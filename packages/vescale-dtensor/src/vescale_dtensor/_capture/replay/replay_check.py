@@ -22,21 +22,21 @@ from vescale_comm import group_of
 from vescale_comm.agreement import gather_texts
 from vescale_comm.nested import tensors_within
 
-from vescale_dtensor._capture.call_key import KeyedCall
-from vescale_dtensor._capture.changed_state import (
+from vescale_dtensor._capture.guard.call_key import KeyedCall
+from vescale_dtensor._capture.guard.equality import same
+from vescale_dtensor._capture.guard.records import flatten, is_record
+from vescale_dtensor._capture.nesting import run_uncompared, running_inside
+from vescale_dtensor._capture.record.outputs import drop_lineage
+from vescale_dtensor._capture.record.wrapper_snapshot import WrapperSnapshot
+from vescale_dtensor._capture.replay.changed_state import (
     ChangedState,
     has_hooks,
     leaves_of,
     local_of,
     same_values,
 )
-from vescale_dtensor._capture.equality import same
-from vescale_dtensor._capture.histories import Ends, GradientCheck, History, history_of
-from vescale_dtensor._capture.nesting import run_uncompared, running_inside
-from vescale_dtensor._capture.outputs import drop_lineage
-from vescale_dtensor._capture.program import Program
-from vescale_dtensor._capture.records import flatten, is_record
-from vescale_dtensor._capture.wrapper_snapshot import WrapperSnapshot
+from vescale_dtensor._capture.replay.histories import Ends, GradientCheck, History, history_of
+from vescale_dtensor._capture.replay.program import Program
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.layout import Layout
 from vescale_dtensor._tensor.dtensor import DTensor

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
-from vescale_dtensor._capture.call_key import KeyedCall
+from vescale_dtensor._capture.guard.call_key import KeyedCall
 from vescale_dtensor._tensor.dtensor import DTensor
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from vescale_dtensor._errors import CaptureError
 
 # With the slash: torchvision lies beside torch.
-_OURS = f"{Path(__file__).parent.parent}/"
-_CAPTURE = f"{Path(__file__).parent}/"
+_OURS = f"{Path(__file__).parents[2]}/"
+_CAPTURE = f"{Path(__file__).parents[1]}/"
 # Frames of these stand between the user's line and a torch function. `functools` and `contextlib`
 # run decorators, such as `no_grad`.
 _NOT_THE_USERS = (

@@ -25,20 +25,24 @@ from vescale_comm.nested import tensors_within
 from vescale_dtensor._autograd.function_bridge import joined_local
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._autograd.leaf_use import leaf_for_use
-from vescale_dtensor._capture.constants import Constants, is_readable
-from vescale_dtensor._capture.global_state import (
+from vescale_dtensor._capture.guard.global_state import (
     GlobalState,
     global_state,
     set_autocast,
 )
-from vescale_dtensor._capture.graph import TracedGraph
-from vescale_dtensor._capture.module_names import ModuleNames
-from vescale_dtensor._capture.named_state import NamedState
-from vescale_dtensor._capture.regions import Regions
-from vescale_dtensor._capture.running_on import Done, check_not_replaced, run_plainly
-from vescale_dtensor._capture.step_arguments import as_node, is_in_place, written_by_name
-from vescale_dtensor._capture.surroundings import HOOKS_OF_SAVED_TENSORS, ProgramModes, Surroundings
-from vescale_dtensor._capture.unsupported import (
+from vescale_dtensor._capture.guard.named_state import NamedState
+from vescale_dtensor._capture.record.constants import Constants, is_readable
+from vescale_dtensor._capture.record.graph import TracedGraph
+from vescale_dtensor._capture.record.module_names import ModuleNames
+from vescale_dtensor._capture.record.refusals import Done, check_not_replaced, run_plainly
+from vescale_dtensor._capture.record.regions import Regions
+from vescale_dtensor._capture.record.step_arguments import as_node, is_in_place, written_by_name
+from vescale_dtensor._capture.record.surroundings import (
+    HOOKS_OF_SAVED_TENSORS,
+    ProgramModes,
+    Surroundings,
+)
+from vescale_dtensor._capture.record.unsupported import (
     ASKED,
     FIXED,
     METADATA,

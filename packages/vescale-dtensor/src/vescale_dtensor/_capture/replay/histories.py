@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from vescale_dtensor._capture.call_key import cached_uses
-from vescale_dtensor._capture.changed_state import local_of, same_values
-from vescale_dtensor._capture.outputs import tensors_in
+from vescale_dtensor._capture.guard.call_key import cached_uses
+from vescale_dtensor._capture.record.outputs import tensors_in
+from vescale_dtensor._capture.replay.changed_state import local_of, same_values
 from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._torch.compat import hidden_node
 
