@@ -56,7 +56,7 @@ def walk(operation: Callable[[], Any]) -> Walk:
         if (name := frame.f_code.co_filename).startswith(root):
             files.append(name.removeprefix(root))
 
-    # Not `sys.setprofile`: a recording by `capture` sets that for itself.
+    # Not `sys.setprofile`: a custom autograd.Function on DTensors sets that for itself.
     before, collects = sys.gettrace(), gc.isenabled()
     # When Python collects garbage is chance, and the package has a callback there.
     gc.disable()

@@ -29,7 +29,7 @@ PLAN_CONTEXT = Plan(batch="cp:1", parameters={"*": "replicate"})
 
 
 class Ours:
-    """The model under a plan; `static`: captured forwards; `captured`: the whole step."""
+    """The model under a plan; `static`: captured forwards; `captured`: all but the update."""
 
     def __init__(
         self,
@@ -43,14 +43,19 @@ class Ours:
         # Uncompared, as nearly all steps of a long run are: these are among the first.
         self.model = parallelize(seeded(sizes), mesh, plan, static=static, check=None)
         self.optimizer: Optimizer = adamw(self.model.parameters())
-        step = self._step
-        self.step: Step = capture(step, check=None) if captured else step
+        gradients = self._gradients
+        self._computed: Step = capture(gradients, check=None) if captured else gradients
 
-    def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """One step of training; returns the loss."""
+        loss = self._computed(tokens, targets)
+        self.optimizer.step()
+        return loss
+
+    def _gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.optimizer.zero_grad()
         loss: Tensor = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
         return loss.detach()
 
     def value(self, loss: Tensor) -> float:

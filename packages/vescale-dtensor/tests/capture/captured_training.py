@@ -71,22 +71,23 @@ def losses(model, x):
     return (model(x) - x).square().mean()
 
 
-def plain_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = losses(model, x)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+def whole_step(model, optimizer, wrap):
+    """A training step, of which all but the update is wrapped."""
 
+    def gradients(x):
+        optimizer.zero_grad()
+        loss = losses(model, x)
+        loss.backward()
+        return loss.detach()
 
-def with_optimizer(name):
-    def build(wrap):
-        cls, options = OPTIMIZERS[name]
-        model = network()
-        optimizer = cls(model.parameters(), lr=0.01, **options)
-        return Training(model, optimizer, wrap(lambda x: plain_step(model, optimizer, x)))
+    wrapped = wrap(gradients)
 
-    return build
+    def step(x):
+        loss = wrapped(x)
+        optimizer.step()
+        return loss
+
+    return step
 
 
 def adam(model, **options):

@@ -103,30 +103,12 @@ def histories(rank, world_size):
         captured(spread(rows()) * weight)
 
 
-def hooks_of_an_optimizer(rank, world_size):
-    weight = nn.Parameter(torch.ones(4))
-    optimizer, calls = torch.optim.Adam([weight], foreach=False), []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-
-    def step(x):
-        optimizer.zero_grad()
-        (x * weight).sum().backward()
-        optimizer.step()
-
-    captured = vd.capture(step, check=True)
-    captured(spread(rows())), captured(spread(rows()))
-    with pytest.raises(vd.CaptureError, match="would run twice"):
-        captured(spread(rows()))
-    assert len(calls) == 2
-
-
 CASES = [
     leaves_among_arguments,
     inference,
     copied_views_in_inference,
     ranks_that_look,
     histories,
-    hooks_of_an_optimizer,
 ]
 
 

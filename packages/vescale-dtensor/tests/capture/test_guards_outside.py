@@ -264,7 +264,6 @@ def a_name_of_something_else():
     def train(x):
         optimizer.zero_grad()
         model(x).sum().backward()
-        optimizer.step()
 
     captured, x = vd.capture(train), spread(rows())
     for step in range(6):  # noqa: B007

@@ -133,31 +133,6 @@ def changing_shapes_hold_no_memory(rank, world_size):
     assert recordings(captured) + misses.replays < 1600
 
 
-def calls_that_rest_are_asked_again(rank, world_size):
-    captured = vd.capture(scaled)
-    once, later = spread(rows(3, 4), Replicate()), spread(rows(3, 5), Replicate())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for size in range(1, 401):  # of which none comes again
-            captured(once if size == 1 else spread(rows(size, 6), Replicate()))
-        assert captured._resting > 0
-        captured(once)
-        assert captured.replays == 1, "what has a program is replayed at once"
-        for _ in range(400):
-            x = captured(later)
-            assert torch.equal(x.full_tensor(), scaled(later).full_tensor())
-    assert captured.replays > 200, "what comes again and again is recorded, and replayed"
-    rate = [1.0]
-    captured = vd.capture(lambda x: x * rate[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(400):  # of which programs are for this layout, and another rate
-            rate[0] += 1.0
-            assert torch.equal(captured(once).to_local(), once.to_local() * rate[0]), step
-    assert captured._resting > 0
-    assert recordings(captured) <= 17
-
-
 def state_that_changes_for_good_is_recorded_anew(rank, world_size):
     settings = {"rate": 1.0}
     captured = vd.capture(lambda x: x * settings["rate"])
@@ -205,7 +180,6 @@ CHECKS = [
     shapes_that_come_often_are_all_recorded,
     what_changes_is_named_once,
     changing_shapes_hold_no_memory,
-    calls_that_rest_are_asked_again,
     state_that_changes_for_good_is_recorded_anew,
     sampled_checks_compare_some_calls,
 ]

@@ -330,27 +330,6 @@ def test_what_is_equal_is_no_change():
     check(model, CHANGES["an attribute"], model, equal)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_a_learning_rate_is_read_at_each_replay(kind):
-    found = []
-    for wrap in (lambda step: step, vd.capture):
-        weight = nn.Parameter(torch.ones(4))
-        optimizer = kind([weight], lr=0.1)
-
-        def step(x, weight=weight, optimizer=optimizer):
-            optimizer.zero_grad()
-            (x * weight).square().sum().backward()
-            optimizer.step()
-
-        function = wrap(step)
-        for number in range(8):
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
-            function(torch.ones(4))
-            found.append(weight.detach().clone())
-    assert all(map(torch.equal, found[:8], found[8:]))
-    assert function.replays >= 4
-
-
 class Writing(nn.Module):
     def __init__(self, write):
         super().__init__()

@@ -104,7 +104,7 @@ def a_view_that_was_written_from_outside(x):
 
 @refused("custom autograd.Function")
 def custom_function_that_returns_its_argument(x):
-    return Returned.apply(x * 1.0) * 2
+    return Returned.apply(x * torch.ones(4, requires_grad=True)) * 2
 
 
 @refused("full backward hook of a module")
@@ -282,7 +282,7 @@ def test_what_outlives_a_recording(check):
 
 def test_every_op_that_torch_marks_is_known():
     """torch tags the operators whose shapes or results depend on values: none is left out."""
-    from vescale_dtensor._capture.unsupported import READERS, SHAPED_BY_VALUES
+    from vescale_dtensor._capture.record.unsupported import READERS, SHAPED_BY_VALUES
 
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     # Refused by their arguments; the last one only makes a buffer of another size.

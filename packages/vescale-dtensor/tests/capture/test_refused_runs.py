@@ -95,11 +95,9 @@ def refused_after_it_ran(rank, world_size):
         assert torch.equal(captured(spread(rows())).full_tensor(), rows() * 2)
         assert len(log) == call + 1
     assert "in call after call" in captured.refusal
-    lists = vd.capture(lambda x: [[x * 2]] * 2, refused="run")
-    for _ in range(CALLS):
-        one, two = lists(spread(rows()))
-        assert one is two
-    assert "two places" in lists.refusal
+    sets = vd.capture(lambda x: {x.dim()}, refused="run")
+    assert all(sets(spread(rows())) == {2} for _ in range(CALLS))
+    assert "is returned, of which each call" in sets.refusal
 
 
 def programs_stay(rank, world_size):
@@ -227,7 +225,7 @@ def plain_results(rank, world_size):
         for seed in range(CALLS):
             step(spread(rows(seed=seed))).backward()
             gradients.append(weight.grad.full_tensor())
-    assert "returns plain tensors" in step.refusal
+    assert "custom autograd.Function" in step.refusal
     assert all(map(torch.equal, gradients[:CALLS], gradients[CALLS:]))
 
 

@@ -150,36 +150,13 @@ def test_another_graph_with_the_same_values_is_noticed():
     assert "the autograd graph of the outputs" in words
 
 
-class Scaled(torch.autograd.Function):
-    """The same values; a gradient times a number."""
-
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.scale = scale
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * ctx.scale, None
-
-
-@pytest.mark.parametrize("how", ["function", "hook"])
 @on_ranks(2, simulated=True)
-def test_what_changes_in_backward_alone_is_noticed(how):
+def test_what_changes_in_backward_alone_is_noticed():
     weight = parameter(4, 4)
     box = SimpleNamespace(scale=1.0)
 
     def step(x):
         y = torch.tanh(x @ weight)
-        if how == "function":
-            return (
-                vd.local_map(
-                    lambda one: Scaled.apply(one, box.scale),
-                    in_placements=None,
-                    out_placements=[Shard(0)],
-                )(y)
-                + x
-            )
         y.register_hook(lambda cotangent, scale=box.scale: cotangent * scale)
         return y + x
 

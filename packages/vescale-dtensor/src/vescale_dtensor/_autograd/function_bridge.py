@@ -151,13 +151,6 @@ def joined_local(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def has_siblings(tensor: DTensor) -> bool:
-    """Whether other outputs of its Function are joined together with a tensor."""
-    node = hidden_node(tensor)
-    known = () if node is None else node.metadata.get(_SIBLINGS, ())
-    return any((one := known_one()) is not None and one is not tensor for known_one in known)
-
-
 def join_results(node: Any, results: Sequence[Tensor], plain: Sequence[Tensor] = ()) -> None:
     """Connect the hidden graph behind outputs of one Function to the graph of local tensors.
 

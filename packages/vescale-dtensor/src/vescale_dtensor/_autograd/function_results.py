@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -38,14 +38,6 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _MOST_NOTES = 1000
 _noted: set[tuple[str, tuple[Layout, ...]]] = set()
 on_world_change(_noted.clear)  # layouts hold meshes
-
-
-class HandsOn:
-    """What watches a thread by a profile function of its own, and hands events on to another."""
-
-    def wait(self, make: Callable[[], Any], frames: list[FrameType], shard: bool) -> None:
-        """Let a profile function, made if there is none, wait for these calls (`note`)."""
-        raise NotImplementedError
 
 
 def _waiter() -> Any:
@@ -74,19 +66,11 @@ def note_plain(shard: bool = False) -> None:
     if not frames:
         return
     known = sys.getprofile()
-    if isinstance(getattr(known, "__self__", None), HandsOn):
-        known.__self__.wait(_waiter, frames, shard)  # type: ignore[union-attr]
-        return
     watch: Any = known or _waiter()
     if isinstance(watch, Forwards | _Returns):  # somebody else's stays; backward is an error then
         watch.note(frames, shard)  # first: one that waits for nothing leaves at its first event
     if known is None:
         sys.setprofile(watch)
-
-
-def waits_for_results(profile: Any) -> bool:
-    """Whether a profile function is one of those that `note_plain` sets."""
-    return isinstance(profile, Forwards | _Returns)
 
 
 def _frames_of_functions() -> list[FrameType]:

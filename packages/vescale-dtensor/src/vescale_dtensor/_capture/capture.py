@@ -18,28 +18,33 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from vescale_comm import trace as traced
 
-from vescale_dtensor._capture.call_key import KeyedCall, check_arguments, kind_of, met_in
-from vescale_dtensor._capture.comparisons import Comparisons, check_of, why_left_out
-from vescale_dtensor._capture.global_state import GlobalState
-from vescale_dtensor._capture.misses import MOST_PROGRAMS, Misses
-from vescale_dtensor._capture.module_guards import ModuleGuard
-from vescale_dtensor._capture.named_state import NamedState
+from vescale_dtensor._capture.guard.call_key import KeyedCall, check_arguments, kind_of, met_in
+from vescale_dtensor._capture.guard.free_tensors import Given, Outsiders
+from vescale_dtensor._capture.guard.global_state import GlobalState
+from vescale_dtensor._capture.guard.module_guards import ModuleGuard
+from vescale_dtensor._capture.guard.named_state import NamedState
+from vescale_dtensor._capture.guard.own_changes import changed_error, own_changes
+from vescale_dtensor._capture.guard.places import Origin
+from vescale_dtensor._capture.guard.state_guard import StateGuard
 from vescale_dtensor._capture.nesting import is_alone, is_inside, run_uncompared, running_inside
-from vescale_dtensor._capture.outputs import drop_lineage, plan_outputs
-from vescale_dtensor._capture.outsiders import Given, Outsiders
-from vescale_dtensor._capture.own_changes import changed_error, check_seeds, own_changes
-from vescale_dtensor._capture.places import Origin
-from vescale_dtensor._capture.program import Parts, Program, Transform
-from vescale_dtensor._capture.recorder import Recorder
-from vescale_dtensor._capture.refused_alone import place_of, tell_others
-from vescale_dtensor._capture.replay_check import Check, ReplayCheck, SeenLayouts, agreed, in_order
-from vescale_dtensor._capture.state_guard import StateGuard
+from vescale_dtensor._capture.record.outputs import drop_lineage, plan_outputs
+from vescale_dtensor._capture.record.recorder import Recorder
+from vescale_dtensor._capture.record.refusals import place_of, tell_others
+from vescale_dtensor._capture.replay.comparisons import Comparisons, check_of, why_left_out
+from vescale_dtensor._capture.replay.misses import MOST_PROGRAMS, Misses
+from vescale_dtensor._capture.replay.program import Parts, Program, Transform
+from vescale_dtensor._capture.replay.replay_check import (
+    Check,
+    ReplayCheck,
+    SeenLayouts,
+    agreed,
+    in_order,
+)
 from vescale_dtensor._dispatch.plain_operands import uncompared
 from vescale_dtensor._dispatch.registry import on_change
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._layout.execution_events import all_say
 from vescale_dtensor._layout.layout import Layout
-from vescale_dtensor._tensor.dtensor import DTensor
 from vescale_dtensor._tensor.observers import observers
 from vescale_dtensor._torch.compat import dispatch_modes, function_modes, jit_traces
 from vescale_dtensor._torch.transforms import in_transform
@@ -121,10 +126,6 @@ class Captured:
         self._keep_programs([])
         # Whether every rank has refused it, and nothing of it will ever be replayed.
         self._is_eager = False
-        # How many calls are not looked up, as hardly any was replayed of late; but for those with
-        # one of these layouts of the first argument.
-        self._resting = 0
-        self._waking: frozenset[Hashable] = frozenset()
         # Calls of the thread that made the first one: those of others come in any order.
         self._made, self._thread = 0, 0
         left_out = why_left_out(bool(self._unguarded), self._transform is not None)
@@ -221,13 +222,6 @@ class Captured:
         counted = not alone and get_ident() == self._thread
         self._made += counted
         due = counted and self._made >= self._compared.following and self._is_due()
-        if self._resting and not (
-            args and type(args[0]) is DTensor and args[0]._spec in self._waking
-        ):
-            self._resting -= 1
-            if due:
-                agreed(self._layouts, False)
-            return self._run(args, kwargs)
         if observers or dispatch_modes() or jit_traces() or function_modes() or in_transform():
             if due:
                 agreed(self._layouts, False)
@@ -293,7 +287,6 @@ class Captured:
                 self._misses.explain(self._programs[0].why_not(call))
             if self._misses.may_record(call.kind()):
                 return self._record(call)
-            self._resting, self._waking = self._misses.rest(call.kind(), self._of_kind)
         return self._run(call.args, call.kwargs)
 
     def _begins(self) -> bool:
@@ -336,16 +329,12 @@ class Captured:
                         # Before any step: `TracedGraph.node_of` asks for known nodes first, so an
                         # argument that is a tensor from outside as well is read from each call.
                         recorder.trace.add_argument(value, index)
-                # The snapshot is outermost: wrappers are restored whatever happens.
-                with recorder.trace.snapshot, recorder, recorder.regions.recording():
+                with recorder.recording():
                     outputs = self._function(*call.args, **call.kwargs)
         except CaptureError as error:
             if self._runs_on or recorder is None:
                 raise  # one of the function's own
             tell_others(error, self._place, call.flat, recorder.layouts)
-        finally:
-            if recorder is not None:
-                recorder.stop()
         try:
             if first:  # also where it is refused: other ranks may go on comparing
                 self._layouts = in_order(recorder.layouts)
@@ -391,7 +380,6 @@ class Captured:
         # swallowed.
         modes = recorder.finish()
         drop_lineage(outputs, call.flat)
-        check_seeds(state)
         # The caller gets what the run gave; the next call of this kind is recorded again.
         if self._has_changes(call, state):
             return

@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import get_total_norm
 
 from vescale_dtensor._autograd.cotangent import cotangent_layout
-from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.capture import capture
-from vescale_dtensor._capture.program import Program
+from vescale_dtensor._capture.guard.call_key import KeyedCall
+from vescale_dtensor._capture.replay.program import Program
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.builder import Builder
 from vescale_dtensor._joint.labels import Label

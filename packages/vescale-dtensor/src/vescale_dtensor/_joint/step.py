@@ -16,11 +16,11 @@ from vescale_comm import Group, group_of
 
 from vescale_dtensor._autograd.leaf_gradient import LeafGradient
 from vescale_dtensor._autograd.local_use import leaf_gradient_of
-from vescale_dtensor._capture.call_key import KeyedCall
 from vescale_dtensor._capture.capture import Captured
-from vescale_dtensor._capture.global_state import autocast_state, set_autocast
-from vescale_dtensor._capture.program import Program
-from vescale_dtensor._capture.replay_check import agreed
+from vescale_dtensor._capture.guard.call_key import KeyedCall
+from vescale_dtensor._capture.guard.global_state import autocast_state, set_autocast
+from vescale_dtensor._capture.replay.program import Program
+from vescale_dtensor._capture.replay.replay_check import agreed
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.clipping import Clip
 from vescale_dtensor._joint.lowering import LoweredGraph
@@ -396,16 +396,6 @@ def _gradient_targets(
     Raises:
         CaptureError: the step has what a joint graph cannot hold.
     """
-    if program.live:
-        raise CaptureError(
-            "joint: the step calls other libraries as they are (a metric, a logger), which a graph "
-            "of operators cannot hold. Call them outside"
-        )
-    if program.applies:
-        raise CaptureError(
-            "joint: a custom autograd.Function is given DTensors, and its backward runs on these. "
-            "Call it by local_map(F.apply, ...), which gives it local tensors"
-        )
     if any(_is_hook(node) for node in program.graph.nodes):
         raise CaptureError(
             "joint: the step registers a hook on an activation (register_hook, retain_grad), which "

@@ -14,7 +14,7 @@ from vescale_comm.operators import arguments_of, effects_of
 
 from vescale_dtensor._autograd.backward import start_of
 from vescale_dtensor._autograd.uses import as_partial
-from vescale_dtensor._capture.global_state import autocast_state, set_autocast
+from vescale_dtensor._capture.guard.global_state import autocast_state, set_autocast
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.draws import draw_of, with_functional_draws
 from vescale_dtensor._joint.labels import Label, LabelledRun, Labels

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from vescale_dtensor._capture.program import Program
+from vescale_dtensor._capture.replay.program import Program
 from vescale_dtensor._errors import CaptureError
 from vescale_dtensor._joint.builder import Builder, copied
 from vescale_dtensor._joint.clipping import Clip, add_clip
