@@ -25,8 +25,8 @@ _AS_IT_IS: Final = (
 class Step(Protocol):
     """Computes the parts of a step.
 
-    One of `_pipeline.step.StagedStep` (pipeline stages), `_pipeline.microbatches.MicrobatchStep`
-    and `_invariant.step.InvariantStep` (logical shards), as `parallelize` chooses by the plan.
+    By the plan, `parallelize` installs a `StagedStep` (`_pipeline/step.py`), a `MicrobatchStep`
+    (`_pipeline/microbatches.py`) or an `InvariantStep` (`_invariant/step.py`, logical shards).
     """
 
     def forward_backward(self, part: Part) -> Tensor:
