@@ -407,7 +407,7 @@ def table(
         "In every cell parameters begin bitwise as on one device, the random generator stands "
         "bitwise where it stands there after each step, the masks of two steps are bitwise the "
         "same, and a checkpoint of the last step is loaded bitwise by the layout of the next row, "
-        "which trains on as one device does. Told is the largest relative distance of a loss "
+        "which trains on as one device does. The figure is the largest relative distance of a loss "
         "from that of one device that accumulates over the same microbatches, and in brackets that "
         "of a parameter at the end.",
         "",

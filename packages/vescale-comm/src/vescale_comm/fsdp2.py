@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from vescale_comm._collectives.in_place import reduce_scatter_tensor
 from vescale_comm._collectives.replicated_shards import ReplicaGrid
-from vescale_comm._engine.operators import Finished
+from vescale_comm._engine.operators import FinishedHandle
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._torch.compat import data_parallel_meshes
 from vescale_comm._wire.fold import Order, check_order
@@ -101,7 +101,7 @@ class _ReplicatedReduceScatter(ReduceScatter):
         with torch.no_grad():
             self._grid.reduce(output_tensor, input_tensor, self._order, self._wire)
         # It has happened already; torch only wants something to wait for.
-        return Finished(output_tensor) if async_op else output_tensor
+        return FinishedHandle(output_tensor) if async_op else output_tensor
 
 
 def install(module: nn.Module, *, order: Order = "rank", wire: Wire | None = None) -> nn.Module:

@@ -7,9 +7,9 @@ from vescale_dtensor._api.distribute_module import distribute_module
 from vescale_dtensor._api.factories import arange, empty, full, ones, rand, randint, randn, zeros
 from vescale_dtensor._api.factories_random import normal, randperm
 from vescale_dtensor._api.init_mesh import init_device_mesh
+from vescale_dtensor._api.linspace import linspace, logspace
 from vescale_dtensor._api.local_map import local_map
 from vescale_dtensor._api.methods import install as _install_methods
-from vescale_dtensor._api.spaced import linspace, logspace
 from vescale_dtensor._autograd.conversion import distribute_tensor
 from vescale_dtensor._autograd.gradient_reducer import gradient_total
 from vescale_dtensor._capture import Captured, Program, ReplayCheck, capture, checkpoint

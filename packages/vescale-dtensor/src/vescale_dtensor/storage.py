@@ -25,7 +25,7 @@ gathers them before their module runs and reduces their gradients by itself is w
 """
 
 from vescale_dtensor._api.sum_whole import sum_whole
-from vescale_dtensor._autograd.gathered import (
+from vescale_dtensor._autograd.gathered_parameters import (
     Gathering,
     before_backward,
     gathered,

@@ -72,7 +72,7 @@ def set_random_states(states: list[Tensor]) -> None:
 
 
 def take_masks(model: nn.Module) -> list[list[Tensor]]:
-    """By block those of the latest step, before which the first microbatch is rehearsed."""
+    """By block those of the latest step, before which the first microbatch is tried."""
     found = [block.masks[-MICROBATCHES:] for block in model.blocks]
     for block in model.blocks:
         block.masks.clear()

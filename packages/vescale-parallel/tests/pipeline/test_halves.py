@@ -16,8 +16,8 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_parallel import Plan, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.cut import cut_of, walk
-from vescale_parallel._pipeline.halves import Halves
+from vescale_parallel._pipeline.run.backward_cut import cut_of, walk
+from vescale_parallel._pipeline.run.halves import Halves
 
 PRODUCTS = ("mm", "addmm", "bmm", "convolution_backward", "_scaled_dot_product")
 
@@ -123,7 +123,7 @@ def test_schedules_of_halves_compute_no_product_more():
     def on_a_rank(rank: int, world_size: int, schedule: str) -> int:
         model = make()
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, 2))
-        forward_backward(model, *batch(0))  # rehearsed
+        forward_backward(model, *batch(0))  # tried
         with Counted() as counted:
             forward_backward(model, *batch(1))
         return counted.products
@@ -179,7 +179,7 @@ def test_microbatches_copy_no_gradients():
     def on_a_rank(rank: int, world_size: int, schedule: str, count: int) -> int:
         model = make()
         parallelize(model, make_mesh(device_type="cpu", pp=2), plan(schedule, count))
-        forward_backward(model, *batch(0))  # rehearsed
+        forward_backward(model, *batch(0))  # tried
         with Counted() as counted:
             forward_backward(model, *batch(1))
         return counted.calls["copy_"] + counted.calls["clone"]

@@ -146,7 +146,7 @@ def test_states_that_are_loaded():
 
 @on_ranks(2)
 def test_ranks_do_not_drift_apart():
-    """Each rank steps other parameters than the others, and none takes that for drifting apart."""
+    """Each rank steps other parameters than the others, and none takes that for diverging."""
     one, two = twins(PP, "AdamW, fused")
     for seed in range(10):
         step(one, seed)

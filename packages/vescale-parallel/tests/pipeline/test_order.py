@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vescale_comm import simulate
 from vescale_parallel import Pipeline, Plan, deferred, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._pipeline.order import Use, order_of_use
+from vescale_parallel._pipeline.plan.order import Use, order_of_use
 
 WIDTH, WORDS = 6, 12
 NAMES = ("table", "places", "first", "blocks", "middle", "last", "shared", "head")

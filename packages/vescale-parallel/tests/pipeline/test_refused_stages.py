@@ -12,7 +12,7 @@ from vescale_comm import simulate
 from vescale_comm.testing import on_ranks
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, PlanError, forward_backward
-from vescale_parallel._pipeline import rehearsal
+from vescale_parallel._pipeline.run import trial_run
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2}
 
@@ -161,7 +161,7 @@ def test_an_answer_that_fails_is_told_to_the_stage_that_waits(monkeypatch: pytes
     def fails(*given: Any) -> Any:
         raise RuntimeError("no way to hand this over")
 
-    monkeypatch.setattr(rehearsal, "handed_over", fails)
+    monkeypatch.setattr(trial_run, "handed_over", fails)
     for told in simulate(2)(on_a_rank):
         assert "no way to hand this over" in told, told
 
@@ -169,7 +169,7 @@ def test_an_answer_that_fails_is_told_to_the_stage_that_waits(monkeypatch: pytes
 CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "first stage": ({"fails": 0}, 4, "a block does not like this"),
     "last stage": ({"fails": 3}, 4, "a block does not like this"),
-    # The rehearsal takes back what it has counted: in the second microbatch.
+    # The trial run takes back what it has counted: in the second microbatch.
     "first stage in the step": ({"fails": 1, "when": 2}, 4, "a block does not like this"),
     "last stage in the step": ({"fails": 2, "when": 2}, 4, "a block does not like this"),
     "reads a value": ({"through": reads}, 4, "reads a value that another stage"),

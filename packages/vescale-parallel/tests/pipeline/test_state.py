@@ -208,10 +208,10 @@ def test_what_only_another_stage_writes_is_not_read():
     model, plain = in_stages({"pp": 2}, "1f1b"), Model()
     before = copy.deepcopy(plain.state_dict())
     model.reads = True
-    for rows in (X, torch.cat([X, X[:3]])):  # also where two kinds of microbatches are rehearsed
+    for rows in (X, torch.cat([X, X[:3]])):  # also where two kinds of microbatches are tried
         with pytest.raises(PipelineError, match=r"stage 1 reads 'blocks\.0\.load'"):
             forward_backward(model, rows)
-    # A rehearsal that fails takes back what it has written, too.
+    # A trial run that fails takes back what it has written, too.
     for name, one in before.items():
         found = whole(model.state_dict()[name])
         torch.testing.assert_close(found, one, rtol=0, atol=0, equal_nan=True, msg=name)

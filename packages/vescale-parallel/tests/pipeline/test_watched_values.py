@@ -117,7 +117,7 @@ def test_functions_are_not_watched_where_nothing_is_expected(rank: int, world_si
     model.extra = use
     for _ in range(2):
         forward_backward(model, X)
-    # Rehearsed, noted, and then followed by all others.
+    # Tried, noted, and then followed by all others.
     assert not any(seen[2:]), seen
     assert bool(seen) == (rank == 1)
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_dtensor import DTensor
 from vescale_parallel import Plan, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero.schedule import SCHEDULE, Schedule
+from vescale_parallel._zero.schedule import Schedule, zero_schedule_of
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -211,7 +211,9 @@ def train_alike(models: Any, step: Callable[[Any, int], Any], steps: int = 4) ->
 
 def schedule_of(model: nn.Module) -> Schedule:
     """The schedule of a parallelised model."""
-    return getattr(model, SCHEDULE)
+    schedule = zero_schedule_of(model)
+    assert schedule is not None
+    return schedule
 
 
 def train_scaled(

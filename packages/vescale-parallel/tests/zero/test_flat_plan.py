@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from vescale_parallel import Plan, PlanError, Zero
-from vescale_parallel._zero.flat_plan import FlatPlan, Wanted, plan_flat
+from vescale_parallel._zero.flat_plan import FlatPlan, SlotRequest, plan_flat
 from vescale_parallel._zero.units import unit_names, unit_of
 
 
 @st.composite
-def wanted(draw: st.DrawFn) -> Wanted:
+def wanted(draw: st.DrawFn) -> SlotRequest:
     rows, columns = draw(st.integers(0, 9)), draw(st.integers(1, 7))
     granule = draw(st.sampled_from([1, columns, max(1, rows * columns)]))
-    return Wanted((f"p{draw(st.integers())}",), (rows, columns), granule)
+    return SlotRequest((f"p{draw(st.integers())}",), (rows, columns), granule)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(wanted(), max_size=6), st.integers(1, 9), st.sampled_from([1, 4, 8]))
-def test_every_element_has_one_owner(tensors: list[Wanted], shards: int, alignment: int):
+def test_every_element_has_one_owner(tensors: list[SlotRequest], shards: int, alignment: int):
     plan = plan_flat(tensors, shards, alignment)
     assert [(one.names, one.shape) for one in plan.slots] == [(t.names, t.shape) for t in tensors]
     assert all(one.offset % alignment == 0 for one in plan.slots)
@@ -41,14 +41,16 @@ def test_every_element_has_one_owner(tensors: list[Wanted], shards: int, alignme
 
 
 def test_without_granules_the_padding_is_that_of_alignment():
-    plan = plan_flat([Wanted(("a",), (33, 7)), Wanted(("b",), (5,)), Wanted(("c",), (1,))], 4)
+    plan = plan_flat(
+        [SlotRequest(("a",), (33, 7)), SlotRequest(("b",), (5,)), SlotRequest(("c",), (1,))], 4
+    )
     assert (plan.total, plan.padding) == (240, 3)
     assert plan.shares(0) == (60, 60, 60, 51)
     assert plan.shares(2) == (0, 0, 0, 1)
 
 
 def test_a_plan_is_a_table():
-    assert str(plan_flat([Wanted(("a", "b"), (3, 2))], 2)) == (
+    assert str(plan_flat([SlotRequest(("a", "b"), (3, 2))], 2)) == (
         "2 shards of 3 elements, 0 of padding\n"
         "slot   shape  offset  elements by rank\n"
         "-----  -----  ------  ----------------\n"

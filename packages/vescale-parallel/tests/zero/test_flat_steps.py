@@ -180,7 +180,7 @@ def drifting(rank: int, world_size: int) -> None:
 
 
 def test_a_step_that_a_rank_leaves_out_is_told():
-    with pytest.raises(WorkerError, match="drifted apart"):
+    with pytest.raises(WorkerError, match="diverged"):
         run(drifting, 4)
 
 

@@ -12,7 +12,7 @@ from vescale_comm.testing import run
 from vescale_dtensor import DTensor
 from vescale_parallel import ParallelError, Plan, Zero, forward_backward, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero.flat_plan import Wanted
+from vescale_parallel._zero.flat_plan import SlotRequest
 from vescale_parallel._zero.owners import balanced_owners, plan_owned, step_cost
 from zero_models import adamw, batch, distributed, make, require_same_values, train, whole
 
@@ -35,7 +35,7 @@ def test_owners_are_balanced_by_cost(shapes: list[tuple[int, ...]], ranks: int):
 @settings(deadline=None, max_examples=60)
 @given(SHAPES, st.integers(1, 6), st.sampled_from([1, 4, 8]))
 def test_each_owner_has_the_whole_tensor(shapes: list[tuple[int, ...]], ranks: int, alignment: int):
-    wanted = [Wanted((f"p{index}",), shape) for index, shape in enumerate(shapes)]
+    wanted = [SlotRequest((f"p{index}",), shape) for index, shape in enumerate(shapes)]
     owners = balanced_owners(shapes, ranks)
     plan = plan_owned(wanted, owners, ranks, alignment)
     by_name = {one.names: owner for one, owner in zip(wanted, owners, strict=True)}

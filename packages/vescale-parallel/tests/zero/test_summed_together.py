@@ -12,7 +12,7 @@ from vescale_comm import simulate, trace
 from vescale_comm.testing import run
 from vescale_parallel import captured_units, no_sync, parallelize
 from vescale_parallel import mesh as make_mesh
-from vescale_parallel._zero import together
+from vescale_parallel._zero import joint_gathers
 from zero_models import batch, distributed, make, plan_for, schedule_of, train_alike
 
 DP, BLOCKS = {"dp": 4}, 3
@@ -58,11 +58,11 @@ def test_the_bits_of_one_by_one(zero: int, words: dict[str, Any]):
 def test_no_more_than_the_bound_are_reduced_together(monkeypatch: pytest.MonkeyPatch):
     root, block, *_ = [one.packed_bytes for one in plan_for(DP).check(make(), DP).buffers]
     # Two blocks, then the third with the root, which takes less than a block.
-    monkeypatch.setattr(together, "TOGETHER_BYTES", 2 * block)
+    monkeypatch.setattr(joint_gathers, "TOGETHER_BYTES", 2 * block)
     assert root <= block
     simulate(4)(trained, 3, {"prefetch": 1}, 2)
     # No two of them: as by themselves.
-    monkeypatch.setattr(together, "TOGETHER_BYTES", block)
+    monkeypatch.setattr(joint_gathers, "TOGETHER_BYTES", block)
     simulate(4)(trained, 3, {"prefetch": 1}, BLOCKS + 1)
 
 

@@ -53,7 +53,7 @@ from vescale_rng._draw.fill import fill_
 from vescale_rng._draw.native_ops import no_native_draws
 from vescale_rng._draw.probabilities import bernoulli, bernoulli_, normal
 from vescale_rng._draw.sampling import multinomial, randperm
-from vescale_rng._draw.truncated import trunc_normal_
+from vescale_rng._draw.truncated_normal import trunc_normal_
 from vescale_rng._errors import (
     DeviceError,
     DistributionError,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale_rng._arguments import INTEGER, NUMBER, is_integer, is_number, refused
+from vescale_rng._arguments import INTEGER, NUMBER, argument_error, is_integer, is_number
 
 __all__ = [
     "Bernoulli",
@@ -38,7 +38,7 @@ class Distribution(ABC):
             if name not in _NUMBERS:
                 continue
             if not is_number(value):
-                raise refused(name, NUMBER, value)
+                raise argument_error(name, NUMBER, value)
             if type(value) not in (float, int):
                 # Others calculate in their own precision: a float16 of numpy, a tensor.
                 object.__setattr__(self, name, float(value))
@@ -109,7 +109,7 @@ class RandInt(Distribution):
         """Refuse bounds that are no integers."""
         for name, value in (("low", self.low), ("high", self.high)):
             if not is_integer(value) and not (name == "high" and value is None):
-                raise refused(name, INTEGER, value)
+                raise argument_error(name, INTEGER, value)
             if value is not None:
                 object.__setattr__(self, name, int(value))  # numpy's wrap around
 

@@ -17,7 +17,7 @@ from vescale_rng._arguments import checked
 from vescale_rng._distributions import Distribution, Normal, Uniform
 from vescale_rng._draw.devices import check_device, cpu_generator
 from vescale_rng._draw.fill import fill_
-from vescale_rng._draw.truncated import trunc_normal_
+from vescale_rng._draw.truncated_normal import trunc_normal_
 from vescale_rng._errors import DistributionError
 from vescale_rng._layout.fill_plan import plan_for
 from vescale_rng._layout.layout import LayoutLike, ShardLayout, as_layout, whole

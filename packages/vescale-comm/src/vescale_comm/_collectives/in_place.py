@@ -14,10 +14,10 @@ from vescale_comm._collectives.broadcast import broadcast
 from vescale_comm._collectives.reduce_scatter import plan_reduce_scatter, reduce_scatter
 from vescale_comm._engine.autograd import needs_gradient
 from vescale_comm._engine.fast_path import StartedGather, is_fast, note_checked
-from vescale_comm._engine.operators import Finished
-from vescale_comm._engine.pending import Pending, identity
+from vescale_comm._engine.handles import Pending, identity
+from vescale_comm._engine.operators import FinishedHandle
 from vescale_comm._engine.primitives import AllGather, Reduce, Steps
-from vescale_comm._engine.runner import Started, complete
+from vescale_comm._engine.runner import StartedCollective, complete
 from vescale_comm._errors import CommArgumentError
 from vescale_comm._groups.group import Group, GroupLike, as_group
 from vescale_comm._torch.buffers import flattened, nbytes, plain
@@ -129,12 +129,12 @@ def reduce_scatter_tensor(
 def _stored(out: Tensor, result: Tensor, async_op: bool) -> Any:
     """Return what a compiler is given: a value, and where to write it."""
     out.detach().copy_(result.view(out.shape))
-    return Finished(out) if async_op else out
+    return FinishedHandle(out) if async_op else out
 
 
 def _run(name: str, steps: Steps[Tensor], async_op: bool) -> Any:
     # Never through `autograd`: `_check` has refused whatever a graph would have to know of.
-    return Pending(name, Started(steps), identity) if async_op else complete(steps)
+    return Pending(name, StartedCollective(steps), identity) if async_op else complete(steps)
 
 
 def _fits(out: Tensor, x: Tensor, group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""What `parallelize` is given, in words that ranks can compare: mesh, plan, model, random state.
+"""Describes the arguments of `parallelize` so that ranks can compare them.
 
 Nothing here raises or communicates: a rank whose model cannot be described says that instead, and
 still comes to the comparison in which the others wait.
@@ -22,8 +22,8 @@ from vescale_parallel._common.agreement import UNDESCRIBED, checksum
 from vescale_parallel._common.gradient_dtypes import gradient_dtype
 from vescale_parallel._common.mesh import mesh_ranks
 from vescale_parallel._common.messages import numbers
-from vescale_parallel._deferred.described import digest_of
 from vescale_parallel._deferred.recording import DeferredTensor, value_of
+from vescale_parallel._deferred.value_digest import digest_of
 
 ADVICE: Final = {
     "mesh": "Every rank of a mesh passes that mesh, as mesh(dp=..., tp=...) makes it.",

@@ -131,7 +131,7 @@ def _counts(name: str, forward: ExpertsForward, load: Any, most: int | None) -> 
 
 @torch.no_grad()
 def _emptied(stack: nn.Parameter) -> None:
-    """Give back the memory of a parameter that was replaced; whoever computes with it is told."""
+    """Give back the memory of a parameter that was replaced; computing with it raises."""
     stack.data = stack.detach()[:0]
 
 

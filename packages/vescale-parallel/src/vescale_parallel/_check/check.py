@@ -31,8 +31,8 @@ from vescale_parallel._notation.glob import (
 )
 from vescale_parallel._notation.layout import Chosen, RuleLayout, local_shape, some_rank_is_empty
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
-from vescale_parallel._pipeline.rules import AXIS
-from vescale_parallel._pipeline.split import Split, split_model
+from vescale_parallel._pipeline.plan.rules import AXIS
+from vescale_parallel._pipeline.plan.split import Split, split_model
 from vescale_parallel._static.units import captured_units
 from vescale_parallel._zero import host
 from vescale_parallel._zero.dtypes import cast_buffers_of, dtype_notes, with_dtypes

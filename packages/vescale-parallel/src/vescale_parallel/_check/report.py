@@ -1,4 +1,4 @@
-"""What `plan.check` returns: the plan, resolved for one model and one mesh."""
+"""Defines the result of `plan.check`: the plan, resolved for one model and one mesh."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from vescale_parallel._check.activations import (
     sequence_parallel,
     sharing,
 )
-from vescale_parallel._check.staged import staged_cost
+from vescale_parallel._check.stage_costs import staged_cost
 from vescale_parallel._checkpoint.resolve import RegionRow
 from vescale_parallel._common.messages import dtype_name, human_bytes, table
 from vescale_parallel._cost import (
@@ -22,7 +22,7 @@ from vescale_parallel._cost import (
     Cost,
     Piece,
     Precision,
-    Scene,
+    StepPlace,
     Workload,
     estimate,
     packed_bytes,
@@ -33,7 +33,7 @@ from vescale_parallel._experts.resolve import ExpertsRow, experts_table
 from vescale_parallel._invariant.resolve import InvariantRow
 from vescale_parallel._notation.layout import RuleLayout
 from vescale_parallel._notation.rows import BoundaryRow, ParameterRow
-from vescale_parallel._pipeline.split import Split
+from vescale_parallel._pipeline.plan.split import Split
 from vescale_parallel._static.units import CapturedUnit
 from vescale_parallel._zero.offload import memory_table
 from vescale_parallel._zero.reduce_ahead import ReduceAhead, fitting
@@ -179,7 +179,7 @@ class Report:
             **workload,
         )
         sizes = dict(self.mesh)
-        scene = Scene(
+        scene = StepPlace(
             mesh=sizes,
             batch=self.batch.axes if self.batch else (),
             over=self.over or "dp",  # a plan without levels has no axis

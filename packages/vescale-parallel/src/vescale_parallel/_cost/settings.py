@@ -1,4 +1,4 @@
-"""What is trained at once, in which precision, and what is recomputed."""
+"""Defines the settings of an estimate: batch, precision, and what is recomputed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

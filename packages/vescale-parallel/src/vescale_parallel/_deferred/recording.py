@@ -15,7 +15,7 @@ from vescale_parallel._common.torch_compat import plain_functions, schema_of, wr
 from vescale_parallel._deferred.draws import Draw, generator_of, is_random, skipped
 from vescale_parallel._deferred.replay import replay
 from vescale_parallel._deferred.tape import Buffer, Constant, Fill, Step, Value, names_of
-from vescale_parallel._deferred.truncated import asked_for
+from vescale_parallel._deferred.truncated_normal import asked_for
 from vescale_parallel._errors import DeferredError
 
 _SMALL: Final = 4096

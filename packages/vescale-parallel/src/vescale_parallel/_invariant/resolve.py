@@ -1,4 +1,4 @@
-"""What a plan says of invariance, for a model and a mesh: what is refused, and what it costs."""
+"""Resolves what a plan says of invariance for a model and a mesh: limits, and costs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class InvariantWords:
     batch_is: str
 
 
-class Resolved(Protocol):
+class ResolvedPlan(Protocol):
     """What else of a plan is resolved already: see `Report`."""
 
     @property
@@ -113,7 +113,7 @@ class Resolved(Protocol):
 
 
 def resolve_invariant(
-    said: InvariantWords, model: nn.Module, report: Resolved
+    said: InvariantWords, model: nn.Module, report: ResolvedPlan
 ) -> InvariantRow | None:
     """Return how the step is computed; None where the plan does not ask for invariance.
 
@@ -142,7 +142,7 @@ def resolve_invariant(
     )
 
 
-def _problems(shards: int, batch_is: str, model: nn.Module, report: Resolved) -> list[str]:
+def _problems(shards: int, batch_is: str, model: nn.Module, report: ResolvedPlan) -> list[str]:
     batch = report.batch
     dims = {dim for _, dim in batch.dims} if batch is not None else set()
     if batch is None or dims != {dim_of_rows(batch, report.over)}:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from vescale_parallel._common.messages import did_you_mean, nearest
 from vescale_parallel._errors import PlanError
 from vescale_parallel._invariant.resolve import DP_INVARIANT, require_shards
-from vescale_parallel._pipeline.given import Own, read_schedule
+from vescale_parallel._pipeline.plan.schedule_choice import Own, read_schedule
 from vescale_parallel._plan.words import default_of
 from vescale_parallel._schedules.actions import Schedule
 from vescale_parallel._zero.offload import spelled_offload

@@ -26,8 +26,8 @@ from vescale_parallel._cost.links import named_cluster
 from vescale_parallel._errors import PlanError
 from vescale_parallel._experts.rules import parse_experts
 from vescale_parallel._invariant.resolve import InvariantWords, resolve_invariant
-from vescale_parallel._pipeline.given import Own, require_text
-from vescale_parallel._pipeline.rules import parse_pipeline, require_together
+from vescale_parallel._pipeline.plan.rules import parse_pipeline, require_together
+from vescale_parallel._pipeline.plan.schedule_choice import Own, require_text
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
 from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule

@@ -1,4 +1,4 @@
-"""What a preset says of a model: rules for its parameters, and for its activations."""
+"""Writes the rules of a preset for a model: its parameters, and its activations."""
 
 from collections.abc import Mapping
 from dataclasses import replace

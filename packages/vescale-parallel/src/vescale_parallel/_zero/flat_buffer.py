@@ -30,12 +30,12 @@ from vescale_dtensor.storage import (
 from vescale_parallel._common.gradient_dtypes import dtype_of_sums
 from vescale_parallel._zero.flat_plan import Place, pieces_of, place_of
 from vescale_parallel._zero.gather_log import GatherLog
+from vescale_parallel._zero.gradient_packing import order_of, packed_pieces
 from vescale_parallel._zero.host import HostShard
-from vescale_parallel._zero.kept import KeptGradient
-from vescale_parallel._zero.packed import order_of, packed_pieces
+from vescale_parallel._zero.kept_gradients import KeptGradient
+from vescale_parallel._zero.no_history import unrecorded
 from vescale_parallel._zero.resolve import BufferRow, events_of
 from vescale_parallel._zero.stored_shard import StoredShard
-from vescale_parallel._zero.unrecorded import unrecorded
 
 _wants = attrgetter("requires_grad")
 
@@ -62,7 +62,8 @@ class FlatBuffer:
         leaves: the local tensors of the parameters, as of the last gather.
         moves: for each slot, how often `.data =` has given the parameter other memory.
         handed: the views of `full` that modules compute with, one per slot.
-        counted: for each of them, the version up to which writes are in the shard; see `written`.
+        counted: for each of them, the version up to which writes are in the shard; see
+            `parameter_writes`.
         unreduced: gradients that are packed on this rank and not reduced, as large as `full`.
         reduced_next: whether the backward that packed them reduces them; else `no_sync` keeps them.
         sends: sends packed gradients to a group with others'; None: they go by themselves.

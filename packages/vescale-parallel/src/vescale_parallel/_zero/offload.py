@@ -1,4 +1,4 @@
-"""What a plan says about memory of the host, read and resolved. Pure.
+"""Reads and resolves what a plan says about memory of the host. Pure.
 
 What lies there is always what an optimizer steps: the stored parameters, their gradients and their
 states, as a step computes where its states are. The words differ in what the device keeps.

@@ -77,7 +77,7 @@ class RefusedMuon:
     """Refuses a Muon's step of some parameters of a model in stages, on every rank.
 
     Each stage would gather other matrices at the same time, which ranks that compare what they
-    execute take for programs that have drifted apart. To be told of steps before the units of
+    execute take for programs that have diverged. To be told of steps before the units of
     `zero` are, so that nothing is reduced or stepped by then.
 
     Args:

@@ -1,4 +1,4 @@
-"""Of how many units gradients may be on their way at a time: what a plan says, or costs nothing."""
+"""Chooses of how many units gradients may be reduced at a time while backward goes on."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a plan says about ZeRO, read: levels by glob, the axis, units; before there is a model."""
+"""Parses what a plan says about ZeRO: levels by glob, the axis, units."""
 
 import keyword
 from collections.abc import Mapping

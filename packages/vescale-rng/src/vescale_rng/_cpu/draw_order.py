@@ -1,4 +1,4 @@
-"""How an op consumes the stream: three ways, told apart by asking the installed torch.
+"""Finds how an op consumes the stream, in one of three ways, by asking the installed torch.
 
 torch fills a tensor from its serial CPU generator in one of three ways, and which one, and how
 many 32-bit words each element takes, depends on the distribution, the dtype, the size, the

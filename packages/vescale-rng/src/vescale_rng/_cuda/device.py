@@ -1,4 +1,4 @@
-"""What the native CUDA policy asks of a device: its threads, and numbers that torch draws there."""
+"""Asks a device for its threads, and for numbers that torch draws there."""
 
 from functools import lru_cache
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Before a kind of op is first drawn shard by shard on a device, its map is compared with torch.
+"""Compares the map of each kind of op with torch, before it is first drawn by shards.
 
 The installed torch answers two questions on the device itself, once for each distribution and
 dtype. Does ATen draw by the map that this package knows? If not, no shard can be drawn: an error.

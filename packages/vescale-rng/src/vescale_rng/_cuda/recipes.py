@@ -1,4 +1,4 @@
-"""How each distribution is drawn on CUDA: the words it takes, and the arithmetic on them.
+"""Lists how each distribution is drawn on CUDA: its words, and the arithmetic on them.
 
 Parameters are rounded here as ATen rounds them on the host; a kernel gets them as 64-bit integers,
 floating-point ones by their bits.

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds, and how a fill goes through them.
+"""Describes which elements of a tensor a rank holds, and plans fills of them.
 
 Pure geometry: nothing here draws a number, and only `local_like` and `layout_check` make tensors.
 

@@ -14,7 +14,7 @@ from vescale_rng._portable.arrays import Arrays
 from vescale_rng._portable.functions import DOUBLE, SINGLE, minus_log
 from vescale_rng._portable.maps import Map, map_of
 from vescale_rng._portable.numpy_arrays import NumpyArrays
-from vescale_rng._portable.tiles import Tile, cut, tiles_of
+from vescale_rng._portable.tiles import Tile, cut_tile, tiles_of
 from vescale_rng._portable.torch_arrays import TorchArrays
 
 # Blocks of one tile: on CPU the working set of some ten arrays stays in the cache of a core; on a
@@ -153,7 +153,7 @@ def parts(layout: ShardLayout, kind: Map, blocks: int) -> Iterator[TileBlocks]:
         run = whole.sizes[-1]
         waste = (run + 2 * per_block - 2) // per_block * per_block / run
         most = max(per_block, int(blocks * per_block / min(waste, per_block)))
-        for tile in cut(whole, most // per_block * per_block, per_block):
+        for tile in cut_tile(whole, most // per_block * per_block, per_block):
             yield _part(tile, per_block)
 
 

@@ -1,4 +1,4 @@
-"""What each random op of ATen does on a part of a tensor: this rank's numbers, no private names.
+"""Runs each random op of ATen on a part of a tensor: this rank's numbers, no private names.
 
 The functions get a `Placing` (which elements a tensor is), an op, and its arguments by name, with
 `input` for `self` and `low` for `from`. Tensors are torch's DTensors or, where the placing knows

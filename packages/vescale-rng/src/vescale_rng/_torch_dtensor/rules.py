@@ -1,4 +1,4 @@
-"""What `consistent` does with a random op: draw rows of the batch, refuse, or let it pass."""
+"""Decides for a random op in `consistent`: draw rows of the batch, raise, or let it pass."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -219,7 +219,7 @@ class BatchRule(BlockRule):
         self.shards_met |= note_local(source, local, self._rows.axes)
 
     def refuse_empty(self, cannot: Cannot) -> None:
-        """Refuse on every rank: the others hear of it at their next draw."""
+        """Refuse on every rank: the others raise at their next draw."""
         try:
             super().refuse_empty(cannot)
         except LayoutError as error:
