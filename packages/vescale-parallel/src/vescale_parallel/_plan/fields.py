@@ -25,28 +25,31 @@ class Zero:
     `Plan(zero=3)` says the level alone.
 
     Attributes:
-        level: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters. Or glob over
-            parameter names to such a level, as `{"embed*": 1, "*": 3}`; the first match wins.
-        over: the mesh axis that is sharded over. Another axis that the batch is sharded over then
-            only replicates (HSDP): `Plan(batch="replica:0, dp:0", zero=Zero(3, over="dp"))`.
-        units: glob, or globs, over names of modules whose parameters are gathered as one. None: the
-            repeated blocks of the model (the members of a list of one type), and the rest.
-        prefetch: how many units are gathered ahead of the one that computes; "auto": one, and in
-            forward, at level 3, as many as take 1 MiB together, by one collective.
+        level: 0, the default, nothing; 1 optimizer states, 2 and gradients, 3 and parameters. Or
+            glob over parameter names to such a level, as `{"embed*": 1, "*": 3}`; the first match
+            wins.
+        over: the mesh axis that is sharded over, by default "dp". Another axis that shards the
+            batch then only replicates (HSDP), as in
+            `Plan(batch="replica:0, dp:0", zero=Zero(3, over="dp"))`.
+        units: glob, or globs, over names of modules whose parameters are gathered as one. None, the
+            default: the repeated blocks of the model (the members of a list of one type), and the
+            rest.
+        prefetch: how many units are gathered ahead of the one that computes; "auto", the default:
+            one, and in forward, at level 3, as many as take 1 MiB together, by one collective.
         reduce_ahead: of how many units gradients are reduced while backward goes on computing; 0:
-            it waits for each. Each takes memory for all gradients of a unit. "auto": as many as
-            take 4 MiB together, so that small units overlap and large ones do not; what takes 1 MiB
-            together is reduced by one collective.
+            it waits for each. Each takes memory for all gradients of a unit. "auto", the default:
+            as many as take 4 MiB together, so that small units overlap and large ones do not; what
+            takes 1 MiB together is reduced by one collective.
         owned: glob, or globs, over names of parameters that are not cut: one rank of `over` stores
             each in full, and steps it, as an optimizer of matrices (Muon, Shampoo) needs. Owners
-            are balanced by what such a step costs, over all units.
+            are balanced by what such a step costs, over all units. None, the default: all are cut.
         block: so many elements in a row of a local parameter stay on one rank, as the blocks of an
-            optimizer with quantised states; or the rows and columns of tiles of its matrices, as
-            (128, 128).
+            optimizer with quantised states, by default 1; or the rows and columns of tiles of its
+            matrices, as (128, 128).
         offload: what lies in memory of the host of what is sharded. True: all. "optimizer":
             parameters as an optimizer steps them, their gradients and states, and the device keeps
             the values that it computes with. "parameters" (at level 3): those as well. Or glob over
-            parameter names to one of these, or "none". None: nothing.
+            parameter names to one of these, or "none". None, the default: nothing.
     """
 
     level: int | Mapping[str, int] = 0
@@ -75,15 +78,17 @@ class Pipeline:
     says `Plan(microbatches=n)`.
 
     Attributes:
-        schedule: a name of `schedules.SCHEDULES`, "auto" (the fastest, by measured times), a CSV
-            file (a name that ends in .csv) or its text, a `Schedule`, or a function of the numbers
-            of ranks and microbatches that returns one.
+        schedule: a name of `schedules.SCHEDULES`, by default "1f1b"; "auto" (the fastest, by
+            measured times), a CSV file (a name that ends in .csv) or its text, a `Schedule`, or a
+            function of the numbers of ranks and microbatches that returns one.
         stages: glob over names of modules that are the blocks which stages are made of, or a list
-            with one glob for each stage. None: the repeated blocks of the model.
-        chunks: stages of each rank, for "interleaved"; at most so many for "auto".
-        memory: for "auto", bytes that a rank may keep from forwards to backwards. None: any.
+            with one glob for each stage. None, the default: the repeated blocks of the model.
+        chunks: stages of each rank, for "interleaved", by default 2; at most so many for "auto".
+        memory: for "auto", bytes that a rank may keep from forwards to backwards. None, the
+            default: any number.
         everywhere: glob, or globs, over names of modules outside of the blocks whose parameters
-            every stage holds, and whose gradients are summed over the stages.
+            every stage holds, and whose gradients are summed over the stages. None, the default:
+            none beside those that several stages use.
     """
 
     schedule: str | Path | Schedule | Own = "1f1b"
@@ -107,8 +112,8 @@ class Invariant:
     `forward_backward`.
 
     Attributes:
-        shards: logical shards that the batch is cut into, each computed by itself; no more ranks
-            may share the batch. Results depend on this number, and not on the number of ranks.
+        shards: logical shards that the batch is cut into, by default 8, each computed by itself; no
+            more ranks may share the batch. Results depend on this number, and not on that of ranks.
     """
 
     shards: int = 8
