@@ -80,10 +80,12 @@ def run_replicated(call: OpCall) -> Any:
         # Before it runs: an operand that is replicated already is passed itself, not as a copy.
         check_writable(call.operands[index], function_name(call.func))
         refuse_view_of_leaf(call.operands[index])
-        if isinstance(call.func, MethodDescriptorType):  # other functions may not be recorded
+        assigns = call.func is torch.Tensor.__setitem__
+        # Other functions may not be recorded.
+        if assigns or isinstance(call.func, MethodDescriptorType):
             refuse_leaf(call.operands[index])
         # Of `x[0] = …` the part counts: torch looks at that, in memory that lies as on one device.
-        if call.func is not torch.Tensor.__setitem__:
+        if not assigns:
             refuse_overlapping(call.operands[index], call.func, call.operands)
     locals_ = _locals(call, mesh)
     watch = WriteWatch(call, locals_)

@@ -120,8 +120,9 @@ def _indexing(call: OpCall, spread: list[Any], dims: list[int]) -> Strategy | No
 
     inputs = (table, *tensors)
     strategy = _signature(inputs, output, [table[d] for d in dims], local)
-    # The result's memory order then follows from the indices' strides: torch is asked for it.
-    ordered = any(order_of_operand(call, i) for i in range(1, len(call.operands)))
+    # The result's memory order follows from the strides of the operands. Kernels are asked for it:
+    # without data torch predicts another one for some tensors with dims of one element.
+    ordered = any(order_of_operand(call, i) for i in range(len(call.operands)))
     return replace(strategy, probe_order="zeros") if ordered else strategy
 
 
