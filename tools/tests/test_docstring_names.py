@@ -9,7 +9,7 @@ from tools.packages import PACKAGES, find
 
 FINDER = find("vescale-dtensor").tests / "support" / "docstring_names.py"
 # Objects, files and names of modules in the programs of users.
-OBJECTS = ("`plan.check`", "`model.double`", "`save.py`", "`_proj`")
+OBJECTS = ("`plan.check`", "`plan.with_`", "`model.double`", "`save.py`", "`_proj`")
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda one: one.short)
