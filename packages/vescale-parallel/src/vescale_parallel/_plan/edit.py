@@ -56,7 +56,7 @@ def point_rule(point: str, layout: str) -> tuple[str, str]:
     raise PlanError(f"point {point!r}: write 'module:in' or 'module:out', found ':{side}'.")
 
 
-def joined(known: str | None, added: str) -> str:
+def join_sides(known: str | None, added: str) -> str:
     """Return two rules about one module: each side as the later says, else as the earlier does."""
     sides = [[side.strip() for side in text.split("->")] for text in (known or "->", added)]
     enter, leave = (later or earlier for earlier, later in zip(*sides, strict=True))

@@ -169,7 +169,7 @@ def as_invariant(value: Any) -> Invariant | None:
     )
 
 
-def said(one: Any) -> dict[str, Any]:
+def non_default(one: Any) -> dict[str, Any]:
     """Return the fields of a plan, or of one of its fields, that are not at their default."""
     return {
         each.name: value
@@ -180,11 +180,11 @@ def said(one: Any) -> dict[str, Any]:
 
 def merged_fields(plan: Any, other: Any) -> dict[str, Any]:
     """Return what `other` says, nested fields with what only `plan` says of them."""
-    found = said(other)
+    found = non_default(other)
     for name in NESTED.keys() & found.keys():
         mine = getattr(plan, name)
         if mine is not None:
-            found[name] = replace(mine, **said(found[name]))
+            found[name] = replace(mine, **non_default(found[name]))
     return found
 
 

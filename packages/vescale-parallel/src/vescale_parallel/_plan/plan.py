@@ -30,7 +30,7 @@ from vescale_parallel._pipeline.plan.rules import parse_pipeline, require_togeth
 from vescale_parallel._pipeline.plan.schedule_choice import Own, require_text
 from vescale_parallel._plan import presets
 from vescale_parallel._plan.data import data_parallel
-from vescale_parallel._plan.edit import joined, layout_text, merged, point_rule
+from vescale_parallel._plan.edit import join_sides, layout_text, merged, point_rule
 from vescale_parallel._plan.fields import (
     Invariant,
     Pipeline,
@@ -442,7 +442,7 @@ class Plan:
         Without `:in` it is what leaves the module. A rule about the other side of it is kept.
         """
         module, rule = point_rule(point, placement)
-        text = joined(self.activations.get(module), rule)
+        text = join_sides(self.activations.get(module), rule)
         return replace(self, activations=merged(self.activations, {module: text}))
 
     def redistribute(self, point: str, src: str, dst: str) -> "Plan":
